@@ -1,5 +1,6 @@
-"""The console script. ``lazygt top`` has a way of its own: it is to be there at once, without
-torch, which all other commands load."""
+"""Console script.
+
+``lazygt top`` starts without torch, which all other commands load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting of lazygt, once: the keyword of ``lazygt.session`` and its LAZYGT_* variable."""
+"""Settings: the keywords of ``lazygt.session`` and their LAZYGT_* variables."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def mesh_axes(text: str) -> dict[str, int]:
 
 
 def _virtual_ranks(text: str) -> bool | int | dict[str, int]:
-    """What ``invariant`` may be: a flag, a number, or numbers by axis such as ``data=4``."""
+    """Parse ``invariant``: a flag, a number, or numbers by axis such as ``data=4``."""
     if "=" in text:
         return mesh_axes(text)
     return int(text) if text.strip().isdigit() and int(text) > 1 else _flag(text)
 
 
 def _interval(text: str) -> int | str:
-    """What ``checkpoint_every`` may be: a number of steps, or a time."""
+    """Parse ``checkpoint_every``: a number of steps, or a time."""
     return int(text) if text.strip().isdigit() else text
 
 
@@ -75,8 +75,9 @@ RECORDERS = ("auto", "native", "python")
 
 
 def recorder_setting() -> str:
-    """LAZYGT_RECORDER: which recorder a process is to have. It holds for the whole process, since
-    torch's private backend can be registered only once.
+    """Return LAZYGT_RECORDER, the recorder of this process.
+
+    It holds for the whole process, since torch's private backend can be registered only once.
 
     Raises:
         ValueError: for a name that there is not.
@@ -88,13 +89,15 @@ def recorder_setting() -> str:
 
 
 def cache_setting() -> str | None:
-    """LAZYGT_CACHE_DIR, for what is compiled before any session is open."""
+    """Return LAZYGT_CACHE_DIR, for code that is compiled before a session is open."""
     return os.environ.get("LAZYGT_CACHE_DIR") or None
 
 
 def sanitize_setting() -> str | None:
-    """LAZYGT_NATIVE_SANITIZE: who watches the native extension in tests; 1 for ASan and UBSan,
-    or ``thread``."""
+    """Return the sanitizers of the native extension in tests, by LAZYGT_NATIVE_SANITIZE.
+
+    1 stands for ASan and UBSan, ``thread`` for TSan.
+    """
     value = os.environ.get("LAZYGT_NATIVE_SANITIZE") or "0"
     if value == "thread":
         return value
@@ -102,7 +105,7 @@ def sanitize_setting() -> str | None:
 
 
 def wheels_setting() -> str | None:
-    """LAZYGT_NATIVE_WHEELS: a folder in which set-up looks for a wheel of the native extension."""
+    """Return LAZYGT_NATIVE_WHEELS, the folder with wheels of the native extension."""
     return os.environ.get("LAZYGT_NATIVE_WHEELS") or None
 
 
@@ -227,7 +230,7 @@ class Config:
 
     @staticmethod
     def load(**given: Any) -> Config:
-        """Defaults, then LAZYGT_* variables, then what is given (None counts as not given).
+        """Merge defaults, LAZYGT_* variables and arguments; None counts as not given.
 
         Raises:
             TypeError: for an unknown keyword.

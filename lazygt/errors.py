@@ -1,9 +1,9 @@
-"""Every error lazygt raises on its own account.
+"""Errors and warnings of lazygt.
 
     LazyGTError (RuntimeError)
     ├── NoSession           a lazygt tensor or device used with no open session
     ├── ExecutionError      an op failed on a worker; names the op and the line that recorded it,
-    │   │                   and is also what eager torch would raise there: an IndexError ...
+    │   │                   and is also of eager torch's class: an IndexError ...
     │   └── CollectiveMismatch  ranks were about to run different collectives
     ├── CodeError           the code of an op or function can't be brought to the workers
     ├── WorkerDied          a worker process ended
@@ -21,12 +21,12 @@
     │   ├── GangTooLarge        more workers than it has
     │   ├── OverQuota           more than this client may have
     │   └── SessionEnded        the pool has ended the session
-    ├── LaunchError         what an engine says of its job is wrong, or its processes don't meet
+    ├── LaunchError         a job's variables are wrong, or its processes don't meet
     ├── MachineError        a machine file with a figure that is missing or absurd, or no machine
     └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
 
     CompileWarning (UserWarning) a function of torch.compile runs uncompiled in a session
-    GatherWarning (UserWarning)  an op took whole what lay in blocks, which nobody asked for
+    GatherWarning (UserWarning)  sharded operands of an op were all-gathered
     PipelineWarning (UserWarning)  stages take one microbatch after the other, and wait meanwhile
 
 Errors in the *use* of an op (wrong shape, wrong dtype) are not here: they are torch's own
@@ -57,7 +57,7 @@ class NoSession(LazyGTError):
 class ExecutionError(LazyGTError):
     """An op failed while a worker ran it.
 
-    What is raised is also of the class that eager torch would have raised, so that ``except
+    The error is also of the class that eager torch would have raised, so that ``except
     IndexError:`` and the like catch it.
 
     Attributes:
@@ -99,14 +99,14 @@ class ExecutionError(LazyGTError):
 def execution_error(
     op: str, inputs: tuple[str, ...], where: str, kind: str, detail: str, rank: int = 0
 ) -> ExecutionError:
-    """An ExecutionError that is also of the class that ``kind_of`` told of, if it is known here."""
+    """Build an ExecutionError that is also of the class named by ``kind_of``, if known."""
     eager: Any = exception_class(kind)
     made = ExecutionError if eager is None else _as_eager(eager)
     return made(op, inputs, where, kind.rpartition(".")[2].lstrip("_"), detail, rank)
 
 
 def kind_of(error: BaseException) -> str:
-    """What an exception is called when it is told to another process."""
+    """Return the name of an exception's class in messages between processes."""
     cls = type(error)
     name = cls.__qualname__
     return name if cls.__module__ == "builtins" else f"{cls.__module__}.{name}"
@@ -169,7 +169,7 @@ class CollectiveMismatch(ExecutionError):
 class CodeError(LazyGTError):
     """The code of an op or a function, which is not torch's, can't be brought to the workers.
 
-    Raised where the op is recorded if the client knows; what a worker finds out (a module that
+    Raised where the op is recorded if the client knows; a failure on a worker (a module that
     it can't import) is an ExecutionError that is a CodeError, too.
 
     Attributes:
@@ -191,9 +191,9 @@ class WorkerDied(LazyGTError):
         pid: its process id.
         status: how it ended, for example ``signal SIGKILL``, ``exit code 1`` or ``out of memory
             (signal SIGKILL)``.
-        stderr: the end of what it wrote to standard error.
-        during: what it did again and again when it died; "" if nothing points to that.
-        out_of_memory: whether it ended for want of memory.
+        stderr: the end of its standard error.
+        during: the step at which it died repeatedly; "" if nothing points to one.
+        out_of_memory: True if it ended for want of memory.
     """
 
     def __init__(self, rank: int, pid: int, status: str, stderr: str, during: str = "") -> None:
@@ -221,7 +221,7 @@ class DeviceLost(WorkerDied):
     in a new process; without that they are lost, and this is raised.
 
     Attributes:
-        why: what the driver says.
+        why: the driver's message.
         culprit: the failed op, where it is known (see ``messages.Failure``).
     """
 
@@ -283,7 +283,7 @@ class ConnectionLost(LazyGTError):
 
     Attributes:
         endpoint: its address.
-        why: what is known of it.
+        why: the cause, as far as it is known.
     """
 
     def __init__(self, endpoint: str, why: str) -> None:
@@ -319,7 +319,7 @@ class VersionMismatch(LazyGTError):
     Attributes:
         endpoint: its address.
         differences: name, version here, version there.
-        why: what it said besides.
+        why: its message.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class CheckpointError(LazyGTError):
 
     Attributes:
         path: of the file, or of the folder.
-        why: what is wrong with it.
+        why: the fault.
         torn: the file was not written to its end, or has lost it.
     """
 
@@ -358,7 +358,7 @@ class PoolError(LazyGTError):
     """A pool of workers can't be reached, has refused a session, or has ended one.
 
     Attributes:
-        given: what it was made of, as it travels.
+        given: its arguments, as they travel.
     """
 
     def __init__(self, text: str, *given: Any) -> None:
@@ -419,7 +419,7 @@ class OverQuota(PoolError):
 
     Attributes:
         what: ``sessions``, ``workers``, ``cores``, or ``memory`` (bytes).
-        wanted: of it, by this session; used: by the client's others, and what it has published.
+        wanted: by this session; used: by the client's other sessions and published weights.
         limit: of them all.
     """
 
@@ -451,15 +451,17 @@ class SessionEnded(PoolError):
 
 
 class LaunchError(LazyGTError):
-    """The processes of a job can't become one session: the variables that tell each who it is
-    contradict one another, one is missing, or the processes don't meet.
+    """The processes of a job can't become one session.
+
+    The variables of their ranks contradict one another, one is missing, or the processes don't
+    meet.
 
     Where the job's variables are not meant for lazygt, ``LAZYGT_LAUNCHER=process`` or
     ``lazygt.session(launcher="process")`` leaves them alone.
 
     Attributes:
         variable: of the environment, which to look at; "" where none is at fault.
-        why: what is wrong, and what to do.
+        why: the fault, and a remedy.
     """
 
     def __init__(self, variable: str, why: str) -> None:
@@ -475,8 +477,8 @@ class MachineError(LazyGTError, ValueError):
 
     Attributes:
         path: of the file, or the name.
-        key: which figure, such as ``memory.bandwidth``; empty where it is not about one.
-        why: what is wrong with it, and what was expected.
+        key: the figure, such as ``memory.bandwidth``; empty where it is not about one.
+        why: the fault, and the expected value.
     """
 
     def __init__(self, path: str | os.PathLike[str], key: str, why: str) -> None:
@@ -493,17 +495,17 @@ class GraphError(LazyGTError):
 
 
 class CompileWarning(UserWarning):
-    """A function that ``torch.compile`` has been given runs uncompiled, because a session is open.
+    """A function of ``torch.compile`` runs uncompiled, because a session is open.
 
     The numbers are those of eager torch. Said once a process, with the line.
     """
 
 
 class GatherWarning(UserWarning):
-    """What lay in blocks was gathered for an op, and nobody had asked for that.
+    """Sharded operands of an op were all-gathered, though no placement asked for that.
 
     The op has no sharding rule, or no strategy that takes less time. The numbers are right. Said
-    once a session, op and line, with the bytes and what avoids it; ``lazygt why`` lists all.
+    once a session, op and line, with the bytes and a remedy; ``lazygt why`` lists all.
     """
 
 
@@ -511,7 +513,7 @@ class IdleWarning(UserWarning):
     """The client does the work that a session was opened for.
 
     The numbers are right; they are computed in this process. Said once a session, with the line
-    and what to write instead.
+    and the code to write instead.
     """
 
 
@@ -519,7 +521,7 @@ class PipelineWarning(UserWarning):
     """The stages of a pipeline take one microbatch after the other: 1F1B order can't be kept.
 
     The numbers are right, but each stage waits while the others work. Said once a session, with
-    what stands in the way.
+    the obstacle.
     """
 
 

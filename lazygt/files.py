@@ -1,4 +1,4 @@
-"""Files and folders of one user: private from their first moment, never reached by another's link.
+"""Private files and folders of one user, safe from other users' links.
 
 Every file that lazygt makes comes from here. Names can be guessed, and folders such as ``/tmp`` are
 shared: a link, a pipe or a file that another user has put under a name is refused, and nothing is
@@ -141,7 +141,7 @@ def open_own(place: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def open_output(place: str | os.PathLike[str], append: bool = False, mode: int = 0o666) -> int:
-    """A descriptor of a file that a user has named for output, emptied unless ``append``.
+    """Open a file for output under a user's name for it, emptied unless ``append``.
 
     Links of the user's own are followed, and devices and pipes are written to.
 
@@ -149,7 +149,7 @@ def open_output(place: str | os.PathLike[str], append: bool = False, mode: int =
         mode: of a new file; the umask counts.
 
     Raises:
-        PermissionError: what is there is another user's.
+        PermissionError: the file there is another user's.
     """
     path = Path(place)
     flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0)

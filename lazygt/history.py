@@ -1,7 +1,7 @@
-"""History: what a session did, for those who ask.
+"""History of a session: flushes, plan misses and gathers.
 
-It notes little while the session runs (call sites and steps of the trie); the words are found when
-somebody asks.
+It notes little while the session runs (call sites and steps of the trie); texts are made on
+request.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Flush(NamedTuple):
     """One flush.
 
     Attributes:
-        reason: what forced it, for example ``backward`` or ``to cpu``.
-        call_site: the user's line that did.
-        ops: how many were recorded.
+        reason: the sync point, for example ``backward`` or ``to cpu``.
+        call_site: the user's line that forced it.
+        ops: the number of ops recorded.
         digest: the plan's name; None when there was nothing to run.
-        hit: whether the plan was there already.
+        hit: True if the plan was there already.
         run: the number of the run.
     """
 
@@ -53,7 +53,7 @@ class Flush(NamedTuple):
 
 
 class FirstMiss(NamedTuple):
-    """The first step of a trace that was not in the trie: what the recorder notes."""
+    """The first step of a trace that was not in the trie, as the recorder notes it."""
 
     step: TrieNode
     key: Any
@@ -63,17 +63,17 @@ class FirstMiss(NamedTuple):
 
 @dataclass
 class Miss:
-    """Why a flush had no plan yet.
+    """A flush without a cached plan, and the cause.
 
     Attributes:
         flush: the reason of the flush.
         first: the first new step; None when every step was known.
         known: the steps that had followed the same beginning before, newest last.
-        ended: whether an earlier trace with the same steps had ended at the same place.
+        ended: True if an earlier trace with the same steps had ended at the same place.
         alive: values that had not been outputs then, each as ``op meta  line``.
         line_of: finds the user's line of a step that was recorded earlier, or ``"?"``.
         resized: the program was known in other sizes, so that no pass had to run.
-        digest, seconds: the plan, and what building it took.
+        digest, seconds: the plan, and the time of its passes.
     """
 
     flush: str
@@ -88,7 +88,7 @@ class Miss:
 
     @staticmethod
     def at(flush: str, noted: tuple[Any, ...], line_of: Callable[[TrieNode], str]) -> Miss:
-        """The miss that began at what the recorder noted."""
+        """Build the miss that began at the step that the recorder noted."""
         first = FirstMiss(*noted)
         new = first.step.children.get(first.key)
         known = [step for step in first.step.children.values() if step is not new]
@@ -148,7 +148,7 @@ class Miss:
 
 
 class Probe(Protocol):
-    """Draws what a session does, from ``attach`` to ``detach``."""
+    """Observer that draws a session's work from ``attach`` to ``detach``."""
 
     def attach(self) -> None:
         """Begin."""
@@ -161,7 +161,7 @@ class Probe(Protocol):
         """
 
     def flush(self, flushes: deque[Flush]) -> AbstractContextManager[None]:
-        """What a flush runs in: it is drawn when one more is in ``flushes`` then."""
+        """Return the context of a flush, drawn if ``flushes`` has one more at its end."""
 
     def did(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
         """Something within a flush, from ``begin`` to now."""
@@ -171,12 +171,12 @@ class History:
     """Flushes, plan misses and gathers; while a profile is taken, they are drawn as well.
 
     Attributes:
-        flushes: reason -> how many there were.
+        flushes: reason -> count.
         recent, misses: the last ones, oldest first.
         resized: the last plans that are known programs in other sizes, oldest first.
-        gathers: (op, line) -> the first time that it took whole what lay in blocks.
-        plans_built, plan_hits: how often a flush's plan was new, and how often it was there.
-        plans_resized: how many of the new ones were known programs in other sizes.
+        gathers: (op, line) -> the first time that its sharded operands were gathered.
+        plans_built, plan_hits: numbers of flushes with a new plan, and with a cached one.
+        plans_resized: number of the new ones that were known programs in other sizes.
         last_plan: of the last flush that had one.
         probe: draws; None: no profile is being taken.
     """

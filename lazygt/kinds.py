@@ -1,4 +1,4 @@
-"""Kinds: what the workers' values are to the program, as far as the client knows."""
+"""Memory categories of the workers' values, as far as the client knows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer"
 
 
 class Kinds:
-    """Which values are parameters, gradients and an optimizer's state.
+    """Parameters, gradients and optimizer states among a session's values.
 
     Optimizers tell of their parameters once they step. Those that no optimizer has are looked for
     among all that Python has: no list of them is kept, which every session would pay for.
@@ -39,7 +39,7 @@ class Kinds:
 
     @property
     def trains(self) -> bool:
-        """Whether an optimizer has stepped."""
+        """True if an optimizer has stepped."""
         return bool(self.optimizers)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
@@ -64,8 +64,9 @@ class Kinds:
         return kinds
 
     def sizes(self, ranks: Mesh) -> dict[str, int]:
-        """Bytes of each kind on the first rank, of what handles show; parameters that no optimizer
-        has count where they were looked for before.
+        """Return the bytes of each category on the first rank, of the values of handles.
+
+        Parameters that no optimizer has count where they were looked for before.
 
         Args:
             ranks: that plans are made for.
@@ -81,7 +82,7 @@ class Kinds:
         return sizes
 
     def _known(self) -> Iterator[tuple[Storage, str]]:
-        """What handles show that the workers have, with its kind."""
+        """Yield the storages of handles that the workers have, with their categories."""
         others = [parameter for other in self._others if (parameter := other()) is not None]
         optimizers = [
             optimizer for known in self.optimizers.values() if (optimizer := known()) is not None
@@ -95,7 +96,7 @@ class Kinds:
                 yield from self._remote(value, OPTIMIZER)
 
     def _remote(self, t: object, kind: str) -> Iterator[tuple[Storage, str]]:
-        """What a handle shows, if it is one and the workers have it."""
+        """Yield the storage of a handle, if the workers have it."""
         if is_lazy(t):
             storage = storage_of(t)
             if storage.owner is self._recorder and storage.remote is not None:
@@ -103,7 +104,7 @@ class Kinds:
 
 
 def _bytes_on_first(meta: TensorMeta, remote: RemoteValue, ranks: Mesh) -> int:
-    """What the first rank has of a value."""
+    """Return the bytes of a value on the first rank."""
     if remote.sharding is None:
         return meta.nbytes
     if not has_any(ranks, remote.sharding.placements, 0):

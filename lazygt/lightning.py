@@ -1,10 +1,9 @@
 """Lightning on lazygt: ``Trainer(strategy=LazyGTStrategy())`` inside a session.
 
-Lightning asks an accelerator what devices there are, and a strategy where the model goes. The
-session's workers are one device, so the strategy is Lightning's own for one device.
+Lightning asks an accelerator for its devices, and a strategy for the model's device. The session's
+workers are one device, so the strategy is Lightning's own for one device.
 
-Imported by those who use it only: neither ``lightning`` nor ``pytorch_lightning`` is needed for
-anything else.
+Nothing else of lazygt imports this module or needs ``lightning`` or ``pytorch_lightning``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class LazyGTAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: int | str) -> int:
-        """How many devices the Trainer was asked for; there is one, whatever the workers.
+        """Return the Trainer's number of devices: one, for any number of workers.
 
         Raises:
             ValueError: for any other number.
@@ -72,12 +71,12 @@ class LazyGTAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether a session is open."""
+        """Return whether a session is open."""
         return current_session() is not None
 
     @staticmethod
     def name() -> str:
-        """What ``Trainer(accelerator=...)`` calls it."""
+        """Return its name in ``Trainer(accelerator=...)``."""
         return NAME
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:

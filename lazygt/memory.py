@@ -1,4 +1,4 @@
-"""What ``s.memory()`` tells: the memory of each worker, as measured there."""
+"""Report of ``s.memory()``: the memory of each worker, as measured there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RankMemory(NamedTuple):
         kinds: of the values that it holds: ``parameters`` (of optimizers that have stepped, and
             other ``nn.Parameter``\\ s), their ``gradients``, the state of ``optimizer``\\ s, and
             ``other``; memory that several values share counts once.
-        allocated: what torch's allocator has handed out on a GPU. On CPUs what malloc has, of the
+        allocated: memory that torch's allocator has handed out on a GPU. On CPUs malloc's, of the
             whole process; where malloc does not say (it is not glibc's), ``living``.
         peak: on a GPU the most that was allocated; on CPUs the most that was resident, ever.
         resident: of the process in the host's memory.

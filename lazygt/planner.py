@@ -49,12 +49,12 @@ class CachedPlan(NamedTuple):
     """A plan as the trie keeps it.
 
     Attributes:
-        positions: number of a value of the trace -> which output it is.
+        positions: number of a value of the trace -> position among the outputs.
         origins: for each plan of the entry, step -> recorded op (empty: the same numbers).
         makers: output -> recorded op.
-        shardings: how each output lies on the mesh; None: whole on every rank.
+        shardings: the sharding of each output; None: replicated.
         slots: of each output the places of its blocks among those of the plans.
-        shown: what the native recorder keeps of this.
+        shown: the native recorder's part of this.
         stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless asked for.
     """
 
@@ -79,7 +79,7 @@ class _Earlier(NamedTuple):
     """A trace that was planned, for others that are it in other sizes.
 
     Attributes:
-        template, sizes: what the passes made of it.
+        template, sizes: the result of the passes.
         sites, lines: of its ops.
     """
 
@@ -92,16 +92,16 @@ class _Earlier(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What keeping it takes, about."""
+        """Its memory in bytes, about."""
         return self.kept.entry.nbytes + self.template.nbytes
 
 
 class Planner:
-    """Has the passes make the plan of a trace that has none yet.
+    """Runs the passes on a trace that has no plan yet.
 
     Args:
         mesh: the ranks that plans are made for, on the workers there are.
-        machine: that each rank is, for what work costs.
+        machine: the cost model of a rank.
         history: gets misses and gathers.
     """
 
@@ -144,7 +144,7 @@ class Planner:
         return self._planned(steps, outputs, sites, kinds)
 
     def forget(self, dropped: Sequence[CachedPlan]) -> None:
-        """Plans that the trie has let go of; what stands at another place of it is kept."""
+        """Forget plans that the trie has dropped, unless another node of it has them."""
         if dropped:
             used = {id(plan.entry) for plan in self.kept()}
             entries = [plan.entry for plan in dropped if id(plan.entry) not in used]
@@ -254,8 +254,9 @@ class Planner:
         stages: list[tuple[str, Graph]] | None,
         decided: list[AxisStep],
     ) -> tuple[tuple[Plan, ...], tuple[Sharding | None, ...], Optimised[Plan] | None]:
-        """Each rank's plan, or the one that all run, and how the outputs lie on the mesh; and what
-        it is for other sizes, unless it depends on the mesh.
+        """Build each rank's plan, or the one that all run, and the shardings of the outputs.
+
+        The third result is the template for other sizes, unless the plan depends on the mesh.
 
         Args:
             steps: that the graph was recorded in.
@@ -317,7 +318,7 @@ class Planner:
         return tuple(plans[:1] if alike else plans), shardings
 
     def _gathered(self, gathers: Sequence[Gather]) -> None:
-        """Say once for each op and line that it took whole what lay in blocks."""
+        """Warn once for each op and line whose sharded operands were gathered."""
         for gather in gathers:
             key = gather.op, gather.line
             if key not in self._history.gathers:
@@ -346,6 +347,6 @@ def _backward(steps: Sequence[TrieNode]) -> frozenset[int]:
 
 
 def stored(step: TrieNode) -> Sharding | None:
-    """How the input that enters at a step lies on the mesh; see ``Trace.enter``."""
+    """Return the sharding of the input that enters at a step; see ``Trace.enter``."""
     sharding: Sharding | None = step.key[1] if type(step.key) is tuple else None
     return sharding

@@ -1,4 +1,4 @@
-"""What prints as tables: by rich in a terminal, as plain text elsewhere, and in a notebook."""
+"""Objects that print as tables: by rich in a terminal, as plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class Printed:
 
 
 def plain_table(*columns: str) -> Table:
-    """A table without lines, of columns by their names; those that begin with ``>`` stand to the
-    right."""
+    """Build a table without lines; names that begin with ``>`` mean aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         right = name.startswith(">")

@@ -1,10 +1,9 @@
-"""Rewind: a failed step leaves nothing failed.
+"""Rollback of a failed step: storages get back the values from before the failed op.
 
 Ops fail on workers when the program is already further on. Eager torch would have stopped before
-the op, so whatever was written since gets back the value that it had then: the workers go back to
-before the run in which the op failed, that part of the run which came before the op is done again,
-and storages show what it makes or what they had shown. What was made since stays as it is: failed
-where it depends on the op.
+the op. So the workers go back to before the run in which the op failed, the part of the run that
+came before the op is done again, and storages get its results or their earlier values. Tensors made
+since stay as they are: failed where they depend on the op.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Position(NamedTuple):
 
 
 class Overwritten(NamedTuple):
-    """A storage that got another value by no op of a trace: what it showed before and after."""
+    """A storage that got another value by no op of a trace, with both values."""
 
     at: Position
     storage: weakref.ref[Storage]
@@ -76,12 +75,12 @@ class Overwritten(NamedTuple):
 
 @dataclass
 class _Undone:
-    """What comes back when all from an op on is undone.
+    """Values to bring back when all from an op on is undone.
 
     Attributes:
-        again: storages that show values of the run's part before the op -> which.
-        held: storages -> what else they showed.
-        written: whether anything was written, or drawn, since.
+        again: storages with values of the run's part before the op -> number of the value.
+        held: storages -> their other earlier values.
+        written: True if anything was written, or drawn, since.
         seeded: the workers were handed the random stream since.
     """
 
@@ -92,7 +91,7 @@ class _Undone:
 
 
 class Rewind:
-    """Remembers the runs of which not all answers have come, and undoes what followed a failed op.
+    """Remembers runs with answers outstanding, and undoes the ops after a failed one.
 
     Args:
         max_ahead: runs that may be unanswered.
@@ -113,7 +112,7 @@ class Rewind:
     # -- what is remembered --------------------------------------------------------------
 
     def forget_answered(self) -> None:
-        """What all ranks have done well is not undone."""
+        """Forget runs that all ranks have done well: they are not undone."""
         oldest = self._client.oldest_open
         while self.runs and self.runs[0].seq < oldest:
             self.runs.popleft()
@@ -182,7 +181,7 @@ class Rewind:
     def _show(
         self, runs: Sequence[Recorded], before: list[TrieNode], op: int, undone: _Undone
     ) -> None:
-        """Do the part before the op again, and have storages show what they showed then."""
+        """Run the part before the op again, and give storages back their values of then."""
         back = {held.key for held in undone.held.values() if held.key is not None}
         freed = {key for run in runs for key in run.frees}
         values = self._client.revive(back, freed)
@@ -241,10 +240,11 @@ def _before(steps: list[TrieNode], op: int) -> list[TrieNode]:
 def _undone(
     runs: Sequence[Recorded], before: list[TrieNode], overwritten: Sequence[Overwritten]
 ) -> _Undone:
-    """What comes back when all is undone that came after some steps of the first run.
+    """Find the values to bring back when all after some steps of the first run is undone.
 
-    A storage shows what it got last before the op: a value of the trace, or another one. If it got
-    nothing in that run, it shows what it was when it first entered since, or was overwritten.
+    A storage gets back the value that it had last before the op: one of the trace, or another one.
+    If it got none in that run, it gets the value with which it first entered a run since, or the
+    one that was overwritten.
     """
     place = Position(runs[0].seq, before[-1].ops if before else 0)
     rows = [(storage, row) for row in overwritten if (storage := row.storage()) is not None]
@@ -270,7 +270,7 @@ def _undone(
 def _got(
     run: Recorded, before: list[TrieNode], overwritten: Iterable[tuple[Storage, Overwritten]]
 ) -> tuple[dict[Storage, int], dict[Storage, Held]]:
-    """What storages got last in the part of a run before the op: values of the trace, or others."""
+    """Find the last values of storages before the op: of the trace, and others."""
     got = {
         storage: (op, number)
         for number, (storage, op) in enumerate(zip(run.shown.values, makers(before), strict=False))
@@ -287,14 +287,14 @@ def _got(
 def _showed(
     runs: Sequence[Recorded], overwritten: Iterable[tuple[Storage, Overwritten]]
 ) -> Iterable[tuple[Storage, Held]]:
-    """What storages showed when they entered a run, or were overwritten; the earliest first."""
+    """List the values of storages as they entered a run or were overwritten, in order."""
     rows = [(row.at, 0, storage, row.before) for storage, row in overwritten]
     rows += [(at, 1, storage, held) for run in runs for at, storage, held in _entered(run)]
     return [(storage, held) for _, _, storage, held in sorted(rows, key=itemgetter(0, 1))]
 
 
 def _entered(run: Recorded) -> Iterable[tuple[Position, Storage, Held]]:
-    """The storages that were inputs of a run, when they entered, and what they showed."""
+    """Yield the storages that were inputs of a run: position, storage and value."""
     steps = [step for step in run.provenance.step.path() if step.input is not None]
     for storage, key, step in zip(run.shown.inputs, run.inputs, steps, strict=True):
         if storage is not None:

@@ -206,7 +206,7 @@ class Session:
     def close(self) -> None:
         """End the workers. Their values are lost. May be called twice.
 
-        What ``open`` began ends as a block does: what is recorded is done, and errors are raised.
+        A session begun by ``open`` ends as a block does: recorded ops are run, and errors raised.
         """
         opened, self._opened = self._opened, False
         if opened:
@@ -244,12 +244,12 @@ class Session:
     # -- sync points ---------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Ship what is recorded; does not wait for it."""
+        """Ship the recorded ops without waiting for them."""
         self._check_used()
         self.recorder.flush("flush()")
 
     def synchronize(self) -> None:
-        """Ship what is recorded and wait until the workers have done it, kernels on GPUs included.
+        """Ship the recorded ops and wait until the workers have run them, kernels included.
 
         Raises:
             ExecutionError: an op failed since the last sync point.
@@ -279,12 +279,13 @@ class Session:
             self._checkpoints.register(objects)
 
     def resume(self) -> Saved:
-        """Load what the folder has into what is registered: the state after ``step`` steps of a run
-        that was killed, and the random generators. What draws after it goes on with their streams:
-        call it right before the first step.
+        """Load the folder's last checkpoint into the registered objects.
+
+        It is the state after ``step`` steps of a run that was killed, random generators included.
+        Random numbers drawn after it continue their streams: call it right before the first step.
 
         Returns:
-            What was saved; its ``step`` is 0 where there is nothing yet.
+            The saved values; ``step`` is 0 where there is nothing yet.
 
         Raises:
             CheckpointError: it is damaged, or of another program, torch or lazygt. Nothing was
@@ -294,16 +295,16 @@ class Session:
         return Saved() if self._checkpoints is None else self._checkpoints.resume()
 
     def checkpoint(self, step: int, *, now: bool = False, **values: Any) -> bool:
-        """Say that so many steps are done, and that all that is registered is as it is after them.
+        """Mark the end of a step, after which all registered objects are consistent.
 
-        As often as ``checkpoint_every`` says this moment is saved, beside what comes next.
+        As often as ``checkpoint_every`` says, this state is saved beside the next steps.
 
         Args:
             now: save it in any case, and wait until it is on the disk.
             values: plain ones to be saved with it.
 
         Returns:
-            Whether this moment is being saved, with ``now`` whether it is.
+            True if this state is being saved; with ``now``, if it is saved.
 
         Raises:
             CheckpointError: the folder has checkpoints that were not resumed.
@@ -340,9 +341,9 @@ class Session:
             pool.publish(name, value, shared=shared)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> list[RemoteValue]:
-        """Have the values of handles computed; where they are now.
+        """Compute the values of handles, and return their places on the workers.
 
-        A sync point, as ``synchronize``, and raises what that does.
+        A sync point; it raises the same errors as ``synchronize``.
         """
         self._check_used()
         with self.recorder.lock, torch.no_grad():
@@ -360,8 +361,11 @@ class Session:
 
     @property
     def weight_source(self) -> SessionSource | None:
-        """The workers as those who send their own weights; None where one stands for many, or where
-        they are on other hosts: the client then sends what it fetches."""
+        """Source of weights that the workers send themselves.
+
+        None under ``invariant``, in dry runs, and for workers of other hosts: the client then
+        fetches the weights and sends them.
+        """
         if self.config.invariant or self.config.launcher == "dry" or self._link.mirrors:
             return None
         if self._weight_source is None:
@@ -374,7 +378,7 @@ class Session:
         return self._weight_source
 
     def compiled(self, timeout: float | None = None) -> bool:
-        """Wait until what is being compiled is compiled and swapped in.
+        """Wait until groups under compilation are compiled and swapped in.
 
         Plans are compiled after their second run; call this after that, for example before
         timing a loop. Nothing else needs it.
@@ -390,7 +394,7 @@ class Session:
             return self._tiers.wait(timeout)
 
     def _check_used(self) -> None:
-        """For what makes sense in an entered session only."""
+        """Raise an error unless the session is entered."""
         if not self.idle.entered:
             self.idle.used()
         self._check_open()
@@ -428,11 +432,11 @@ class Session:
 
     @property
     def history(self) -> History:
-        """What it did, for those who ask."""
+        """Flushes, plan misses and gathers of the session."""
         return self._history
 
     def entries(self) -> list[PlanRecord]:
-        """The plans that are kept, with what was shipped and run of each, oldest first."""
+        """Return the cached plans with their shipments and runs, oldest first."""
         return list(self._client.entries)
 
     def plans(self) -> list[Plan]:
@@ -444,8 +448,7 @@ class Session:
         return list(self._tiers.compiles.values())
 
     def cuda_graphs(self) -> list[tuple[PlanRecord, int, Captured]]:
-        """What became of hot plans on GPUs: the plan, the rank, and its CUDA graphs or why it has
-        none."""
+        """List hot plans on GPUs: plan, rank, and its CUDA graphs or the reason for none."""
         return [
             (entry, rank, told)
             for entry in self._client.entries
@@ -462,8 +465,9 @@ class Session:
         return self._kept(plan).stages
 
     def decided(self, plan: Plan) -> tuple[AxisStep, ...]:
-        """How a plan's values were placed, one axis of the mesh after another; none where nothing
-        was to be placed.
+        """Return the decisions on a plan's placements, one axis of the mesh after another.
+
+        Empty where nothing was to be placed.
 
         Raises:
             ValueError: as ``stages``.
@@ -480,13 +484,13 @@ class Session:
 
     @contextmanager
     def observed(self, make: Callable[[Client], Probe]) -> Iterator[None]:
-        """Have somebody see what happens meanwhile; the end of the block is a sync point.
+        """Attach an observer for a block; the end of the block is a sync point.
 
         Args:
             make: of the client, which sends and gets all messages.
 
         Raises:
-            RuntimeError: when somebody does already.
+            RuntimeError: an observer is attached already.
         """
         self._check_open()
         if self._history.probe is not None:
@@ -530,9 +534,9 @@ class Session:
         }
 
     def memory(self) -> SessionMemory:
-        """What memory the workers have, measured in each; prints as a table.
+        """Measure the memory of each worker; the result prints as a table.
 
-        A sync point, as ``synchronize``, and raises what that does.
+        A sync point; it raises the same errors as ``synchronize``.
         """
         # why: it brings rich, which few sessions need
         from lazygt.memory import RankMemory, SessionMemory
@@ -607,10 +611,10 @@ _overseer = _Overseer()
 def overseen(
     settings: Callable[[dict[str, Any]], dict[str, Any]], opened: Callable[[Session], object]
 ) -> Iterator[None]:
-    """Every session that is made meanwhile is made with other settings, and told of.
+    """Open all sessions meanwhile with other settings, and report them.
 
     Args:
-        settings: what was asked for -> what the session gets.
+        settings: requested settings -> settings of the session.
         opened: called with each session that has been made.
     """
     global _overseer

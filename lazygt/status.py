@@ -1,7 +1,7 @@
-"""Status: the client's page, for whoever watches this session from outside (``lazygt top``).
+"""Status page of the client, for observers of the session such as ``lazygt top``.
 
-A thread writes it, a few times a second. It takes what others keep anyway, so a flush knows nothing
-of it. What memory is for it finds out only while somebody watches.
+A thread writes it, a few times a second, from counts that are kept anyway, so it costs a flush
+nothing. Memory categories are determined only while there is an observer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_TEXT = 240  # characters
 
 
 class Parts(Protocol):
-    """Of a session, what its page tells of."""
+    """Parts of a session that its status page reports."""
 
     recorder: Recorder
     mesh: Mesh
@@ -127,10 +127,10 @@ class StatusWriter(threading.Thread):
 
 
 class Weigher:
-    """Finds out now and then what a rank's memory is for, as far as the client knows.
+    """Periodic account of a rank's memory by category, as far as the client knows.
 
-    Gradients are looked at, which no thread may do but the program's own: torch may be letting go
-    of one. So it is done when an optimizer steps; a first time whether or not somebody watches.
+    It reads gradients, which only the program's own thread may do, as torch may be freeing one. So
+    it runs when an optimizer steps; the first time with or without an observer.
 
     Attributes:
         kinds: bytes on rank 0, by kind.

@@ -1,4 +1,4 @@
-"""Submit: from a recorded trace to a run on the workers, and back to what was asked of it."""
+"""Submission of a recorded trace: plan, run on the workers, and fetched values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RUN_TAG = Run.__struct_config__.tag
 
 
 class DataDependentReply(NamedTuple):
-    """What a data-dependent op returned and wrote."""
+    """Returned and written values of a data-dependent op."""
 
     returned: list[Any]
     written: list[tuple[TensorMeta, RemoteValue]]
@@ -147,13 +147,13 @@ class Submitter:
     def after_backward(self) -> None:
         """The sync point at the end of ``.backward()``.
 
-        A sharded step is submitted after its update: where gradients are reduced, and whether they
-        are cut into blocks, is decided together with what the optimizer does with them.
+        A sharded step is submitted after its update: the reduction and sharding of gradients are
+        decided together with their use by the optimizer.
         """
         self._flush_after("backward", sharded=False)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step: what was loaded of its state lies as its parameters do."""
+        """Give an optimizer's loaded state the placements of its parameters before its step."""
         if self.rewind is not None:
             self.rewind.before_step(optimizer)
         if self.at_step is not None and not self._step_is_sharded:
@@ -188,7 +188,7 @@ class Submitter:
 
     @property
     def _step_is_sharded(self) -> bool:
-        """Whether a step is submitted after its update, and not before."""
+        """True if a step is submitted after its update, and not before."""
         return self._may_shard and self._recorder.trace.step.placed
 
     def _flush_after(self, reason: str, sharded: bool) -> None:
@@ -202,7 +202,7 @@ class Submitter:
 
     @property
     def plain(self) -> bool:
-        """Whether a run has nothing to it that C++ does not know of."""
+        """True if the extension can submit a run by itself."""
         untouched: bool = self._recorder.trace.untouched
         ordinary = untouched and self._history.probe is None
         return ordinary and self._client.plain and DEFER_INTERRUPT.adopted
@@ -328,7 +328,7 @@ class Submitter:
     def _wanted(
         self, fetch: Storage | None, trace: Trace, kept: CachedPlan | None
     ) -> tuple[tuple[int, ...], Regions | None]:
-        """The ids that the fetched storage's blocks will have, and which ranks have what of it.
+        """Return the ids of the fetched storage's blocks, and their regions by rank.
 
         No regions: rank 0 has all of it.
         """
@@ -346,7 +346,7 @@ class Submitter:
         return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
 
     def _heed(self) -> None:
-        """Act on what workers have told of their plans besides answers."""
+        """Act on the workers' reports about layouts and captures."""
         if self._client.relaid:
             self._learn_layouts()
         if self._client.capture_errors:
@@ -399,7 +399,7 @@ class Submitter:
         return value
 
     def _asked(self, seq: int, provenance: Provenance) -> DataDependentReply:
-        """The reply to a run whose last op is data-dependent.
+        """Return the reply to a run that ends with a data-dependent op.
 
         Raises:
             ExecutionError: an earlier op had failed.
@@ -440,5 +440,5 @@ class Submitter:
 
 
 def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
-    """Whether it has the parameter's shape, and is whole on every worker as nobody asked for."""
+    """Return whether a value has the parameter's shape and is replicated by default."""
     return is_lazy(value) and value.shape == parameter.shape and is_everywhere(value)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class _Holders:
-    """Who has put it off: it is one switch for all threads, so the last of them puts it back."""
+    """Count of the blocks that keep collection off; the last one turns it on again."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,8 +38,11 @@ _holders = _Holders()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Put garbage collection off: of a plan, which is made of many small objects, and of imports,
-    where a walk through all that torch has loaded takes as long as everything else."""
+    """Turn garbage collection off for a block.
+
+    A plan is made of many small objects; and during imports a walk through all objects of torch
+    takes as long as everything else.
+    """
     holders = _holders
     holders.enter()
     try:

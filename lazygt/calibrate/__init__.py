@@ -1,8 +1,8 @@
-"""Measures the machine it runs on, and makes a machine file of it.
+"""Calibration of the machine: measurements that make a machine file.
 
-Every figure is the least of several rounds, so that what else the machine does counts little. What
-is not measured (compiled calls, networks, datasheet peaks) is taken over from the machine that
-serves for any of the kind, with its source.
+Every figure is the minimum of several rounds, so that other load counts little. Figures that are
+not measured (compiled calls, networks, datasheet peaks) are taken over from the default machine of
+the kind, with their sources.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Calibration:
         )
 
     def _replaced(self, key: str) -> bool:
-        """Whether the base's figure is of what was measured, be it in other dtypes or entries."""
+        """Return whether a figure of the base machine was measured, in any dtype or entry."""
         section = key.partition("[")[0] if "[" in key else ""
         return any(section and other.startswith(f"{section}[") for other in self.values) or (
             key.startswith("matmul.rate.")
@@ -202,12 +202,12 @@ class _Calibration:
 
 
 def _rounded(key: str, value: float) -> float:
-    """What was timed in four digits; the sizes of what was timed as they are."""
+    """Round times to four digits, and leave sizes as they are."""
     return float(value) if key.startswith("range.") else float(f"{value:.4g}")
 
 
 def _processor(device: str) -> str:
-    """The name of what computes."""
+    """Return the name of the processor or GPU."""
     if device == "cuda":
         return torch.cuda.get_device_name(0)
     rows = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []

@@ -1,4 +1,4 @@
-"""How long something takes, on a machine that does other things as well."""
+"""Clocks, and minimum times on a machine with other load."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For what is done when its call returns.
+    """Clock for work that is done when its call returns.
 
     Args:
-        threads: that do the work. The time of the only one counts while it runs, so that it does
-            not matter who else wants its core.
+        threads: that do the work. A single thread's CPU time counts, so that other load on its
+            core does not matter.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -41,10 +41,10 @@ class HostClock:
 
 
 class EventClock:
-    """For what a GPU does after its launch: events before and behind it, on the same stream.
+    """Clock for kernels of a GPU: events before and behind them, on the same stream.
 
     Args:
-        cuda: ``torch.cuda``, or what stands for it in a test.
+        cuda: ``torch.cuda``, or a stand-in of a test.
     """
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
@@ -69,9 +69,9 @@ def least(
     spend: float,
     told: Callable[[], object] = lambda: None,
 ) -> dict[K, float]:
-    """The least seconds of each, of all rounds.
+    """Return the minimum seconds of each work over all rounds.
 
-    What disturbs only ever takes longer, and lasts a while: so all are timed once a round.
+    Disturbances only ever add time, and last a while: so all works are timed once a round.
 
     Args:
         spend: seconds for each in a round, about.

@@ -1,4 +1,4 @@
-"""The constants of the laws in ``machine.prices`` that fit what was measured."""
+"""Fits of the cost laws in ``machine.prices`` to measured times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Product(NamedTuple):
 
 
 class MatmulLaw(NamedTuple):
-    """See ``machine.model.Matmul``; ``error`` is the mean one of what was timed."""
+    """See ``machine.model.Matmul``; ``error`` is the mean relative error of the fit."""
 
     rate: dict[str, float]
     tile_rows: int
@@ -66,7 +66,7 @@ class Exchange(NamedTuple):
 
 
 def fit_carrier(rows: Sequence[Exchange], slope: float) -> Carrier:
-    """Latency and bandwidth, for small and for large payloads apart where that fits far better.
+    """Fit latency and bandwidth, by payload size where two pieces fit far better.
 
     Args:
         slope: seconds for each rank beyond the second, where only two ranks were timed.
@@ -98,7 +98,7 @@ def _link(rows: Sequence[Exchange], slope: float) -> Link:
 
 
 def _not_negative(matrix: np.ndarray, wanted: np.ndarray) -> list[float]:
-    """Least squares; what would be negative is 0."""
+    """Solve a least-squares problem; coefficients that would be negative are 0."""
     used = [at for at in range(matrix.shape[1]) if matrix[:, at].any()]
     while True:
         solved, *_ = np.linalg.lstsq(matrix[:, used], wanted, rcond=None)

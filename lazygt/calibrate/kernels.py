@@ -1,4 +1,4 @@
-"""What one device does by itself: matmuls, families of pointwise ops, memory."""
+"""Benchmarks of one device: matmuls, families of pointwise ops, memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class Size(NamedTuple):
-    """How much is measured.
+    """Amount of measurement.
 
     Attributes:
         rounds, spend: see ``least``.
@@ -56,7 +56,7 @@ SMALLEST = Size(1, 0.0, ((32, 32, 32), (8, 32, 32)), 1, 4 << 10, 256 << 10, (4 <
 
 @dataclass(frozen=True)
 class Device:
-    """What is measured, and how."""
+    """Device under measurement, its clock and the sizes."""
 
     type: str
     clock: Clock
@@ -65,7 +65,7 @@ class Device:
 
     @property
     def scale(self) -> int:
-        """How much larger matrices are than those of a CPU."""
+        """Factor of matrix sizes over those of a CPU."""
         return self.size.on_gpus if self.type == "cuda" else 1
 
     @property
@@ -188,5 +188,5 @@ def _added(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> Work:
 
 
 def _beyond(seconds: float, launched: float) -> float:
-    """What is left of it without the launch; of something tiny, a tenth."""
+    """Subtract the launch from a time; of tiny times a tenth remains."""
     return max(seconds - launched, seconds / 10)

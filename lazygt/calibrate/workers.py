@@ -1,4 +1,4 @@
-"""What client and workers do together: recording, runs, messages, collectives; in real sessions."""
+"""Measurements of real sessions: recording, runs, messages and collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALL = 1 << 20
 
 
 class HostFigures:
-    """Seconds of a message, of an op in a run, and of recording one, of the session that is open.
+    """Seconds of a message, of an op in a run, and of recording an op, in a session.
 
     Attributes:
         record, launch, message: see the schema.
@@ -40,8 +40,7 @@ class HostFigures:
 
 
 def _chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
-    """Seconds of recording so many ops that need each other, of this thread alone, and of running
-    them."""
+    """Return the CPU seconds of recording a chain of ops, and the seconds of its run."""
     begin = time.thread_time()
     y = x
     for _ in range(ops):
@@ -68,7 +67,7 @@ def carriers(
     threads: int,
     told: Callable[[], object],
 ) -> dict[str, Carrier]:
-    """What carries collectives between so many workers, by size.
+    """Measure and fit the carriers of collectives between numbers of workers.
 
     Args:
         groups: numbers of ranks.
@@ -96,7 +95,7 @@ def carriers(
 
 
 def steps(device: str, groups: Sequence[int], sizes: Sequence[int]) -> int:
-    """How often ``carriers`` tells that it went on."""
+    """Return the number of progress reports of ``carriers``."""
     count = 0
     for ranks in groups:
         for kind in timed.KINDS:

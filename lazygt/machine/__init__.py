@@ -1,7 +1,7 @@
-"""What work costs: machines, their figures, and the files that hold them.
+"""Cost models: machines, their figures, and machine files.
 
-Whoever prices anything asks a ``Machine``; no cost stands anywhere else. ``machine_of`` finds one:
-those of ``machines/`` come with lazygt, ``lazygt calibrate`` writes one of the machine it runs on.
+All costs come from a ``Machine``. ``machine_of`` finds one: those of ``machines/`` come with
+lazygt, ``lazygt calibrate`` writes one of the machine it runs on.
 """
 
 from lazygt.machine.find import (

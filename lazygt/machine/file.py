@@ -105,7 +105,7 @@ class _Reader:
             yield key, self._figure(key, value)
 
     def _leaves(self) -> Iterator[tuple[str, Any]]:
-        """Every key that ought to be a figure's, with what stands there."""
+        """Yield every key of a figure, with its entry."""
         todo = [(key, value) for key, value in self.document.items() if key not in _HEAD]
         while todo:
             key, value = todo.pop(0)

@@ -1,4 +1,4 @@
-"""Which machine is meant: one that comes with lazygt, a file, or the one calibrated here."""
+"""Lookup of a machine: one that comes with lazygt, a file, or the one calibrated here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def calibrated_place(cache_dir: str | None = None) -> Path:
-    """Where ``lazygt calibrate`` writes, unless it is told otherwise.
+    """Return the default path of the file that ``lazygt calibrate`` writes.
 
     Args:
         cache_dir: see ``cache_place``.
@@ -71,13 +71,13 @@ def default_machine(device: str) -> Machine:
 
 
 def on_hosts(machine: Machine, mesh: VirtualMesh, ranks: Sequence[int]) -> Machine:
-    """The machine for a session whose workers are on several hosts, one after another.
+    """Return the machine for a session with workers on several hosts, in the order of ranks.
 
-    Axes of the mesh whose ranks are not all on one host cost what the network does.
+    Axes of the mesh that cross hosts have the costs of the network.
 
     Args:
         mesh: of the session.
-        ranks: how many workers are on each host, in their order.
+        ranks: number of workers on each host, in their order.
 
     Raises:
         ValueError: these are not all workers of the mesh.

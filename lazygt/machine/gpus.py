@@ -15,11 +15,11 @@ _AXIS = "data"
 
 
 class Gpus(NamedTuple):
-    """What a program is to run on.
+    """GPUs that a program is to run on.
 
     Attributes:
         ranks: on all hosts together.
-        machine: what ``machine_of`` takes; None: none was named.
+        machine: an argument of ``machine_of``; None: none was named.
     """
 
     ranks: int
@@ -27,7 +27,7 @@ class Gpus(NamedTuple):
 
     @staticmethod
     def parse(text: str, hosts: int | None = None, machine: str | None = None) -> Gpus:
-        """What ``8xB200`` names, or ``8`` of a ``machine`` that is named elsewhere.
+        """Parse ``8xB200``, or ``8`` of a ``machine`` that is named elsewhere.
 
         Args:
             hosts: on which they are, as many on each; None: each host has as many as it has room

@@ -30,7 +30,7 @@ class Figure(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What carries collectives, for payloads of some size.
+    """Latency and bandwidth of collectives, for payloads of some size.
 
     Attributes:
         latency: seconds that one takes with no payload to speak of.
@@ -60,7 +60,7 @@ class Memory(NamedTuple):
 
 
 class Matmul(NamedTuple):
-    """What products of matrices reach.
+    """Throughput of products of matrices.
 
     Attributes:
         rate, peak: arithmetic operations a second, by dtype.
@@ -79,7 +79,7 @@ class Matmul(NamedTuple):
         return self.rate.get(dtype) or self.rate["f32"]
 
     def most(self, dtype: str) -> float:
-        """What the hardware could do at most in a dtype; where that is not known, what it does."""
+        """Return the hardware's peak rate in a dtype, or the measured rate if it is unknown."""
         return self.peak.get(dtype) or self.rate_of(dtype)
 
 
@@ -100,13 +100,13 @@ class Host(NamedTuple):
 
 
 class Collectives(NamedTuple):
-    """What carries collectives.
+    """Carriers of collectives.
 
     Attributes:
         packed: bytes up to which a value travels faster packed with others than alone.
         ranks: that a host has room for.
-        local, sockets, network: empty where there are none; sockets carry what
-            ``goes_by_sockets``.
+        local, sockets, network: empty where there are none; sockets carry payloads
+            for which ``goes_by_sockets`` holds.
     """
 
     packed: float
@@ -118,15 +118,15 @@ class Collectives(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """One rank, and what joins it with others.
+    """Cost model of one rank and its links to others.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
         figures: by key, such as ``memory.bandwidth``; ``schema`` has them all.
-        sources: name -> who measured what and how, or which datasheet.
+        sources: name -> origin of the measurement, or the datasheet.
         path: of its file; empty for one that comes with lazygt.
-        shares: of the axes of a mesh that lead from host to host: which part of the ranks that meet
-            is on one host; see ``on_hosts``.
+        shares: for axes of a mesh that cross hosts, the share of their ranks that is on one host;
+            see ``on_hosts``.
         share: the same of the one axis that this machine's ranks meet along; 1: all are.
     """
 
@@ -158,7 +158,7 @@ class Machine:
         return Matmul(rates, peaks, **self._section("matmul"))
 
     def has(self, what: str, dtype: str) -> bool:
-        """Whether there is a ``rate``, or a ``peak``, of matmuls in a dtype."""
+        """Return whether there is a ``rate``, or a ``peak``, of matmuls in a dtype."""
         return f"matmul.{what}.{dtype}" in self.figures
 
     @cached_property
@@ -184,8 +184,10 @@ class Machine:
 
     @cached_property
     def ranges(self) -> Mapping[str, Range]:
-        """The sizes that were measured, by what they are of (``schema.RANGES``); nothing for what
-        was not measured by sizes, as of datasheets."""
+        """Measured sizes by quantity (``schema.RANGES``).
+
+        Quantities without a range, as those of datasheets, are missing.
+        """
         ends = {what: [f"range.{what}.{end}" for end in Range._fields] for what in RANGES}
         return {
             what: Range(*[self.figures[key].value for key in keys])

@@ -1,8 +1,7 @@
-"""What a prediction reckons with that was not measured: sizes beyond those of the calibration.
+"""Extrapolation in predictions: sizes beyond those of the calibration.
 
-The laws of ``prices`` hold for any size; whether the machine keeps to them where nobody has looked
-is another question. A machine that was not calibrated, whose figures are of datasheets, has no
-ranges.
+The laws of ``prices`` hold for any size, but were measured in a range only. A machine that was not
+calibrated, with figures of datasheets, has no ranges.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from lazygt.machine.model import Machine, Range
 
 
 class Outside(NamedTuple):
-    """Ops of one kind beyond what was calibrated: the farthest, and how many there are.
+    """Ops of one kind beyond the calibrated range: the farthest, and their number.
 
     Attributes:
-        what: was calibrated, such as ``products``.
+        what: the calibrated quantity, such as ``products``.
         op, line: of the farthest.
         size: of it, with its unit.
         measured: from the least to the most.
-        times: how many are outside, over all runs.
-        far: by which factor.
+        times: number of such ops over all runs.
+        far: the factor by which it is outside.
     """
 
     what: str
@@ -40,7 +39,7 @@ class Outside(NamedTuple):
 
 
 def outside(machine: Machine, graph: Graph, sent: Iterable[Communication]) -> list[Outside]:
-    """What of one run of a graph is outside of what was calibrated, one row a kind.
+    """Find the ops of one run of a graph outside of the calibrated ranges, a row a kind.
 
     Args:
         sent: its collectives.
@@ -113,8 +112,10 @@ def _of_collectives(
 def _beyond(
     ranges: Mapping[str, Range], what: str, op: str, line: str, size: int, unit: str = ""
 ) -> Iterator[Outside]:
-    """A row, if a size is outside of its range. What is smaller, products aside, takes no longer
-    than a launch or a latency, which are known."""
+    """Yield a row if a size is outside of its range.
+
+    Smaller sizes, products aside, take no longer than a launch or a latency, which are known.
+    """
     known = ranges.get(what)
     least = 0.0 if known is None or what != "products" else known.least
     if known is None or not size or least <= size <= known.most:

@@ -1,4 +1,4 @@
-"""How long something takes on a machine: the laws that its figures are the constants of."""
+"""Cost laws: seconds of work on a machine, with its figures as constants."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _ROUNDS, _SKEW = 3, 2
 
 
 def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> float:
-    """The time of one collective of a payload as ``Communication`` has it, between ranks of one
-    host, or of several where that is the machine's ``share``; nothing on one rank."""
+    """Return the seconds of one collective between ranks of a host.
+
+    The payload is as ``Communication`` has it. Ranks are on several hosts where the machine's
+    ``share`` is below 1. On one rank it takes no time.
+    """
     if parts == 1:
         return 0.0
     if machine.share < 1 and machine.collectives.network:
@@ -33,8 +36,9 @@ def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> 
 
 
 def line_seconds(machine: Machine, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
-    """The time of one collective between these ranks of a mesh, of which a host has so many as the
-    machine says, one after another.
+    """Return the seconds of one collective between ranks of a mesh.
+
+    A host has as many consecutive ranks as the machine says.
     """
     here = max(Counter(int(rank // machine.collectives.ranks) for rank in ranks).values())
     if here == len(ranks) or not machine.collectives.network:

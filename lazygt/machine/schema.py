@@ -1,4 +1,4 @@
-"""The figures of a machine file: their units, what is absurd, and which of them have to be there.
+"""Schema of a machine file: units and bounds of its figures, and the required ones.
 
 A change that would read an old file wrongly is a new VERSION.
 """
@@ -21,13 +21,13 @@ CARRIERS = ("local", "sockets", "network")
 
 
 class Quantity(NamedTuple):
-    """What a figure is.
+    """Definition of a figure.
 
     Attributes:
         unit: in which it stands in the file.
-        least, most: outside of which it is a mistake.
+        least, most: bounds of plausible values.
         about: in words.
-        needed: whether every file has it.
+        needed: True if every file has it.
     """
 
     unit: str

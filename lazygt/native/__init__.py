@@ -70,7 +70,7 @@ def _load(build: Build) -> ModuleType:
 
 @cache
 def choice() -> Choice:
-    """Which recorder this process has: decided once, since the device is registered once."""
+    """Choose this process's recorder, once, since the device is registered once."""
     wanted = recorder_setting()
     if wanted == "python":
         return Choice("python", f"LAZYGT_RECORDER={wanted}")
@@ -86,7 +86,7 @@ def recording() -> ModuleType | None:
 
 
 def extension() -> ModuleType:
-    """The extension, of whom there must be one.
+    """Return the extension.
 
     Raises:
         LazyGTError: there is none.

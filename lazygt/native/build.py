@@ -1,8 +1,7 @@
-"""Builds the extension at set-up, as many source files at a time as there are cores.
+"""Build of the extension at set-up, in parallel over source files.
 
-The result is put into its place whole or not at all. Two that build at once wait for each other,
-and the second finds what the first has made. Objects are kept: a changed file costs what includes
-it.
+The result is installed atomically. Concurrent builds wait for each other, and the second finds the
+build of the first. Objects are cached: a changed file costs its dependents.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class BuildError(Exception):
 
 
 def build(say: Say) -> Build:
-    """The build for this torch, CPython and these sources, made if it is not there.
+    """Return the build for this torch, CPython and these sources, made if it is not there.
 
     Args:
-        say: gets a line for whoever waits.
+        say: called with a line of progress.
 
     Raises:
         BuildError: something is missing that a build needs, or the compiler refuses.
@@ -163,7 +162,7 @@ def _included(unit: Path) -> list[Path]:
 
 
 def _jobs(files: int) -> int:
-    """How many compilers at a time: what cores and memory allow."""
+    """Return the number of parallel compilers that cores and memory allow."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(files, len(os.sched_getaffinity(0)), memory // COMPILER_BYTES))
 
@@ -198,7 +197,7 @@ def _run(command: list[str]) -> None:
 
 
 def _drop_oldest(paths: list[Path], kept: int) -> None:
-    """Remove what was used least recently."""
+    """Remove the least recently used entries."""
     by_age = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
     for path in by_age[kept:]:
         if path.is_dir():

@@ -1,9 +1,9 @@
-"""What a build of the extension has to fit, where builds lie, and whether one may be loaded.
+"""Compatibility of builds of the extension with this torch, CPython and these sources.
 
 A build inlines the layout of torch's classes and of CPython's, so it is loaded only by the very
 torch and the kind of CPython that it was made for, and only for the sources that stand here. Its
-record says what it was made for; it is read, and the code compared with its checksum, before
-anything of it is loaded.
+record names these; it is read, and the code compared with its checksum, before anything of it is
+loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def flags() -> tuple[str, ...]:
 
 
 def sanitized() -> tuple[str, ...]:
-    """What is added under sanitizers; such a process has to load their libraries first."""
+    """Return the flags of sanitizers; such a process has to load their libraries first."""
     kinds = sanitize_setting()
     return ("-g", "-O1", "-fno-omit-frame-pointer", f"-fsanitize={kinds}") if kinds else ()
 
@@ -48,7 +48,7 @@ class Misfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a build was made for, and of.
+    """Target and sources of a build.
 
     Attributes:
         torch: its full version, such as ``2.13.0+cpu``.
@@ -66,7 +66,7 @@ class Facts:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:32]
 
     def differing(self, other: Facts) -> str:
-        """In what a build of these facts does not fit others; empty: it does."""
+        """Return the difference to a build's target; empty if it fits."""
         if self.torch != other.torch:
             return f"built with torch {self.torch}, and this is torch {other.torch}"
         if self.python != other.python:
@@ -83,7 +83,7 @@ class Build:
 
 
 def facts_here() -> Facts:
-    """What a build has to be made for here."""
+    """Return the facts that a build has to have here."""
     return Facts(str(torch.__version__), str(sysconfig.get_config_var("SOABI")), sources_hash())
 
 
@@ -150,7 +150,7 @@ def find() -> Build:
 
 
 def _installed() -> Path | None:
-    """Where an installed wheel has its build."""
+    """Return the build's folder of an installed wheel, if there is one."""
     spec = importlib.util.find_spec(PACKAGE)
     places = spec.submodule_search_locations if spec is not None else None
     return Path(places[0]) if places else None
@@ -176,7 +176,7 @@ def check(place: Path) -> Build:
 
 
 def read_record(place: Path) -> tuple[Facts, str]:
-    """What a build was made for, and the checksum of its code.
+    """Read a build's record: its facts, and the checksum of its code.
 
     Raises:
         Misfit: there is no record, or it is damaged.
@@ -198,7 +198,7 @@ def parse_record(text: str) -> tuple[Facts, str]:
 
 
 def write_record(place: Path, facts: Facts) -> None:
-    """Say what the build in a directory was made for."""
+    """Write the record of the build in a directory."""
     code = (place / file_name()).read_bytes()
     fields = asdict(facts) | {"checksum": hashlib.sha256(code).hexdigest()}
     replace(place / RECORD, (json.dumps(fields, indent=2) + "\n").encode())

@@ -63,7 +63,7 @@ def _tag(python: str) -> str:
 
 
 def _record(files: dict[str, bytes], itself: str) -> str:
-    """What pip compares the files with."""
+    """Return the RECORD file: names, hashes and sizes of the files."""
     lines = []
     for name, data in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
@@ -72,7 +72,7 @@ def _record(files: dict[str, bytes], itself: str) -> str:
 
 
 def install(folder: Path) -> Path | None:
-    """Install the wheel of a folder that fits; None: there is none.
+    """Install the first wheel of a folder that fits this process; None if there is none.
 
     Raises:
         BuildError: pip refuses it.
