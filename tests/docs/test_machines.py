@@ -29,7 +29,7 @@ def test_the_table_has_every_figure_with_its_unit() -> None:
 
 def test_every_machine_has_its_row() -> None:
     for name in shipped():
-        assert f"`{name}`" in PAGE.partition("## Which one counts")[0]
+        assert f"`{name}`" in PAGE.partition("## Selection of a machine")[0]
 
 
 @pytest.mark.parametrize(
