@@ -84,7 +84,10 @@ class Session:
         #: by whose costs plans are made
         self.machine = _machine(config)
         self._checkpoints = None if config.checkpoint is None else Checkpoints(config)
-        self._link = _open(config, self.mesh)
+        self._link, opened = _open(config, self.mesh)
+        if opened.device != config.device:
+            self.config = config = opened
+            self.machine = _machine(config)
         #: takes the hooks away, at the latest when nobody has the session any more
         hooks: list[RemovableHandle] = []
         self._unhook = weakref.finalize(self, _remove, hooks)
@@ -571,14 +574,16 @@ class Session:
         )
 
 
-def _open(config: Config, mesh: Mesh) -> Link:
-    """The link to the workers: new ones of this machine, or a pool's."""
+def _open(config: Config, mesh: Mesh) -> tuple[Link, Config]:
+    """The link to the workers, new ones of this machine or a pool's, and the config with the device
+    that these have."""
     if config.on is None:
-        return open_link(config, mesh, COPIER)
+        return open_link(config, mesh, COPIER), config
     # why: it loads sockets and keys, which only sessions in a pool need
     from lazygt.pool.link import PoolLink
 
-    return PoolLink(config, mesh, COPIER)
+    link = PoolLink(config, mesh, COPIER)
+    return link, link.config
 
 
 def _machine(config: Config) -> Machine:

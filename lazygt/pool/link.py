@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -156,6 +157,9 @@ class SessionConnection:
 class PoolLink(ClusterLink):
     """Workers of a pool; the session's `Link`.
 
+    Attributes:
+        config: the session's, with the device that the workers compute on.
+
     Raises:
         ConnectionLost, AccessDenied, VersionMismatch, SecurityError: see `Pool`.
         PoolFull, PoolDraining, GangTooLarge, OverQuota: the pool has refused.
@@ -167,13 +171,14 @@ class PoolLink(ClusterLink):
         assert config.key is not None
         connection = connect(config.on, config.key, config.start_timeout, config.grace)
         try:
-            name = _admitted(connection, config)
+            admitted = _admitted(connection, config)
+            self.config = replace(config, device=admitted.device)
             patience = max(config.grace, _LEAST_PATIENCE)
             self._pool = SessionConnection(connection, config.on, patience)
             self._detach = config.detach
             host = RemoteHost(config.on, self._pool)
-            spec = link_spec(config, mesh, copier)
-            super().__init__(spec, 0, [(host, config.workers)], name=name)
+            spec = link_spec(self.config, mesh, copier)
+            super().__init__(spec, 0, [(host, config.workers)], name=admitted.session)
             self._pool.doing = partial(_watched_page, self.status)
         except BaseException:
             connection.close()
@@ -201,8 +206,8 @@ def _watched_page(pages: StatusFile) -> Page | None:
     return read_client(pages)
 
 
-def _admitted(connection: Connection, config: Config) -> str:
-    """Ask for workers, and wait for them; the session's name.
+def _admitted(connection: Connection, config: Config) -> Admitted:
+    """Ask for workers, and wait for them.
 
     Raises:
         PoolError: there are none, or not in time.
@@ -224,4 +229,4 @@ def _admitted(connection: Connection, config: Config) -> str:
                 f"lazygt.session(start_timeout=...), or see `lazygt pool status`."
             ) from None
     assert isinstance(message, Admitted)
-    return message.session
+    return message

@@ -107,9 +107,14 @@ class Waits(Part, tag=48):
 
 
 class Admitted(Part, tag=49):
-    """A session has workers: from now on its client speaks with an agent."""
+    """A session has workers: from now on its client speaks with an agent.
+
+    Attributes:
+        device: that they compute on.
+    """
 
     session: str
+    device: str
 
 
 class Failed(Part, tag=50):

@@ -253,7 +253,7 @@ class Sessions:
             may_pass=lambda running: self.policy.turns.may_pass(session, running, time.monotonic()),
             changed=lambda: self._post(partial(self.stirred.add, session)),
         )
-        visitor.say(Admitted(session))
+        visitor.say(Admitted(session, self._device))
 
     def _end(self, session: str, kill: bool, ended: Callable[[], object] = lambda: None) -> None:
         """End the workers of a session.

@@ -138,7 +138,8 @@ class Failures:
         """The error of a failure that is told for the first time; another rank's if it is the
         same."""
         _, rank, node = key
-        error = _made(rank, failure, describe(node, rank) if describe else _UNKNOWN)
+        what = _UNKNOWN if describe is None or node < 0 else describe(node, rank)
+        error = _made(rank, failure, what)
         # of one op, one rank may fail to make the result and another to receive it
         same = [e for e in errors if (e.op, e.where, e.kind) == (error.op, error.where, error.kind)]
         follows = error.kind in SHARED and errors

@@ -257,7 +257,8 @@ class Worker:
                     self.exchange.free(fetched.offset)
             why = f"rank {joined.parted_from} has left while ranks were exchanging values"
             failure = Failure(-1, COLLECTIVE_ERROR, why, told.seq)
-            told = Done(told.seq, told.failures, told.releases, [failure] * len(told.fetched))
+            failures = [*told.failures, failure] if told.fetched else told.failures
+            told = Done(told.seq, failures, told.releases, [failure] * len(told.fetched))
             done = self._encode(told)
         return [*self._departure(), done]
 

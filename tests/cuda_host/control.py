@@ -13,8 +13,8 @@ VARIABLE = "CUDA_HOST_CONTROL"
 #: As ``Control`` in stub/control.h has them.
 FIELDS = (
     "devices", "total_bytes", "busy_us", "fail_after", "refuse_context", "fail_captures",
-    "fail_register", "driver", "reads_zeros", "kernels", "copies", "waits", "captures", "replays",
-    "registered", "opened", "collectives",
+    "fail_register", "driver", "reads_zeros", "full", "kernels", "copies", "waits", "captures",
+    "replays", "registered", "opened", "collectives", "compiled",
 )  # fmt: skip
 #: Two GPUs of 4 GiB, with a driver for CUDA 13.
 AT_FIRST = {"devices": 2, "total_bytes": 4 << 30, "driver": 13000}

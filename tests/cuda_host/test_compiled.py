@@ -12,7 +12,6 @@ import lazygt
 from lazygt.graph.node import FUSED
 from lazygt.runtime.compiling import service
 from lazygt.runtime.compiling.kernel_group import KernelGroup
-from lazygt.runtime.executors import compiled
 from tests.cuda_host.control import Control
 
 pytestmark = pytest.mark.timeout(240)
@@ -45,7 +44,9 @@ def test_a_compiled_group_is_a_part_of_cuda_graphs(gpu: Control, cache: Path) ->
         compute(session, 3)
         (made,) = session.compiles()
         assert (made.status, made.gain > 0) == ("compiled", True), made
+        met = gpu.compiled
         compute(session, 12)
+        assert gpu.compiled > met
         (captured,) = (told for _, _, told in session.cuda_graphs() if told.graphs)
         assert not captured.failed
         (plan,) = {entry.plan for entry, _, told in session.cuda_graphs() if told.graphs}
@@ -68,19 +69,3 @@ def test_groups_are_timed_until_the_gpu_has_run_them(gpu: Control) -> None:
     kernel = gpu.busy_us / 1e6
     assert op_by_op > 4 * kernel
     assert kernel < as_one < op_by_op
-
-
-def test_without_the_extension_torchs_loader_calls_it(
-    gpu: Control, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agreeing_and_faster(gpu)
-    monkeypatch.setattr(compiled, "is_called_directly", lambda: False)
-    compiled.load.cache_clear()
-    settings = {"compile": "now", "cache_dir": str(cache), "launcher": "inline"}
-    with lazygt.session(device="cuda", **settings) as session:  # type: ignore[arg-type]
-        compute(session, 3)
-        assert compiled.load.cache_info().currsize == 1
-        met = gpu.kernels
-        compute(session, 1)
-        assert gpu.kernels > met
-    compiled.load.cache_clear()

@@ -115,6 +115,26 @@ def test_weights_go_by_cuda_ipc(gpu: Control) -> None:
     assert gpu.opened > 0
 
 
+def test_workers_lend_buffers_on_their_gpus(gpu: Control) -> None:
+    """Each worker packs its blocks on its GPU; nothing of them goes through the client."""
+    sender = CudaIpcTransferSender(verify="none")
+    with (
+        sender,
+        closing(Reader("gpu", sender.address, "reader")) as reader,
+        lazygt.session(mesh={"data": 2}, device="cuda", compile="off") as session,
+    ):
+        sender.wait_for_receivers(1, 60.0)
+        model = nn.Linear(300, 202)
+        lazygt.parallelize_module(model, None, {"weight": [Shard(0)], "bias": [Shard(0)]})
+        session.synchronize()
+        fetched = session.stats()["bytes_fetched"]
+        report = lazygt.transfer_weights(model, sender, timeout=60.0)
+        assert set(report.written) == {0, 1}
+        assert session.stats()["bytes_fetched"] == fetched
+        assert reader.ask("checksums")[0] == 1
+    assert gpu.opened >= 2, "the reader maps a buffer of each worker's GPU"
+
+
 def test_weights_go_by_nccl(gpu: Control) -> None:
     sent(BroadcastTransferSender(device="cuda:0", verify="none"), "nccl")
     assert gpu.collectives > 0

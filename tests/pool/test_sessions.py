@@ -150,6 +150,13 @@ def test_a_session_recovers_from_the_death_of_its_worker(pool):
     all_free(pool)
 
 
+def test_the_device_is_the_pools(pool):
+    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1, device="cuda") as session:
+        assert session.device_type == session.config.device == "cpu"
+        assert session.machine.device == "cpu"
+        assert torch.randn(4).abs().sum().item() > 0
+
+
 def test_a_gang_that_can_never_fit_is_refused_at_once(pool):
     with pytest.raises(GangTooLarge, match=r"5 worker\(s\) can never fit: the pool has 4"):
         lazygt.session(on=pool.on, key=pool.key("alice"), workers=5)

@@ -169,32 +169,20 @@ def _fresh(lanes: Lanes, node: Node) -> int:
     return len({place for _, place in lanes.outputs[: len(node.fresh)]})
 
 
-#: Calls of an artifact that a GPU may have under way before the next one waits for the first
-#: (``get_available_model`` of torch's inductor/aoti_runtime/model_container.h).
-_UNDER_WAY = 32
-
-
-def is_called_directly() -> bool:
-    """Return whether compiled code is called by the extension, so that CUDA graphs capture it."""
-    return native.load().module is not None
-
-
 @cache
 def load(path: Path, device: torch.device) -> Callable[..., Any]:
     """Load an artifact's code, once a file and process.
 
-    The extension calls it directly. Torch's own loader, without the extension, waits by an event
-    for an earlier call of the same model.
+    The extension calls it directly. Torch's own loader serves CPUs without the extension. For a GPU
+    it would ask, by an event, for an earlier call of the same model: a CUDA graph can't capture
+    that, and CUDA's "not ready" would be the error of torch's next kernel.
 
     Raises:
+        LazyGTError: code for a GPU, and there is no extension.
         RuntimeError: it can't be loaded here.
     """
-    code = str(path)
-    runner: Any
-    if is_called_directly():
-        runner = native.extension().CompiledCode(code, str(device))
-    elif device.type == "cuda":
-        runner = torch._C._aoti.AOTIModelContainerRunnerCuda(code, _UNDER_WAY, str(device), "")
+    if device.type == "cuda" or native.load().module is not None:
+        runner = native.extension().CompiledCode(str(path), str(device))
     else:
-        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(code, 1)
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
     return runner.run  # type: ignore[no-any-return]

@@ -22,7 +22,6 @@ from lazygt.graph.alive import peak_bytes
 from lazygt.graph.meta import intern
 from lazygt.graph.node import Node
 from lazygt.runtime.executors.captured_plan import CapturedPlan
-from lazygt.runtime.executors.compiled import is_called_directly
 from lazygt.runtime.executors.cuda_graphs import FAILURES, CudaGraphs, address
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
@@ -59,8 +58,8 @@ class GraphedExecutor(EagerExecutor):
     """
 
     def __init__(self, plain: EagerExecutor, graphs: CudaGraphs) -> None:
-        groups = plain.interpreter.compiled
-        super().__init__(plain.plan, plain.interpreter.device, plain.schedule, groups)
+        interpreter = plain.interpreter
+        super().__init__(plain.plan, interpreter.device, plain.schedule, interpreter.compiled)
         self._plain = plain
         self.news: Captured | None = None
         self._graphs = graphs
@@ -71,7 +70,7 @@ class GraphedExecutor(EagerExecutor):
         #: inputs that have moved, numbers that have changed, nodes that wait for the GPU
         self._moved: set[int] = set()
         self._changed: set[int] = set()
-        self._apart: set[int] = set() if is_called_directly() else {*groups}
+        self._apart: set[int] = set()
         self._captured: CapturedPlan | None = None
         self._mismatches = 0
         #: seconds of the runs that were timed: plain, as graphs, plain ...

@@ -15,8 +15,10 @@ struct Control {
   std::atomic<int64_t> fail_register;  // whether host memory can't be registered
   std::atomic<int64_t> driver;         // CUDA version of the driver, as NVML tells it
   std::atomic<int64_t> reads_zeros;    // whether copies to the host find zeros on the device
-  // counted
-  std::atomic<int64_t> kernels, copies, waits, captures, replays, registered, opened, collectives;
+  std::atomic<int64_t> full;           // GPU without memory for more, counted from 1; 0: none
+  // counted; kernels of modules that a compiler made are `compiled`
+  std::atomic<int64_t> kernels, copies, waits, captures, replays, registered, opened, collectives,
+      compiled;
 };
 
 Control& control();

@@ -47,6 +47,9 @@ void finish_all();
 char* reachable(const void* address);
 bool is_pinned(const void* address);
 
+// The number of a device of this process among all GPUs.
+int number_of(int device);
+
 cudaError_t failed(cudaError_t error);
 // The error that ended this process's use of the device, if kernels are known to have failed.
 cudaError_t broken();

@@ -87,6 +87,7 @@ API cudaError_t cudaMalloc(void** address, size_t size) {
   if (broken()) return broken();
   std::lock_guard lock(guard);
   int device = current();
+  if (control().full == number_of(device) + 1) return failed(cudaErrorMemoryAllocation);
   if (used[device] + size > size_t(control().total_bytes)) return failed(cudaErrorMemoryAllocation);
   int fd = memfd_create("device", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, size)) return failed(cudaErrorMemoryAllocation);

@@ -43,6 +43,7 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
 API CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                             unsigned, CUstream stream, void**, void**) {
   if (broken()) return CUDA_ERROR_ASSERT;
+  control().compiled++;
   launched(stream);
   return CUDA_SUCCESS;
 }

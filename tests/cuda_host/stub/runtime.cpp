@@ -35,21 +35,26 @@ std::atomic<int> lost{0};     // the error of a kernel that failed, for good
 std::atomic<bool> known{false};  // whether a call has said so
 std::atomic<bool> context{false};
 
-// What CUDA_VISIBLE_DEVICES names of the GPUs: all without it, up to the first that there is not.
-int visible() {
-  static int count = [] {
-    int all = control().devices, count = 0;
-    const char* listed = getenv("CUDA_VISIBLE_DEVICES");
-    if (!listed) return all;
-    std::stringstream names(listed);
-    for (std::string name; std::getline(names, name, ','); count++) {
+// The numbers of the GPUs that CUDA_VISIBLE_DEVICES names, up to the first that there is not; of all
+// without it.
+const std::vector<int>& listed() {
+  static std::vector<int> numbers = [] {
+    int all = control().devices;
+    std::vector<int> numbers;
+    const char* given = getenv("CUDA_VISIBLE_DEVICES");
+    for (int number = 0; !given && number < all; number++) numbers.push_back(number);
+    std::stringstream names(given ? given : "");
+    for (std::string name; std::getline(names, name, ',');) {
       bool is_uuid = name.rfind("GPU-", 0) == 0;
       if (!is_uuid && (name.empty() || !isdigit(name[0]) || atoi(name.c_str()) >= all)) break;
+      numbers.push_back(is_uuid ? int(numbers.size()) : atoi(name.c_str()));
     }
-    return count;
+    return numbers;
   }();
-  return count;
+  return numbers;
 }
+
+int visible() { return int(listed().size()); }
 
 }  // namespace
 
@@ -102,6 +107,8 @@ API const char* cudaGetErrorString(cudaError_t error) {
     default: return "an error of the stub";
   }
 }
+
+int number_of(int device) { return listed().at(device); }
 
 // A function of the library that the stub does not have.
 extern "C" __attribute__((visibility("default"))) int stub_missing(const char* name) {

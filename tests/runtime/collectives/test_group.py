@@ -144,6 +144,7 @@ def test_nothing_is_said_of_values_once_kernels_were_given_up(
         assert isinstance(fetched, Failure)
         assert (fetched.kind, fetched.seq) == (COLLECTIVE_ERROR, 1)
         assert "rank 1 has left" in fetched.detail
+        assert told.failures == [fetched]  # so that the client looks for the cause on other ranks
 
 
 def test_a_renewal_that_is_none_is_refused() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import lazygt
+from lazygt import native
 from lazygt.graph import Graph
 from lazygt.graph.lanes import LANES
 from lazygt.graph.node import FUSED, Node
@@ -161,15 +161,10 @@ def test_a_session_uses_it(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_many_calls_of_an_artifact_may_be_under_way_on_a_gpu(
+def test_without_the_extension_no_code_is_loaded_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without the extension torch's loader waits for an event of each model's last call."""
-    monkeypatch.setattr(compiled_executor, "is_called_directly", lambda: False)
-    made: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        torch._C._aoti, "AOTIModelContainerRunnerCuda",
-        lambda *given: made.append(given) or SimpleNamespace(run=None), raising=False,
-    )  # fmt: skip
-    compiled_executor.load(tmp_path / "some.so", torch.device("cuda", 1))
-    assert made == [(str(tmp_path / "some.so"), 32, "cuda:1", "")]
+    loaded = native.Loaded(None, None, "none was built")
+    monkeypatch.setattr(native, "load", lambda: loaded)
+    with pytest.raises(lazygt.LazyGTError, match="none was built; run `lazygt build-native`"):
+        compiled_executor.load(tmp_path / "some.so", torch.device("cuda", 1))

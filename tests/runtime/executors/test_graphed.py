@@ -398,11 +398,7 @@ def test_views_of_memory_that_moves_stay_views_of_one_memory() -> None:
         both.run([torch.rand(4)], float(step))
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_compiled_groups_are_captured_where_they_are_called_directly(
-    monkeypatch: pytest.MonkeyPatch, direct: bool
-) -> None:
-    monkeypatch.setattr(graphed, "is_called_directly", lambda: direct)
+def test_compiled_groups_are_captured() -> None:
     plan = Plan.build(
         graph_of("""
         %0: f32[4] = input
@@ -444,9 +440,8 @@ def test_compiled_groups_are_captured_where_they_are_called_directly(
         assert isinstance(first, Tensor)
         weight = first
     assert executor.news is not None
-    # a capture of the group calls it once, whatever is replayed
-    assert executor.news.steps == (6 if direct else 4), "the group has two"
-    assert len(called) == (FIRST if direct else runs)
+    assert executor.news.steps == 6, "the group has two"
+    assert len(called) == FIRST, "a capture of the group calls it once, whatever is replayed"
     assert cuda.replays == runs - FIRST + 1
 
 
