@@ -116,7 +116,7 @@ class Reply(Part):
 
 
 class Ship(Part, tag=1):
-    """Know a plan: a template in these sizes.
+    """Request to know a plan: a template in these sizes.
 
     The template is the next buffer, and the one after it its foreign ops' code, if it has any; no
     buffer: it has been sent before. A worker that has forgotten it asks when the plan is run.
@@ -141,7 +141,7 @@ class Ship(Part, tag=1):
 
 
 class Run(Part, tag=2):
-    """Run a plan (or nothing) after receiving ``puts``; then answer ``fetches``.
+    """Request to run a plan (or nothing) after receiving ``puts``; then to answer ``fetches``.
 
     Attributes:
         seq: number of the run, from 1.
@@ -172,14 +172,14 @@ class Run(Part, tag=2):
 
 
 class Swap(Part, tag=5):
-    """Run these fused nodes of a plan as these artifacts from now on: (node, key)."""
+    """Request to run these fused nodes of a plan as these artifacts from now on: (node, key)."""
 
     digest: Name
     groups: tuple[tuple[Count, str], ...] = ()
 
 
 class Install(Part, tag=17):
-    """Keep an artifact in the host's cache; answered by ``Installed``.
+    """Request to keep an artifact in the host's cache; answered by ``Installed``.
 
     Its record and its code are the next buffers; without them, report whether it is there.
 
@@ -193,14 +193,14 @@ class Install(Part, tag=17):
 
 
 class Write(Part, tag=7):
-    """Copy blocks for a transfer; see ``weight_copies.Copier``."""
+    """Request to copy blocks for a transfer; see ``weight_copies.Copier``."""
 
     number: int
     request: Any
 
 
 class Renew(Part, tag=10):
-    """Leave the current process group, and join the one of this number.
+    """Request to leave the current process group, and join the one of this number.
 
     Attributes:
         since: id of the first value for which the ranks may not have met in collectives.
@@ -226,7 +226,7 @@ class Copied(Part):
 
 
 class Snap(Part, tag=13):
-    """Take a snapshot of this number. The lists of ids of all plans begin anew.
+    """Request to take a snapshot of this number. The lists of ids of all plans begin anew.
 
     Attributes:
         committed: number of the last snapshot that all ranks have; others are not needed.
@@ -237,10 +237,10 @@ class Snap(Part, tag=13):
 
 
 class Restore(Part, tag=14):
-    """Forget everything, plans too, and go on from a snapshot; answered by ``Restored``.
+    """Request to forget everything, plans too, and go on from a snapshot.
 
     Attributes:
-        epoch: number of recoveries so far, this one included.
+        epoch: number of recoveries so far, this one included; ``Restored`` returns it.
         group: number of the process group to join.
         number: of the snapshot; 0: of the beginning.
         values, next_dynamic, generator: see ``Snapped``.
@@ -281,7 +281,7 @@ class Done(Part, tag=3):
 
 
 class Need(Part, tag=4):
-    """The worker has forgotten the plan of run ``seq``."""
+    """Report that the worker has forgotten the plan of run ``seq``."""
 
     seq: Count
     digest: Name
@@ -316,7 +316,7 @@ class Wrote(Part, tag=8):
 
 
 class Left(Part, tag=9):
-    """The worker has left the session's process group of this number, for good."""
+    """Report that the worker has left the session's process group of this number, for good."""
 
     number: Count
 
@@ -376,13 +376,13 @@ class Snapped(Part, tag=15):
 
 
 class Restored(Part, tag=16):
-    """A worker has the values of a snapshot again."""
+    """Report that a worker has the values of a snapshot again."""
 
     epoch: Count
 
 
 class Lost(Part, tag=19):
-    """The worker can't use its device any more, since a kernel failed; it does nothing else.
+    """Report that the device can't be used any more, since a kernel failed; the last message.
 
     Attributes:
         failure: the failure of the op that met this, with its run; its node is -1 if it was no op.

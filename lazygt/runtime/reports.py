@@ -247,7 +247,7 @@ class Reports:
             stacklevel=2,
         )
 
-    # -- for a recovery --------------------------------------------------------
+    # -- for a recovery ------------------------------------------------------------------
 
     @property
     def group(self) -> int:

@@ -203,7 +203,7 @@ def _meta_from(fields: Any) -> TensorMeta:
 
 
 def bits(numbers: tuple[bool | int | float | complex, ...]) -> bytes:
-    """A row of numbers as bytes: equal bytes, equal types and bits."""
+    """Return a row of numbers as bytes: equal bytes, equal types and bits."""
     return marshal.dumps(numbers, _MARSHAL)
 
 
