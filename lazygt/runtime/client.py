@@ -232,7 +232,7 @@ class Client(Orders):
             messages.append(encoded[told])
         return messages
 
-    # -- rollback to before a run ----------------------------------------------------------
+    # -- rollback to before a run --------------------------------------------------------
 
     def rewind(
         self, seq: int, undone: Sequence[int], rank: int, node: int, error: ExecutionError

@@ -187,7 +187,7 @@ class Recovery:
         self.waits_for_marks = False
         #: reader of the committed snapshot, which stays until then
         self.reader: Future[Any] | None = None
-        #: called with the snapshot that is being taken
+        #: called with the snapshot that is being taken, once it is committed
         self._then: Callable[[Snapshot], object] | None = None
 
     # -- snapshots -----------------------------------------------------------------------
