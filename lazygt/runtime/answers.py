@@ -1,6 +1,7 @@
-"""Answers: messages to the workers and back, counted, and waits for them.
+"""Messages to the workers and back, counted, and waits for answers.
 
-A worker that dies meanwhile is replaced by a recovery, if there is one: nobody above hears of it.
+A worker that dies meanwhile is replaced by a recovery, if the session has one; callers do not
+notice it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from lazygt.runtime.wire import Buffer, Part, decode, size_of
 
 
 class Answers(Reports):
-    """Sends messages, and takes what comes back."""
+    """Sender of messages to the workers, and receiver of theirs."""
 
-    #: takes a number out of an answer that is nothing else; None: there is none
+    #: reads a number out of an answer that holds nothing else; None: no such reader
     numbers: Any = None
 
     def expect(
@@ -45,7 +46,7 @@ class Answers(Reports):
         fetches: int,
         ranks: Collection[int] = (0,),
     ) -> None:
-        """A run is about to be sent, or was sent by C++: its answers will come."""
+        """Register a run that is about to be sent, or was sent by C++: its answers will come."""
         self._in_flight[seq] = InFlightRun(
             entry, describe, base, set(self._everyone), frozenset(ranks), fetches
         )
@@ -71,7 +72,7 @@ class Answers(Reports):
             if self.recovery is not None:
                 self.recovery.go_on()
                 if self._epoch != epoch:
-                    return  # it is told by now
+                    return  # the recovery has sent it by now
             self.link.send(rank, frames)
         except WorkerDied as error:
             self._lost(error)
@@ -82,7 +83,7 @@ class Answers(Reports):
             self.observer.message("send", kind, rank, self._seq, size, why)
 
     def _resend(self, rank: int, need: Need) -> None:
-        """A rank has forgotten the plan of a run."""
+        """Send a rank the plan of a run again, since it has forgotten it."""
         run = self._in_flight.get(need.seq)
         entry = None if run is None else run.entry
         if entry is None and self.recovery is not None:
@@ -114,10 +115,10 @@ class Answers(Reports):
             return None
 
     def _lost(self, error: WorkerDied | WorkerFrozen) -> None:
-        """A worker is gone: go on as if it had not, if that is possible.
+        """Recover from the loss of a worker, if that is possible.
 
         Raises:
-            WorkerDied, WorkerFrozen: it is not.
+            WorkerDied, WorkerFrozen: it is not possible.
         """
         if self.recovery is not None and self.recovery.active:
             raise error  # to the recovery, which begins anew
@@ -132,10 +133,10 @@ class Answers(Reports):
             raise
 
     def _take(self, message: tuple[int, list[memoryview]]) -> None:
-        """Act on what a worker says.
+        """Act on a worker's message.
 
         Raises:
-            ProtocolError: it makes no sense. What that worker was asked may never be answered, so
+            ProtocolError: it makes no sense. Requests to that worker may never be answered, so
                 every later wait raises this again.
         """
         rank, frames = message
@@ -160,7 +161,7 @@ class Answers(Reports):
             raise self._no_answers from error
 
     def _relied_on(self, told: Told) -> Iterable[Told]:
-        """What to act on by now: perhaps not this, since a rank may be dying."""
+        """Return the messages to act on now: perhaps not this one, since a rank may be dying."""
         if self.recovery is None or self.link.world_size == 1:
             return (told,)
         return self.recovery.doubts.sort_out(told)
@@ -220,7 +221,7 @@ class Answers(Reports):
                 self._keep_early(done.seq, run)
 
     def _keep_early(self, seq: int, run: InFlightRun) -> None:
-        """In a recovery answers come before anybody waits for them."""
+        """Keep a run's answers that come during a recovery, before anybody waits for them."""
         if self.recovery is not None and self.recovery.under_way and not run.abandoned:
             old = [key for key in self._early if key < seq - 2 * self._max_ahead]
             for key in old:  # nobody has waited for it, nor will
@@ -228,7 +229,7 @@ class Answers(Reports):
             self._early[seq] = run
 
     def take(self, message: tuple[int, list[memoryview]]) -> None:
-        """Act on what a worker says."""
+        """Act on a worker's message."""
         self._take(message)
 
     # -- waits ---------------------------------------------------------------------------
@@ -243,10 +244,13 @@ class Answers(Reports):
             self._take_next()
 
     def wait(self, seq: int, as_number: bool = False) -> Any:
-        """The answers to run ``seq`` of all ranks that were asked for something, by rank.
+        """Wait for run ``seq``; return the answers of all ranks that were asked for something.
 
         Args:
-            as_number: if the answer is nothing but a number, that will do.
+            as_number: return the number alone if the answer is nothing else.
+
+        Returns:
+            The answers by rank, or the number.
 
         Raises:
             WorkerDied, WorkerFrozen: instead of an answer.
@@ -269,7 +273,7 @@ class Answers(Reports):
         return run.answers
 
     def _awaited_number(self, seq: int, run: InFlightRun) -> Any:
-        """The number that run ``seq`` is answered with; None when there was more to its answer."""
+        """Return the number that answers run ``seq``; None if the answer holds more than that."""
         while not run.answers:
             message = self._receive(None)
             if message is None:
@@ -301,13 +305,13 @@ class Answers(Reports):
             self._take_next()
 
     def wait_compiled(self, until: float | None = None) -> bool:
-        """Wait until every rank has answered every swap, and every host has what it was given.
+        """Wait until every rank has answered every swap, and every host has its artifacts.
 
         Args:
             until: a time of the monotonic clock.
 
         Returns:
-            False when it was there before that.
+            False if that time came first.
 
         Raises:
             WorkerDied, WorkerFrozen: while waiting.
@@ -331,7 +335,7 @@ class Answers(Reports):
             self._take_next()
 
     def pump(self) -> None:
-        """Take the answers that are there already."""
+        """Take the answers that have already arrived."""
         cutting = self.recovery is not None and self.recovery.journal.cutting
         entries, installing = self.entries, self.installing
         # a look costs a system call
@@ -361,7 +365,7 @@ class Answers(Reports):
 
 
 def _number(told: Part) -> int:
-    """Of the run, or of what else a worker speaks of."""
+    """Return the number of the run, transfer or process group that a message is about; else 0."""
     match told:
         case Done() | Need():
             return told.seq

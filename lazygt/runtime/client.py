@@ -1,4 +1,4 @@
-"""Client: the one who talks to the workers. Numbers runs and values, says what to run."""
+"""Client side of a session: numbers runs and values, and sends runs to the workers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from lazygt.runtime.wire import Buffer, bits, size_of
 
 
 class Client(Orders):
-    """Sends plans and runs over a link and takes the answers.
+    """Sender of plans and runs over a link, and receiver of the answers.
 
     Args:
         max_ahead: runs that may be unanswered before ``run`` waits.
         shm_threshold: bytes from which an upload goes through the shared-memory arena.
-        recover: (share of the time, bytes) that recovery may take; None: there is none.
+        recover: (share of the time, bytes) that recovery may take; None: no recovery.
         launches_ahead: workers answer when kernels are launched, not when they have ended.
     """
 
@@ -56,24 +56,26 @@ class Client(Orders):
         self.numbers = number_reader() if link.world_size == 1 else None
         self._next_id = 1
         self._freed = Freed()
-        #: what the last run has freed
+        #: ids that the last run has freed
         self.last_frees: Collection[int] = ()
 
     def close(self) -> None:
-        """Forget what failed: a raised error holds the frames that it went through, and these the
-        user's tensors, and they the session."""
+        """Forget the failures.
+
+        A raised error refers to its frames, these to the user's tensors, and those to the session.
+        """
         self._failures = Failures()
         self._in_flight.clear()
 
     @property
     def snapshots(self) -> int:
-        """How many snapshots all workers have taken."""
+        """Number of snapshots that all workers have taken."""
         return 0 if self.recovery is None else self.recovery.journal.committed.number
 
     # -- values --------------------------------------------------------------------------
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
-        """Copy a CPU tensor now; it travels with the next run. Its layout will be ``meta``'s."""
+        """Copy a CPU tensor now, in ``meta``'s layout; it travels with the next run."""
         self.counts.bytes_uploaded += meta.nbytes
         key = self._new_ids(1)
         try:
@@ -86,7 +88,7 @@ class Client(Orders):
         return RemoteValue(key, self._freed)
 
     def adopt(self, key: int) -> RemoteValue:
-        """A value that a worker named itself (a data-dependent result)."""
+        """Return a value under an id that a worker chose (a data-dependent result)."""
         return RemoteValue(key, self._freed)
 
     def _new_ids(self, count: int) -> int:
@@ -95,30 +97,30 @@ class Client(Orders):
         return first
 
     def next_output(self, position: int) -> int:
-        """The id that output ``position`` of the next run will have."""
+        """Return the id that output ``position`` of the next run will have."""
         return self._next_id + position
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing that a message would have to carry."""
+        """True if there are no uploads and no freed ids to send."""
         return not self._uploads and not self._freed
 
     # -- runs ----------------------------------------------------------------------------
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is under way or waits to be said, so that C++ may send a run."""
+        """True if nothing is in flight or waits to be sent, so that C++ may send a run."""
         waits = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
         told = self.installing or self.relaid or self.capture_errors or self._failures.unraised
         wrong = self._death or self._no_answers or not self.link.healthy
         return not (waits or told or wrong or self.observer) and monotonic() < self.quiet_until
 
     def go_on(self, unsent: list[Buffer] | None, told: list[memoryview] | None, why: str) -> None:
-        """Do what is left to do of a run that is expected.
+        """Finish C++'s part of an expected run.
 
         Args:
-            unsent: its message, if it has to go another way than C++'s.
-            told: the answer, if it is there.
+            unsent: its message, if it has to be sent from Python.
+            told: the answer, if it has come.
         """
         if unsent is not None:
             self._send("run", 0, unsent, why)
@@ -137,13 +139,13 @@ class Client(Orders):
         weigh: tuple[tuple[int, ...], ...] | None = None,
         timed: bool = False,
     ) -> tuple[int, Iterable[RemoteValue]]:
-        """Send a run; returns its number and the values of the plan's outputs.
+        """Send a run; return its number and the values of the plan's outputs.
 
         Does not wait; see ``hold_back``.
 
         Args:
-            ranks: those that send what is fetched, and whose answers are looked at.
-            weigh: groups of ids, to be told the workers' memory.
+            ranks: the ranks that send the fetched values; only their answers are read.
+            weigh: groups of ids; the answers report the workers' memory.
             timed: have workers wait for their devices, see ``messages.Run``.
         """
         self.pump()
@@ -162,7 +164,7 @@ class Client(Orders):
         run = Run(self._seq, base=base, puts=puts, fetches=fetches, weigh=weigh)
         run.timed = timed or (self.observer is not None and self.observer.wants_timings)
         if weigh is not None:
-            run.timed = True  # else C++ might take it, which knows nothing of this
+            run.timed = True  # else C++ might take it, and C++ does not report memory
         self.last_frees = frees = self._freed.take()
         if entry is None:
             run.frees = (0, tuple(frees)) if frees else None
@@ -195,7 +197,7 @@ class Client(Orders):
         self.synchronize()
 
     def memory(self, groups: Sequence[Iterable[int]]) -> list[Memory]:
-        """What memory each worker has, by rank; waits until they have done all that they were told.
+        """Return each worker's memory, by rank, once it has done everything sent before.
 
         Args:
             groups: ids of values that are weighed together.
@@ -215,7 +217,7 @@ class Client(Orders):
     def _encoded(
         self, run: Run, buffers: list[Buffer], entry: PlanRecord | None, ranks: Collection[int]
     ) -> list[list[Buffer]]:
-        """The message to each rank; ranks that are told the same get one object."""
+        """Return the message to each rank; ranks with equal messages share one object."""
         fetches = run.fetches
         encoded: dict[Any, list[Buffer]] = {}
         messages = []
@@ -230,16 +232,16 @@ class Client(Orders):
             messages.append(encoded[told])
         return messages
 
-    # -- back to before a run --------------------------------------------------------------
+    # -- rollback to before a run --------------------------------------------------------
 
     def rewind(
         self, seq: int, undone: Sequence[int], rank: int, node: int, error: ExecutionError
     ) -> bool:
-        """Have all ranks as they were before a run, but for what was uploaded since.
+        """Roll all ranks back to before a run, but keep the values uploaded since.
 
         Args:
             undone: the values that were made since: they have failed.
-            rank, node, error: what for.
+            rank, node, error: the failure that is the reason.
 
         Returns:
             Whether that was possible: a snapshot may have been taken since.
@@ -258,10 +260,10 @@ class Client(Orders):
         return True
 
     def revive(self, ids: Set[int], freed: Set[int]) -> dict[int, RemoteValue]:
-        """Speak again of values of which nobody did any more.
+        """Return new handles to values that had none left.
 
         Args:
-            freed: what workers were told to free, and have again.
+            freed: ids that workers were told to free, and hold again.
         """
         for key in sorted({*self._freed.take(), *freed} - ids):
             self._freed.add(key)
@@ -284,12 +286,12 @@ class Client(Orders):
         regions: Regions | None,
         as_number: bool = False,
     ) -> Any:
-        """A fetched value as a CPU tensor of its own.
+        """Return a fetched value as a CPU tensor with its own memory.
 
         Args:
             answers: of rank 0, or of each rank in ``regions``.
-            regions: what of the value each rank has sent; None: rank 0 has sent all of it.
-            as_number: a Python number will do, where it is a single one.
+            regions: the parts of the value that each rank has sent; None: rank 0 sent all of it.
+            as_number: return a Python number instead if the value is a single one.
 
         Raises:
             ExecutionError: the value could not be computed.

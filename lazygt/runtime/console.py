@@ -1,4 +1,4 @@
-"""What the client tells whoever looks: a log of its messages, and a line while it waits."""
+"""The client's log of messages, and its status line while it waits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class InstructionLog:
-    """Writes to the path that ``LAZYGT_LOG`` names.
+    """Log of a session's messages, written to the path in ``LAZYGT_LOG``.
 
     Fields: ``t`` (seconds since the log was opened), ``direction``, ``kind``, ``rank``, ``run``,
-    ``bytes`` (of all frames; tensors in shared memory are not in them), ``why``, and ``line``: the
-    user's ``file:line`` that had it sent. ``lazygt log`` adds them up.
+    ``bytes`` (of all frames, without tensors in shared memory), ``why``, and ``line``: the user's
+    ``file:line`` that had it sent. ``lazygt log`` adds them up.
     """
 
     def __init__(self, path: str) -> None:
@@ -61,7 +61,7 @@ _EVERY_SECONDS = 0.5
 
 
 class WaitLine:
-    """Says how long the client has been waiting, and for what; silent where there is no terminal.
+    """Terminal line with the reason and duration of a wait; silent without a terminal.
 
     The line appears after two seconds and is wiped when the wait ends.
     """
@@ -78,7 +78,7 @@ class WaitLine:
         return _EVERY_SECONDS if self.enabled else None
 
     def update(self, what: str) -> None:
-        """Nothing has come yet."""
+        """Update the line: nothing has come yet."""
         now = time.monotonic()
         if self._began is None:
             self._began = now
@@ -89,7 +89,7 @@ class WaitLine:
             self._shown = True
 
     def done(self) -> None:
-        """Something has come."""
+        """End the wait and wipe the line: something has come."""
         self._began = None
         if self._shown:
             self._stream.write("\r\x1b[2K")
@@ -98,9 +98,9 @@ class WaitLine:
 
 
 class Observer:
-    """Who sees what a client does; this one minds nothing of it.
+    """Observer of a client's messages, waits and runs; this base class ignores all of them.
 
-    A client has one only where somebody looks: there is a log, a terminal, or a profile is taken.
+    A client has one only if its reports are read: by a log, a terminal or a profile.
 
     Attributes:
         patience: seconds of waiting until ``waiting`` is called, again and again; None: never.
@@ -111,19 +111,23 @@ class Observer:
     wants_timings = False
 
     def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
-        """A message has been sent or received."""
+        """Observe that a message was sent or received."""
 
     def submitted(
         self, run: int, entry: PlanRecord | None, inputs: Collection[int], base: int
     ) -> None:
-        """A run of values with the ids ``inputs`` was sent, whose first output has the id ``base``;
-        the user's handles show its outputs."""
+        """Observe that a run was sent.
+
+        Args:
+            inputs: ids of its input values.
+            base: id of its first output; the user's handles show its outputs.
+        """
 
     def waiting(self, what: str) -> None:
-        """Nothing has come yet."""
+        """Observe that nothing has come yet."""
 
     def came(self) -> None:
-        """The wait has ended."""
+        """Observe that the wait has ended."""
 
     def ran(
         self,
@@ -133,20 +137,20 @@ class Observer:
         describe: Describe | None,
         timings: Timings,
     ) -> None:
-        """A worker has done a timed run, of a plan whose steps ``describe`` knows."""
+        """Observe that a worker has done a timed run; ``describe`` describes its plan's steps."""
 
     def snapped(self, rank: int, snapped: Snapped) -> None:
-        """A worker has taken its part of a snapshot."""
+        """Observe that a worker has taken its part of a snapshot."""
 
     def recovered(self, run: int, record: RecoveryRecord) -> None:
-        """Workers were replaced; ``run`` was the last that there was."""
+        """Observe that workers were replaced; ``run`` was the last run sent."""
 
     def close(self) -> None:
-        """The session is closed."""
+        """Observe that the session is closed."""
 
 
 class Console(Observer):
-    """The log and the waiting line of a session."""
+    """Observer that writes a session's log and its waiting line."""
 
     def __init__(self, log: InstructionLog | None, line: WaitLine) -> None:
         self._log, self._line = log, line
@@ -154,7 +158,7 @@ class Console(Observer):
 
     @staticmethod
     def of(path: str | None) -> Console | None:
-        """What a session needs whose log goes to this path; None where nobody looks."""
+        """Return a console that logs to this path; None without a log and a terminal."""
         log, line = InstructionLog(path) if path else None, WaitLine()
         return Console(log, line) if log is not None or line.enabled else None
 
@@ -164,7 +168,7 @@ class Console(Observer):
             self._log.write(direction, kind, rank, run, size, why)
 
     def recovered(self, run: int, record: RecoveryRecord) -> None:
-        """A line of the log."""
+        """Add a line to the log."""
         self.message("recover", "runs", record.ranks[0], run, 0, str(record))
 
     def waiting(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""CRC-32, as fast as there is one here."""
+"""The fastest CRC-32 available."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def _fastest_crc32() -> Callable[..., int]:
-    """ISA-L's, which is ten times as fast, where the package ``isal`` is there; else zlib's."""
+    """Return ISA-L's (ten times as fast) if the package ``isal`` is installed; else zlib's."""
     for name in ("isal.isal_zlib", "zlib"):
         try:
             crc32: Callable[..., int] = importlib.import_module(name).crc32
@@ -17,5 +17,5 @@ def _fastest_crc32() -> Callable[..., int]:
     raise ImportError("this Python has no zlib")
 
 
-#: Of bytes, and of what went before them.
+#: CRC of bytes, continued from the CRC of the bytes before them.
 crc32 = _fastest_crc32()

@@ -22,10 +22,10 @@ def forward(*args: Any) -> Any:
 
 
 def backward(*args: Any) -> Any:
-    """Call ``aten::_cudnn_rnn_backward`` as a pure op, whose results have memory of their own.
+    """Call ``aten::_cudnn_rnn_backward`` as a pure op: its results have their own memory.
 
-    cuDNN writes into the reserve, so it has a copy. It reads the output row by row, whatever its
-    strides are. The gradients of the weights are parts of one tensor.
+    cuDNN writes into the reserve, so it gets a copy. It reads the output as row-major, whatever its
+    strides are. The gradients of the weights are views of one tensor, so they are copied.
     """
     given = _row_major(args, (*_STATES, _OUTPUT))
     given[_RESERVE] = given[_RESERVE].clone()
@@ -34,7 +34,7 @@ def backward(*args: Any) -> Any:
 
 
 def _row_major(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """The arguments; tensors at some places contiguous, as cuDNN takes them."""
+    """Return the arguments, with the tensors at these places contiguous, as cuDNN takes them."""
     given = [*args]
     for place in places:
         if given[place] is not None:
@@ -42,7 +42,7 @@ def _row_major(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
     return given
 
 
-#: Op -> what is called in its place.
+#: Op -> the function called in its place.
 CUDNN_RNN: dict[str, Callable[..., Any]] = {
     "aten._cudnn_rnn.default": forward,
     "aten._cudnn_rnn_backward.default": backward,

@@ -1,5 +1,4 @@
-"""Results whose shape depends on values: they are described to the client, and kept under ids that
-the worker gives them."""
+"""Data-dependent results: described to the client, and kept under the worker's ids."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ DYNAMIC_IDS = 1 << 48
 
 
 class DynamicResults:
-    """Of one worker.
+    """Data-dependent results of one worker.
 
     Attributes:
-        next_id: of the next result.
+        next_id: id of the next result.
     """
 
     def __init__(self, store: Store) -> None:
@@ -29,7 +28,7 @@ class DynamicResults:
         self.next_id = DYNAMIC_IDS
 
     def describe(self, outcome: Outcome, done: Done, seq: int, last: int) -> None:
-        """Tell the client what the data-dependent ``last`` node returned; tensors stay here."""
+        """Describe the data-dependent ``last`` node's results to the client; tensors stay here."""
         if type(outcome.returned) is Failed:
             done.reply = Reply(failure=outcome.returned.failure.during(seq))
             return
@@ -47,7 +46,7 @@ class DynamicResults:
         return Plain(item)
 
     def _made(self, tensor: torch.Tensor) -> Made:
-        """Keep a tensor under an id of this worker's own."""
+        """Keep a tensor under an id of the worker's choice."""
         if tensor.layout != torch.strided:
             raise NotImplementedError(
                 f"the result is a {tensor.layout} tensor; lazygt has dense strided ones only"
@@ -60,6 +59,6 @@ class DynamicResults:
 
 
 def _rooted(item: torch.Tensor) -> torch.Tensor:
-    """A tensor that owns its memory from the beginning."""
+    """Return the tensor, or a copy if it does not own its memory from the beginning."""
     alone = item.storage_offset() == 0 and item.untyped_storage().nbytes() >= item.nbytes
     return item if alone and item._base is None else item.clone()

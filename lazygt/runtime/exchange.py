@@ -1,4 +1,4 @@
-"""Exchange: values on their way into a worker's store, and out of it to the client."""
+"""Exchange of values: uploads into a worker's store, and fetches out of it to the client."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from lazygt.runtime.shared_memory import Arena
 
 
-#: What goes with values in an answer, at most: their metas, and what else is said of a run.
+#: Bytes of an answer beside its values, at most: their metas, and the rest of the answer.
 _BESIDE_BYTES = 64 << 10
 
 
 class Exchange:
-    """Small values travel as buffers beside a message, large ones in shared memory.
+    """Receiver of uploads and sender of fetches: small ones in buffers, large ones in arenas.
 
     Args:
-        copies: what copies to the GPU; None: values are used where they lie.
+        copies: the copies to and from the GPU; None: values are used where they lie.
         upload, fetch, shm_threshold: see ``Worker``.
-        max_message: bytes of the longest answer; more goes in shared memory alone.
+        max_message: bytes of the longest answer; larger values go in shared memory alone.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Exchange:
         self._upload, self._fetch, self._shm_threshold = upload, fetch, shm_threshold
 
     def receive(self, put: Put, buffers: Iterator[Buffer], done: Done) -> None:
-        """Keep a value that has come.
+        """Store an uploaded value.
 
         Raises:
             ProtocolError: it is no tensor, or its bytes are not there.
@@ -78,7 +78,7 @@ class Exchange:
         self._store.put(put.id, value, borrowed)
 
     def fetched(self, fetches: Sequence[int], done: Done) -> list[Buffer]:
-        """Note what is said of values that are wanted, whose bytes are returned."""
+        """Note fetched values, or their failures, in ``done``; return their buffers."""
         replies: list[Buffer] = []
         for key in fetches:
             try:
@@ -88,7 +88,7 @@ class Exchange:
         return replies
 
     def free(self, offset: int) -> None:
-        """The client does not read any more what it fetched from there."""
+        """Free the room of a fetched value that the client does not read any more."""
         try:
             if self._fetch is not None:
                 self._fetch.free(offset)
@@ -96,7 +96,7 @@ class Exchange:
             raise ProtocolError(f"what was not fetched can't be released: {error}") from error
 
     def send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
-        """What is said of a value; its bytes are added to ``buffers``, or lie in the arena."""
+        """Return a value's description; its bytes are added to ``buffers``, or put in the arena."""
         if isinstance(value, Failed):
             return value.failure
         meta = TensorMeta.of(value)
@@ -125,7 +125,7 @@ class Exchange:
 
 
 def _bytes_of(plain: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The elements of a dense tensor in memory order, as bytes; nothing is copied."""
+    """Return the elements of a dense tensor in memory order, as bytes; nothing is copied."""
     if meta.numel == 0:
         return torch.empty(0, dtype=torch.uint8)
     return plain.as_strided((meta.numel,), (1,)).view(torch.uint8)

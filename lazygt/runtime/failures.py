@@ -1,4 +1,4 @@
-"""Failures: what went wrong on the workers, each to be raised once, causes before consequences."""
+"""Failures on the workers, each to be raised once, causes before consequences."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import NamedTuple
 from lazygt.errors import CollectiveMismatch, ExecutionError, execution_error
 from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, Failure
 
-#: Answers "what is node n of a rank's run?": (op, inputs as text, the user's file:line).
+#: Describes a node of a rank's run: (op, inputs as text, the user's file:line).
 Describe = Callable[[int, int], tuple[str, tuple[str, ...], str]]
 
 #: Kinds of failures that come from several ranks at once, for one reason.
 SHARED = frozenset({COLLECTIVE_ERROR, MISMATCH})
 _KEPT = 1_000
-#: What stands for an op that nobody remembers.
+#: Description of an op that nobody remembers.
 _UNKNOWN: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
 
 
 @dataclass(slots=True)
 class _Break:
-    """The first run in which the ranks of a process group did not meet; they never will again.
+    """The first run in which a process group broke: its ranks did not meet, and never will.
 
     Attributes:
-        errors: of the run; more come while ranks still answer.
+        errors: errors of the run; more come while ranks still answer.
     """
 
     seq: int
@@ -37,7 +37,7 @@ class _Break:
 
 
 class FirstFailed(NamedTuple):
-    """What failed in the oldest run in which anything has.
+    """The failures of the oldest run in which anything has failed.
 
     Attributes:
         nodes: (rank, node, error) of each failure.
@@ -55,22 +55,22 @@ class Failures:
         self.unraised: deque[ExecutionError] = deque()
         #: by run, rank and node
         self._errors: OrderedDict[tuple[int, int, int], ExecutionError] = OrderedDict()
-        #: of the group that there is now
+        #: break of the current process group
         self._break: _Break | None = None
-        #: id of an error -> why the ranks had broken
+        #: id of an error -> the break that is its reason
         self._breaks: dict[int, _Break] = {}
-        #: run -> what has failed there, until somebody is told or it is undone
+        #: run -> its failures, until one is reported to the user or they are undone
         self._origins: dict[int, FirstFailed] = {}
-        #: whether ranks were found to hold different plans
+        #: True if ranks were found to hold different plans
         self.mismatched = False
 
     @property
     def first(self) -> ExecutionError | None:
-        """The oldest that has not been raised yet."""
+        """The oldest error that has not been raised yet."""
         return self.unraised[0] if self.unraised else None
 
     def error(self, rank: int, failure: Failure) -> ExecutionError:
-        """The error that stands for a failure: always the same one."""
+        """Return the error for a failure: always the same object."""
         known = self._errors.get((failure.seq, rank, failure.node))
         return known or _made(rank, failure, _UNKNOWN)
 
@@ -85,9 +85,9 @@ class Failures:
         """Note a failure that a rank has reported, unless another rank's is the same or its cause.
 
         Args:
-            seq: number of the run. A failure of an earlier one is told again where it is why the
-                rank did not meet the others.
-            errors: of the same run, of all ranks so far; gets this one.
+            seq: number of the run. A failure of an earlier run is reported again if it is the
+                reason for which the rank did not meet the others.
+            errors: errors of the same run, of all ranks so far; gets this one.
         """
         key = failure.seq, rank, failure.node
         known = self._errors.get(key)
@@ -110,14 +110,14 @@ class Failures:
         errors: list[ExecutionError],
         ranks: int,
     ) -> None:
-        """Note a failure of one rank's with which all of them will answer the run."""
+        """Note a rank's failure with which all ranks will answer the run."""
         self.note(failure.seq, rank, failure, describe, errors)
         error = self._errors[failure.seq, rank, failure.node]
         for other in range(ranks):
             self._errors[failure.seq, other, failure.node] = error
 
     def _note_break(self, seq: int, errors: list[ExecutionError]) -> _Break:
-        """Note that ranks did not meet in a run; it may be an earlier one than was noted first."""
+        """Note that ranks did not meet in a run; it may precede the run noted first."""
         if self._break is None:
             self._break = _Break(seq, errors)
         elif seq < self._break.seq:
@@ -125,7 +125,7 @@ class Failures:
         return self._break
 
     def mended(self) -> None:
-        """The ranks have a new process group: what fails from now on has another cause."""
+        """Note that the ranks have a new process group: later failures have another cause."""
         self._break = None
 
     def _new(
@@ -135,8 +135,7 @@ class Failures:
         describe: Describe | None,
         errors: list[ExecutionError],
     ) -> ExecutionError:
-        """The error of a failure that is told for the first time; another rank's if it is the
-        same."""
+        """Return the error of a failure reported for the first time; another rank's if equal."""
         _, rank, node = key
         what = _UNKNOWN if describe is None or node < 0 else describe(node, rank)
         error = _made(rank, failure, what)
@@ -155,8 +154,10 @@ class Failures:
         return error
 
     def take(self, error: ExecutionError) -> ExecutionError:
-        """The failure to raise for this one: itself, its cause on another rank, or one that names
-        what broken the ranks in an earlier run. None of them is to be raised again.
+        """Return the failure to raise for this one; none of those involved is raised again.
+
+        It is this one, its cause on another rank, or one that names the failure that broke the
+        process group in an earlier run.
         """
         broken, raised = self._breaks.get(id(error)), error
         if broken is not None and error.kind == COLLECTIVE_ERROR:
@@ -169,27 +170,27 @@ class Failures:
         return raised
 
     def _cause(self, broken: _Break) -> ExecutionError:
-        """What broken the ranks; the reason of an earlier break, if a value of then was used."""
+        """Return the cause of a break; that of an earlier break if a value of then was used."""
         earlier = self._breaks.get(id(broken.cause), broken)
         return broken.cause if earlier is broken else self._cause(earlier)
 
     def first_failed(self) -> FirstFailed | None:
-        """What failed first of all that nobody was told of."""
+        """Return the failures of the oldest run that has unreported ones."""
         return self._origins[min(self._origins)] if self._origins else None
 
     def told(self) -> None:
-        """Somebody is told of what has failed so far: it is no reason to undo anything later."""
+        """Forget the origins of failures: the user has been told, so nothing is undone for them."""
         self._origins.clear()
 
     def undone(self, seq: int, node: int, error: ExecutionError, ranks: int) -> None:
-        """Nothing has failed but for what was made after one op, whichever rank says so."""
+        """Drop all failures but that of one op, which any rank may report."""
         for rank in range(ranks):
             self._errors[(seq, rank, node)] = error
         self._origins.clear()
         self.unraised.clear()
 
     def drop(self, error: ExecutionError) -> None:
-        """Do not raise this one: the caller reports it in another way."""
+        """Drop a failure that the caller reports in another way: it is not raised."""
         self.unraised = deque(e for e in self.unraised if e is not error)
         for seq, origin in list(self._origins.items()):
             origin.nodes[:] = [row for row in origin.nodes if row[2] is not error]
@@ -203,7 +204,7 @@ def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -
 
 
 def _consequence(error: ExecutionError, cause: ExecutionError) -> ExecutionError:
-    """A collective could not run, since ranks had broken for a cause in an earlier run."""
+    """Return the error of a collective that found its group broken by an earlier run's cause."""
     after = "This was on its way already. The workers form a new group for what comes next"
     if cause.kind == MISMATCH:
         after = "Open a new session to run collectives again"

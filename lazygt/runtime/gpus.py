@@ -1,6 +1,6 @@
-"""The GPUs of this host, as the driver's library (NVML) tells.
+"""The GPUs of this host, as the driver's library (NVML) reports them.
 
-torch would initialize CUDA to tell: that takes memory of a GPU, and no child of a process may use
+torch would have to initialize CUDA: that takes memory of a GPU, and no child of a process may use
 CUDA after that.
 """
 
@@ -25,14 +25,14 @@ class HostGpu(NamedTuple):
 
 @functools.cache
 def host_gpus() -> tuple[HostGpu, ...]:
-    """All GPUs of this host that answer, visible to CUDA or not; none without a driver."""
+    """Return all GPUs of this host that answer, visible to CUDA or not; none without a driver."""
     count = _told(lambda: int(_driver().nvmlDeviceGetCount())) or 0
     gpus = (_told(functools.partial(_gpu, index)) for index in range(count))
     return tuple(gpu for gpu in gpus if gpu is not None)
 
 
 def why_none() -> str:
-    """The reason for which torch sees no GPU here, and a remedy."""
+    """Return the reason for which torch sees no GPU here, and a remedy."""
     built = torch.version.cuda
     if built is None:
         return (
@@ -57,7 +57,7 @@ def why_none() -> str:
 
 
 def why_unusable(index: int, error: BaseException) -> str:
-    """The reason for which a process can't use a visible GPU, and the processes that are on it."""
+    """Return the reason for which a process can't use a visible GPU, with the GPU's processes."""
     held = _told(lambda: torch.cuda.list_gpu_processes(index)) or "the driver does not tell"
     return (
         f"{error}. Processes on it ({'; '.join(held.splitlines())}). Wait for them, end them, or "
@@ -87,7 +87,7 @@ def _gpu(index: int) -> HostGpu:
 
 
 def _told(ask: Callable[[], T]) -> T | None:
-    """The driver's answer; None: it has none."""
+    """Return the driver's answer; None if it has none."""
     try:
         return ask()
     except _library().NVMLError:

@@ -1,4 +1,4 @@
-"""Graphs as they travel, without their source lines, and names of plans. Versioned."""
+"""Wire format of graphs, without their source lines, and names of plans. Versioned."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VERSION = 6
 
 
 def encode_graph(graph: Graph, flags: Flags = ()) -> bytes:
-    """A graph without its source lines.
+    """Encode a graph without its source lines.
 
     Args:
-        flags: that it runs under.
+        flags: torch's flags that it runs under.
     """
     return pack((VERSION, *_graph_fields(graph), *([flags] if flags else ())))
 
@@ -38,12 +38,12 @@ def _graph_fields(graph: Graph) -> tuple[Any, ...]:
 
 
 def decode_graph(data: Buffer) -> Graph:
-    """The graph that ``encode_graph`` encoded; see ``decode_program``."""
+    """Return the graph that ``encode_graph`` encoded; see ``decode_program``."""
     return decode_program(data)[0]
 
 
 def decode_program(data: Buffer, symbolic: bool = False) -> tuple[Graph, Flags]:
-    """The graph that ``encode_graph`` encoded, and the flags that it runs under.
+    """Return the graph that ``encode_graph`` encoded, and the flags that it runs under.
 
     Args:
         symbolic: it may have symbols for sizes (``graph.sizes``).
@@ -112,22 +112,22 @@ def _check_argument(op: str, arg: Any, takes: tuple[type, ...]) -> None:
         raise ValueError(f"{op} takes no {type(arg).__name__}")
 
 
-#: What an argument may be, or have in it.
+#: Types of an argument, or of an item in it.
 _ARGUMENTS = (Ref, Param, int, float, str, complex, type(None), TensorMeta, *TORCH_NAMES)
 _SYMBOLIC = (*_ARGUMENTS, Size)
 
 
 def template_name(data: Buffer) -> bytes:
-    """16 bytes that name an encoded graph."""
+    """Return the 16 bytes that name an encoded graph."""
     return hashlib.sha256(data).digest()[:16]
 
 
 def plan_name(template: bytes, sizes: tuple[int, ...], salt: bytes = b"") -> bytes:
-    """16 bytes that name a plan.
+    """Return the 16 bytes that name a plan.
 
     Args:
         template: the name of its template.
-        salt: of a plan whose ranks have different graphs: tells it from others in which this
-            rank has the same.
+        salt: for a plan with different graphs on its ranks: distinguishes it from other plans that
+            have the same graph on this rank.
     """
     return hashlib.sha256(template + pack(sizes) + salt).digest()[:16]

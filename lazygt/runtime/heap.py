@@ -1,9 +1,9 @@
-"""What malloc keeps of a CPU worker's memory.
+"""Policy of malloc in a CPU worker: freed memory is kept, or returned to the kernel.
 
-Workers keep what is freed, so that a step finds the pages of the last one. Blocks of one size take
-each other's place there. Of weights that are gathered and gradients that are scattered, whole ones
-and blocks take turns, and leave holes that nothing fits: half as much again is kept for nothing. So
-a worker that does this gives large tensors back to the kernel as they die.
+Workers keep freed memory, so that a step finds the pages of the last one. There, blocks of one size
+replace each other. A run that gathers weights and scatters gradients alternates between whole
+tensors and blocks, which leaves holes that nothing fits: half as much memory again is kept for
+nothing. So such a worker returns large tensors to the kernel as they die.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 def takes_turns(graph: Graph) -> bool:
-    """Whether a graph gathers or scatters something large."""
+    """Return whether a graph gathers or scatters something large."""
     return any(
         node.op == LAUNCH
         and node.args[0] in ("all_gather", "reduce_scatter")
@@ -32,13 +32,13 @@ def takes_turns(graph: Graph) -> bool:
 
 
 def is_own() -> bool:
-    """Whether this process is a worker's, and not the client's as well."""
+    """Return whether this process is a worker's, and not the client's as well."""
     return os.environ.get("LAZYGT_WORKER") == "1"
 
 
 @cache
 def give_back() -> bool:
-    """From here on large tensors go back to the kernel when they die, and what is free now.
+    """Return large tensors to the kernel when they die, from now on, and free memory now.
 
     Returns:
         Whether malloc can do that: glibc's can.

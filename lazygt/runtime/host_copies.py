@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host: from and to arenas that the GPU reads and writes itself."""
+"""Copies between a GPU and the host, by way of arenas that the GPU accesses directly."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from lazygt.runtime.launch.procfs import memory_left
 if TYPE_CHECKING:
     from lazygt.runtime.shared_memory import Arena
 
-#: One part of the memory that is left, at most, that a segment is registered with.
+#: The largest segment to register: one part in so many of the host's free memory.
 _SHARE = 4
-#: Bytes of a value that are copied twice, at most: it takes twice its room for a while.
+#: Bytes of the largest value that is staged: it takes twice its room for a while.
 _MOST_STAGED = 256 << 20
-#: Share of a GPU's unused memory, at most, that copies of values on their way to the host take.
+#: Largest share of a GPU's unused memory for copies of values on their way to the host.
 _LEAVING_SHARE = 0.5
 
 
 def unused_bytes(device: torch.device, cuda: Any = torch.cuda) -> int:
-    """Return the bytes of a GPU that nobody has, or that torch's allocator has and nobody uses."""
+    """Return the unused bytes of a GPU: free ones, and those cached by torch's allocator."""
     free, _ = cuda.mem_get_info(device)
     return int(free + cuda.memory_reserved(device) - cuda.memory_allocated(device))
 
 
 class HostCopies:
-    """Copies to one GPU.
+    """Copies to and from one GPU.
 
-    They go on a stream of their own: one that stood in line behind the kernels would have the
-    worker wait for all of these, and the GPU idle then. What has come is copied once more, in
-    line: memory of one stream that another one has used can't be freed after a failed kernel
-    (torch's allocator aborts the process).
+    They go on their own stream: on the stream of the kernels a copy would have the worker wait for
+    all of these, and the GPU would idle then. A value that has arrived is copied once more, on the
+    kernels' stream: memory of one stream that another one has used can't be freed after a failed
+    kernel (torch's allocator aborts the process).
 
     Args:
-        cuda: ``torch.cuda``, or what stands in for it.
+        cuda: ``torch.cuda``, or a stand-in for it.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         self._stream: Any = None
-        #: for what leaves
+        #: stream of copies to the host
         self._leaving: Any = None
-        #: what has come, until it is copied, and the event that says so
+        #: (event, staged value): values that have arrived, until the event says they are copied
         self._staged: deque[tuple[Any, torch.Tensor]] = deque()
-        #: whether CUDA registers this host's shared memory
+        #: False once CUDA has refused to register this host's shared memory
         self._registers = True
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor on the GPU; it has been read when this returns."""
+        """Copy a CPU tensor to the GPU; it has been read when this returns."""
         if host.nbytes > _MOST_STAGED:
             return host.to(self._device)
         if self._stream is None:
@@ -74,14 +74,14 @@ class HostCopies:
         """Copy values on the GPU, so that kernels launched later may overwrite them.
 
         Returns:
-            The copies, and the event that tells that they are made; None: there is no room.
+            The copies, and an event recorded after them; None: there is no room.
         """
         room = unused_bytes(self._device, self._cuda) * _LEAVING_SHARE
         if sum(value.nbytes for value in values) > room:
             return None
         try:
             copies = [clone(value) for value in values]
-        except torch.OutOfMemoryError:  # what is unused lies in pieces
+        except torch.OutOfMemoryError:  # the unused memory is fragmented
             return None
         event = self._cuda.Event()
         event.record()
@@ -89,7 +89,7 @@ class HostCopies:
 
     @contextlib.contextmanager
     def beside(self, event: Any) -> Iterator[None]:
-        """Have this thread's copies go on a stream of their own, after an event."""
+        """Run this thread's copies on their own stream, after an event."""
         if self._leaving is None:
             self._leaving = self._cuda.Stream(self._device)
         self._leaving.wait_event(event)
@@ -99,19 +99,19 @@ class HostCopies:
     def finish(self) -> None:
         """Wait for the copies that this thread has begun.
 
-        By an event: while another thread asks which ops wait (``CudaGraphs.nobody_waits``), torch
-        refuses all other waits of the process.
+        It waits for an event: while another thread looks for waiting ops
+        (``CudaGraphs.nobody_waits``), torch refuses all other waits of the process.
         """
         event = self._cuda.Event()
         event.record()
         event.synchronize()
 
     def register(self, arena: Arena) -> None:
-        """Have the GPU read and write an arena without a copy on the way (``cudaHostRegister``)."""
+        """Register an arena with CUDA (``cudaHostRegister``): the GPU accesses it directly."""
         arena.watch(self._mapped, self._unmapped)
 
     def _mapped(self, memory: mmap.mmap) -> bool:
-        """Register a new mapping; whether it is. All of its pages take memory from then on."""
+        """Register a new mapping; return whether it is. Its pages all take memory from then on."""
         if not self._registers or len(memory) > memory_left() // _SHARE:
             return False
         error = self._cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)

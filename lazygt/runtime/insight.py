@@ -1,4 +1,4 @@
-"""Insight: what a worker's status page says beyond the messages that come and go."""
+"""A worker's state for the status page, beyond the messages that come and go."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _HEAD = msgspec.msgpack.Decoder(_RunHead)
 
 
 class WorkerInsight:
-    """What the control thread asks of a worker while its main thread works.
+    """Answers to the control thread about a worker while its main thread works.
 
     Args:
-        memory: tells what memory the worker has.
-        marked: tells which step of which run was noted last.
+        memory: returns the worker's memory.
+        marked: returns (run, step) of the step that was noted last.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ from lazygt.runtime.gpus import why_none, why_unusable
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:
-    """A copy with the very same strides: kernels round differently on other layouts."""
+    """Copy a tensor with the very same strides: kernels round differently on other layouts."""
     copy = value.clone()
     if copy.stride() == value.stride():
         return copy
@@ -48,7 +48,7 @@ def clone(value: torch.Tensor) -> torch.Tensor:
 
 
 def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``value`` in memory laid out as the client expects."""
+    """Return ``value`` in memory laid out as the client expects."""
     if value.stride() == stride:
         return value
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(
@@ -57,7 +57,7 @@ def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def viewed(base: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:
-    """``base`` through a chain of views (see ``graph.alias.view_step``)."""
+    """Return ``base`` through a chain of views (see ``graph.alias.view_step``)."""
     for op, position, args, kwargs, which in chain:
         operands = (*args[:position], base, *args[position + 1 :])
         result = kernel(op)(*(_as_list(a) for a in operands), **dict(kwargs))
@@ -70,14 +70,15 @@ def _as_list(arg: Any) -> Any:
 
 
 def write_back(base: torch.Tensor, value: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:
-    """Write ``value`` where ``chain`` views ``base``, in place; returns ``base``."""
+    """Write ``value`` into ``base``, viewed through ``chain``, in place; return ``base``."""
     viewed(base, chain).copy_(value)
     return base
 
 
 def initialize(device: torch.device) -> None:
-    """Create the device's context and make it this thread's current one: CUDA's generators exist
-    from then on only.
+    """Create the device's context and make it this thread's current one.
+
+    CUDA's generators exist only from then on.
 
     Raises:
         RuntimeError: the device can't be used.
@@ -94,7 +95,7 @@ def initialize(device: torch.device) -> None:
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """The one that a worker's ops draw from."""
+    """Return the generator that a worker's ops draw from."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
@@ -106,31 +107,31 @@ def manual_seed(device: torch.device, seed: int) -> None:
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor:
-    """The state of the worker's generator, as bytes."""
+    """Return the state of the worker's generator, as bytes."""
     return generator(device).get_state().clone()
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the worker's generator."""
+    """Set the state of the worker's generator."""
     generator(device).set_state(state.cpu().contiguous())
 
 
 def clear_error(device: torch.device) -> None:
-    """Take an error of the device that torch has not asked for: the next launch would raise it."""
+    """Take a pending device error that torch has not seen: the next launch would raise it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
 
 def finish(device: torch.device) -> None:
-    """Wait until a device has done all that was launched on it; CPUs have by then."""
+    """Wait until a device has finished all launched work; a CPU already has."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether this process can't use a device any more, for a kernel that has failed there.
+    """Return whether this process can't use a device any more, after a failed kernel.
 
-    Does not wait: what has not failed yet may still do so.
+    Does not wait: kernels under way may still fail.
     """
     if device.type == "cpu":
         return False
@@ -189,12 +190,12 @@ def _need_torchs_group(name: str) -> None:
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """The callable of an op name; a collective's waits until the process group is joined.
+    """Return the callable of an op name; for a collective, wait to join the process group.
 
     Raises:
         KeyError: there is no such op.
         LazyGTError: a collective, and this worker has no process group.
-        CodeError: a foreign op whose code could not be loaded.
+        CodeError: the code of a foreign op could not be loaded.
     """
     if name.startswith("lazygt."):
         return KERNELS[name]

@@ -1,4 +1,4 @@
-"""What memory a worker has: of its values, of its allocator and of its process."""
+"""Memory of a worker: of its values, of its allocator and of its process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lazygt.runtime.store import Store, Value
 
 
 def weighed(store: Store, groups: Sequence[Iterable[int]], device: torch.device) -> Memory:
-    """The memory of this process, whose values are computed on ``device``.
+    """Return the memory of this process, which computes values on ``device``.
 
     Args:
         groups: ids of values that are weighed together.
@@ -34,7 +34,7 @@ def weighed(store: Store, groups: Sequence[Iterable[int]], device: torch.device)
 
 
 def _living(values: Iterable[Value | None], seen: set[int]) -> int:
-    """Bytes of the memory in which values lie, but for what was seen before.
+    """Return the bytes of the memory that holds values; memory in ``seen`` does not count.
 
     Args:
         seen: addresses; gets those of these values.
@@ -66,7 +66,7 @@ class _MallInfo(ctypes.Structure):
 
 @cache
 def _mallinfo() -> ctypes._NamedFuncPointer | None:
-    """glibc's, from 2.33 on; None: this is another one."""
+    """Return glibc's ``mallinfo2`` (from 2.33 on); None with another libc."""
     function: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
         function.restype = _MallInfo
@@ -74,7 +74,7 @@ def _mallinfo() -> ctypes._NamedFuncPointer | None:
 
 
 def _malloced() -> int:
-    """Bytes that malloc has handed out; 0 where it does not say."""
+    """Return the bytes that malloc has handed out; 0 if it does not report them."""
     function = _mallinfo()
     if function is None:
         return 0

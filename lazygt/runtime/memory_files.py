@@ -1,4 +1,4 @@
-"""Files in memory that processes share: without a name, gone with the last one that holds them."""
+"""Anonymous memory files (memfd) that processes share; gone with their last holder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ADD_SEALS, _SEAL_SHRINK = 1033, 2
 
 
 def create_file(name: str, nbytes: int) -> int:
-    """A new memfd, which may grow and never shrink: that would be a SIGBUS in other processes."""
+    """Create a memfd that may grow and never shrink: that would raise SIGBUS elsewhere."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, _ADD_SEALS, _SEAL_SHRINK)
@@ -18,5 +18,5 @@ def create_file(name: str, nbytes: int) -> int:
 
 
 def memory_of(fd: int) -> int:
-    """Bytes of memory that a memfd takes: of what was written, holes not."""
+    """Return the bytes of memory that a memfd takes: written ones, without holes."""
     return os.fstat(fd).st_blocks * 512

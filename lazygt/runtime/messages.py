@@ -1,7 +1,7 @@
 """Messages between the client and a worker: one class each, which is also its schema.
 
 A message travels as a header, which is its number and its fields, and raw buffers. A reader takes
-what fits the schema and nothing else: whatever a peer sends becomes one of these classes, or one
+only messages that fit the schema: everything a peer sends becomes one of these classes, or one
 ProtocolError.
 """
 
@@ -19,9 +19,9 @@ COLLECTIVE_ERROR = "CollectiveError"
 #: The kind of a failure when ranks were about to meet in different collectives.
 MISMATCH = "CollectiveMismatch"
 
-#: What a plan is called.
+#: The name of a plan.
 Name = Annotated[bytes, Meta(min_length=16, max_length=16)]
-#: Of a list of ids; see ``DeltaCodec``.
+#: An update of a list of ids; see ``DeltaCodec``.
 Update = tuple[Literal[0, 1], tuple[Count, ...]]
 
 
@@ -34,14 +34,14 @@ class Put(Part):
 
 
 class Fetched(Part, tag=0):
-    """A fetched value: its meta, and where it is (arena offset, or the next buffer)."""
+    """A fetched value: its meta, and its arena offset (None: it is the next buffer)."""
 
     meta: TensorMeta
     offset: Count | None = None
 
 
 class Failure(Part, tag=1):
-    """Why a value could not be computed: node number, exception, message."""
+    """The reason for which a value could not be computed: node number, exception, message."""
 
     node: int
     kind: str
@@ -49,12 +49,12 @@ class Failure(Part, tag=1):
     seq: int = 0
 
     def during(self, seq: int) -> Failure:
-        """The same, in this run, unless it is known to be an earlier one's."""
+        """Return the same failure, in this run, unless it is known to be an earlier run's."""
         return self if self.seq else Failure(self.node, self.kind, self.detail, seq)
 
 
 class Timings(Part):
-    """When a worker did what, in nanoseconds of its host's monotonic clock.
+    """Start and end times of a run, in nanoseconds of the worker host's monotonic clock.
 
     Attributes:
         begin, end: from the run message taken to its answer ready.
@@ -68,15 +68,15 @@ class Timings(Part):
 
 
 class Memory(Part):
-    """What memory a worker has, in bytes.
+    """A worker's memory, in bytes.
 
     Attributes:
-        living: what lies where its values do, for each group of ids that was asked about, and of
-            all others; what several values share counts once.
-        allocated: what the allocator has handed out: torch's on GPUs, malloc's elsewhere, for the
-            whole process.
-        peak: the most of it so far on GPUs; elsewhere the most that was resident.
-        resident: of the process in the host's memory.
+        living: bytes of the memory that holds values, for each group of ids that was asked about,
+            and for all others; memory that several values share counts once.
+        allocated: bytes that the allocator has handed out: torch's on GPUs, malloc's elsewhere, for
+            the whole process.
+        peak: the maximum of ``allocated`` so far on GPUs; elsewhere that of ``resident``.
+        resident: resident bytes of the process in the host's memory.
     """
 
     living: tuple[Count, ...]
@@ -86,7 +86,7 @@ class Memory(Part):
 
 
 class Made(Part, tag=0):
-    """A tensor that a data-dependent node returned or wrote, under an id that the worker chose."""
+    """A tensor that a data-dependent node returned or wrote, under the worker's id."""
 
     meta: TensorMeta
     id: Count
@@ -105,7 +105,7 @@ class Plain(Part, tag=2):
 
 
 class Reply(Part):
-    """What a data-dependent last node returned, and the tensors that it wrote; or its failure."""
+    """Result of a data-dependent last node, and the tensors that it wrote; or its failure."""
 
     returned: tuple[Made | Several | Plain, ...] = ()
     written: tuple[Made, ...] = ()
@@ -116,10 +116,10 @@ class Reply(Part):
 
 
 class Ship(Part, tag=1):
-    """Know a plan: a template in these sizes.
+    """Request to know a plan: a template in these sizes.
 
     The template is the next buffer, and the one after it its foreign ops' code, if it has any; no
-    buffer: it has been sent before. Who does not know it any more asks when the plan is run.
+    buffer: it has been sent before. A worker that has forgotten it asks when the plan is run.
 
     Attributes:
         digest: the plan's name.
@@ -127,8 +127,8 @@ class Ship(Part, tag=1):
         template: the template's name.
         sizes: for each symbol in it.
         forget: plans never used again.
-        salt: of a plan whose ranks have different graphs; see ``plan_name``.
-        groups: what of it runs compiled, from its next run on; see ``Swap``.
+        salt: of a plan with different graphs on its ranks; see ``plan_name``.
+        groups: groups of it that run compiled, from its next run on; see ``Swap``.
     """
 
     digest: Name
@@ -141,20 +141,20 @@ class Ship(Part, tag=1):
 
 
 class Run(Part, tag=2):
-    """Run a plan (or nothing), after receiving ``puts``; then answer ``fetches``.
+    """Request to run a plan (or nothing) after receiving ``puts``; then to answer ``fetches``.
 
     Attributes:
         seq: number of the run, from 1.
-        digest: which plan; None runs nothing.
+        digest: name of the plan; None runs nothing.
         base: id of the plan's first output; the others follow.
         inputs, frees: updates of predicted id lists; without a plan, ``frees`` is a whole one.
         params: run-time numbers; None: the same as in the last run of this plan.
         releases: arena offsets that the client has done with.
-        fetches: ids whose values are wanted.
-        timed: wait for what was launched before, run it node by node, each to its end on the
-            device, and say how long each took (``Done.timings``).
-        weigh: groups of ids; say then what memory there is (``Done.memory``).
-        failed: do not run the plan: all that it makes has failed, for this.
+        fetches: ids of the wanted values.
+        timed: wait for all earlier launches, run the plan node by node, each to its end on the
+            device, and report the time of each (``Done.timings``).
+        weigh: groups of ids; report the memory they take (``Done.memory``).
+        failed: do not run the plan: all of its outputs have failed, for this reason.
     """
 
     seq: Count
@@ -172,19 +172,19 @@ class Run(Part, tag=2):
 
 
 class Swap(Part, tag=5):
-    """From now on these fused nodes of a plan run as these artifacts: (node, key)."""
+    """Request to run these fused nodes of a plan as these artifacts from now on: (node, key)."""
 
     digest: Name
     groups: tuple[tuple[Count, str], ...] = ()
 
 
 class Install(Part, tag=17):
-    """Have an artifact in the host's cache; answered by ``Installed``.
+    """Request to keep an artifact in the host's cache; answered by ``Installed``.
 
-    Its record and its code are the next buffers; none: say whether it is there.
+    Its record and its code are the next buffers; without them, report whether it is there.
 
     Attributes:
-        key: of the artifact; empty: say whether code of this toolchain runs here.
+        key: of the artifact; empty: report whether code of this toolchain runs here.
         toolchain: see `kernel_group.toolchain`.
     """
 
@@ -193,17 +193,17 @@ class Install(Part, tag=17):
 
 
 class Write(Part, tag=7):
-    """Copy blocks for a transfer; see ``weight_copies.Copier``."""
+    """Request to copy blocks for a transfer; see ``weight_copies.Copier``."""
 
     number: int
     request: Any
 
 
 class Renew(Part, tag=10):
-    """Leave the process group there is, and join the one of this number.
+    """Request to leave the current process group, and join the one of this number.
 
     Attributes:
-        since: id of the first value of which it is not certain that ranks have met for it.
+        since: id of the first value for which the ranks may not have met in collectives.
     """
 
     number: Count
@@ -214,7 +214,7 @@ class Copied(Part):
     """A value in a snapshot.
 
     Attributes:
-        offset, nbytes: the memory from its storage's beginning on.
+        offset, nbytes: its memory, from the beginning of its storage on.
         borrowed: it lies in the client's arena, not in the snapshots' memory.
     """
 
@@ -226,10 +226,10 @@ class Copied(Part):
 
 
 class Snap(Part, tag=13):
-    """Take a snapshot of this number. The lists of ids of all plans begin anew.
+    """Request to take a snapshot of this number. The lists of ids of all plans begin anew.
 
     Attributes:
-        committed: the last snapshot that all ranks have; the others are not needed.
+        committed: number of the last snapshot that all ranks have; others are not needed.
     """
 
     number: Count
@@ -237,14 +237,14 @@ class Snap(Part, tag=13):
 
 
 class Restore(Part, tag=14):
-    """Forget all, plans too, and go on from a snapshot; answered by ``Restored``.
+    """Request to forget everything, plans too, and go on from a snapshot.
 
     Attributes:
-        epoch: how many recoveries there were, this one among them.
+        epoch: number of recoveries so far, this one included; ``Restored`` returns it.
         group: number of the process group to join.
         number: of the snapshot; 0: of the beginning.
         values, next_dynamic, generator: see ``Snapped``.
-        failed: values that count as failed where they are not in memory any more.
+        failed: values that count as failed if they are not in memory any more.
     """
 
     epoch: Count
@@ -263,12 +263,12 @@ class Done(Part, tag=3):
     """The answer to a run.
 
     Attributes:
-        failures: what failed in this run.
+        failures: the failures of this run.
         releases: upload arena offsets that are free again.
-        fetched: one Fetched or Failure a fetch.
-        reply: what a data-dependent last node returned and wrote.
+        fetched: one Fetched or Failure for each fetch.
+        reply: results and written tensors of a data-dependent last node.
         timings: of a timed run.
-        memory: where it was asked for.
+        memory: the memory report, if the run asked for it.
     """
 
     seq: Count
@@ -281,21 +281,21 @@ class Done(Part, tag=3):
 
 
 class Need(Part, tag=4):
-    """The worker has forgotten the plan of run ``seq``."""
+    """Report that the worker has forgotten the plan of run ``seq``."""
 
     seq: Count
     digest: Name
 
 
 class Swapped(Part, tag=6):
-    """A plan was swapped, or why it stays on its tier."""
+    """Report that a plan was swapped, or the reason for which it stays on its tier."""
 
     digest: Name
     error: str = ""
 
 
 class Installed(Part, tag=18):
-    """A host has an artifact in its cache, or lacks it, or why it can't have it."""
+    """Report that a host has an artifact in its cache, lacks it, or can't have it."""
 
     key: str
     lacks: bool = False
@@ -303,10 +303,10 @@ class Installed(Part, tag=18):
 
 
 class Wrote(Part, tag=8):
-    """The checksums of blocks that were written, or why they could not be.
+    """Checksums of the blocks that were written, or the error.
 
     Attributes:
-        handles: by which receivers find the blocks.
+        handles: handles by which receivers find the blocks.
     """
 
     number: int
@@ -316,13 +316,13 @@ class Wrote(Part, tag=8):
 
 
 class Left(Part, tag=9):
-    """The worker has left the session's process group of this number, for good."""
+    """Report that the worker has left the session's process group of this number, for good."""
 
     number: Count
 
 
 class Relaid(Part, tag=11):
-    """A plan's kernels gave other strides than it says.
+    """Report that a plan's kernels gave other strides than the plan has.
 
     Attributes:
         rows: (node of the plan's steps, fresh result, its strides).
@@ -333,12 +333,12 @@ class Relaid(Part, tag=11):
 
 
 class Captured(Part, tag=12):
-    """A plan runs as CUDA graphs from now on, or why it does not.
+    """Report that a plan runs as CUDA graphs from now on, or the reason against it.
 
     Attributes:
-        graphs, steps: how many graphs, and how many of the plan's steps are in them.
-        nbytes: what all graphs of the worker keep.
-        gain: how many times faster than without; 0.0: not measured.
+        graphs, steps: number of graphs, and of the plan's steps that are in them.
+        nbytes: bytes that all graphs of the worker keep.
+        gain: speedup over running without graphs; 0.0: not measured.
         failed: a capture has failed, for ``error``.
     """
 
@@ -352,17 +352,16 @@ class Captured(Part, tag=12):
 
 
 class Snapped(Part, tag=15):
-    """A snapshot was taken.
+    """Report that a snapshot was taken.
 
     Attributes:
-        values: where they lie.
-        failed: those that could not be computed.
+        values: the copied values, with their places.
+        failed: values that could not be computed.
         next_dynamic: the id that the next result of a data-dependent op will have.
         generator: the generator's state.
-        nbytes: what was copied.
-        begin, nanoseconds: when all of it began, by the host's monotonic clock, and how long it
-            took.
-        error: why there is none.
+        nbytes: bytes that were copied.
+        begin, nanoseconds: start of the snapshot, by the host's monotonic clock, and its duration.
+        error: the reason, if there is no snapshot.
     """
 
     number: Count
@@ -377,16 +376,16 @@ class Snapped(Part, tag=15):
 
 
 class Restored(Part, tag=16):
-    """A worker has the values of a snapshot again."""
+    """Report that a worker has the values of a snapshot again."""
 
     epoch: Count
 
 
 class Lost(Part, tag=19):
-    """The worker can't use its device any more, for a kernel that has failed; it does nothing else.
+    """Report that the device can't be used any more, since a kernel failed; the last message.
 
     Attributes:
-        failure: what has met that, in which run; its node is -1 where it was no op.
+        failure: the failure of the op that met this, with its run; its node is -1 if it was no op.
         exact: it is the failed kernel's own op.
     """
 

@@ -1,4 +1,4 @@
-"""Orders: what the client has workers do besides runs, and errors that it raises for them."""
+"""Orders of the client to workers besides runs, and the errors that it raises for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lazygt.runtime.wire import Buffer
 
 
 class Orders(Answers):
-    """Plans, snapshots, process groups and transfers."""
+    """Orders to workers: plans, snapshots, process groups and transfers."""
 
     def swap(self, entry: PlanRecord, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
         """Have every worker run compiled code from its next run of a plan on.
@@ -31,7 +31,7 @@ class Orders(Answers):
         self.tell_all("swap", self.entries.swap_messages(entry), "compiled")
 
     def install(self, rank: int, message: Install, buffers: Sequence[Buffer] = ()) -> None:
-        """Have a worker's host keep an artifact, or say whether it has it. See `Installs`."""
+        """Have a worker's host keep an artifact, or report whether it has it. See `Installs`."""
         self._send("install", rank, self.link.encode(message, buffers), "compiled")
 
     def _send_plan(self, entry: PlanRecord, why: str) -> None:
@@ -41,16 +41,16 @@ class Orders(Answers):
         entry.sent = True
 
     def _snap(self, recovery: Recovery, then: Callable[[Snapshot], object] | None = None) -> None:
-        """Have the workers take a snapshot. What is told after it needs nothing of before."""
+        """Have the workers take a snapshot. Later messages refer to nothing sent before it."""
         for entry in self.entries:
             entry.begin_anew()
         recovery.snap(self._seq, then)
 
     def snap(self, then: Callable[[Snapshot], object]) -> bool:
-        """Have the workers take a snapshot here; whether they take any.
+        """Have the workers take a snapshot here; return whether they take any.
 
         Args:
-            then: is told of it when all have, unless recovery turns itself off before.
+            then: called with it when all have taken it, unless recovery turns itself off before.
 
         Raises:
             WorkerDied, WorkerFrozen: while waiting for one that is being taken.
@@ -61,9 +61,9 @@ class Orders(Answers):
         return self.recovery is not None
 
     def _renew(self, since: int) -> None:
-        """Have the workers form a new process group, once all have answered what they were sent.
+        """Have the workers form a new process group, once all have answered all messages.
 
-        Until then some may still meet in the old one. Ranks whose plans differ are not to meet.
+        Until then some may still meet in the old one. Ranks with different plans are not to meet.
         """
         if self._in_flight or self._failures.mismatched:
             return
@@ -77,7 +77,7 @@ class Orders(Answers):
     # -- transfers -----------------------------------------------------------------------
 
     def wait_beside(self, descriptor: int, seconds: float) -> None:
-        """Wait until a descriptor can be read, and take what workers send meanwhile.
+        """Wait until a descriptor is readable, and take the workers' messages meanwhile.
 
         Waits at most so many seconds, and ends early when something comes.
 
@@ -102,9 +102,9 @@ class Orders(Answers):
         self._check_writing()
 
     def written(self, seconds: float) -> list[tuple[Any, ...]]:
-        """(rank, number, checksums, error, handles) of what was asked for and is done.
+        """Return (rank, number, checksums, error, handles) of each finished write.
 
-        Waits at most ``seconds`` for something to come.
+        Waits at most ``seconds`` for one.
 
         Raises:
             WorkerDied, WorkerFrozen: a worker is gone, even if it was replaced meanwhile.
@@ -118,7 +118,7 @@ class Orders(Answers):
         return written
 
     def _check_writing(self) -> None:
-        """Raise what a worker was replaced for while it was asked to write."""
+        """Raise the error for which a worker was replaced while it was asked to write."""
         recovery = self.recovery or self._former
         if recovery is not None and self._writing != recovery.epoch:
             self._writing = recovery.epoch
@@ -128,21 +128,21 @@ class Orders(Answers):
     # -- errors --------------------------------------------------------------------------
 
     def _raise(self, error: ExecutionError) -> NoReturn:
-        """Raise a failure, or the one on another rank that is its cause, and neither again."""
+        """Raise a failure, or its cause on another rank, and neither again."""
         if self.link.world_size > 1:
             # The rank that is the cause may not have answered yet. And when all have, they can
-            # form a new group: what the user does next does not come too late for that.
+            # form a new group: the user's next run does not come too late for that.
             self.synchronize()
         raised = self.undo() or self._failures.take(error)
         self._failures.told()
         raise raised.with_traceback(None)  # it may have been raised before
 
     def drop_failure(self, rank: int, failure: Failure) -> None:
-        """Do not raise this failure again: the caller reports it in another way."""
+        """Drop a failure that the caller reports in another way: it is not raised."""
         self._failures.drop(self._failures.error(rank, failure))
 
     def raise_for(self, rank: int, failure: Failure) -> NoReturn:
-        """Raise what a value failed with on a rank.
+        """Raise the failure of a value on a rank.
 
         Raises:
             ExecutionError: naming the op and the user's line.

@@ -1,4 +1,4 @@
-"""Plan: what a rank runs. Printable, priced and validated; also what travels.
+"""Plan: a rank's program. Printable, priced and validated; plans also travel.
 
 A plan is a template, in which symbols stand for sizes, and these sizes. Templates travel, and are
 decoded, checked and analysed, once; a plan in other sizes is their name and a few numbers.
@@ -32,8 +32,8 @@ class Schedule:
 
     Attributes:
         graph: the nodes, in the order in which they run.
-        writes: where writes happen in place, which inputs they need to own, what is copied out.
-        frees: for each node the values that are dropped after it.
+        writes: nodes that write in place, inputs that they need to own, and values to copy out.
+        frees: for each node, the values that are dropped after it.
     """
 
     graph: Graph
@@ -42,11 +42,11 @@ class Schedule:
 
     @staticmethod
     def of(graph: Graph) -> Schedule:
-        """The schedule of a graph."""
+        """Build the schedule of a graph."""
         return Schedule(graph, analyse(graph), _frees(graph))
 
     def notes(self) -> list[str]:
-        """For each node: how it writes, and what dies after it."""
+        """Return each node's ways of writing, and the values that die after it, as text."""
         frees = [" ".join(f"%{value}" for value in values) for values in self.frees]
         return [
             "; ".join(part for part in (", ".join(modes), f"free {freed}" if freed else "") if part)
@@ -55,15 +55,15 @@ class Schedule:
 
 
 class PlanTemplate:
-    """What plans have in common that differ in sizes alone; decoded, checked and analysed once.
+    """The common part of plans that differ in sizes alone; decoded, checked, analysed once.
 
     Attributes:
         symbolic: the graph, with symbols for sizes.
-        flags: torch's, that its plans run under.
-        told: ranks that have been sent it.
-        keeps: what has to live as long as it does.
-        checked: a plan of it has run in a worker, and all that it made was as promised.
-        code: what that worker runs of it, for plans in other sizes.
+        flags: torch's flags that its plans run under.
+        told: ranks that it has been sent to.
+        keeps: objects that have to live as long as it does.
+        checked: a plan of it has run in a worker, and all of its results were as promised.
+        code: that worker's code for it, for plans in other sizes.
     """
 
     def __init__(self, symbolic: SymbolicGraph, encoded: bytes = b"", flags: Flags = ()) -> None:
@@ -73,13 +73,13 @@ class PlanTemplate:
         self.checked = False
         self.code: Any = None
         self._encoded = encoded
-        #: the same under other flags
+        #: the same template under other flags
         self._under: dict[Flags, PlanTemplate] = {}
 
     @staticmethod
     @uncollected()
     def decoded(data: Buffer) -> PlanTemplate:
-        """The template that was encoded.
+        """Decode a template.
 
         Raises:
             ProtocolError: there is no graph in it.
@@ -92,7 +92,7 @@ class PlanTemplate:
         return PlanTemplate(symbolic, bytes(data), flags)
 
     def under(self, flags: Flags) -> PlanTemplate:
-        """The same program under these flags."""
+        """Return the same program under these flags."""
         if flags == self.flags:
             return self
         if flags not in self._under:
@@ -101,7 +101,7 @@ class PlanTemplate:
 
     @cached_property
     def encoded(self) -> bytes:
-        """As it travels."""
+        """The encoded template, as it travels."""
         return self._encoded or encode_graph(self.symbolic.graph, self.flags)
 
     @cached_property
@@ -111,12 +111,12 @@ class PlanTemplate:
 
     @property
     def ops(self) -> set[str]:
-        """The ops of its steps."""
+        """Names of the ops of its steps."""
         return {node.op for node in self._schedule.graph.nodes}
 
     @cached_property
     def foreign(self) -> Sequence[Foreign]:
-        """The foreign ops that it names."""
+        """Foreign ops that it names."""
         return schema.foreign_ops(self.symbolic.graph)
 
     @cached_property
@@ -134,8 +134,11 @@ class PlanTemplate:
         return tuple(origins)
 
     def steps(self, sizes: Sizes) -> Schedule:
-        """The schedule of a plan's steps. What is written where, and dies when, is up to no size
-        but by being equal to another, which symbols say."""
+        """Build the schedule of a plan's steps.
+
+        Its writes and frees are the same in all sizes: they depend only on the equality of sizes,
+        and equal sizes have one symbol.
+        """
         return replace(self._schedule, graph=self._steps.in_sizes(sizes))
 
     @cached_property
@@ -149,15 +152,14 @@ class PlanTemplate:
 
 
 class Plan:
-    """What the passes made of a graph, ready to run. It does not change.
+    """The result of the passes on a graph, ready to run. Immutable.
 
     Args:
-        graph: as the passes left it, with fused nodes.
+        graph: the graph after the passes, with fused nodes.
         decided: the schedule of its steps, if it is not the one that follows from the graph.
-        mesh: the ranks that it is run on, for those who ask; no part of what it is.
-        backward: numbers of the recorded ops that autograd ran; no part of it either.
-        form: the template that it is, and the sizes; they say what the graph is, if it is not
-            given.
+        mesh: the ranks that it runs on; not compared.
+        backward: numbers of the recorded ops that autograd ran; not compared either.
+        form: its template and sizes; they determine the graph if that is not given.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class Plan:
 
     @staticmethod
     def build(graph: Graph) -> Plan:
-        """The plan of a graph.
+        """Build the plan of a graph.
 
         Raises:
             GraphError: when the graph breaks its own rules.
@@ -202,12 +204,12 @@ class Plan:
 
     @property
     def template(self) -> PlanTemplate:
-        """What it has in common with plans that differ from it in sizes alone."""
+        """The template: its common part with plans that differ from it in sizes alone."""
         return self._split[0]
 
     @property
     def sizes(self) -> Sizes:
-        """Those that make a plan of its template."""
+        """Sizes that make this plan of its template."""
         return self._split[1]
 
     @property
@@ -216,7 +218,7 @@ class Plan:
         return self.template.flags
 
     def recorded(self, backward: frozenset[int], flags: Flags) -> Plan:
-        """The same plan, recorded under some flags.
+        """Return the same plan, recorded under these flags.
 
         Args:
             backward: numbers of the recorded ops that autograd ran.
@@ -225,43 +227,43 @@ class Plan:
         return Plan(self._graph, self.decided, self.mesh, backward, form=form)
 
     def resized(self, sizes: Sizes) -> Plan:
-        """The same program in other sizes."""
+        """Return the same program in other sizes."""
         return Plan(mesh=self.mesh, backward=self.backward, form=(self.template, sizes))
 
     @cached_property
     def graph(self) -> Graph:
-        """As the passes left it, with fused nodes."""
+        """The graph after the passes, with fused nodes."""
         if self._graph is not None:
             return self._graph
         return self.template.symbolic.in_sizes(self.sizes)
 
     @property
     def outline(self) -> Graph:
-        """Its graph, or the symbolic one if that is at hand: for whoever asks nothing of sizes."""
+        """Its graph, or the symbolic one if that is at hand: for callers that need no sizes."""
         return self._graph or self.template.symbolic.graph
 
     @property
     def nbytes(self) -> int:
-        """What keeping it takes, about; in the client and in each worker."""
+        """Approximate bytes that it takes, in the client and in each worker."""
         return self.outline.nbytes
 
     @cached_property
     def steps(self) -> Schedule:
-        """The nodes one by one, fused ones opened. Who only ships a plan need not ask."""
+        """The schedule of single nodes, fused ones opened; not needed to ship a plan."""
         if self.decided is None and self._form is not None:
             return self.template.steps(self.sizes)
         return self.decided or Schedule.of(expand_fused(self.graph))
 
     @property
     def origins(self) -> tuple[int, ...]:
-        """For each of the steps the recorded op that it comes from; empty: the same numbers."""
+        """For each step, the recorded op that it comes from; empty: the same numbers."""
         return self.template.origins
 
     def with_fused(self, kept: Collection[int]) -> tuple[Schedule, tuple[int, ...]]:
-        """The schedule in which only the fused nodes of these numbers are opened no further.
+        """Return the schedule that keeps these fused nodes whole, and opens all others.
 
         Returns:
-            It, and for each of its nodes the number of its first step in ``steps``.
+            The schedule, and for each of its nodes the number of its first step in ``steps``.
         """
         firsts: list[int] = []
         count = 0
@@ -274,17 +276,17 @@ class Plan:
 
     @cached_property
     def collectives(self) -> tuple[Communication, ...]:
-        """What this rank exchanges with others in one run, in the order of launch."""
+        """This rank's communication with others in one run, in the order of launch."""
         return communications(self.steps.graph, self.mesh)
 
     @cached_property
     def draws(self) -> bool:
-        """Whether it reads or writes the generator."""
+        """True if it reads or writes the generator."""
         return any(map(draws, self.steps.graph.nodes))
 
     @property
     def asks(self) -> bool:
-        """Whether the last node's results have to be described to the client."""
+        """True if the last node's results have to be described to the client."""
         nodes = self.outline.nodes
         return bool(nodes) and nodes[-1].dynamic
 

@@ -1,6 +1,4 @@
-"""Plan records: what the client keeps of the plans that the ranks run together, and what the
-workers have been told of them.
-"""
+"""The client's records of the plans that ranks run together, and of the workers' state."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from lazygt.runtime.wire import Buffer, encode
 
 
 class PlanRecord:
-    """What the ranks run, with what they are known to remember of its last run.
+    """The plans that the ranks run together, with the workers' memory of their last run.
 
     Args:
         plans: each rank's plan, or one that all of them run.
@@ -44,11 +42,11 @@ class PlanRecord:
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self.plans = tuple(plans)
-        #: theirs; several records' may be one
+        #: the plans' templates; several records may share one
         self.templates = tuple([plan.template for plan in plans])
-        #: rank 0's
+        #: rank 0's plan
         self.plan = self.plans[0]
-        #: how many values its run makes
+        #: number of values that its run makes
         self.outputs = len(self.plan.outline.outputs)
         self.salt, self.names = _names(self.plans)
         self.inputs, self.frees = new_codec(), new_codec()
@@ -56,62 +54,62 @@ class PlanRecord:
         self.numbers: bytes | None = None
         self.sent = False
         self.runs = 0
-        #: how often it was shipped, and the bytes of one such message
+        #: number of times it was shipped, and the bytes of one such message
         self.ships = self.size = 0
         #: (fused node, artifact) of the compiled tier, for each of ``plans``, once it is there
         self.swap: tuple[Sequence[tuple[int, str]], ...] = ()
-        #: the first run that is run so
+        #: number of the first run in the compiled tier
         self.swapped_from = 0
-        #: what ranks have said of its CUDA graphs
+        #: by rank, the report on its CUDA graphs
         self.captures: dict[int, Captured] = {}
-        #: whether it has been decided what of it is compiled
+        #: True once the groups to compile have been chosen
         self.considered = False
 
     def begin_anew(self) -> None:
-        """Workers forget what they know of its last run."""
+        """Forget the last run, as the workers do."""
         self.inputs, self.frees, self.numbers = new_codec(), new_codec(), None
 
     @property
     def nbytes(self) -> int:
-        """What keeping it takes of the client's memory, about."""
+        """Approximate bytes that keeping it takes in the client."""
         plans = {id(plan): plan for plan in self.plans}  # ranks that run the same have one
         return sum(plan.outline.nbytes for plan in plans.values())
 
     def of(self, rank: int) -> int:
-        """Which of ``plans`` a rank runs."""
+        """Return the index in ``plans`` of a rank's plan."""
         return rank if len(self.plans) > 1 else 0
 
     def name(self, rank: int) -> bytes:
-        """What the rank's plan is called on the wire."""
+        """Return the name of the rank's plan on the wire."""
         return self.names[self.of(rank)]
 
 
 class PlanRecords:
-    """The entries of the plans that may run again, and the swaps that are under way.
+    """The records of the plans that may run again, and the swaps that are under way.
 
     Args:
-        ranks: how many workers are told of them.
+        ranks: number of workers that they are sent to.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._known: dict[bytes, PlanRecord] = {}
-        #: of all plans that are known: each is one object
+        #: templates of all known plans, each once
         self._templates: WeakValueDictionary[bytes, PlanTemplate] = WeakValueDictionary()
-        #: no longer known; workers have not been told yet
+        #: records no longer known; workers have not been told yet
         self._forgotten: list[PlanRecord] = []
-        #: plans that are being swapped -> ranks that have not said so yet
+        #: name of a plan that is being swapped -> number of ranks that have not answered
         self.swapping: dict[bytes, int] = {}
 
     def __iter__(self) -> Iterator[PlanRecord]:
-        """Oldest first."""
+        """Iterate over the records, oldest first."""
         return iter(self._known.values())
 
     def of(self, plans: Sequence[Plan]) -> PlanRecord:
-        """The entry of the ranks' plans: the one there is for the same content, or a new one.
+        """Return the record of the ranks' plans: the known one of equal content, or a new one.
 
         Args:
-            plans: each rank's, or one that all ranks run.
+            plans: each rank's plan, or one that all ranks run.
         """
         entry = PlanRecord(plans)
         known = self._known.setdefault(entry.names[0], entry)
@@ -121,7 +119,7 @@ class PlanRecords:
         return known
 
     def forget(self, entries: Sequence[PlanRecord]) -> None:
-        """Plans that will never be used again: workers drop them with the next plan."""
+        """Forget plans that will never be used again; the next plan message tells the workers."""
         for entry in entries:
             if self._known.get(entry.names[0]) is entry:
                 del self._known[entry.names[0]]
@@ -130,7 +128,7 @@ class PlanRecords:
     # -- messages ------------------------------------------------------------------------
 
     def plan_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
-        """What brings each rank its plan, and tells it which others to forget."""
+        """Build the messages that bring each rank its plan and name the plans to forget."""
         forgotten, self._forgotten = self._forgotten, []
         told_so: list[list[Buffer]] = []
         messages: dict[tuple[int, bool], list[Buffer]] = {}
@@ -146,14 +144,14 @@ class PlanRecords:
         return told_so
 
     def swap_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
-        """What has each rank run an entry's compiled code; the swap is under way from here on."""
+        """Build the messages that swap in an entry's compiled code; the swap begins here."""
         self.swapping[entry.names[0]] = self._ranks
         return [swap_message(entry, rank) for rank in range(self._ranks)]
 
     # -- swaps ---------------------------------------------------------------------------
 
     def swapped(self, rank: int, digest: bytes) -> None:
-        """A rank has answered the swap of the plan that it knows by this name."""
+        """Note that a rank has answered the swap of the plan that it knows by this name."""
         entry = next((e for e in self if e.name(rank) == digest), None)
         name = digest if entry is None else entry.names[0]
         if entry is not None:
@@ -165,16 +163,17 @@ class PlanRecords:
 
 
 def swap_message(entry: PlanRecord, rank: int) -> list[Buffer]:
-    """What has a rank run an entry's compiled code from its next run on."""
+    """Build the message that has a rank run an entry's compiled code from its next run on."""
     which = entry.of(rank)
     return encode(Swap(entry.names[which], tuple(entry.swap[which])))
 
 
 def again_message(entry: PlanRecord, rank: int, compiled: bool) -> list[Buffer]:
-    """What brings a rank the plan that it has forgotten, and its template with it.
+    """Build the message that brings a rank a plan that it has forgotten, and its template.
 
     Args:
-        compiled: it runs so at once, with the runs that wait for it, if it is to run so at all.
+        compiled: the plan runs compiled at once, with the runs that wait for it, if it has
+            compiled code.
     """
     which = entry.of(rank)
     groups = entry.swap[which] if compiled and entry.swap else ()
@@ -189,10 +188,10 @@ def _ship(
     forget: Sequence[bytes] = (),
     groups: Sequence[tuple[int, str]] = (),
 ) -> list[Buffer]:
-    """The message that brings one of an entry's plans.
+    """Build the message that brings one of an entry's plans.
 
     Args:
-        told: whether its receiver has been sent the template.
+        told: its receiver has been sent the template.
         fresh, forget, groups: see ``Ship``.
     """
     template = entry.templates[which]
@@ -212,7 +211,7 @@ def _ship(
 
 
 def _names(plans: tuple[Plan, ...]) -> tuple[bytes, list[bytes]]:
-    """The salt, and the name of each plan on the wire.
+    """Return the salt, and the name of each plan on the wire.
 
     Two entries may have the same plan for one rank and different ones for another; the rank
     remembers the last run of each entry, so it must not take one for the other.

@@ -1,4 +1,4 @@
-"""Numbers on their way to the client as the extension writes and reads them."""
+"""Numbers on their way to the client, as the extension writes and reads them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from lazygt.runtime.wire import NUMBERS, pack
 
 
 def packed_metas() -> dict[torch.dtype, bytes]:
-    """What the meta of a single number is on the wire, by its dtype."""
+    """Return the encoded meta of a single number, by dtype."""
     return {dtype: pack(TensorMeta((), (), dtype)) for dtype in NUMBERS}
 
 
 def number_reader() -> Any:
-    """Whose ``number(frames, run)`` is a run's number, or None where these are not just that; None:
-    there is no extension."""
+    """Return the extension's reader of single numbers; None without the extension.
+
+    Its ``number(frames, run)`` returns a run's number, or None if the frames hold anything else.
+    """
     module = native.load().module
     if module is None:
         return None

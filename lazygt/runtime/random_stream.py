@@ -14,7 +14,7 @@ class RandomStream:
     """The generator that a worker's ops draw from.
 
     Args:
-        inline: it is the client's own, so it is lent to a run and put back.
+        inline: it is the client's generator, too, so it is lent to a run and put back.
     """
 
     def __init__(self, device: torch.device, inline: bool) -> None:
@@ -24,16 +24,16 @@ class RandomStream:
 
     @property
     def is_lent(self) -> bool:
-        """Whether a run that draws has to be lent it."""
+        """True if it has to be lent to a run that draws."""
         return self._inline is not None
 
     @property
     def state(self) -> torch.Tensor:
-        """Where it stands."""
+        """The generator's state, as bytes."""
         return kernels.get_rng_state(self._device) if self._inline is None else self._inline
 
     def set(self, state: bytes) -> None:
-        """Have it stand as a snapshot says, or as in the beginning."""
+        """Set the generator to a snapshot's state, or to its initial state if that is empty."""
         generator = wire.received(state) if state else self._first
         if self._inline is None:
             kernels.set_rng_state(self._device, generator)
@@ -42,7 +42,7 @@ class RandomStream:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """In the client's own process its generator is put back afterwards."""
+        """Context of a run that draws; in the client's own process, its generator is restored."""
         if self._inline is None:
             yield
             return

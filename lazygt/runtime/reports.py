@@ -1,4 +1,4 @@
-"""Reports: what the client knows of runs in flight, and what workers say besides answers."""
+"""Reports of the workers besides answers, and the client's records of runs in flight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lazygt.runtime.values import Answer, Fetches, Uploads
 
 _log = logging.getLogger("lazygt")
 
-#: Runs that are remembered though they are answered.
+#: Number of answered runs that are remembered.
 _LAUNCHED = 64
 
 
@@ -45,12 +45,12 @@ class InFlightRun:
     #: id of its first output
     base: int
     waiting: set[int]
-    #: ranks whose answers are looked at, and how many values each of them sends
+    #: ranks with answers to read, and the number of values that each of them sends
     asked: frozenset[int]
     fetches: int
     answers: dict[int, Answer] = field(default_factory=dict)
     abandoned: bool = False
-    #: what has failed on some rank
+    #: errors of the ranks
     errors: list[ExecutionError] = field(default_factory=list)
 
 
@@ -72,10 +72,10 @@ class Counts:
 
 
 class Reports:
-    """What the client knows of its workers.
+    """The client's knowledge of its workers.
 
     Args:
-        uploads: what is on its way to the workers.
+        uploads: values on their way to the workers.
         max_ahead: runs that may be unanswered before another one waits.
         launches_ahead: workers answer when kernels are launched, not when they have ended.
     """
@@ -91,35 +91,35 @@ class Reports:
         self.link = link
         self._everyone = frozenset(range(link.world_size))
         self._launches_ahead = launches_ahead
-        #: who is told of messages, waits and timed runs, if anybody looks
+        #: observer of messages, waits and timed runs, if there is one
         self.observer = observer
         self.counts = Counts()
         self.entries = PlanRecords(link.world_size)
-        #: (plan, what went wrong) of swaps
+        #: (plan, error) of swaps that failed
         self.swap_errors: list[tuple[bytes, str]] = []
-        #: what is compiled, on its way to other hosts; None: there are none
+        #: artifacts on their way to other hosts; None: no other hosts
         self.installs: Installs | None = None
-        #: its ``pending``
+        #: the ``pending`` of ``installs``
         self.installing: Set[tuple[str, int]] = frozenset()
         #: called when a rank could not swap a plan
         self.swap_failed: Callable[[], object] = _nothing_to_undo
-        #: why workers capture no more CUDA graphs
+        #: errors for which workers capture no more CUDA graphs
         self.capture_errors: list[str] = []
-        #: (graph, rows of a Relaid message): results that lie otherwise than was inferred
+        #: (graph, rows of a Relaid message): results with other strides than inferred
         self.relaid: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
         self._death: WorkerDied | None = None
-        #: why it is no use to wait for an answer any more
+        #: error for which no answer will come any more
         self._no_answers: ProtocolError | DeviceLost | None = None
         self._max_ahead = max_ahead
         #: see ``RunsInFlight``
         self.quiet_until = inf
         self.recovery: Recovery | None = None
-        #: called before an error is raised: has all as it was before an op failed, whose error it
-        #: returns
+        #: called before an error is raised: rolls back to before a failed op, and returns the
+        #: op's error
         self.undo: Callable[[], ExecutionError | None] = _nothing_to_undo
-        #: the one that was turned off
+        #: the recovery that was turned off
         self._former: Recovery | None = None
-        #: why it is to be turned off when it has come to its end
+        #: reason for turning recovery off when the current one has ended
         self._no_more = ""
         self.recoveries: list[RecoveryRecord] = []
         #: called when workers were replaced
@@ -128,9 +128,9 @@ class Reports:
         #: number of the last run
         self._seq = 0
         self._in_flight: OrderedDict[int, InFlightRun] = OrderedDict()
-        #: what is answered, and may still fail: its kernels were launched, and nobody has waited
+        #: answered runs that may still fail: their kernels were launched, and not waited for
         self._launched: dict[int, InFlightRun] = {}
-        #: what is answered, and may not have been waited for yet
+        #: answered runs that may not have been waited for yet
         self._early: dict[int, InFlightRun] = {}
         self._written: list[tuple[Any, ...]] = []
         #: the epoch in which workers were asked to write
@@ -142,46 +142,45 @@ class Reports:
 
     @property
     def next_run(self) -> int:
-        """The number of the next run."""
+        """Number of the next run."""
         return self._seq + 1
 
     @property
     def unanswered(self) -> tuple[int, tuple[int, ...]]:
-        """How many runs some rank has not answered, and which ranks the oldest. For any thread."""
+        """Number of unanswered runs, and the ranks that owe the oldest one. For any thread."""
         runs = list(self._in_flight.values())
         return len(runs), tuple(sorted(runs[0].waiting)) if runs else ()
 
     @property
     def oldest_open(self) -> int:
-        """The oldest run that some rank has not answered, or in which something has failed, or
-        may."""
+        """The oldest run that is not answered by all ranks, has failed, or may still fail."""
         first = self._failures.first_failed()
         failed = self.next_run if first is None else first.seq
         launched = [seq for seq in self._launched if seq > self._seq - _LAUNCHED]
         return min(next(iter(self._in_flight), self.next_run), failed, *launched)
 
     def _note_launched(self, seq: int, run: InFlightRun) -> None:
-        """Remember what runs were, of which devices may still have something to do."""
+        """Remember a run that devices may not have finished."""
         self._launched[seq] = run
         if len(self._launched) > _LAUNCHED:
             del self._launched[next(iter(self._launched))]
 
     def _note_ended(self, seq: int) -> None:
-        """All devices have done a run, and those before it."""
+        """Note that all devices have finished a run, and those before it."""
         for launched in [each for each in self._launched if each <= seq]:
             del self._launched[launched]
 
     @property
     def failed(self) -> bool:
-        """Whether an op has failed and nobody is told."""
+        """True if an op has failed and the user has not been told."""
         return self._failures.first_failed() is not None
 
     def first_failed(self) -> FirstFailed | None:
-        """What failed in the oldest run in which anything has, unless somebody is told."""
+        """Return the failures of the oldest run that has unreported ones."""
         return self._failures.first_failed()
 
     def _left(self, told: Left) -> None:
-        """A rank has left the group in a run; those before it may be under way on other ranks."""
+        """Note that a rank has left the group in a run; others may still do earlier runs."""
         if told.number != self._group or not self._in_flight:
             raise ProtocolError(f"it left process group {told.number} in no run")
         if self._broken_since is None:
@@ -233,9 +232,9 @@ class Reports:
             self._uploads.covered(covered)
 
     def _recover_no_more(self, why: str) -> None:
-        """From here on a worker's death loses values; say so, once."""
+        """Turn recovery off and warn, once: from here on a worker's death loses values."""
         assert self.recovery is not None
-        if self.recovery.under_way:  # it needs what it has
+        if self.recovery.under_way:  # it needs its snapshots
             self._no_more = why
             return
         self.recovery.doubts.believe()
@@ -248,7 +247,7 @@ class Reports:
             stacklevel=2,
         )
 
-    # -- what a recovery asks for --------------------------------------------------------
+    # -- for a recovery ------------------------------------------------------------------
 
     @property
     def group(self) -> int:
@@ -256,23 +255,23 @@ class Reports:
         return self._group
 
     def new_group(self) -> int:
-        """The number of the process group that the workers form next."""
+        """Return the number of the process group that the workers form next."""
         self._broken_since, self._group = None, self._group + 1
         return self._group
 
     def under_way(self, rank: int) -> int | None:
-        """The oldest run that a rank has not answered."""
+        """Return the oldest run that a rank has not answered."""
         return next((seq for seq, run in self._in_flight.items() if rank in run.waiting), None)
 
     def will_fail(self, rank: int, failure: Failure) -> None:
-        """An op can't be done again: its run fails on all ranks."""
+        """Note that an op can't be repeated: its run fails on all ranks."""
         seq = failure.seq
         run = self._in_flight.get(seq) or self._launched.get(seq)
         describe, errors = (None, []) if run is None else (run.describe, run.errors)
         self._failures.note_for_all(rank, failure, describe, errors, self.link.world_size)
 
     def device_lost(self, rank: int, told: Lost) -> DeviceLost:
-        """The error for a worker whose device can't be used any more."""
+        """Return the error for a worker with a device that can't be used any more."""
         failure, at = told.failure, ""
         run = self._in_flight.get(failure.seq)
         if run is not None and run.describe is not None and failure.node >= 0:
@@ -283,7 +282,11 @@ class Reports:
         return lost
 
     def step_of(self, seq: int, rank: int, step: int | None) -> str:
-        """What a step of a run is, what it asks for, and the user's line; None: it is not known."""
+        """Describe a step of a run: its op, the bytes it makes and the user's line.
+
+        Args:
+            step: None: it is not known.
+        """
         run = self._in_flight[seq]
         if run.entry is None or run.describe is None:
             return "the upload of its values"
@@ -296,25 +299,25 @@ class Reports:
         return f"{op}({', '.join(inputs)}), which makes {asked:,} bytes, recorded at {where}"
 
     def waiting_for(self, seq: int) -> Set[int]:
-        """The ranks that have not answered a run."""
+        """Return the ranks that have not answered a run."""
         run = self._in_flight.get(seq)
         return set() if run is None else run.waiting
 
     def forget_fetches(self, rank: int) -> None:
-        """The arena in which a rank had left values is gone."""
+        """Forget the values that a rank had left in its arena: it is gone."""
         self._fetches.renew(rank)
 
     def drop_answer(self, rank: int, done: Done) -> None:
-        """An answer comes that will be given again."""
+        """Drop an answer that will be given again."""
         self._fetches.drop(rank, done)
 
     def restored(self) -> None:
-        """All ranks are as a snapshot has them, and have not been told what came after it."""
+        """Note that all ranks have a snapshot's state; messages sent after it are lost."""
         if self.installs is not None:
             self.installs.again()
 
     def recovered(self, record: RecoveryRecord) -> None:
-        """Workers were replaced, and all is as it was."""
+        """Note that workers were replaced, and that everything is as before."""
         self.entries.swapping.clear()
         self.recoveries.append(record)
         _log.warning("%s", record)
@@ -324,7 +327,7 @@ class Reports:
             told(record)
 
     def settled(self) -> None:
-        """All journaled runs are done again."""
+        """Note that all journaled runs have been repeated."""
         if self._no_more:
             self._recover_no_more(self._no_more)
 

@@ -62,7 +62,7 @@ class _Segment:
     memory: mmap.mmap
     free: list[tuple[int, int]] = field(default_factory=list)
     populated: int = 0
-    #: whether whoever watches has taken it
+    #: True if the watcher has taken it
     watched: bool = False
 
 
@@ -93,7 +93,7 @@ class Arena:
 
     @classmethod
     def own(cls, fd: int) -> Arena:
-        """Take over, as the one that allocates, a memfd that `create_memory` made."""
+        """Take over a memfd that `create_memory` made, as the process that allocates."""
         return cls(fd, _read_header(fd), owner=True)
 
     @classmethod
@@ -104,7 +104,7 @@ class Arena:
     # -- the owner ---------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Slot:
-        """A slot of at least ``nbytes`` contiguous bytes.
+        """Allocate a slot of at least ``nbytes`` contiguous bytes.
 
         Raises:
             MemoryError: the machine has no memory left for it.
@@ -119,11 +119,11 @@ class Arena:
         return Slot(offset, nbytes)
 
     def note(self, first: int, second: int) -> None:
-        """Write two numbers that `read_note` reads, whatever becomes of this process."""
+        """Write two numbers for `read_note`; they outlive this process."""
         os.pwrite(self.fd, _NOTE.pack(first, second), _NOTE_AT)
 
     def claim(self, offset: int, nbytes: int) -> None:
-        """Allocate a given range, in which a process that was here before has left something.
+        """Allocate a given range that holds an earlier process's data.
 
         Raises:
             ProtocolError: it does not lie inside one segment.
@@ -159,7 +159,7 @@ class Arena:
         self._check_owner()
         self._freed.append(offset)
         # This may run in a finalizer, inside `allocate` of this very thread: never wait for the
-        # lock. Whoever holds it, or the next caller, drains the queue.
+        # lock. The thread that holds it, or the next caller, drains the queue.
         if self._lock.acquire(blocking=False):
             try:
                 self._drain_freed()
@@ -181,12 +181,14 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Bytes of memory that it takes, whoever has written them."""
+        """Bytes of memory that it takes, written by any process."""
         return memory_of(self.fd)
 
     def extents(self, most: int) -> Iterator[tuple[int, int]]:
-        """(offset, bytes) of all that was ever written, in pieces of at most so many bytes, none of
-        which goes from one segment into another."""
+        """Yield (offset, bytes) of all written data, in pieces of at most ``most`` bytes.
+
+        No piece crosses the border between two segments.
+        """
         for segment in list(self._segments.values()):
             begin, end = segment.start, segment.start + segment.nbytes
             while (begin := _next_data(self.fd, begin, end)) < end:
@@ -198,7 +200,7 @@ class Arena:
     # -- everyone ----------------------------------------------------------------------------
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """The bytes at ``offset`` as a uint8 tensor of shape ``(nbytes,)``; nothing is copied.
+        """Return the bytes at ``offset`` as a uint8 tensor of shape ``(nbytes,)``, without a copy.
 
         Raises:
             ProtocolError: the range does not lie inside one segment of the arena.
@@ -210,11 +212,11 @@ class Arena:
     def watch(
         self, mapped: Callable[[mmap.mmap], bool], unmapped: Callable[[mmap.mmap], None]
     ) -> None:
-        """Have each mapping told of, from when it is made.
+        """Call these functions for each new mapping, and before it goes.
 
         Args:
-            mapped: called with a new mapping; whether it takes it.
-            unmapped: called with one that was taken, before it goes.
+            mapped: called with a new mapping; returns whether it takes it.
+            unmapped: called with a mapping that was taken, before it goes.
         """
         self._mapped, self._unmapped = mapped, unmapped
 
@@ -243,7 +245,7 @@ class Arena:
         return (ctypes.c_ubyte * nbytes).from_buffer(segment.memory, offset - segment.start)
 
     def _index_of(self, offset: int, nbytes: int) -> int:
-        """The segment that holds the range: segment k begins at header + B * (2**k - 1)."""
+        """Return the segment that holds the range: segment k begins at header + B * (2**k - 1)."""
         if offset >= _PAGE and nbytes > 0:
             index = ((offset - _PAGE) // self._first + 1).bit_length() - 1
             if offset + nbytes <= self._start(index + 1):
@@ -279,7 +281,7 @@ class Arena:
         raise AssertionError("unreachable: _fitting ends with an empty segment that is big enough")
 
     def _fitting(self, size: int) -> Iterator[_Segment]:
-        """Mapped segments in order, then a new one: the smallest still unmapped that fits."""
+        """Yield mapped segments in order, then a new one: the smallest unmapped one that fits."""
         yield from list(self._segments.values())
         index = 0
         while index in self._segments or self._first << index < size:
@@ -322,7 +324,11 @@ class Arena:
 
 
 def create_memory(initial_bytes: int = 64 << 20) -> int:
-    """A new memfd with an arena's header, for another process to `Arena.own`. Returns the fd."""
+    """Create a memfd with an arena's header, for another process to `Arena.own`.
+
+    Returns:
+        Its file descriptor.
+    """
     first = max(_round_up(initial_bytes, _PAGE), _PAGE)
     fd = create_file("lazygt-arena", _PAGE)
     os.pwrite(fd, _HEADER.pack(_MAGIC, first), 0)
@@ -330,7 +336,7 @@ def create_memory(initial_bytes: int = 64 << 20) -> int:
 
 
 def read_note(fd: int) -> tuple[int, int]:
-    """The two numbers that the owner of an arena noted last."""
+    """Return the two numbers that the owner of an arena noted last."""
     first, second = _NOTE.unpack(os.pread(fd, _NOTE.size, _NOTE_AT))
     return first, second
 
@@ -338,10 +344,10 @@ def read_note(fd: int) -> tuple[int, int]:
 def tensor_over(
     arena: Arena, offset: int, nbytes: int, on_release: Callable[[int], object]
 ) -> torch.Tensor:
-    """A uint8 tensor over a slot that says when its memory may be reused.
+    """Return a uint8 tensor over a slot, with a callback once its memory may be reused.
 
     ``on_release(offset)`` is called exactly once, when the last tensor or NumPy view of the
-    memory has died, from whichever thread dropped it and possibly inside garbage collection: it
+    memory has died, from the thread that dropped it and possibly inside garbage collection: it
     must not wait for a lock. ``deque.append`` and `Arena.free` are fit for it.
 
     Raises:
@@ -357,7 +363,7 @@ def tensor_over(
 
 
 def _next_data(fd: int, begin: int, end: int) -> int:
-    """Where a file has bytes from ``begin`` on; ``end`` if nowhere before that."""
+    """Return the offset of a file's next data in [begin, end); ``end`` if there is none."""
     try:
         return min(os.lseek(fd, begin, os.SEEK_DATA), end)
     except OSError as error:
@@ -390,7 +396,7 @@ def _give_back(free: list[tuple[int, int]], begin: int, size: int) -> None:
 
 
 def _take_out(free: list[tuple[int, int]], begin: int, size: int) -> None:
-    """Take a range out of a sorted free list."""
+    """Remove a range from a sorted free list."""
     end = begin + size
     place = bisect_left(free, (begin + 1,)) - 1
     if place < 0 or free[place][1] < end:

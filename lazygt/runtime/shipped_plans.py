@@ -1,4 +1,4 @@
-"""Shipped plans: what a worker was sent to run, and what runs it now."""
+"""Shipped plans: the plans that a worker was sent, and their executors."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ class KnownPlan:
     """A plan as this worker knows it. The executor may be forgotten; the lists may not."""
 
     def __init__(self, own: bool) -> None:
-        #: other ranks have other plans
+        #: True if other ranks have other plans
         self.own = own
         self.inputs, self.frees = DeltaCodec(), DeltaCodec()
         self.params: tuple[Any, ...] = ()
-        #: number of the process group in which all ranks have said what they are about to run
+        #: number of the process group in which the ranks have compared their plans
         self.checked = -1
         self.mismatch: Failure | None = None
 
 
 class ShippedPlans:
-    """The plans of one worker. Executors may be forgotten; what was said of a last run may not.
+    """The plans of one worker. Executors may be forgotten; the lists of a last run may not.
 
     Args:
-        config: how many are kept, and what runs them.
+        config: limits on kept executors, and the kind of code that runs plans.
     """
 
     def __init__(self, device: torch.device, config: Config) -> None:
         self._device = device
-        #: where the code of foreign ops is loaded for; None: they are never called
+        #: device that the code of foreign ops is loaded for; None: they are never called
         self.ops_device: torch.device | None = device
         self.executors: Recent[bytes, EagerExecutor] = Recent(
             config.max_plans, config.max_plan_bytes
         )
         self.known: dict[bytes, KnownPlan] = {}
-        #: of the plans that are kept
+        #: templates of the kept plans
         self.templates: WeakValueDictionary[bytes, PlanTemplate] = WeakValueDictionary()
         self.make_code = code_of(config.plan_code)
         self._graphs = graphs_of(device, config.cuda_graphs, config.max_cuda_graph_bytes)
@@ -71,19 +71,19 @@ class ShippedPlans:
         self._takes_code = config.ship_code
 
     def clear(self) -> None:
-        """Forget what runs them: it is asked for again."""
+        """Forget all executors: their plans are asked for again."""
         self.executors.clear()
 
     def begin_anew(self) -> None:
-        """Runs that come can be read without what was said before."""
+        """Forget the lists of last runs: the next runs come complete."""
         for known in self.known.values():
             known.inputs, known.frees, known.params = DeltaCodec(), DeltaCodec(), ()
 
     def take(self, message: Ship, frames: Sequence[Buffer]) -> Swapped | None:
-        """Take a plan; says why it does not run compiled where it was to.
+        """Take a plan; return the error if it was to run compiled and does not.
 
         Raises:
-            ProtocolError: it is not what its name says, or no program.
+            ProtocolError: it does not match its name, or is no program.
         """
         digest = message.digest
         if graph_codec.plan_name(message.template, message.sizes, message.salt) != digest:
@@ -107,7 +107,7 @@ class ShippedPlans:
         return swapped if swapped is not None and swapped.error else None
 
     def _template(self, name: bytes, frames: Sequence[Buffer]) -> PlanTemplate | None:
-        """The template of this name, which lives as long as a plan made of it; None: forgotten."""
+        """Return the template of this name, which lives as long as its plans; None: forgotten."""
         if len(frames) == 1:
             return self.templates.get(name)
         if len(frames) not in (2, 3) or graph_codec.template_name(frames[1]) != name:
@@ -122,7 +122,7 @@ class ShippedPlans:
         return template
 
     def swap(self, message: Swap) -> Swapped:
-        """Put compiled groups into the place of fused nodes, from the next run of the plan on."""
+        """Replace fused nodes by compiled groups, from the next run of the plan on."""
         digest = message.digest
         executor = self.executors.get(digest)
         if executor is None:
@@ -136,7 +136,7 @@ class ShippedPlans:
         return Swapped(digest)
 
     def install(self, message: Install, buffers: Sequence[Buffer]) -> Installed:
-        """Keep an artifact of another host's, or say whether it is here, and can be loaded."""
+        """Keep an artifact from another host, or report whether it is here and can be loaded."""
         key, theirs = message.key, message.toolchain
         if not self._takes_code:
             return Installed(key, error="its worker takes no code (LAZYGT_SHIP_CODE=0)")
@@ -154,20 +154,22 @@ class ShippedPlans:
             return Installed(key, error=in_one_line(error))
 
     def _keep(self, digest: bytes, executor: EagerExecutor, size: int) -> None:
-        """Have a plan run by this executor; where there are CUDA graphs, until it is captured."""
+        """Keep a plan's executor; with CUDA graphs, wrap it until it is captured."""
         if self._graphs is not None:
             executor = GraphedExecutor(executor, self._graphs)
         self.executors.keep(digest, executor, size)
 
     def executor(self, digest: bytes) -> EagerExecutor | None:
-        """What runs a plan now; None: it is forgotten."""
+        """Return the current executor of a plan; None: it is forgotten."""
         executor = self.executors.get(digest)
         given_up = isinstance(executor, GraphedExecutor) and executor.given_up
         return executor.plain if executor is not None and given_up else executor
 
     def news(self, digest: bytes) -> list[Relaid | Captured]:
-        """What is to be said before the answer to a plan's run: which of its results lie otherwise
-        than the plan says, and what became of its CUDA graphs."""
+        """Return the messages to send before the answer to a plan's run.
+
+        They report results with other strides than the plan has, and the state of its CUDA graphs.
+        """
         executor = self.executors.get(digest)
         if executor is None:
             return []
@@ -185,7 +187,7 @@ class ShippedPlans:
 
 
 def _checked(data: Buffer) -> PlanTemplate:
-    """The template that was sent.
+    """Decode and check a template that was sent.
 
     Raises:
         ProtocolError: it can't be run.
@@ -206,7 +208,7 @@ def _checked(data: Buffer) -> PlanTemplate:
 
 
 def _sized(template: PlanTemplate, sizes: Sizes) -> Plan:
-    """The plan that a template is in these sizes.
+    """Build the plan of a template in these sizes.
 
     Raises:
         ProtocolError: it has no such sizes.

@@ -1,4 +1,4 @@
-"""The values that a worker holds, by id."""
+"""Values that a worker holds, by id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lazygt.runtime.messages import Failure
 
 @dataclass(slots=True)
 class Failed:
-    """Stands where a value would be, had its op not failed."""
+    """Placeholder of a value with a failed op."""
 
     failure: Failure
 
@@ -22,11 +22,11 @@ Value = torch.Tensor | Failed
 
 
 class Store:
-    """id -> value. Values in the client's upload arena are *borrowed*: never written in place.
+    """Map from id to value. Values in the client's upload arena are *borrowed*: read-only.
 
     Attributes:
-        values: by id.
-        borrowed: id -> arena offset of those that are.
+        values: id -> value.
+        borrowed: id -> arena offset, for borrowed values.
     """
 
     def __init__(self) -> None:
@@ -50,34 +50,34 @@ class Store:
         self.values.update(zip(range(first, first + len(values)), values, strict=True))
 
     def get_all(self, keys: Sequence[int]) -> list[Value]:
-        """The values; Failed ones in the place of unknown ids."""
+        """Return the values; Failed ones in the place of unknown ids."""
         values = list(map(self.values.get, keys))
         if type(None) in map(type, values):
             return [self.get(key) for key in keys]
         return cast(list[Value], values)
 
     def get(self, key: int) -> Value:
-        """The value; a Failed one when the id is unknown."""
+        """Return the value; a Failed one if the id is unknown."""
         value = self.values.get(key)
         if value is None:
             return Failed(Failure(-1, "KeyError", f"the worker holds no value {key}"))
         return value
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all values."""
         self.values.clear()
         self.borrowed.clear()
 
     def made_since(self, first: int) -> list[int]:
-        """The ids from ``first`` on."""
+        """Return the ids from ``first`` on."""
         return [key for key in self.values if key >= first]
 
     def is_borrowed(self, key: int) -> bool:
-        """Whether the value's memory belongs to the client."""
+        """Return whether the value's memory belongs to the client."""
         return key in self.borrowed
 
     def free(self, keys: Iterable[int]) -> list[int]:
-        """Forget values; returns the arena offsets of those that were borrowed: free again."""
+        """Forget values; return the arena offsets of the borrowed ones, which are free again."""
         values, borrowed = self.values, self.borrowed
         offsets = []
         for key in keys:

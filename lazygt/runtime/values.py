@@ -1,6 +1,6 @@
 """Values that the workers hold, on their way there and back.
 
-`RemoteValue` is what the client keeps of one; `Uploads` brings CPU tensors to the workers, and
+`RemoteValue` is the client's handle of one; `Uploads` brings CPU tensors to the workers, and
 `Fetches` brings values back.
 """
 
@@ -24,12 +24,12 @@ from lazygt.runtime.messages import Done, Failure, Fetched, Put
 from lazygt.runtime.shared_memory import Arena, tensor_over
 from lazygt.runtime.wire import Buffer, DeltaCodec
 
-#: The C++ extension, where it records, so that what it holds of values is C++'s, too; else None.
+#: The C++ extension, if it records, so that its handles of values are C++ objects, too; else None.
 NATIVE: Any = native.recording()
 
 
 class Freed:
-    """Ids of values that nobody speaks of any more: they are freed with the next run."""
+    """Ids of values without a handle: they are freed with the next run."""
 
     def __init__(self) -> None:
         self._ids: deque[int] = deque()
@@ -39,29 +39,28 @@ class Freed:
         return bool(self._ids)
 
     def take(self) -> Collection[int]:
-        """Those there are now, in order."""
+        """Take the ids there are now, in order."""
         return sorted(drained(self._ids))
 
 
 class RemoteValue:
-    """A value that the workers hold. When nobody speaks of it any more, its id is freed with the
-    next run."""
+    """Handle of a value that the workers hold; once it dies, the next run frees its id."""
 
     __slots__ = ("_freed", "call_site", "id", "rest", "sharding")
 
     def __init__(self, key: int, freed: Freed) -> None:
         self.id = key
         self._freed = freed
-        #: how it lies on the mesh; None: every rank has all of it
+        #: its placement on the mesh; None: every rank has all of it
         self.sharding: Sharding | None = None
-        #: the further blocks of a value of which a rank holds several
+        #: its further blocks, if ranks hold several
         self.rest: Sequence[RemoteValue] = ()
-        #: the user's line that made it, for whoever looks at its handle
+        #: the user's line that made it, to be shown with it
         self.call_site: CallSite | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Of all its blocks."""
+        """Ids of all its blocks."""
         return (self.id, *[block.id for block in self.rest])
 
     def __del__(self) -> None:
@@ -69,12 +68,12 @@ class RemoteValue:
 
 
 def new_values(first: int, count: int, freed: Freed) -> Iterable[RemoteValue]:
-    """The values that a run makes, whose ids follow one another."""
+    """Return handles of the values that a run makes, with consecutive ids."""
     return [RemoteValue(key, freed) for key in range(first, first + count)]
 
 
 def new_codec() -> DeltaCodec:
-    """What says a list of ids to the workers."""
+    """Return the client's codec of a list of ids."""
     return DeltaCodec()
 
 
@@ -88,32 +87,32 @@ class Uploads:
 
     Args:
         arena: the shared memory, if there is any.
-        readers: the workers that read what lies there.
+        readers: number of workers that read it.
         threshold: bytes from which a tensor goes there.
-        keeps: whether what was read stays until a snapshot covers that.
+        keeps: values that were read stay until a snapshot covers them.
     """
 
     def __init__(
         self, arena: Arena | None, readers: int, threshold: int, keeps: bool = False
     ) -> None:
         self._arena, self._readers, self._threshold = arena, readers, threshold
-        #: each with its bytes, unless they lie in the arena
+        #: (upload, its bytes); None: they lie in the arena
         self._waiting: list[tuple[Put, Buffer | None]] = []
         self._keeps = keeps
         #: offset in the arena -> workers that have not read it yet
         self._unread: dict[int, set[int]] = {}
         self._sizes: dict[int, int] = {}
-        #: offset of what is kept -> the run with which the last worker had read it
+        #: offset of a kept value -> the run with which the last worker had read it
         self._kept: dict[int, int] = {}
-        #: what is kept, in bytes
+        #: bytes of the kept values
         self.kept_bytes = 0
 
     def __bool__(self) -> bool:
-        """Whether there is anything to send."""
+        """Return whether there is anything to send."""
         return bool(self._waiting)
 
     def add(self, key: int, source: torch.Tensor, meta: TensorMeta) -> None:
-        """Copy a tensor now. The workers will call it ``key``; its layout will be ``meta``'s."""
+        """Copy a tensor now, in ``meta``'s layout. The workers will call it ``key``."""
         if self._arena is not None and meta.nbytes >= self._threshold:
             slot = self._arena.allocate(meta.nbytes)
             room = self._arena.view(slot.offset, meta.nbytes).view(meta.dtype)
@@ -128,15 +127,15 @@ class Uploads:
             self._waiting.append((Put(key, meta), flat.view(torch.uint8).numpy().tobytes()))
 
     def take(self) -> tuple[list[Put], list[Buffer]]:
-        """What is to be sent now, with the bytes of what is not in the arena."""
+        """Return the uploads to send now, and the bytes of those that are not in the arena."""
         taken, self._waiting = self._waiting, []
         return [put for put, _ in taken], [data for _, data in taken if data is not None]
 
     def was_read(self, offset: int, rank: int, seq: int) -> None:
-        """A worker has read, with this run, what lies in the arena at ``offset``.
+        """Note that a worker has read, with this run, the value in the arena at ``offset``.
 
         Raises:
-            ProtocolError: nothing does, or it has read it before.
+            ProtocolError: there is none, or it has read it before.
         """
         unread = self._unread.get(offset)
         if unread is None or rank not in unread:
@@ -152,26 +151,26 @@ class Uploads:
             self._free(offset)
 
     def read_again(self, offset: int, rank: int, seq: int) -> None:
-        """A worker that does a run again has read what lies there; it may have before."""
+        """Note that a worker that repeats a run has read the value there; it may have before."""
         if rank in self._unread.get(offset, ()):
             self.was_read(offset, rank, seq)
 
     def unread_since(self, seq: int) -> None:
-        """Runs from this one on are undone: what they had done with is still to be read."""
+        """Note that runs from this one on are undone: their uploads are to be read again."""
         for offset in [offset for offset, read in self._kept.items() if read >= seq]:
             del self._kept[offset]
             self.kept_bytes -= self._sizes[offset]
             self._unread[offset] = set(range(self._readers))
 
     def covered(self, seq: int) -> None:
-        """There is a snapshot of after this run: what was read until then is not needed again."""
+        """Free the values read up to this run: a later snapshot makes them superfluous."""
         for offset in [offset for offset, read in self._kept.items() if read <= seq]:
             del self._kept[offset]
             self.kept_bytes -= self._sizes[offset]
             self._free(offset)
 
     def keep_no_more(self) -> None:
-        """There will be no snapshots: what was read is not needed again."""
+        """Free the values that were read, now and later: there will be no snapshots."""
         self._keeps = False
         self.covered(max(self._kept.values(), default=0))
 
@@ -183,17 +182,20 @@ class Uploads:
 
 #: A rank's answer to a run, with the buffers that came with it.
 Answer = tuple[Done, list[memoryview]]
-#: What each rank has sent of a value, one region a block.
+#: The regions of a value that each rank has sent, one for each block.
 Regions = Mapping[int, Sequence[Region]]
 
 
 class Fetches:
-    """Takes fetched values out of answers: small ones come with them, large ones lie in the
-    worker's arena until their tensor is dropped."""
+    """Reader of fetched values from answers.
+
+    Small values come with the answers; large ones lie in the worker's arena until their tensor is
+    dropped.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        #: for each rank the room in its arena that nobody reads any more
+        #: for each rank, offsets in its arena that are not read any more
         self._read: list[deque[int]] = [deque() for _ in range(link.world_size)]
 
     def check(self, rank: int, done: Done, buffers: Sequence[memoryview], count: int) -> None:
@@ -223,7 +225,7 @@ class Fetches:
     def value(
         self, answers: Mapping[int, Answer], meta: TensorMeta, regions: Regions | None
     ) -> torch.Tensor:
-        """A fetched value of which no block failed; see ``Client.fetched``."""
+        """Return a fetched value without failed blocks; see ``Client.fetched``."""
         if regions is None:
             return self._block(0, answers[0], 0)
         blocks = [
@@ -234,7 +236,7 @@ class Fetches:
         return joined(meta, blocks)
 
     def number(self, answer: Answer) -> Any:
-        """The only fetched value as a Python number; None where it is not of a plain dtype."""
+        """Return the only fetched value as a Python number; None if its dtype has none."""
         (item,), buffers = answer[0].fetched, answer[1]
         if not isinstance(item, Fetched) or item.meta.numel != 1 or item.offset is not None:
             return None
@@ -261,29 +263,29 @@ class Fetches:
         return typed.as_strided(meta.shape, meta.stride)
 
     def drop(self, rank: int, done: Done) -> None:
-        """Give back the room of what was fetched and is not wanted any more."""
+        """Give back the room of fetched values that are not wanted any more."""
         self._read[rank].extend(
             f.offset for f in done.fetched if isinstance(f, Fetched) and f.offset is not None
         )
 
     @property
     def waiting(self) -> bool:
-        """Whether a rank is to be told of room that nobody reads any more."""
+        """True if a rank is to be told of room that is not read any more."""
         return any(self._read)
 
     def renew(self, rank: int) -> None:
-        """A rank has an arena of its own anew: of what was in the one before nothing is said."""
+        """Forget the releases in a rank's arena: the rank has a new one."""
         self._read[rank] = deque()
 
     def releases(self, rank: int) -> tuple[int, ...]:
-        """The room in a rank's arena that nobody reads any more; each is told once."""
+        """Return the room in a rank's arena that is not read any more, each once."""
         return tuple(drained(self._read[rank]))
 
 
 def wanted(
     answers: Mapping[int, Answer], regions: Regions | None
 ) -> list[tuple[int, Fetched | Failure]]:
-    """The blocks that make up a fetched value, each with the rank that has sent it."""
+    """Return the blocks that make up a fetched value, each with its sender's rank."""
     counts = {0: 1} if regions is None else {rank: len(sent) for rank, sent in regions.items()}
     return [
         (rank, item) for rank, count in counts.items() for item in answers[rank][0].fetched[:count]
@@ -291,7 +293,7 @@ def wanted(
 
 
 def drained(queue: deque[int]) -> list[int]:
-    """All items of a queue to which others may be adding, which is left empty."""
+    """Empty a queue that other threads may be adding to; return its items."""
     items = []
     while queue:
         items.append(queue.popleft())

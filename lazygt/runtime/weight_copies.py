@@ -13,19 +13,19 @@ from lazygt.runtime.store import Failed, Store
 
 
 class Copier(Protocol):
-    """Copies values to where a transfer of weights needs them."""
+    """Protocol of a copier: it copies values to the places that a transfer of weights needs."""
 
     def copy_packed(
         self, packed: Any, value_of: Callable[[int], torch.Tensor]
     ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Do what a request says; the checksums of what was copied, and handles to it."""
+        """Carry out a request; return the checksums of the copied blocks, and handles to them."""
 
     def close(self) -> None:
-        """Give back what it has."""
+        """Release its resources."""
 
 
 class WeightCopies:
-    """Does what a transfer asks for.
+    """A worker's side of weight transfers.
 
     Args:
         make: see ``Worker``.
@@ -38,7 +38,7 @@ class WeightCopies:
         self._copier: Copier | None = None
 
     def write(self, message: Write) -> Wrote:
-        """Copy blocks of values to where a transfer needs them."""
+        """Copy blocks of values to the places that a transfer needs."""
         number = message.number
         try:
             if self._copier is None:
@@ -57,7 +57,7 @@ class WeightCopies:
         return value
 
     def close(self) -> None:
-        """Give back what copying took."""
+        """Release the copier's resources."""
         if self._copier is not None:
             self._copier.close()
             self._copier = None

@@ -1,8 +1,8 @@
 """The wire: values and messages as msgpack; no pickle.
 
-A message is a list of frames: a header (see ``messages``), then the buffers that it speaks of, in
-order. Ops are named by their overload and looked up by the reader; whatever does not follow the
-schema raises ProtocolError, and its sender is dropped by the channel.
+A message is a list of frames: a header (see ``messages``), then the buffers that it refers to, in
+order. Ops are named by their overload and looked up by the reader; a message that does not follow
+the schema raises ProtocolError, and its sender is dropped by the channel.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from lazygt.graph.meta import (
 from lazygt.graph.node import DEVICE, Param, Ref
 from lazygt.graph.sizes import Size
 
-#: the last format of marshal that says only what a number is, and not how often Python holds it
+#: the last format of marshal that depends on values alone, and not on their reference counts
 _MARSHAL = 2
 _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META, _SIZE = 1, 2, 3, 4, 5, 6, 7
-#: Of an extension at most, since thousands are remembered; a meta of 64 dimensions takes 1,200.
+#: Largest extension, since thousands are remembered; a meta of 64 dimensions takes 1,200 bytes.
 _EXT_BYTES = 2048
 _NUMBERED: dict[type, int] = {Ref: _REF, Param: _PARAM, Size: _SIZE}
-#: torch's own: a session has another in its place, which minds the default device
+#: torch's own: a session replaces it by one that depends on the default device
 _empty = torch.empty
 
-#: dtype -> the bytes of a single element, out of what ``item()`` gives and back to it
+#: dtype -> converter between the result of ``item()`` and the bytes of a single element
 NUMBERS = {
     dtype: struct.Struct(code)
     for dtype, code in (
@@ -54,13 +54,13 @@ P = TypeVar("P")
 
 
 class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What travels as its fields, one after another, and is its own schema.
+    """A struct that travels as its fields, in order, and is its own schema.
 
-    Trailing fields that say nothing (None, False, empty) stay at home, where that is their default.
+    Trailing fields that have an empty default (None, False, empty) and that value are left out.
     """
 
     def packed(self) -> tuple[Any, ...]:
-        """As it travels."""
+        """Return the fields as they travel."""
         tag, least = _form(type(self))
         fields = [*tag, *msgspec.structs.astuple(self)]
         while len(fields) > least and _says_nothing(fields[-1]):
@@ -69,7 +69,7 @@ class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @classmethod
     def begins(cls, header: Buffer) -> bool:
-        """Whether what travels as this header says that it is of this kind.
+        """Return whether a header says that its message is of this kind.
 
         Looks at its tag alone: a short array's own byte comes first, and then the number.
         """
@@ -78,7 +78,7 @@ class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 @cache
 def _form(kind: type[Part]) -> tuple[tuple[Any, ...], int]:
-    """What a part begins with, and how many fields of it always travel."""
+    """Return a part's first fields (its tag), and the number of fields that always travel."""
     tag = kind.__struct_config__.tag
     begin = () if tag is None else (tag,)
     return begin, len(begin) + len(kind.__struct_fields__) - len(kind.__struct_defaults__)
@@ -95,13 +95,13 @@ _SIZED = frozenset({tuple, list, bytes, str})
 
 
 def pack(value: Any) -> bytes:
-    """``value`` as msgpack, with lazygt's own types as extensions."""
+    """Encode ``value`` as msgpack, with lazygt's own types as extensions."""
     packed: bytes = msgpack.packb(value, default=_to_ext)
     return packed
 
 
 def unpack(data: Buffer) -> Any:
-    """The value that ``pack`` packed; arrays come back as tuples.
+    """Return the value that ``pack`` packed; arrays come back as tuples.
 
     Raises:
         ProtocolError: for anything that is not well formed.
@@ -203,7 +203,7 @@ def _meta_from(fields: Any) -> TensorMeta:
 
 
 def bits(numbers: tuple[bool | int | float | complex, ...]) -> bytes:
-    """A row of numbers as bytes: equal bytes, equal types and bits."""
+    """Return a row of numbers as bytes: equal bytes, equal types and bits."""
     return marshal.dumps(numbers, _MARSHAL)
 
 
@@ -211,7 +211,7 @@ def bits(numbers: tuple[bool | int | float | complex, ...]) -> bytes:
 
 
 def encode(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
-    """A message as it is sent.
+    """Encode a message as frames.
 
     Raises:
         RuntimeError: a number in it does not fit into 64 bits.
@@ -223,15 +223,15 @@ def encode(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
 
 
 def hand_over(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
-    """A message to somebody in this process, which is given it as it is.
+    """Return a message for a receiver in this process, which gets the object itself.
 
     Raises:
-        RuntimeError: what ``encode`` would raise.
+        RuntimeError: for the same messages as ``encode``.
     """
     numbers = getattr(message, "params", None)
     if numbers and any(type(number) is int and abs(number) >> 63 for number in numbers):
         encode(message)
-    # no bytes, but nobody looks at it before ``decode`` has
+    # no bytes, but nothing reads it before ``decode``
     return [cast(Buffer, message), *buffers]
 
 
@@ -242,15 +242,15 @@ def _handed_over(message: Part, kinds: tuple[type[Part], ...]) -> Part:
 
 
 def size_of(frames: Sequence[Buffer]) -> int:
-    """Bytes that a message takes on its way."""
+    """Return the bytes that a message takes on its way."""
     return sum([len(frame) for frame in frames if not isinstance(frame, Part)])
 
 
 def decode(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
-    """The message of these frames.
+    """Decode the message in these frames.
 
     Args:
-        kinds: that it may be.
+        kinds: the kinds of message that it may be.
 
     Raises:
         ProtocolError: it is none of them.
@@ -271,7 +271,7 @@ def _by_tag(kinds: tuple[type[Part], ...]) -> dict[Any, type[Part]]:
 
 
 def fitting(value: Any, kind: type[P]) -> P:
-    """What was unpacked, as what it is to be.
+    """Convert an unpacked value to a kind of message.
 
     Raises:
         ProtocolError: it does not fit.
@@ -283,7 +283,7 @@ def fitting(value: Any, kind: type[P]) -> P:
 
 
 def received(data: Buffer) -> torch.Tensor:
-    """The bytes of a buffer in memory of torch's own.
+    """Copy the bytes of a buffer into memory of torch's own.
 
     torch aligns its memory to 64 bytes, and BLAS kernels round differently on other addresses.
     """
@@ -293,7 +293,7 @@ def received(data: Buffer) -> torch.Tensor:
 
 
 class DeltaCodec:
-    """A list of ids that mostly repeats from run to run, sent as what is surprising in it.
+    """A codec of a list of ids that mostly repeats from run to run: only surprises are sent.
 
     Both sides keep the last list. An id is expected to stay, or, if it moved with the base
     between the last two runs (a parameter that every step makes anew), to move with it again.
@@ -307,7 +307,7 @@ class DeltaCodec:
         self.moving: list[bool] = []
 
     def encode(self, ids: Collection[int], base: int) -> Any:
-        """The update that makes the other side's list equal ``ids``; None when it is already."""
+        """Return the update that makes the other side's list equal ``ids``; None: it already is."""
         if not ids and not self.ids:
             self.base = base
             return None
@@ -326,7 +326,7 @@ class DeltaCodec:
         return update
 
     def decode(self, update: Any, base: int) -> list[int]:
-        """The list that the sender encoded.
+        """Return the list that the sender encoded.
 
         Raises:
             ProtocolError: when the update does not fit the list.
@@ -357,7 +357,7 @@ class DeltaCodec:
         return [i + step if moves else i for i, moves in zip(self.ids, self.moving, strict=True)]
 
     def _keep(self, ids: list[int], base: int) -> None:
-        """Learn that the guess was right: what moved has moved again, and nothing else has."""
+        """Learn that the guess was right: only the moving ids have moved."""
         if base == self.base:
             self.moving = [False] * len(ids)
         self.ids, self.base = ids, base

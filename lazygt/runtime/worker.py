@@ -56,7 +56,7 @@ from lazygt.runtime.wire import Buffer, Part, decode, encode
 if TYPE_CHECKING:
     from lazygt.runtime.shared_memory import Arena
 
-#: What an inline session can say of a device that is lost.
+#: Text of an inline session's error when its device is lost.
 _CONTEXT_GONE = (
     "\n  This process can't use its device any more: start the program again. Kernels run while "
     "others are launched, so an earlier op may be the cause: CUDA_LAUNCH_BLOCKING=1 in the "
@@ -65,23 +65,24 @@ _CONTEXT_GONE = (
 
 
 class Worker:
-    """Holds values and runs plans on them.
+    """Holder of values, and executor of plans on them.
 
     Args:
-        device: where to compute: ``cpu``, ``cuda`` ...
+        device: device to compute on: ``cpu``, ``cuda`` ...
         upload: the client's arena, mapped here; large uploads are used where they lie.
         fetch: this worker's own arena, for large values on their way to the client.
         max_plans, max_plan_bytes: of the executors kept; an older one is asked for again (a NEED
             message). None: as LAZYGT_MAX_PLANS and LAZYGT_MAX_PLAN_BYTES say.
         shm_threshold: bytes from which a fetched value goes through the arena. None: as
             LAZYGT_SHM_THRESHOLD says.
-        cache_dir: where compiled code lies. None: as LAZYGT_CACHE_DIR says.
-        plan_code: what runs plans after their first run. None: as LAZYGT_PLAN_CODE says.
+        cache_dir: directory of compiled code. None: as LAZYGT_CACHE_DIR says.
+        plan_code: kind of code that runs plans after their first run. None: as LAZYGT_PLAN_CODE
+            says.
         cuda_graphs, max_cuda_graph_bytes: see ``CudaGraphs``. None: as LAZYGT_CUDA_GRAPHS and
             LAZYGT_MAX_CUDA_GRAPH_BYTES say.
         inline: the generator is the client's own, so it is lent to a run and put back.
-        copier: makes what copies values for transfers, when one is asked for first.
-        encode: makes what ``handle`` returns of a reply.
+        copier: makes the copier of values, at the first transfer.
+        encode: encodes the replies that ``handle`` returns.
         snapshots: memory for copies of the values that outlive this process.
     """
 
@@ -106,7 +107,7 @@ class Worker:
     ) -> None:
         self._encode = encode
         self._inline = inline
-        #: whether the device can't be used any more, and the client is told so
+        #: True once the device can't be used any more, and the client has been told
         self._lost = False
         self.device = torch.device(device)
         kernels.initialize(self.device)
@@ -134,9 +135,9 @@ class Worker:
         self._dynamic = DynamicResults(self.store)
         self._copies = WeightCopies(self.store, self.device, copier)
         self._random = RandomStream(self.device, inline)
-        #: torch's flags as they are; None: they are the client's own, which says when they change
+        #: torch's current flags; None: they are the client's own, and the client changes them
         self._flags: Flags | None = None if inline else read_flags()
-        #: of kernels, unless flags say otherwise
+        #: number of threads of kernels, unless flags set another
         self._threads = torch.get_num_threads()
         self._waiting: list[list[Buffer]] = []
         #: number of the process group, and the one that the client knows to be broken
@@ -148,7 +149,7 @@ class Worker:
     # -- messages ------------------------------------------------------------------------
 
     def handle(self, frames: list[Buffer]) -> list[list[Buffer]]:
-        """Act on one message; returns the replies.
+        """Act on one message; return the replies.
 
         Raises:
             ProtocolError: the message is not of the schema, or names an unknown op.
@@ -157,11 +158,11 @@ class Worker:
 
     @property
     def wakes(self) -> int | None:
-        """An eventfd that tells of ``late`` replies; None: there are never any."""
+        """An eventfd that announces ``late`` replies; None: there are never any."""
         return None if self._snapshots is None else self._snapshots.wakes
 
     def late(self) -> list[list[Buffer]]:
-        """Return the replies to messages of before that are there by now."""
+        """Return the replies to earlier messages that are there by now."""
         return self._unless_lost(self._late)
 
     def _late(self) -> list[list[Buffer]]:
@@ -169,7 +170,7 @@ class Worker:
         return [] if taken is None else [self._encode(taken)]
 
     def _unless_lost(self, work: Callable[[], list[list[Buffer]]]) -> list[list[Buffer]]:
-        """Do something, or tell the client, once, that the device can't be used any more."""
+        """Call ``work``, or tell the client, once, that the device can't be used any more."""
         if self._lost:
             return []
         try:
@@ -230,7 +231,7 @@ class Worker:
         return [*departure, *map(self._encode, news), done]
 
     def insight(self) -> WorkerInsight:
-        """What tells another thread of what this one does."""
+        """Return an object that reports this worker's state to another thread."""
         marked = None if self._snapshots is None else self._snapshots.marked
         return WorkerInsight(partial(weighed, self.store, (), self.device), marked)
 
@@ -243,10 +244,10 @@ class Worker:
         self._copies.close()
 
     def _answered(self, done: list[Buffer]) -> list[list[Buffer]]:
-        """The answer to a run, and what goes before it.
+        """Return the answer to a run, after the messages that precede it.
 
-        After kernels of NCCL's were given up, all values fail: the buffers of an exchange that they
-        were to fill have their old bytes.
+        If NCCL kernels were given up, all values fail: the buffers that these exchanges were to
+        fill have their old bytes.
         """
         joined = group.current() if self.world_size > 1 else None
         if joined is not None and joined.parted_from is not None:
@@ -263,8 +264,7 @@ class Worker:
         return [*self._departure(), done]
 
     def _departure(self) -> list[list[Buffer]]:
-        """What tells the client, once and before the answer to a run, that this rank has left its
-        process group."""
+        """Return the message, sent once, before a run's answer, that this rank left its group."""
         joined = group.current() if self.world_size > 1 else None
         if joined is None or not joined.left or self._left == self._group:
             return []
@@ -272,7 +272,7 @@ class Worker:
         return [self._encode(Left(self._group))]
 
     def _renew(self, message: Renew) -> None:
-        """Join a new process group. All ranks are told so, when all have answered all runs."""
+        """Join a new process group. All ranks are told to, when all have answered all runs."""
         joined = group.current()
         if joined is not None and joined.nccl:
             self._doubt(message.since)
@@ -280,7 +280,7 @@ class Worker:
         self._group = message.number
 
     def _snap(self, message: Snap) -> Snapped | None:
-        """Take a snapshot; from here on runs can be read without what was said before.
+        """Take a snapshot; from here on runs are independent of earlier messages.
 
         Returns:
             The answer; None: ``late`` will have it.
@@ -291,7 +291,7 @@ class Worker:
         return self._snapshots.take(message, self.store, self._dynamic.next_id, self._random.state)
 
     def _restore(self, message: Restore) -> Restored:
-        """Be as a snapshot has it. What this rank did since is done again, on all ranks."""
+        """Restore a snapshot. Later work of this rank is repeated, on all ranks."""
         if self._snapshots is None:
             raise ProtocolError("this worker was started without memory for snapshots")
         self.plans.begin_anew()
@@ -306,7 +306,7 @@ class Worker:
         return Restored(message.epoch)
 
     def _doubt(self, since: int) -> None:
-        """Mark values as failed: NCCL does not say which of them ranks have met for."""
+        """Mark values as failed: NCCL does not report for which of them ranks have met."""
         why = Failure(-1, COLLECTIVE_ERROR, "the ranks parted while it was being computed")
         for key in self.store.made_since(since):
             self.store.put(key, Failed(why))
@@ -336,7 +336,7 @@ class Worker:
         return self._encode(done, replies)
 
     def finished(self, told: Unfinished) -> list[Buffer]:
-        """Finish a known run, of which the program has ended: it may have stopped at some node."""
+        """Finish a known run after its program has ended or stopped at some node."""
         seq, base, digest, fetches, stopped = told
         done = Done(seq)
         if stopped is not None:
@@ -347,7 +347,7 @@ class Worker:
         return self._encode(done, self._fetched(fetches, done))
 
     def _fetched(self, fetches: Sequence[int], done: Done, waited: bool = False) -> list[Buffer]:
-        """Note what is said of values that are wanted, whose bytes are returned.
+        """Note fetched values, or their failures, in ``done``; return their buffers.
 
         Args:
             waited: each op has ended before the next began.
@@ -400,26 +400,26 @@ class Worker:
             self.known_runs.keep(run.digest, known, executor)
 
     def _use(self, flags: Flags) -> None:
-        """Run plans under these flags of torch's; known runs are of plans under others."""
+        """Set torch's flags for a plan, and forget known runs, which ran under others."""
         if self.known_runs is not None:
             self.known_runs.forget()
         write_flags(flags, self._threads)
         self._flags = flags
 
     def _settle(self, plan: Plan, seq: int, base: int, outcome: Outcome, done: Done) -> None:
-        """Keep what a run has made, and note what is to be said of it."""
+        """Keep the outputs of a run, and note its failures and data-dependent results."""
         self.store.put_from(base, _stamped(outcome.outputs, seq))
         done.failures = [failure.during(seq) for failure in outcome.failures]
         if plan.asks:
             self._dynamic.describe(outcome, done, seq, len(plan.steps.graph.nodes) - 1)
 
     def _mismatch(self, plan: Plan, run: int, own: bool) -> Failure | None:
-        """Why the ranks must not run a plan that is new to them: they would not meet."""
+        """Return the reason for which ranks must not run a new plan: they would not meet."""
         joined = group.current() if self.world_size > 1 else None
         return None if joined is None else desync.check(joined, run, plan.steps.graph, own)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
-        """The values of a run; what it overwrites without owning is copied."""
+        """Return the inputs of a run; those that it overwrites without owning are copied."""
         inputs = self.store.get_all(ids)
         freed = set(frees)
         for position in schedule.writes.owned_inputs:
@@ -431,7 +431,7 @@ class Worker:
     def _isolated(
         self, executor: EagerExecutor, inputs: list[Value], params: tuple[Any, ...]
     ) -> Outcome:
-        """Run, with this worker's random stream."""
+        """Run a plan with this worker's random stream."""
         if not executor.plan.draws:
             return executor.run(inputs, params)
         with self._random.lent():
@@ -446,18 +446,18 @@ class _DeviceLost(Exception):
 
 
 def _kept(frames: Sequence[Buffer]) -> list[Buffer]:
-    """A message that outlives the memory that it came in."""
+    """Return a message that outlives the memory that it came in."""
     return [frame if isinstance(frame, Part) else bytes(frame) for frame in frames]
 
 
 def _nothing(plan: Plan, failure: Failure) -> Outcome:
-    """The outcome of a plan that was not run."""
+    """Return the outcome of a plan that was not run."""
     failed = Failed(failure)
     return Outcome([failed for _ in plan.outline.outputs], [failure], failed, [])
 
 
 def _stamped(values: list[Value], seq: int) -> list[Value]:
-    """The values; failures say in which run they happened."""
+    """Return the values, with the run's number in new failures."""
     if Failed not in map(type, values):
         return values
     return [Failed(v.failure.during(seq)) if isinstance(v, Failed) else v for v in values]

@@ -1,1 +1,1 @@
-"""The compiled tier: fused nodes lowered by Inductor, in a process of their own."""
+"""The compiled tier: fused nodes lowered by Inductor, in a separate process."""

@@ -1,7 +1,8 @@
-"""Artifacts: compiled groups on disk, each with a record of what it gains.
+"""Artifacts: compiled groups on disk, each with a record of its speedup.
 
 A record holds a checksum of itself and of the code, which is named by it as well. Disks fill up
-and machines lose power: code that is not what was written is never loaded, and is compiled again.
+and machines lose power: code that differs from the written code is never loaded, and is compiled
+again.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _KEY = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of an artifact.
+    """Record of an artifact.
 
     Attributes:
-        seconds: how long it took to compile.
+        seconds: duration of the compile.
         times: (elements, seconds of a run member by member, seconds of a compiled run).
     """
 
@@ -33,12 +34,12 @@ class Record:
     times: tuple[tuple[int, float, float], ...]
 
     def gain(self, numel: int) -> float:
-        """How many times faster than member by member it is, where that was measured nearest."""
+        """Return the speedup over running member by member, as measured at the nearest size."""
         _, eager, compiled = self._nearest(numel)
         return eager / compiled
 
     def saved(self, numel: int) -> float:
-        """Seconds that one call saves, where that was measured nearest."""
+        """Return the seconds that one call saves, as measured at the nearest size."""
         _, eager, compiled = self._nearest(numel)
         return eager - compiled
 
@@ -47,7 +48,7 @@ class Record:
 
 
 class Cache:
-    """The directory in which artifacts lie, as ``KEY.json`` and ``KEY-CHECKSUM.so``.
+    """Directory of artifacts, stored as ``KEY.json`` and ``KEY-CHECKSUM.so``.
 
     Args:
         place: its path; None: the user's own, see ``cache_place``.
@@ -57,7 +58,7 @@ class Cache:
         self.place = cache_place(place)
 
     def directory(self) -> Path:
-        """The directory, which is made if it is missing.
+        """Return the directory, which is made if it is missing.
 
         Raises:
             PermissionError: as ``private_directory``.
@@ -65,7 +66,7 @@ class Cache:
         return private_directory(self.place)
 
     def code(self, key: str) -> Path:
-        """The compiled code of an artifact, found to be whole.
+        """Return the path of an artifact's compiled code, after a check of its checksum.
 
         Raises:
             ValueError: that is no key, or there is no such artifact, or it is damaged.
@@ -78,7 +79,7 @@ class Cache:
         return record[1]
 
     def find(self, key: str) -> Record | None:
-        """The record of an artifact that is there whole; None if it is missing or damaged.
+        """Return the record of an artifact that is there whole; None if it is missing or damaged.
 
         Raises:
             ValueError: that is no key.
@@ -89,7 +90,7 @@ class Cache:
         return None if record is None else record[0]
 
     def _read(self, key: str) -> tuple[Record, Path] | None:
-        """What is known of an artifact, and its code."""
+        """Return an artifact's record and the path of its code; None: missing or damaged."""
         place = self.directory()
         try:
             record, checksum = _decoded((place / f"{key}.json").read_bytes())
@@ -100,7 +101,7 @@ class Cache:
         return (record, code) if whole else None
 
     def copy_of(self, key: str) -> tuple[bytes, bytes]:
-        """The record and the code of an artifact, as another machine's cache takes them.
+        """Return the record and the code of an artifact, as another machine's cache takes them.
 
         Raises:
             OSError: it is not there (any more).
@@ -114,7 +115,7 @@ class Cache:
         return record, (self.place / _code_name(key, checksum)).read_bytes()
 
     def take(self, key: str, record: bytes, code: bytes) -> None:
-        """Put a copy there of what lies in another machine's cache.
+        """Store a copy of an artifact from another machine's cache.
 
         Raises:
             ValueError: that is no key, or it is damaged.
@@ -127,7 +128,7 @@ class Cache:
         self.keep(key, code, known)
 
     def keep(self, key: str, code: bytes, record: Record) -> None:
-        """Put an artifact there; the record last, so that it stands for the whole."""
+        """Store an artifact; its record is written last, so that it stands for the whole."""
         fields = asdict(record)
         checksum = _checksum(code, fields)
         place = self.directory()
@@ -141,10 +142,10 @@ def _check(key: str) -> None:
 
 
 def _decoded(record: bytes) -> tuple[Record, str]:
-    """What a record says, and the checksum.
+    """Decode a record and its checksum.
 
     Raises:
-        ValueError, KeyError, TypeError, OverflowError, RecursionError: nobody wrote it for us.
+        ValueError, KeyError, TypeError, OverflowError, RecursionError: it is no record of ours.
     """
     fields = json.loads(record)
     times = tuple((int(n), float(eager), float(mine)) for n, eager, mine in fields["times"])

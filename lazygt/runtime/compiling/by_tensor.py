@@ -1,4 +1,4 @@
-"""Ops that take a number, as they are with a tensor of one element in its stead.
+"""Ops that take a number, rewritten to take a tensor of one element in its stead.
 
 The compiled code of a group is made once for all numbers: they are operands of it.
 """
@@ -55,7 +55,7 @@ def _std(x: Tensor, dims: Sequence[int] | None = None, *, correction: Any, keepd
 
 
 def _normalized(x: Tensor, dims: list[int], eps: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x normalized, its mean, its variance, and the inverse of its deviation; dims are kept."""
+    """Return x normalized, its mean, its variance and the inverse of its deviation; keep dims."""
     var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
     return (x - mean) * rstd, mean, var, rstd
@@ -141,7 +141,7 @@ def _batch_norm_backward(
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """One value a channel, in the shape in which it fits to ``x``."""
+    """Return one value per channel, in a shape that broadcasts to ``x``."""
     return values.reshape(1, -1, *[1] * (x.dim() - 2))
 
 

@@ -1,4 +1,4 @@
-"""The compile process: ``python -m lazygt.runtime.compiling.compile_process CLIENT_PID CACHE``.
+"""The compile process, run as a module: ``compile_process CLIENT_PID CACHE``.
 
 Takes requests on its standard input, one msgpack map each, and answers each on its standard
 output. It runs on one thread, at the idle priority that its client gives it. It ends with its
@@ -22,7 +22,7 @@ def main() -> None:
     """Serve until the client goes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # output of compilers is no answer
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests, int(sys.argv[1])), daemon=True).start()
     # why: it loads torch, which takes long at this priority, and the client may end meanwhile
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _listen(requests: queue.SimpleQueue[dict[str, Any]], client: int) -> None:
-    """Pass requests on; end everything when the client closes the pipe or is gone."""
+    """Pass requests on; end the process group when the client closes the pipe or is gone."""
     unpacker = msgpack.Unpacker()
     try:
         watch = select.poll()

@@ -1,4 +1,4 @@
-"""The client's end of the compile process."""
+"""The client's side of the compile process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lazygt.runtime.compiling.kernel_group import KernelGroup
 from lazygt.runtime.launch.procfs import OOMKills, is_stopped
 from lazygt.runtime.launch.working_directory import start_directory
 
-#: What the pipe to the process is to hold, whether or not it reads.
+#: Bytes of the buffer of the pipe to the process.
 _PIPE_BYTES = 1 << 20
 
 
@@ -31,20 +31,20 @@ _END_SECONDS = 5.0  # for a process that has closed its pipe, or was killed
 
 
 class Compiler:
-    """Has groups compiled, one after another; the process starts with the first request.
+    """Queue of groups to compile, one after another; the process starts with the first.
 
     Args:
         frozen_after: seconds after which a process that is stopped is given up.
         timeout: the same for one that answers nothing.
 
     Attributes:
-        pending: keys that were asked for and not answered.
+        pending: keys that were requested and not answered.
     """
 
     def __init__(self, device: str, cache: Cache, frozen_after: float, timeout: float) -> None:
         self._cache = cache
         self._frozen_after, self._timeout = frozen_after, timeout
-        #: when it answered last, and since when it has been seen stopped
+        #: time of its last answer, and time at which it was first seen stopped
         self._heard = 0.0
         self._stopped: float | None = None
         self.pending: set[str] = set()
@@ -58,11 +58,11 @@ class Compiler:
 
     @property
     def pid(self) -> int | None:
-        """Of the compile process; None while there is none."""
+        """Process id of the compile process; None without one."""
         return None if self._process is None else self._process.pid
 
     def request(self, key: str, group: KernelGroup, flags: Flags = ()) -> None:
-        """Have a group compiled under some flags of torch's; does not wait.
+        """Request the compile of a group under some flags of torch's; does not wait.
 
         Raises:
             OSError: the process can't be started, or the cache can't be used.
@@ -84,7 +84,7 @@ class Compiler:
         self._send()
 
     def _send(self) -> None:
-        """Write what fits into the pipe for certain, so that no step ever waits for it."""
+        """Write the requests that surely fit into the pipe, so that no step ever waits for it."""
         if self._process is None:
             return
         pipe = _pipe(self._process.stdin)
@@ -101,12 +101,12 @@ class Compiler:
 
     @property
     def descriptor(self) -> int:
-        """Can be read when there is an answer, or the process has ended; one must be pending."""
+        """Readable once an answer has come or the process has ended; one must be pending."""
         assert self._process is not None
         return _pipe(self._process.stdout).fileno()
 
     def answers(self) -> dict[str, str]:
-        """What has been answered: key -> error, empty for success. Does not wait."""
+        """Return new answers: key -> error, empty for success. Does not wait."""
         answers: dict[str, str] = {}
         told = select.poll()
         if self.pending:
@@ -125,10 +125,10 @@ class Compiler:
         return answers
 
     def given_up(self, since: float) -> dict[str, str]:
-        """Errors for all that is owed by a process for which it is no use to wait; it is ended.
+        """End a process that will not answer; return an error for each pending key.
 
         Args:
-            since: when the wait for it began.
+            since: start of the wait for it.
         """
         now = time.monotonic()
         if self._process is None or not self.pending:
@@ -147,7 +147,7 @@ class Compiler:
         return {}
 
     def _ended(self) -> dict[str, str]:
-        """Errors for everything that a process that ended owes."""
+        """Return an error for each pending key of a process that has ended."""
         assert self._process is not None
         try:
             code = self._process.wait(_END_SECONDS)
@@ -163,7 +163,7 @@ class Compiler:
         return errors
 
     def close(self) -> None:
-        """End the process and whatever it started. May be called twice."""
+        """End the process and its children. May be called twice."""
         process, self._process = self._process, None
         self._stopped = None
         self.pending.clear()
@@ -185,7 +185,7 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 
 def leave_only_spare_time(pid: int) -> None:
-    """Let a process, which leads a session of the kernel's, have only what nobody else wants."""
+    """Give a process, which leads a kernel session, only otherwise idle CPU time."""
     os.setpriority(os.PRIO_PROCESS, pid, 19)
     with contextlib.suppress(PermissionError):  # a container may forbid more than the above
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))

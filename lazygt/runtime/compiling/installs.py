@@ -1,8 +1,8 @@
-"""Installs: hosts that don't see the client's cache get what was compiled.
+"""Installs: compiled artifacts on hosts that don't see the client's cache.
 
-A rank of each such host is asked whether its cache has an artifact, and is sent what it lacks; the
-next session finds it there. Only when all hosts have a plan's artifacts is it swapped, on all ranks
-at once: compiled code may round in another way, and no two ranks are to differ in that.
+A rank of each such host is asked whether its cache has an artifact, and is sent the missing ones;
+the next session finds them there. Only when all hosts have a plan's artifacts is it swapped, on all
+ranks at once: compiled code may round in another way, and no two ranks may differ in that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lazygt.runtime.wire import Buffer
 
 
 class Tell(Protocol):
-    """How a rank is told something; does not wait."""
+    """Function that sends a rank a message; does not wait."""
 
     def __call__(self, rank: int, message: Install, buffers: Sequence[Buffer] = ()) -> None: ...
 
@@ -26,12 +26,12 @@ class Installs:
     """Artifacts on other hosts.
 
     Args:
-        elsewhere: says which hosts there are now, each with a rank that is there.
+        elsewhere: returns the current hosts, each with one of its ranks.
         cache: the client's.
 
     Attributes:
-        pending: (artifact, host) of which nothing has been heard yet.
-        error: why a host can't have compiled code; empty: none has said so.
+        pending: (artifact, host) without an answer yet.
+        error: the reason against compiled code on a host; empty: none has been reported.
     """
 
     def __init__(
@@ -39,17 +39,16 @@ class Installs:
     ) -> None:
         self._elsewhere, self._cache, self._device, self._tell = elsewhere, cache, device, tell
         self.pending: set[tuple[str, int]] = set()
-        #: those of them whose code was sent
+        #: those of them with code that was sent
         self._given: set[tuple[str, int]] = set()
         self._there: set[tuple[str, int]] = set()
         self.error = ""
 
     def ready(self, keys: Iterable[str]) -> bool:
-        """Whether all hosts have these artifacts; has them asked for what they were not before.
+        """Return whether all hosts have these artifacts; request those not requested before.
 
         Args:
-            keys: of artifacts; an empty one stands for none, which says whether code that is
-                compiled here runs there.
+            keys: of artifacts; an empty one asks whether code that is compiled here runs there.
         """
         if self.error:
             return False
@@ -65,7 +64,7 @@ class Installs:
         self._tell(rank, Install(key, toolchain(self._device)))
 
     def answered(self, rank: int, told: Installed) -> None:
-        """A rank has answered."""
+        """Take a rank's answer."""
         hosts = self._elsewhere()
         for about in [(told.key, host) for host, asked in hosts.items() if asked == rank]:
             if about not in self.pending:
@@ -90,10 +89,10 @@ class Installs:
             self.answered(rank, Installed(key, error=f"it could not be sent: {error}"))
 
     def again(self) -> None:
-        """Workers were replaced, perhaps on hosts that are new; before they are told anything.
+        """Repeat requests after workers were replaced, before they get any other message.
 
-        What was not answered is asked once more. What plans run by is given to all hosts that may
-        lack it, without asking: it is there before a plan is.
+        They may be on new hosts. Unanswered requests are repeated. Artifacts of plans are given,
+        without asking, to all hosts that may lack them: an artifact is there before its plan is.
         """
         hosts = self._elsewhere()
         self._given.clear()

@@ -1,9 +1,9 @@
-"""A fused node as the compiler sees it, and the name of what it compiles to.
+"""A fused node in the compiler's form, and the name of its artifact.
 
 An artifact serves every fused node of the same structure: a group of pointwise ops on tensors of
-one shape is compiled for vectors of any length, others for the sizes they have, or with the
-dims left open that were seen to vary. Of horizontal ops a few lanes are compiled together, for
-vectors of any lengths.
+one shape is compiled for vectors of any length, others for their sizes, or with those dims left
+open that were seen to vary. Of horizontal ops a few lanes are compiled together, for vectors of any
+lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lazygt.runtime.gpus import host_gpus
 
 aten = torch.ops.aten
 
-#: What a processor can do, in /proc/cpuinfo: on x86 and on ARM.
+#: Names of a processor's features in /proc/cpuinfo: on x86 and on ARM.
 _INSTRUCTIONS = ("flags", "Features")
 
 
@@ -40,7 +40,7 @@ class Members(torch.nn.Module):
     Args:
         body: the members.
         writes: pairs (operand, output of the body): the operand is overwritten with it.
-        fresh: how many of the body's outputs, from the first, are returned.
+        fresh: number of the body's outputs, from the first, that are returned.
     """
 
     def __init__(self, body: Graph, writes: tuple[tuple[int, int], ...], fresh: int) -> None:
@@ -48,7 +48,7 @@ class Members(torch.nn.Module):
         self.body, self.writes, self.fresh = body, writes, fresh
 
     def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """The fresh outputs."""
+        """Return the fresh outputs."""
         count = len(self.body.inputs)
         numbers = operands[count:]
         if numbers and numbers[0].dim():
@@ -64,7 +64,7 @@ class Members(torch.nn.Module):
 def _member(
     node: Node, values: Mapping[int, Tensor | None], numbers: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    """The results of a member: the fresh ones, then what it writes."""
+    """Return a member's results: fresh ones, then new versions of written operands."""
     op, dropped = pure_form(node.op)
     first = next(tensor for value in node.refs() if (tensor := values[value]) is not None)
 
@@ -94,8 +94,11 @@ def _cast(result: Tensor | None, meta: TensorMeta | None) -> Tensor | None:
 
 
 def packed(numbers: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """Run-time numbers as operands: on a CPU one vector, since each operand costs a call as much
-    as a small kernel; for CUDA single ones, which compiled code reads on the host."""
+    """Return run-time numbers as operands.
+
+    On a CPU they are one vector, since each operand costs a call as much as a small kernel; for
+    CUDA they are single ones, which compiled code reads on the host.
+    """
     if not numbers:
         return []
     vector = torch.tensor(numbers, dtype=torch.float64)
@@ -110,15 +113,15 @@ Dims = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class KernelGroup:
-    """A fused node as the compiler sees it.
+    """A fused node in the compiler's form.
 
     Attributes:
         body: the members.
         writes: pairs (operand, output of the body) that are written back.
-        fresh: how many outputs are new.
+        fresh: number of new outputs.
         flat: every tensor is taken as a vector; its length is open.
-        open_dims: for each input of the body its dims whose sizes are open; empty if ``flat``.
-        lanes: how many alike parts a flat body has, each of vectors of a length of its own.
+        open_dims: for each input of the body, its dims of open size; empty if ``flat``.
+        lanes: number of alike parts of a flat body, each with vectors of its own length.
     """
 
     body: Graph
@@ -130,7 +133,7 @@ class KernelGroup:
 
     @staticmethod
     def of(node: Node, open_dims: Dims = ()) -> KernelGroup:
-        """The group of a fused node."""
+        """Build the group of a fused node."""
         body = node.body
         assert body is not None
         fresh, writes = len(node.fresh), _writes(node)
@@ -146,7 +149,7 @@ class KernelGroup:
         return max(meta.numel for meta in self.body.inputs)
 
     def structure(self) -> str:
-        """Everything that its code depends on, without the sizes that are open."""
+        """Return, as text, everything that its code depends on; open sizes are left out."""
         body = self.body
         lines = [f"{self.writes} {self.fresh} {self.flat} {body.outputs} {len(body.params)}"]
         lines.append(str(self.lanes))
@@ -169,24 +172,24 @@ class KernelGroup:
         return f"{meta.dtype}[{', '.join(shape)}]"
 
     def key(self, device: str, flags: Flags = ()) -> str:
-        """The artifact's name: 32 hexadecimal digits.
+        """Return the artifact's name: 32 hexadecimal digits.
 
         Args:
-            flags: torch's, that its code depends on.
+            flags: torch's flags that its code depends on.
         """
         under = f"\n{flags}" if flags else ""
         text = f"{VERSION}\n{toolchain(device)}\n{self.structure()}{under}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def skeleton(self) -> str:
-        """The structure without any size: groups that differ in nothing else share it."""
+        """Return the structure without sizes: groups that differ only in these share it."""
         shapeless = [f"{meta.dtype} {len(meta.shape)}" for meta in self.body.inputs]
         nodes = map(_read, self.body.nodes)
         return "\n".join([*shapeless, *nodes, str(self.writes), str(self.body.outputs)])
 
 
 def _writes(node: Node) -> tuple[tuple[int, int], ...]:
-    """Pairs (operand, output of the body) of a fused node that are written back."""
+    """Return the pairs (operand, output of the body) of a fused node that are written back."""
     operands = list(dict.fromkeys(node.refs()))
     return tuple(
         (operands.index(target), len(node.fresh) + offset)
@@ -195,7 +198,7 @@ def _writes(node: Node) -> tuple[tuple[int, int], ...]:
 
 
 def _abreast(lanes: Lanes, writes: tuple[tuple[int, int], ...]) -> KernelGroup:
-    """The group of a few lanes; a lane's outputs are its fresh ones, then what it writes."""
+    """Build the group of a few lanes; a lane's outputs are its fresh ones, then written ones."""
     targets: dict[int, int] = {}  # output of a lane -> its input that is overwritten with it
     for operand, output in writes:
         which, place = lanes.outputs[output]
@@ -219,7 +222,7 @@ def _read(node: Node) -> str:
 
 
 def _is_flat(body: Graph) -> bool:
-    """Whether all tensors are alike in shape and contiguous, so that they may be vectors."""
+    """Return whether all tensors have one shape and are contiguous, so they may be vectors."""
     metas = list(body.values)
     shape = body.inputs[0].shape
     return body.inputs[0].numel > 1 and all(
@@ -229,9 +232,9 @@ def _is_flat(body: Graph) -> bool:
 
 @cache
 def toolchain(device: str) -> str:
-    """What code is compiled with and for, on this machine.
+    """Return the toolchain and target of code that is compiled on this machine, as text.
 
-    Any other may round in another way, or end the process that runs it.
+    Code of any other may round in another way, or end the process that runs it.
     """
     if device == "cpu":
         target = f"{torch.backends.cpu.get_cpu_capability()} {_instructions()}"
@@ -242,7 +245,7 @@ def toolchain(device: str) -> str:
 
 
 def _instructions() -> str:
-    """A hash of what Linux says that this processor can do: the C++ compiler makes use of it."""
+    """Return a hash of the processor's features in Linux's list: the C++ compiler uses them."""
     try:
         with open("/proc/cpuinfo") as lines:
             named = (line.partition(":") for line in lines)

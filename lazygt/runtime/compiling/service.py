@@ -1,4 +1,4 @@
-"""The compile service: compiles one group, times it against its single ops, and keeps it."""
+"""The compile service: compiles a group, times it against its single ops, and keeps it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lazygt.runtime.plan import Plan
 #: Sizes at which a group of open length is timed, and one of lanes.
 _LENGTHS = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
 _LANE_LENGTHS = (1 << 5, 1 << 8, 1 << 12)
-#: Seconds spent on timing one form of one group, and how many runs that are at least: the machine
-#: has other work.
+#: Seconds spent on timing one form of one group, and the smallest number of runs: the machine has
+#: other work.
 _TIMING, _RUNS = 0.05, 8
 _RTOL = {torch.float16: 1e-2, torch.bfloat16: 1e-1}
 _OPTIONS = {
@@ -38,7 +38,7 @@ _OPTIONS = {
 
 
 def begin(directory: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Make this process a compile process, on one thread; how it answers requests.
+    """Make this process a compile process, on one thread; return its request handler.
 
     Args:
         directory: the cache's.
@@ -52,10 +52,10 @@ def begin(directory: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 def mend_outer_loop_fusion() -> None:
     """Make Inductor compile groups that overwrite an operand after a reduction has read it.
 
-    Its scheduler counts the loop that overwrites an operand among the users of all that earlier
-    readers of the operand computed. Outer-loop fusion takes each user for one that loads the
-    buffer, and looks up at which index: ``KeyError: 'buf1'`` (pytorch issue 196570). Without an
-    index the buffer stays in memory, as upstream's own mend has it.
+    Its scheduler counts the loop that overwrites an operand among the users of all results of the
+    operand's earlier readers. Outer-loop fusion takes each user for one that loads the buffer, and
+    looks up its index: ``KeyError: 'buf1'`` (pytorch issue 196570). Without an index the buffer
+    stays in memory, as in upstream's own fix.
     """
 
     def read_index(body: LoopBody, buffer: str) -> Any:
@@ -65,10 +65,10 @@ def mend_outer_loop_fusion() -> None:
 
 
 def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
-    """Compile one group and keep the artifact; says how it went.
+    """Compile one group, keep the artifact, and return the outcome.
 
     Returns:
-        ``key`` and ``error``: empty when the artifact lies in the cache.
+        ``key`` and ``error``; the latter is empty if the artifact lies in the cache.
     """
     begin = time.perf_counter()
     try:
@@ -87,13 +87,13 @@ def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
         seconds = time.perf_counter() - begin
         record = Record(seconds, times(group, code, device))
         cache.keep(request["key"], code.read_bytes(), record)
-    except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the client is told
+    except Exception as error:  # noqa: BLE001 - any error of a compiler is reported to the client
         return {"key": request["key"], "error": in_one_line(error)}
     return {"key": request["key"], "error": ""}
 
 
 def compile_group(group: KernelGroup, device: torch.device) -> Path:
-    """The compiled code of a group, in Inductor's own cache.
+    """Compile a group; return the code's path in Inductor's own cache.
 
     Raises:
         Exception: of torch.export, Inductor or the C++ compiler.
@@ -107,7 +107,7 @@ def compile_group(group: KernelGroup, device: torch.device) -> Path:
 
 
 def _open(group: KernelGroup, device: torch.device) -> tuple[Any, ...]:
-    """Which sizes are open, as torch.export wants it."""
+    """Return the open sizes, as torch.export takes them."""
     numbers = (None,) * len(packed(_numbers(group), device))
     if group.flat:
         lengths = [torch.export.Dim(f"length{lane}", min=2) for lane in range(group.lanes)]
@@ -118,7 +118,7 @@ def _open(group: KernelGroup, device: torch.device) -> tuple[Any, ...]:
 
 
 def _check_open(group: KernelGroup, program: Any) -> None:
-    """Raise ValueError when torch.export fixed a size that was to be open."""
+    """Raise ValueError if torch.export fixed a size that was to be open."""
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     for placeholder, some in zip(placeholders, group.open_dims, strict=False):
         shape = placeholder.meta["val"].shape
@@ -127,7 +127,7 @@ def _check_open(group: KernelGroup, program: Any) -> None:
 
 
 def example(group: KernelGroup, device: torch.device) -> list[torch.Tensor]:
-    """Operands and numbers to try a group with."""
+    """Return operands and numbers to try a group with."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for meta in group.body.inputs:
@@ -162,7 +162,7 @@ def times(
 
 
 def _sized(group: KernelGroup, length: int, shortest: int = 0) -> KernelGroup:
-    """The group for vectors of a length; of lanes each has another one.
+    """Return the group for vectors of this length; each further lane's is one longer.
 
     Args:
         shortest: the length of the first of several lanes.
@@ -182,7 +182,7 @@ def _check(
     operands: list[torch.Tensor],
     numbers: tuple[float, ...],
 ) -> None:
-    """Raise AssertionError when compiled code and single members disagree beyond rounding."""
+    """Raise AssertionError if compiled code and single members disagree beyond rounding."""
     copies = [operand.clone() for operand in operands]
     outcome = eager.run([operand.clone() for operand in operands], numbers)
     returned = compiled(*copies, *numbers)
@@ -197,13 +197,16 @@ def _check(
 
 
 def _size_of(values: torch.Tensor) -> float:
-    """How large values are, at least 1: sums that cancel out are as exact as what they sum."""
+    """Return the largest absolute value, at least 1.
+
+    It scales the tolerance: sums that cancel out are as exact as their terms.
+    """
     finite = values.abs()[values.isfinite()] if values.is_floating_point() else values.new_empty(0)
     return max(1.0, float(finite.max())) if finite.numel() else 1.0
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of several runs."""
+    """Return the shortest time of several runs."""
     best = float("inf")
     end = time.perf_counter() + _TIMING
     runs = 0

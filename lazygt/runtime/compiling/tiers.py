@@ -1,4 +1,4 @@
-"""Tiers: which plans run on compiled code, and since when.
+"""Tiers: the choice of the plans that run compiled code, and the time of the swap.
 
 A new plan runs at once, node by node. When it is seen again its fused nodes are compiled, in
 another process; artifacts in the cache are there at once. When all of a plan's groups have their
@@ -29,27 +29,27 @@ from lazygt.runtime.plan_records import PlanRecord
 _LIKE = 8
 #: The run of a plan after which it counts as hot.
 _HOT = 2
-#: Seconds from the first hot plan to the first compile: who ends sooner would gain nothing.
+#: Seconds from the first hot plan to the first compile: a shorter program would gain nothing.
 _PATIENCE = 0.5
-#: Seconds of waiting after which it is looked whether the compile process still runs.
+#: Seconds of waiting between two checks that the compile process still runs.
 _LOOK = 0.5
-#: The run from which on it is worth to swap compiled code in that is there already.
+#: The run of a plan from which swapping in its finished compiled code is worthwhile.
 _SETTLED = 4
 
 
 @dataclass(slots=True)
 class Compile:
-    """What became of one group.
+    """State of the compile of one group.
 
     Attributes:
         key: of its artifact.
         ops: its members.
         line: the user's line of the first of them.
         status: compiling, compiled, cached or failed.
-        seconds: that the compile took, by itself.
-        gain: how many times faster than its members one by one; 0.0 while unknown.
-        error: why it failed, in one line.
-        at: when it was asked for, in seconds of the monotonic clock.
+        seconds: duration of the compile alone.
+        gain: speedup over its members one by one; 0.0 while unknown.
+        error: the reason of a failure, in one line.
+        at: time of the request, in seconds of the monotonic clock.
         took: seconds from then to the answer.
         names: of its members' ops, see ``named_ops``.
     """
@@ -67,12 +67,12 @@ class Compile:
 
     @property
     def tier(self) -> str:
-        """Where the group runs: compiled, or eager when it failed or gains nothing."""
+        """The group's tier: compiled, or eager if it failed or gains nothing."""
         return "compiled" if self.gain > 1 else "eager"
 
 
 class Tiers:
-    """Compiles the groups of hot plans and swaps them in.
+    """Scheduler of compiles: compiles the groups of hot plans and swaps them in.
 
     Args:
         mode: ``auto``; ``now``: a new plan waits for its compiled code; ``off``.
@@ -89,9 +89,9 @@ class Tiers:
         compile_timeout: float,
     ) -> None:
         self.mode = mode
-        #: whether there is anything to do after any plan's run; of each, after the first ones
+        #: busy: there is work after any plan's run; settled: the last run of each plan with work
         self.busy, self.settled = False, _SETTLED if mode != "off" else 0
-        #: what was compiled, in the order in which it was asked for
+        #: compiles by key, in the order of their requests
         self.compiles: dict[str, Compile] = {}
         self._client = client
         self._device = device
@@ -104,30 +104,30 @@ class Tiers:
         elif client.link.elsewhere:
             self._installs = Installs(lambda: client.link.elsewhere, cache, device, client.install)
             client.installs, client.installing = self._installs, self._installs.pending
-        #: plans wait for nothing but other hosts to have their artifacts
+        #: True if plans wait only for other hosts to have their artifacts
         self._late = False
         self._records: dict[str, Record | None] = {}
-        #: plans whose groups have not all been answered, with (node number, key, elements)
+        #: plans with unanswered groups, with (node number, key, elements) of each group
         self._waiting: dict[bytes, tuple[PlanRecord, list[list[tuple[int, str, int]]]]] = {}
         self._seen: dict[str, list[Node]] = {}
-        #: hot plans that have not been considered, and since when there are any
+        #: hot plans that have not been considered, and the time of the first one
         self._hot: list[PlanRecord] = []
         self._since: float | None = None
         self._warned = False
 
     @property
     def pid(self) -> int | None:
-        """Of the compile process; None while there is none."""
+        """Process id of the compile process; None without one."""
         return self._compiler.pid
 
     def built(self, entry: PlanRecord) -> None:
-        """A plan is about to run for the first time."""
+        """Note that a plan is about to run for the first time; in mode ``now``, compile it."""
         if self.mode == "now":
             self._hot.append(entry)
             self.wait()
 
     def ran(self, entry: PlanRecord) -> None:
-        """A run of a plan was sent."""
+        """Note that a run of a plan was sent; compile hot plans, and swap in finished ones."""
         if self.mode == "off":
             return
         if self._compiler.pending:
@@ -154,7 +154,7 @@ class Tiers:
         """Wait until nothing is being compiled and everything compiled is swapped in.
 
         Returns:
-            False when ``timeout`` seconds were not enough.
+            False if ``timeout`` seconds were not enough.
 
         Raises:
             WorkerDied, WorkerFrozen: while waiting.
@@ -186,7 +186,7 @@ class Tiers:
         self._compiler.close()
 
     def _consider_hot(self) -> None:
-        """Consider what is hot, once it is known that all hosts can run what is compiled here."""
+        """Consider the hot plans, once all hosts are known to run code that is compiled here."""
         if not self._everywhere([""]):
             return
         while self._hot:
@@ -207,7 +207,7 @@ class Tiers:
             self._swap_in()
 
     def _wanted(self, plan: Plan) -> list[tuple[int, str, int]]:
-        """A plan's fused nodes: (number, key of the artifact, elements); orders what is missing.
+        """List a plan's fused nodes: (number, artifact key, elements); order missing artifacts.
 
         Raises:
             OSError: the cache can't be used, or no process can be started.
@@ -231,7 +231,7 @@ class Tiers:
                 yield number, group, graph.line(number)
 
     def _varying(self, group: KernelGroup, node: Node) -> Dims:
-        """The dims of its operands in which a group differs from others like it."""
+        """Return the operand dims in which a group differs from others like it."""
         others = self._seen.setdefault(group.skeleton(), [])
         if len(others) < _LIKE and all(other.body != node.body for other in others):
             others.append(node)
@@ -270,8 +270,10 @@ class Tiers:
             self._swap_in()
 
     def _give_up(self, error: OSError | str) -> None:
-        """Compile nothing any more: the cache can't be used, or no process can be started, or a
-        host can't run it."""
+        """Stop compiling.
+
+        The cache can't be used, or no process can be started, or a host can't run the code.
+        """
         self.mode = "off"
         self._compiler.close()
         self._hot.clear()
@@ -282,7 +284,7 @@ class Tiers:
         self._warn(f"no fused group can be compiled: {error}")
 
     def _swap_in(self, now: bool = False) -> None:
-        """Swap the plans whose groups have all been answered and that are not just passing by."""
+        """Swap in the plans that have all answers, and runs enough to be worth it."""
         self._late = False
         for digest, (entry, wanted) in list(self._waiting.items()):
             if entry.runs < _SETTLED and not now:
@@ -298,7 +300,7 @@ class Tiers:
                 self._client.swap(entry, groups)
 
     def _everywhere(self, keys: Collection[str]) -> bool:
-        """Whether all hosts have these artifacts by now. Where one can't, none gets any."""
+        """Return whether all hosts have these artifacts; if one can't have them, none gets any."""
         if self._installs is None:
             return True
         there = self._installs.ready(keys)
@@ -307,14 +309,14 @@ class Tiers:
         return there and self.mode != "off"
 
     def _saves(self, key: str, numel: int) -> bool:
-        """Whether a group of so many elements is faster with what was compiled for it."""
+        """Return whether a group of so many elements is faster compiled."""
         record = self._records[key]
         return record is not None and record.saved(numel) > 0
 
-    # -- what goes wrong -----------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------
 
     def _report(self) -> None:
-        """Say which plans a rank could not swap; all ranks go back to where it is."""
+        """Warn of plans that a rank could not swap; all ranks go back to that rank's tier."""
         errors, self._client.swap_errors = self._client.swap_errors, []
         for digest, error in errors:
             entry = next((each for each in self._client.entries if digest in each.names), None)
@@ -323,7 +325,7 @@ class Tiers:
             self._warn(f"plan {digest.hex()[:12]} stays on the eager tier: {error}")
 
     def _warn(self, what: str) -> None:
-        """Say once what is lost and what can be done about it."""
+        """Warn, once, of the loss and its remedy."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -336,13 +338,13 @@ class Tiers:
 
 
 def named_ops(nodes: Sequence[Node]) -> str:
-    """The ops of a group as torch names them, the most frequent first: ``mul x4, add_``."""
+    """Return the ops of a group as torch names them, most frequent first: ``mul x4, add_``."""
     counts = Counter(node.op.split(".")[1] for node in nodes)
     return ", ".join(f"{op} x{count}" if count > 1 else op for op, count in counts.most_common())
 
 
 def open_dims(shapes: list[tuple[TensorMeta, ...]]) -> Dims:
-    """For each operand the dims whose sizes differ among the given groups' operands.
+    """Return, for each operand, the dims with sizes that differ among the groups' operands.
 
     A dim of size 1 somewhere stays fixed: there it is broadcast.
     """

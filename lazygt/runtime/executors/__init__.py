@@ -1,1 +1,1 @@
-"""How a worker runs a plan; one file an executor."""
+"""Executors: ways for a worker to run a plan; one file each."""

@@ -21,17 +21,17 @@ from lazygt.runtime.wire import bits
 
 
 class CapturedPlan:
-    """Runs a plan stretch by stretch, some of them as CUDA graphs.
+    """Runner of a plan stretch by stretch, some of them as CUDA graphs.
 
-    Its first run, ``capture``, is a run like any other: a stretch is captured when its turn has
-    come, and replayed at once.
+    Its first run, ``capture``, is a run like any other: each stretch is captured in its turn, and
+    replayed at once.
 
     Args:
-        stretches: the plan, as it is cut.
+        stretches: the stretches of the plan.
 
     Attributes:
-        error: why a capture has failed.
-        misfits: how often a value lay otherwise than when it was captured.
+        error: the error of a failed capture.
+        misfits: number of times that a value had another layout than at the capture.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CapturedPlan:
         self._graphs = graphs
         self._stretches = stretches
         self._parts: list[Stretch | CapturedStretch] = []
-        #: (input, address) of those that graphs use where they lie
+        #: (input, address) of the inputs that graphs use in place
         self._in_place: list[tuple[int, int]] = []
         #: numbers that are in graphs, and their bits
         self._baked: list[int] = []
@@ -53,12 +53,12 @@ class CapturedPlan:
 
     @property
     def captures(self) -> list[Stretch]:
-        """What of it is graphs."""
+        """The stretches that are graphs."""
         return [part.stretch for part in self._graphs_of()]
 
     @property
     def complete(self) -> bool:
-        """Whether each stretch has had its turn."""
+        """True if each stretch has had its turn."""
         return len(self._parts) == len(self._stretches)
 
     def capture(
@@ -84,13 +84,13 @@ class CapturedPlan:
         return self._outputs(values) if stopped is None else self._stopped(stopped, values)
 
     def fits(self, inputs: list[Value], params: tuple[Any, ...]) -> bool:
-        """Whether a run with these would compute what it is to compute."""
+        """Return whether the graphs are valid for these inputs and numbers."""
         if any(inputs[i].data_ptr() != place for i, place in self._in_place):  # type: ignore[union-attr]
             return False
         return self._of_baked(params) == self._held
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> list[Value] | Stopped:
-        """The outputs, or where it stopped. ``inputs`` is emptied."""
+        """Return the outputs, or the node at which it stopped. ``inputs`` is emptied."""
         values: dict[int, Any] = dict(enumerate(inputs))
         inputs.clear()
         for part in self._parts:
@@ -104,7 +104,7 @@ class CapturedPlan:
     def _capture(
         self, values: dict[int, Any], params: tuple[Any, ...], steady: set[int]
     ) -> int | None:
-        """Run stretch after stretch, each as what it will be; the node where that stopped."""
+        """Run and, if possible, capture each stretch; return the node at which that stopped."""
         for stretch in self._stretches:
             part = self._captured(stretch, values, params, steady)
             if part is None:
@@ -122,7 +122,7 @@ class CapturedPlan:
     def _captured(
         self, stretch: Stretch, values: dict[int, Any], params: tuple[Any, ...], steady: set[int]
     ) -> Stretch | CapturedStretch | None:
-        """The stretch as a graph, or one to run step by step; None: the capture has failed."""
+        """Return the stretch as a graph, or to be run step by step; None: the capture failed."""
         if not stretch.captured:
             return stretch
         try:
@@ -136,7 +136,7 @@ class CapturedPlan:
     def _run_part(
         self, part: Stretch | CapturedStretch, values: dict[int, Any], params: tuple[Any, ...]
     ) -> int | None:
-        """The node at which the interpreter has to take over, if there is one."""
+        """Run a part; return the node at which the interpreter has to take over, if any."""
         if isinstance(part, CapturedStretch):
             if part.replay(values):
                 return None
@@ -157,11 +157,11 @@ class CapturedPlan:
         return [part for part in self._parts if isinstance(part, CapturedStretch)]
 
     def _storages(self) -> set[int]:
-        """The addresses of what replays write anew."""
+        """Return the addresses of the storages that replays overwrite."""
         return {place for part in self._graphs_of() for place in part.storages}
 
     def _outputs(self, values: dict[int, Any]) -> list[Value]:
-        """The outputs; what a replay writes anew is copied."""
+        """Return the outputs, with copies of those that a replay overwrites."""
         outputs = [values[number] for number in self._schedule.graph.outputs]
         first = self._copied is None
         if self._copied is None:

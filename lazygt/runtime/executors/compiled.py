@@ -21,7 +21,7 @@ from lazygt.runtime.wire import bits
 
 
 class CompiledExecutor(EagerExecutor):
-    """Runs one plan; some of its fused nodes are one call each.
+    """Executor of a plan with some fused nodes run as one compiled call each.
 
     Args:
         groups: number of a fused node of ``plan.graph`` -> its callable.
@@ -52,7 +52,7 @@ def compiled(
     cache: Cache,
     code: MakeCode | None = None,
 ) -> CompiledExecutor:
-    """The executor of a plan with these artifacts: (number of a fused node, key).
+    """Build the executor of a plan with these artifacts: (number of a fused node, key).
 
     Raises:
         ValueError: there is no such fused node, or no such artifact.
@@ -74,10 +74,10 @@ def compiled(
 
 
 class Compiled:
-    """An artifact, loaded: the callable of one fused node.
+    """A loaded artifact: the callable of one fused node.
 
-    It takes the operands and then the run-time numbers of the node, writes what the node writes,
-    and returns its fresh results, as a kernel does.
+    It takes the operands and then the run-time numbers of the node, writes the node's written
+    operands, and returns its fresh results, as a kernel does.
     """
 
     def __init__(self, group: KernelGroup, code: Path, device: torch.device) -> None:
@@ -109,10 +109,10 @@ class Compiled:
 
 
 class CompiledLanes:
-    """An artifact for a few lanes, loaded: the callable of a fused node of horizontal ops.
+    """A loaded artifact for a few lanes: the callable of a fused node of horizontal ops.
 
-    Each call serves as many lanes as the artifact has; those that the last one has too many work
-    on tensors of nobody.
+    Each call serves as many lanes as the artifact has; superfluous lanes of the last call work on
+    dummy tensors.
     """
 
     def __init__(self, lanes: Lanes, node: Node, code: Path, device: torch.device) -> None:
@@ -129,13 +129,13 @@ class CompiledLanes:
         taken = [value for lane in lanes.operands for value in lane]
         taken += range(self._operands, self._operands + len(self._spare))
         calls = range(0, len(taken), LANES * width)
-        #: for each call its operands, and where each lies among all numbers
+        #: for each call, the getter of its operands
         self._calls = [itemgetter(*taken[first : first + LANES * width]) for first in calls]
         params = [index for lane in lanes.params for index in lane]
         params += [0] * (len(lanes.lane.params) * len(calls) * LANES - len(params))
         self._params = torch.tensor(params).reshape(len(calls), -1)
         fresh = _fresh(lanes, node)
-        #: for each fresh result its call, where it lies among the call's, and its shape
+        #: (call, index among the call's results, shape) of each fresh result
         self._results = [
             (lane // LANES, lane % LANES * fresh + place, meta.shape)
             for (lane, place), meta in zip(lanes.outputs, node.fresh, strict=False)
@@ -159,19 +159,19 @@ class CompiledLanes:
         return results[0] if len(results) == 1 else results
 
     def _packed(self, numbers: tuple[Any, ...]) -> list[list[torch.Tensor]]:
-        """The numbers of each call, as ``packed`` has those of one."""
+        """Return the numbers of each call, packed as by ``packed``."""
         rows = torch.tensor(numbers, dtype=torch.float64)[self._params]
         return [[row] if self._device.type == "cpu" else list(row.unbind()) for row in rows]
 
 
 def _fresh(lanes: Lanes, node: Node) -> int:
-    """How many of a lane's outputs are fresh."""
+    """Return the number of a lane's outputs that are fresh."""
     return len({place for _, place in lanes.outputs[: len(node.fresh)]})
 
 
 @cache
 def load(path: Path, device: torch.device) -> Callable[..., Any]:
-    """Load an artifact's code, once a file and process.
+    """Load an artifact's code, once per file and process.
 
     The extension calls it directly. Torch's own loader serves CPUs without the extension. For a GPU
     it would ask, by an event, for an earlier call of the same model: a CUDA graph can't capture

@@ -1,9 +1,9 @@
-"""CUDA graphs of a worker: stretches of a plan, captured once and replayed with one launch.
+"""CUDA graphs of a worker: stretches of a plan, captured once, replayed by one launch.
 
-A graph reads and writes the memory that it was captured with. What a stretch takes is there
-already if it lies at the same address in each run (weights, and what an earlier stretch made);
-anything else is copied to memory of the graph's own before a replay. What it makes lies in a pool
-that all graphs of the worker share: only during a run, since whoever runs it copies what lives on.
+A graph reads and writes the memory that it was captured with. An operand is there already if it
+lies at the same address in each run (weights, and results of an earlier stretch); any other is
+copied to the graph's own memory before a replay. Results lie in a pool that all graphs of the
+worker share, and only during a run: the caller copies those that live on.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lazygt.runtime.host_copies import unused_bytes
 from lazygt.runtime.kernels import clear_error, clone
 from lazygt.runtime.store import Value
 
-#: Of a GPU's free memory, how much graphs may take where nobody has set a limit.
+#: Share of a GPU's free memory that graphs may take if no limit is set.
 FREE_SHARE = 0.5
 #: Captures of a worker that may fail before it tries no more.
 FAILURES = 3
-#: What torch says of an op that waits for the GPU, where none may.
+#: Part of torch's error for an op that waits for the GPU while none may.
 _WAITED = "called a synchronizing CUDA operation"
 
 
 class Uncapturable(Exception):
-    """Why a stretch is run step by step; nothing has been run of it."""
+    """Reason for which a stretch is run step by step; nothing of it has been run."""
 
 
 class CudaGraphs:
@@ -42,9 +42,9 @@ class CudaGraphs:
 
     Args:
         limit: bytes that the graphs may keep; None: a share of the memory that is free now.
-        measured: whether a plan's graphs are used only if they are faster.
-        alignment: bytes; how round an address kernels look at, at most.
-        cuda: ``torch.cuda``, or what stands in for it.
+        measured: a plan's graphs are used only if they are faster.
+        alignment: largest alignment of addresses that kernels look at, in bytes.
+        cuda: ``torch.cuda``, or a stand-in for it.
 
     Attributes:
         stopped_at: the node at which the last capture failed; None: at none of them.
@@ -67,24 +67,24 @@ class CudaGraphs:
         self._pool: Any = None
         self._pool_bytes = 0
         self._kept: WeakSet[CapturedStretch] = WeakSet()
-        #: graphs whose captures failed: the allocator may ask them until the process ends
+        #: graphs of failed captures: the allocator may ask them until the process ends
         self._failed: list[Any] = []
 
     @property
     def usable(self) -> bool:
-        """True while more may be captured: each capture that fails leaves memory behind."""
+        """True while more may be captured: each failed capture leaves memory behind."""
         return len(self._failed) < FAILURES
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the graphs keep: their pool, and memory that is copied to before a replay."""
+        """Bytes that the graphs keep: their pool, and the memory of copied operands."""
         if not self._kept:
             return 0
         return self._pool_bytes + sum(kept.nbytes for kept in self._kept)
 
     @property
     def limit(self) -> int:
-        """Bytes that the graphs may keep, by what is free now where no number was given."""
+        """Bytes that the graphs may keep; without a set limit, it depends on the free memory."""
         if self._limit is not None:
             return self._limit
         return self.nbytes + int(FREE_SHARE * unused_bytes(self.device, self._cuda))
@@ -95,7 +95,7 @@ class CudaGraphs:
         return max(pool, peak) + self.nbytes - pool <= self.limit
 
     def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
-        """How long something takes with all that it has the GPU do, and what it returns."""
+        """Return the time of a call with all of its work on the GPU, and its result."""
         self._cuda.synchronize(self.device)
         begin = self.clock()
         returned = run()
@@ -104,7 +104,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def nobody_waits(self) -> Iterator[None]:
-        """Inside, torch's ops raise where they would wait for the GPU; see ``waited``."""
+        """Context in which torch's ops raise if they would wait for the GPU; see ``waited``."""
         before = self._cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it may miss some: so a capture may fail
@@ -127,15 +127,15 @@ class CudaGraphs:
         params: tuple[Any, ...],
         steady: set[int],
     ) -> CapturedStretch:
-        """A stretch as a graph. It has not been run yet.
+        """Capture a stretch as a graph, without running it.
 
         Args:
-            values: all that are alive before it; they stay as they are.
+            values: all values that are alive before it; they stay as they are.
             steady: those that lie at the same address in each run.
 
         Raises:
             Uncapturable: it can't be a graph.
-            Exception: whatever a kernel or CUDA raises; see ``stopped_at``.
+            Exception: any error of a kernel or of CUDA; see ``stopped_at``.
         """
         copies = self._copies(stretch, values, steady)
         inside = {number: copies.get(number, values[number]) for number in stretch.takes}
@@ -154,7 +154,7 @@ class CudaGraphs:
     def _copies(
         self, stretch: Stretch, values: dict[int, Value], steady: set[int]
     ) -> dict[int, torch.Tensor]:
-        """Memory for what the stretch takes from changing places."""
+        """Allocate copies of the stretch's operands that have no steady address."""
         copies: dict[int, torch.Tensor] = {}
         shares = Counter(map(address, values.values()))
         for number in stretch.takes:
@@ -173,10 +173,10 @@ class CudaGraphs:
         return copies
 
     def _capture(self, body: Callable[[], None]) -> Any:
-        """Capture the GPU's work of ``body`` as a graph; it is not done.
+        """Capture the GPU's work of ``body`` as a graph, without doing it.
 
         Draws are from the device's own generator, which torch has in each capture: a replay draws
-        what its kernels would have drawn, and moves the generator on as they would have.
+        the numbers that its kernels would have drawn, and advances the generator likewise.
         """
         cuda = self._cuda
         if self._stream is None:
@@ -197,13 +197,15 @@ class CudaGraphs:
                 self._abandon(graph)
                 raise
         self._clear_workspaces()
-        cuda.synchronize(self.device)  # the side stream has written what replays tell generators by
+        cuda.synchronize(self.device)  # the side stream has written generator state for replays
         self._pool_bytes += max(cuda.memory_reserved(self.device) - before, 0)
         return graph
 
     def _abandon(self, graph: Any) -> None:
-        """End a capture that has failed. Later ones have a pool of their own: torch's allocator may
-        be left with half of this one."""
+        """End a failed capture.
+
+        Later ones have their own pool: torch's allocator may be left with half of this one.
+        """
         self._failed.append(graph)
         with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
             graph.capture_end()
@@ -221,7 +223,7 @@ class CudaGraphs:
         self._pool = self._cuda.graph_pool_handle()
 
     def _clear_workspaces(self) -> None:
-        """Have cuBLAS take a workspace of the pool for a capture, and keep it no longer."""
+        """Clear cuBLAS's workspaces: a capture allocates one in the pool, and it is freed after."""
         if self.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
 
@@ -230,7 +232,7 @@ def graphs_of(device: torch.device, setting: str, limit: int | None) -> CudaGrap
     """Make the graphs of a device; None: nothing is captured there.
 
     Args:
-        setting, limit: as ``lazygt.session(cuda_graphs=..., max_cuda_graph_bytes=...)`` has them.
+        setting, limit: of ``lazygt.session(cuda_graphs=..., max_cuda_graph_bytes=...)``.
     """
     if device.type != "cuda" or setting == "off":
         return None
@@ -241,17 +243,17 @@ class CapturedStretch:
     """A stretch as a graph.
 
     Args:
-        copies: what is copied before each replay: value -> where to.
+        copies: value -> the memory that it is copied to before each replay.
         inside: the values at the end of the capture.
         outside: the values before it.
 
     Attributes:
         in_place: addresses of storages, not the graph's own, that it reads or writes.
-        storages: addresses of those that each replay writes anew.
-        nbytes: of the memory that is copied to.
+        storages: addresses of those that each replay overwrites.
+        nbytes: bytes of the memory of copied operands.
 
     Raises:
-        Uncapturable: something that it makes can't be handed out.
+        Uncapturable: one of its results can't be handed out.
     """
 
     def __init__(
@@ -275,9 +277,9 @@ class CapturedStretch:
         }
         homes.pop(0, None)
         self.in_place = set(homes)
-        #: values that lie where the graph has put them
+        #: values in the graph's own memory
         self._static: dict[int, Any] = {}
-        #: values that lie in a storage that it was given: which value's, and how
+        #: (value, the operand with its storage, its meta if that differs from the operand's)
         self._shared: list[tuple[int, int, TensorMeta | None]] = []
         for number in stretch.gives:
             value = inside[number]
@@ -292,8 +294,11 @@ class CapturedStretch:
         self.storages |= {address(copy) for copy in copies.values()} - {0}
 
     def replay(self, values: dict[int, Any]) -> bool:
-        """Run it on the values that are alive; False, and nothing is done, where one of them lies
-        otherwise than when it was captured."""
+        """Replay the graph on the values that are alive.
+
+        Returns:
+            False, and nothing is done, if a value has another layout than at the capture.
+        """
         loads = [
             (copies, [values[number] for number in numbers]) for numbers, copies in self._copies
         ]
@@ -311,14 +316,16 @@ class CapturedStretch:
         return True
 
     def _fits(self, copy: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether kernels take a copy as they would the value: some look at strides, and at
-        how round an address is."""
+        """Return whether kernels treat a copy as they would the value.
+
+        Some depend on strides, and on the alignment of the address.
+        """
         round_enough = value.data_ptr() % self._alignment == 0
         return round_enough and copy.stride() == value.stride() and copy.device == value.device
 
 
 def address(value: Any) -> int:
-    """Of its storage; 0: it has no memory."""
+    """Return the address of a value's storage; 0: it has no memory."""
     if not isinstance(value, torch.Tensor) or value._is_zerotensor():
         return 0
     storage = value.untyped_storage()
@@ -326,7 +333,7 @@ def address(value: Any) -> int:
 
 
 def copied(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the very same strides, in few launches."""
+    """Copy values with the very same strides, in few launches."""
     results: dict[int, torch.Tensor] = {}
     dense: dict[int, torch.Tensor] = {}
     for position, value in enumerate(values):
@@ -342,7 +349,7 @@ def copied(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def own_storages(values: dict[int, Any], storages: set[int]) -> dict[int, Any]:
-    """The values, those in these storages in copies of them; what shared memory shares it again."""
+    """Replace values in these storages by copies; values that shared memory share it again."""
     copies: dict[int, torch.UntypedStorage] = {}
     for number, value in values.items():
         place = address(value)
@@ -364,7 +371,7 @@ def _plain(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _by_dtype(values: dict[int, torch.Tensor]) -> Iterable[list[int]]:
-    """The keys in groups that one launch copies."""
+    """Return the keys in groups that one launch copies."""
     groups: defaultdict[torch.dtype, list[int]] = defaultdict(list)
     for number, value in values.items():
         groups[value.dtype].append(number)
@@ -374,7 +381,7 @@ def _by_dtype(values: dict[int, torch.Tensor]) -> Iterable[list[int]]:
 def _view(
     value: torch.Tensor, meta: TensorMeta, storage: torch.UntypedStorage | None = None
 ) -> torch.Tensor:
-    """A tensor of this meta in the storage of a value, or in another one."""
+    """Return a tensor of this meta in the storage of a value, or in another one."""
     view = torch.empty(0, dtype=meta.dtype, device=value.device)
     view.set_(storage or value.untyped_storage(), meta.offset, meta.shape, meta.stride)
     if meta.conj:

@@ -1,6 +1,6 @@
 """A worker that computes nothing: it knows the shapes of values, and answers with zeros.
 
-What a script uploads is kept and fetched back as it was; every other number is 0 and every other
+A script's uploads are kept and fetched back as they were; every other number is 0 and every other
 flag is False. A script that branches on values branches on those.
 """
 
@@ -27,10 +27,9 @@ MOST_ZEROS = 1 << 30
 
 
 class DryWorker(Worker):
-    """Takes plans and runs as every worker does, and calls no kernel.
+    """Worker that takes plans and runs like any other, and calls no kernel.
 
-    Its values are meta tensors. It fails, with a RuntimeError, what can't be told without values:
-    the shape of a data-dependent result.
+    Its values are meta tensors. Ops with a result of data-dependent shape fail with a RuntimeError.
     """
 
     def __init__(self, max_plans: int, max_plan_bytes: int) -> None:
@@ -54,7 +53,7 @@ class DryWorker(Worker):
 
 
 class _Zeros(Exchange):
-    """Zeros stand for what is fetched."""
+    """Exchange that sends zeros for all computed values."""
 
     def send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
         if isinstance(value, torch.Tensor) and value.is_meta:
@@ -78,7 +77,7 @@ def _stand_in(node: Node, meta: TensorMeta | None) -> Value:
 
 
 def _answer(plan: Plan) -> Any:
-    """What the data-dependent last node of a plan returns: zeros, if they say it all."""
+    """Return the results of a plan's data-dependent last node: zeros if all are numbers."""
     node = plan.steps.graph.nodes[-1]
     known = op_facts(node)
     if known is not None and not node.writes and set(known.outputs) == {"p"}:

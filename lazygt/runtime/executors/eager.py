@@ -1,11 +1,11 @@
 """The eager executor: node after node, with torch's own kernels.
 
-The first run goes through the checked interpreter, which compares every result with what the
-client inferred; later runs go through code: a native program where the extension loads, generated
-Python elsewhere. A plan whose program was checked in other sizes is a native program from the
-start, which compares its results itself. When a node fails there, the interpreter takes over at
-that node with the values as they stand: what depends on the failed node is marked, everything else
-is still computed.
+The first run goes through the checked interpreter, which compares every result with the client's
+inferred one; later runs go through code: a native program if the extension loads, else generated
+Python. A plan with a program that was checked in other sizes is a native program from the start,
+which compares its results itself. When a node fails there, the interpreter takes over at that node
+with the values as they stand: values that depend on the failed node are marked, everything else is
+still computed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lazygt.runtime.store import Failed, Value
 
 
 class Code(Protocol):
-    """A schedule made ready to run again and again."""
+    """Protocol of a schedule prepared to run again and again."""
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> list[Value] | Stopped:
-        """The outputs, or where it stopped. ``inputs`` is emptied."""
+        """Return the outputs, or the node at which it stopped. ``inputs`` is emptied."""
 
 
-#: What code is made by.
+#: Factory of code.
 MakeCode = Callable[[Schedule, CheckedInterpreter, str], Code]
 
 
 def code_of(setting: str) -> MakeCode:
-    """What makes the code that ``LAZYGT_PLAN_CODE`` asks for.
+    """Return the factory of the code that ``LAZYGT_PLAN_CODE`` asks for.
 
     Raises:
         LazyGTError: native code, and there is no extension.
@@ -52,12 +52,12 @@ def code_of(setting: str) -> MakeCode:
 
 
 class Outcome:
-    """What a run made.
+    """Results of a run.
 
     Attributes:
         outputs: the values of ``graph.outputs``.
-        failures: what failed.
-        returned, written: of a data-dependent last node: what it returned, what it wrote.
+        failures: the failures of nodes.
+        returned, written: of a data-dependent last node: its returns, and the tensors it wrote.
     """
 
     __slots__ = ("failures", "outputs", "returned", "written")
@@ -70,12 +70,12 @@ class Outcome:
 
 
 class EagerExecutor:
-    """Runs one plan, node after node, with torch's own kernels.
+    """Executor of a plan, node after node, with torch's own kernels.
 
     Args:
-        schedule: what to run, if it is not the plan's own steps.
+        schedule: the schedule to run, if it is not the plan's own steps.
         compiled: callables of the fused nodes in ``schedule``, by number.
-        code: what makes the code; None: as ``code_of("auto")`` says.
+        code: factory of the code; None: as ``code_of("auto")`` returns it.
         template: of the plan, if there may be others of it.
     """
 
@@ -92,13 +92,13 @@ class EagerExecutor:
         self.schedule = schedule or plan.steps
         self.interpreter = CheckedInterpreter(self.schedule, device, compiled)
         self._make_code = code
-        #: what runs it from the second time on, once there is something
+        #: code that runs it from the second time on, once it is made
         self.code: Code | None = None
         self._checked = False
 
     @property
     def plain(self) -> EagerExecutor:
-        """What runs it node after node: itself, unless it stands before another one."""
+        """The executor that runs it node after node: itself, unless it wraps another one."""
         return self
 
     def step_of(self, node: int) -> int:
@@ -129,7 +129,7 @@ class EagerExecutor:
         return code
 
     def _run_first(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
-        """The first run, in which everything is checked."""
+        """Do the first run, in which everything is checked."""
         template = self._template
         if template is None or not template.checked or self._make_code is not NativeCode:
             outcome = self._run_checked(inputs, params)
@@ -147,7 +147,7 @@ class EagerExecutor:
     def _go_on_checking(
         self, stopped: Stopped, params: tuple[Any, ...], code: NativeCode
     ) -> Outcome:
-        """The rest of a first run."""
+        """Do the rest of a first run."""
         failures: list[Failure] = []
         values, start = stopped.values, stopped.node
         if stopped.made:
@@ -159,12 +159,12 @@ class EagerExecutor:
         outcome.failures[:0] = failures
         if not outcome.failures:
             self._checked = True
-            # a program that lays something out otherwise is made anew
+            # a program with other strides is made anew
             self.code = None if self.interpreter.lays_out else code
         return outcome
 
     def go_on(self, stopped: Stopped, params: tuple[Any, ...]) -> Outcome:
-        """Do the rest of a run whose code has stopped."""
+        """Do the rest of a run after its code has stopped."""
         with torch._C._AutoDispatchBelowAutograd():
             return self._finish(stopped.values, params, stopped.node)
 
@@ -191,13 +191,13 @@ class EagerExecutor:
 
 
 class TimedExecutor(EagerExecutor):
-    """Runs what another executor runs, node after node, and notes when each began and ended.
+    """Executor that runs another one's schedule node by node, and times each node.
 
-    A node's time contains its copies and what the interpreter does around its kernel, some
+    A node's time contains its copies and the interpreter's own work around its kernel, some
     microseconds; on a GPU each node waits for its kernels to end.
 
     Args:
-        mark: told the step of each node that begins.
+        mark: called with the step of each node that begins.
 
     Attributes:
         times: (step, count, begin, end) of the run, as ``messages.Timings`` has them.
@@ -229,9 +229,9 @@ class TimedExecutor(EagerExecutor):
 
 
 class _Timed(CheckedInterpreter):
-    #: told a node's number and when it began, once it has ended
+    #: called with a node's number and start time, once it has ended
     ran: Callable[[int, int], None]
-    #: told its number when it begins
+    #: called with a node's number when it begins
     begins: Callable[[int], None] = staticmethod(lambda _: None)
 
     def _node(

@@ -16,13 +16,13 @@ from lazygt.runtime.store import Value
 
 
 class GeneratedCode:
-    """Runs a schedule up to its data-dependent last node, if there is one."""
+    """Runner of a schedule up to its data-dependent last node, if there is one."""
 
     def __init__(self, schedule: Schedule, interpreter: CheckedInterpreter, name: str) -> None:
         self._run, self._lines = _Generator(schedule, interpreter, name).build()
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> list[Value] | Stopped:
-        """The outputs, or where it stopped. ``inputs`` is emptied."""
+        """Return the outputs, or the node at which it stopped. ``inputs`` is emptied."""
         try:
             outputs: list[Value] = self._run(inputs, params)
         except Exception as error:  # noqa: BLE001 - the interpreter meets it again, and reports it
@@ -30,7 +30,7 @@ class GeneratedCode:
         return outputs
 
     def _where(self, error: Exception) -> Stopped:
-        """The node that raised, and the values at that moment."""
+        """Return the node that raised, and the values at that moment."""
         trace = error.__traceback__
         assert trace is not None
         assert trace.tb_next is not None
@@ -44,7 +44,7 @@ class GeneratedCode:
 
 @lru_cache(maxsize=256)
 def _compiled(source: str) -> CodeType:
-    """The code of ``run``. Numbers stand in names, so plans that differ in sizes share it."""
+    """Compile the code of ``run``. Plans that differ in sizes share it: numbers are names."""
     names: dict[str, Any] = {}
     exec(compile(source, "<plan>", "exec"), names)
     code: CodeType = names["run"].__code__
@@ -52,7 +52,7 @@ def _compiled(source: str) -> CodeType:
 
 
 class _End(Exception):
-    """The rest is the interpreter's: the client is told what a data-dependent node returned."""
+    """Signal that the rest is the interpreter's: it reports a data-dependent node's results."""
 
 
 class _Generator:
@@ -170,7 +170,7 @@ class _Generator:
 
     @staticmethod
     def pattern(places: Places) -> str:
-        """What the returned value is assigned to; empty when nothing new is returned."""
+        """Return the target that the returned value is assigned to; empty if nothing is new."""
         parts = []
         for place in places:
             if isinstance(place, list):

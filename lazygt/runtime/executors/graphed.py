@@ -1,13 +1,13 @@
-"""The graphed executor: on a GPU, a hot plan as CUDA graphs, with what can't be captured between.
+"""The graphed executor: on a GPU, a hot plan as CUDA graphs, with other steps between.
 
-It begins as the executor that it stands before (``plain``), and looks at what changes from run to
-run. Then the plan's steps are run once with torch telling which of them wait for the GPU, what can
-be captured is, and both ways are timed in turn. The faster one stays.
+It begins as the executor that it wraps (``plain``), and notes the inputs and numbers that change
+from run to run. Then the plan's steps are run once with torch reporting those that wait for the
+GPU, the capturable ones are captured, and both ways are timed in turn. The faster one stays.
 
-A replay computes what the steps compute, with the same kernels. What a graph holds fast is looked
-at before each: where the inputs lie that it uses in place, and the numbers that are arguments of
-its kernels. If one differs the run is the plain executor's; if that goes on, the plan is captured
-anew with what has changed left out.
+A replay computes the same as the steps, with the same kernels. The fixed parts of a graph are
+checked before each: the addresses of the inputs that it uses in place, and the numbers that are
+arguments of its kernels. If one differs the run is the plain executor's; if that goes on, the plan
+is captured anew without the parts that have changed.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
 from lazygt.runtime.wire import bits
 
-#: Runs that are looked at before a plan is captured, if it is measured, and if not.
+#: Number of runs that are watched before a plan is captured, if it is measured, and if not.
 WATCHED, WATCHED_NOW = 6, 2
-#: How often each way is timed.
+#: Number of timed runs of each way.
 TRIALS = 4
-#: Seconds that a run takes on its way here, which known runs of the plain way are spared.
+#: Seconds of Python before a run here, which known runs of the plain executor save.
 PYTHON = 4e-5
-#: What a run that can't be a replay counts, less one for each that is, and when that is too much.
+#: Penalty of a run that can't be a replay (one that can subtracts 1), and the largest allowed sum.
 MISMATCH, TOO_MANY = 2, 6
-#: How often a plan is captured, at most.
+#: Largest number of captures of a plan.
 CAPTURES = 4
 
 _WATCH, _ASK, _CAPTURE, _TRY, _REPLAY, _PLAIN = range(6)
 
 
 class GraphedExecutor(EagerExecutor):
-    """Runs one plan, from some run on as CUDA graphs.
+    """Executor of a plan that runs it as CUDA graphs from some run on.
 
     Args:
-        plain: what runs it otherwise.
-        graphs: what captures.
+        plain: the executor that runs it otherwise.
+        graphs: the CUDA graphs of the worker.
 
     Attributes:
-        news: what has been decided since the worker looked last.
-        given_up: whether ``plain`` will do all further runs.
+        news: the decision made since the worker looked last.
+        given_up: ``plain`` will do all further runs.
     """
 
     def __init__(self, plain: EagerExecutor, graphs: CudaGraphs) -> None:
@@ -64,7 +64,7 @@ class GraphedExecutor(EagerExecutor):
         self.news: Captured | None = None
         self._graphs = graphs
         self._phase, self._runs, self._captures = _WATCH, 0, 0
-        #: of the last run that was looked at: where its inputs lay, and its numbers
+        #: of the last watched run: the addresses of its inputs, and its numbers
         self._places: list[int] | None = None
         self._numbers: tuple[Any, ...] = ()
         #: inputs that have moved, numbers that have changed, nodes that wait for the GPU
@@ -78,7 +78,7 @@ class GraphedExecutor(EagerExecutor):
 
     @property
     def plain(self) -> EagerExecutor:
-        """What it stands before."""
+        """The executor that it wraps."""
         return self._plain
 
     def step_of(self, node: int) -> int:
@@ -115,7 +115,7 @@ class GraphedExecutor(EagerExecutor):
         return self.plain.run(inputs, params)
 
     def _look(self, inputs: list[Value], params: tuple[Any, ...]) -> None:
-        """Note which inputs and numbers are not those of the last run."""
+        """Note the inputs and numbers that differ from the last run's."""
         places = [address(value) for value in inputs]
         if self._places is not None:
             pairs = zip(places, self._places, strict=True)
@@ -125,7 +125,7 @@ class GraphedExecutor(EagerExecutor):
         self._places, self._numbers = places, params
 
     def _ask(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
-        """Run step by step, and note which of them wait for the GPU."""
+        """Run step by step, and note the steps that wait for the GPU."""
         if not cut(self.schedule, (), self._changed):
             self._phase = _PLAIN
             return self.plain.run(inputs, params)
@@ -142,7 +142,7 @@ class GraphedExecutor(EagerExecutor):
     # -- captures ------------------------------------------------------------------------
 
     def _capture(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
-        """Run, and capture meanwhile."""
+        """Run the plan, and capture it meanwhile."""
         self._look(inputs, params)
         stretches = cut(self.schedule, self._apart, self._changed)
         refusal = self._refusal(stretches)
@@ -170,14 +170,14 @@ class GraphedExecutor(EagerExecutor):
         return outcome
 
     def _leave_out(self, node: int | None, error: Exception) -> None:
-        """Capture again in the next run, with the node apart at which this capture failed."""
+        """Capture again in the next run, without the node at which this capture failed."""
         if node is None or not self._graphs.usable:
             self._give_up(f"{type(error).__name__}: {error}".rstrip(": "), failed=True)
         else:
             self._apart.add(node)
 
     def _refusal(self, stretches: list[Stretch]) -> str | None:
-        """Why no capture is to be tried."""
+        """Return the reason against a capture, if there is one."""
         if not stretches:
             return "too few steps in a row can be captured"
         if self._captures == CAPTURES:
@@ -192,7 +192,7 @@ class GraphedExecutor(EagerExecutor):
     # -- runs ----------------------------------------------------------------------------
 
     def _again(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
-        """Run what is captured, if that computes what this run is to compute."""
+        """Run the captured plan if it is valid for this run; else the plain one."""
         assert self._captured is not None
         if not self._captured.fits(inputs, params):
             self._look(inputs, params)
@@ -209,7 +209,7 @@ class GraphedExecutor(EagerExecutor):
         return outcome
 
     def _try(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
-        """Run, timed: plain and as graphs in turn."""
+        """Run the plan, timed, alternately plain and as graphs."""
         run = self._replay if len(self._times) % 2 else self.plain.run
         seconds, outcome = self._graphs.seconds(lambda: run(inputs, params))
         self._times.append(seconds)
@@ -231,7 +231,7 @@ class GraphedExecutor(EagerExecutor):
             return self._finish(outputs.values, params, outputs.node, check)
         return Outcome(outputs, [], None, [])
 
-    # -- what is decided -----------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------
 
     def _give_up(self, reason: str, failed: bool = False) -> None:
         self._phase, self._captured = _PLAIN, None
@@ -246,9 +246,9 @@ class GraphedExecutor(EagerExecutor):
 
 
 class _Asking(CheckedInterpreter):
-    """Finds the nodes that wait for the GPU.
+    """Interpreter that finds the nodes that wait for the GPU.
 
-    A node is run again when it would have waited, so those are not asked that write or draw.
+    A node is run again if it would have waited, so nodes that write or draw are not checked.
     """
 
     graphs: CudaGraphs
@@ -279,7 +279,7 @@ def _too_large(nbytes: int, limit: int) -> str:
 
 
 def _made_at_once(schedule: Schedule) -> int:
-    """The most bytes that are alive at once of what the nodes make; inputs have theirs."""
+    """Return the peak bytes of the nodes' results; inputs are not counted."""
     graph = schedule.graph
     nothing = tuple(intern((0,), (1,), meta.dtype) for meta in graph.inputs)
     return peak_bytes(replace(graph, inputs=nothing), schedule.frees)

@@ -1,4 +1,4 @@
-"""The checked interpreter: node by node, checking results and containing failures."""
+"""The checked interpreter: runs node by node, checks results and contains failures."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from lazygt.runtime.messages import COLLECTIVE_ERROR, Failure
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
 
-#: For each return of a node the number of its value, the numbers of a list's, or None: no new one.
+#: For each return of a node: the number of its value, the numbers of a list's, or None: not new.
 Places = list[int | list[int] | None]
 
 
 class Stopped(NamedTuple):
-    """Where code has stopped: the interpreter takes over at ``node`` with these values.
+    """The point at which code has stopped: the interpreter takes over at ``node``.
 
     Attributes:
-        made: what the node makes is there, and not as promised.
+        values: the values at that moment.
+        made: the node's results are there, and not as promised.
     """
 
     node: int
@@ -37,17 +38,17 @@ class Stopped(NamedTuple):
 
 
 class CheckedInterpreter:
-    """Interprets a schedule.
+    """Interpreter of a schedule.
 
     Args:
         compiled: number of a fused node that is one step -> its callable.
 
     Attributes:
         compiled: as given.
-        restrided: node number -> positions of results that are laid out anew, as was recorded.
-        relaid_outputs: position of an output that is -> its strides.
-        relaid: (node number, result, strides that its kernel gave it) of such results, as found
-            since the worker looked last.
+        restrided: node number -> positions of results that are copied to the recorded strides.
+        relaid_outputs: position of an output that is copied so -> its strides.
+        relaid: (node number, result, strides that its kernel gave it) of such results, found since
+            the worker looked last.
         returned, written: of the data-dependent last node of the last run.
     """
 
@@ -71,11 +72,11 @@ class CheckedInterpreter:
 
     @property
     def lays_out(self) -> bool:
-        """Whether some value has to be laid out anew in each run."""
+        """True if some value has to be copied to other strides in each run."""
         return bool(self.restrided or self.relaid_outputs)
 
     def kernel(self, number: int, op: str) -> Callable[..., Any]:
-        """The callable of a node."""
+        """Return the callable of a node."""
         kernel = self.compiled.get(number) or self._kernels.get(op)
         if kernel is None:
             kernel = kernels.kernel(op)
@@ -85,14 +86,14 @@ class CheckedInterpreter:
 
     @staticmethod
     def output_kinds(node: Node) -> tuple[str, ...]:
-        """One letter a return (see ``graph.ops``)."""
+        """Return one letter for each return (see ``graph.ops``)."""
         f = op_facts(node)
         if f is not None:
             return f.outputs
         return ("f",) * len(node.fresh)
 
     def places(self, node: Node, results: range) -> Places:
-        """Where the returns of a node go; empty when nothing new is returned."""
+        """Return the values that a node's returns become; empty if nothing new is returned."""
         kinds = self.output_kinds(node)
         fresh = list(results[: len(node.fresh)])
         singles = sum(1 for kind in kinds if kind in ("f", "v"))
@@ -112,10 +113,10 @@ class CheckedInterpreter:
     def run(
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool
     ) -> list[Failure]:
-        """Run from node ``start`` on; results land in ``values``. Returns the failures."""
+        """Run from node ``start`` on; results land in ``values``. Return the failures."""
         failures: list[Failure] = []
         self.returned, self.written = None, []
-        #: while nothing has failed, no node need be asked whether it depends on that
+        #: while nothing has failed, nodes need no check for failed operands
         failed = any(type(value) is Failed for value in values.values())
         for number in range(start, len(self.schedule.graph.nodes)):
             node, results = self.schedule.graph.nodes[number], self._results[number]
@@ -136,11 +137,11 @@ class CheckedInterpreter:
     def step(
         self, number: int, values: dict[int, Any], params: tuple[Any, ...], check: bool = True
     ) -> None:
-        """Run one node, and drop what dies there; raises what the node does.
+        """Run one node, and drop the values that die there; raises the node's error.
 
         Args:
-            check: compare its results with what was recorded; False: they are laid out as a check
-                has found that they must be.
+            check: compare its results with the recorded ones; False: restride them as an earlier
+                check has found necessary.
         """
         node, results = self.schedule.graph.nodes[number], self._results[number]
         self._node(number, node, results, values, params, check)
@@ -153,7 +154,7 @@ class CheckedInterpreter:
             values.pop(dead, None)
 
     def look_at(self, number: int, values: dict[int, Value]) -> list[Failure]:
-        """Check what a node has made already, as ``run`` does. Returns the failures."""
+        """Check the results that a node has made already, as ``run`` does. Return the failures."""
         node, results = self.schedule.graph.nodes[number], self._results[number]
         try:
             laid_out = self._checked(number, node, [values[result] for result in results])
@@ -172,7 +173,7 @@ class CheckedInterpreter:
         values: dict[int, Value],
         failures: list[Failure],
     ) -> None:
-        """Mark what a node was to make."""
+        """Mark the results of a node as failed."""
         if node.op in COLLECTIVES or node.op in POINT_TO_POINT or node.op == WAIT:
             self._part(poison.failure, failures)
         values.update(dict.fromkeys(results, poison))
@@ -181,7 +182,7 @@ class CheckedInterpreter:
 
     @staticmethod
     def _part(failure: Failure, failures: list[Failure]) -> None:
-        """Leave the ranks that wait for what can't be computed here; the client is told why."""
+        """Leave the ranks that wait for a failed collective; the client gets the reason."""
         left = group.abandon(f"{failure.kind}: {failure.detail}")
         if left and failure.kind != COLLECTIVE_ERROR and failure not in failures:
             failures.append(failure)
@@ -221,7 +222,7 @@ class CheckedInterpreter:
     def _argument(
         self, arg: Arg, values: dict[int, Any], copies: dict[int, Any], params: tuple[Any, ...]
     ) -> Any:
-        """What stands for an argument; a method, since a closure would keep all values alive."""
+        """Return an argument's value; a method, since a closure would keep all values alive."""
         kind = type(arg)
         if kind is Ref:
             return copies.get(arg.index, values[arg.index])
@@ -245,9 +246,9 @@ class CheckedInterpreter:
         return kernels.write_back(base, value, chain)
 
     def _new(self, node: Node, returned: Any) -> list[Any]:
-        """What an op returned, without the tensors that it only wrote.
+        """Return an op's results, without the tensors that it only wrote.
 
-        Ints are told of a data-dependent op only; of others the client knows them.
+        Ints are included for a data-dependent op only; for others the client knows them.
         """
         kinds = self.output_kinds(node)
         items = (returned,) if len(kinds) == 1 else tuple(returned or ())
@@ -265,7 +266,7 @@ class CheckedInterpreter:
         return fresh
 
     def promised(self, number: int) -> list[tuple[int, TensorMeta]]:
-        """The values that a node makes whose metas are known, and these."""
+        """Return the results of a node that have known metas, with these."""
         node, results = self.schedule.graph.nodes[number], self._results[number]
         if node.op == WRITE_BACK or node.dynamic:
             return []
@@ -277,10 +278,10 @@ class CheckedInterpreter:
         ]
 
     def _checked(self, number: int, node: Node, made: list[Any]) -> list[Any]:
-        """Compare results with what the client inferred; only their strides may differ.
+        """Compare results with the inferred ones; only their strides may differ.
 
-        A result stays as its kernel laid it out where the rest of the plan allows it, else it is
-        laid out as was recorded.
+        A result keeps its kernel's strides if the rest of the plan allows it; else it is copied to
+        the recorded ones.
         """
         wrong = []
         for position, (value, meta) in enumerate(zip(made, node.results, strict=True)):
@@ -299,7 +300,7 @@ class CheckedInterpreter:
     def _stays(
         self, number: int, node: Node, position: int, value: torch.Tensor, meta: TensorMeta
     ) -> bool:
-        """Whether a result with other strides than were recorded may keep them.
+        """Return whether a result with other strides than recorded may keep them.
 
         Raises:
             GraphError: it may not, and a copy would no longer share its memory.
@@ -318,10 +319,10 @@ class CheckedInterpreter:
         return False
 
     def lay_out(self, outputs: list[Value], check: bool = False) -> None:
-        """Lay outputs out as was recorded: the client knows them by their strides.
+        """Copy outputs to the recorded strides: the client knows them by these.
 
         Args:
-            check: note which of them need it.
+            check: note the outputs that need it.
         """
         if check:
             slots, metas = self.schedule.graph.outputs, self.schedule.graph.values
@@ -358,10 +359,10 @@ def _failure(number: int, node: Node, error: Exception) -> Failure:
 
 
 def _poison(node: Node, values: Mapping[int, Value]) -> Failed | None:
-    """What a node depends on that has failed."""
+    """Return the failed value that a node depends on, if there is one."""
     return next((v for ref in node.refs() if type(v := values.get(ref)) is Failed), None)
 
 
 def _is_as_promised(value: torch.Tensor, meta: TensorMeta) -> bool:
-    """Whether nothing differs, not even a stride that no element is found by."""
+    """Return whether a value equals its meta, even in strides that address no element."""
     return value.shape == meta.shape and value.dtype is meta.dtype and value.stride() == meta.stride

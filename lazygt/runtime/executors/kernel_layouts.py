@@ -1,8 +1,8 @@
 """Strides of kernels in the place of recorded ones, for as long as a plan runs.
 
-Kernels sum in an order that strides decide: a result that is laid out anew gives later sums other
-last bits than eager torch. A result stays as its kernel laid it out if every later view of it, and
-of what shares its memory, exists for those strides too and names no strides itself.
+The strides determine the order in which kernels sum: a restrided result gives later sums other last
+bits than eager torch. A result keeps its kernel's strides if every later view of it, and of values
+that share its memory, exists for those strides too and names no strides itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Fresh = Callable[[Node, Any], list[Any]]
 
 
 def lies_as(value: torch.Tensor, meta: TensorMeta) -> bool:
-    """Whether every element is where ``meta`` has it; it may be written with other strides."""
+    """Return whether each element is at the offset that ``meta`` gives it, in any strides."""
     return value.numel() <= 1 or meta.lies_as(value.stride())
 
 
 def may_stay(graph: Graph, number: int, slot: int, value: torch.Tensor, fresh: Fresh) -> bool:
-    """Whether a result of node ``number`` may stay as it lies, for all that comes after it."""
+    """Return whether a result of node ``number`` may keep its strides in the rest of the plan."""
     sharing = {slot: TensorMeta.of(value).empty("meta")}
     with undispatched(), torch.no_grad():
         try:
@@ -44,13 +44,13 @@ def may_stay(graph: Graph, number: int, slot: int, value: torch.Tensor, fresh: F
 def _follows(
     graph: Graph, node: Node, results: range, sharing: dict[int, torch.Tensor], fresh: Fresh
 ) -> bool:
-    """Whether a node takes values as they lie; adds those of its results that share their memory.
+    """Return whether a node takes values with their strides; add its views of them.
 
     Args:
         sharing: number -> meta tensor, of the values that share the memory in question.
 
     Raises:
-        Exception: torch's own, where a view does not exist.
+        Exception: torch's own, if a view does not exist.
     """
     if node.op == WRITE_BACK:
         base, chain = node.args[0].index, node.args[2]
@@ -61,7 +61,7 @@ def _follows(
         return not params_in(chain) and not any(_strided(facts(overload(s[0]))) for s in chain)
     f = op_facts(node)
     if f is None or f.foreign:
-        return False  # collectives and compiled code take what was recorded
+        return False  # collectives and compiled code take the recorded strides
     for target, version in zip(node.writes, results[len(node.fresh) :], strict=True):
         if target in sharing:
             sharing[version] = sharing[target]
@@ -72,12 +72,12 @@ def _follows(
 
 
 def _strided(f: OpFacts) -> bool:
-    """Whether a view is named by strides."""
+    """Return whether a view op takes strides."""
     return any(argument.name == "stride" for argument in f.func._schema.arguments)
 
 
 def _viewed(graph: Graph, node: Node, f: OpFacts, sharing: dict[int, torch.Tensor]) -> Any:
-    """A view op's results on meta tensors."""
+    """Return a view op's results on meta tensors."""
 
     def leaf(arg: Arg) -> Any:
         if type(arg) is Ref:

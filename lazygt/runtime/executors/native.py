@@ -1,7 +1,7 @@
-"""Native programs: a schedule as boxed calls, made ready once and run without Python.
+"""Native programs: a schedule as boxed calls, prepared once and run without Python.
 
-What only Python can call (lazygt's own ops, foreign and wrapped ones, compiled groups) is called
-back from within the program.
+Only Python can call some ops (lazygt's own, foreign and wrapped ones, compiled groups): they are
+called back from within the program.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lazygt.runtime.store import Value
 
 
 class NativeCode:
-    """Runs a schedule up to its data-dependent last node, if there is one.
+    """Runner of a schedule up to its data-dependent last node, if there is one.
 
     Args:
-        like: the code of the same program in other sizes; what is the same there is shared.
+        like: the code of the same program in other sizes; equal parts are shared.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class NativeCode:
         like: NativeCode | None = None,
     ) -> None:
         self.schedule = schedule
-        #: what ``known_runs`` runs by itself
+        #: the program, which ``known_runs`` runs by itself
         self.program = _Builder(schedule, interpreter, like).build()
         self._run = self.program.run
 
     def run(
         self, inputs: list[Value], params: tuple[Any, ...], check: bool = False
     ) -> list[Value] | Stopped:
-        """The outputs, or where it stopped. ``inputs`` is emptied.
+        """Return the outputs, or the node at which it stopped. ``inputs`` is emptied.
 
         Args:
-            check: stop where a result is not what was promised.
+            check: stop if a result is not as promised.
         """
         outcome = self._run(inputs, params, check)
         return outcome if type(outcome) is list else Stopped(*outcome)
@@ -82,7 +82,7 @@ class _Builder:
         return self.program
 
     def took_over(self, number: int, node: Node) -> bool:
-        """Whether a node is called as in the other sizes, and its instructions are those."""
+        """Take over a node's instructions if equal in the other sizes; return whether they are."""
         last = number == len(self.schedule.graph.nodes) - 1  # outputs are copied after it
         if self.like is None or node.dynamic or last:
             return False
@@ -96,14 +96,14 @@ class _Builder:
         return True
 
     def checks(self, number: int) -> list[tuple[Any, ...]]:
-        """What a node's results have to look like: value, shape, strides and dtype of each."""
+        """Return the promised results of a node: value, shape, strides and dtype of each."""
         return [
             (value, meta.shape, meta.stride, meta.dtype)
             for value, meta in self.interpreter.promised(number)
         ]
 
     def outputs(self) -> list[int]:
-        """The values to give: copies of what something else shares, laid out as was recorded."""
+        """Return the outputs: shared ones copied, in the recorded strides."""
         slots = list(self.schedule.graph.outputs)
         last = max(len(self.schedule.graph.nodes) - 1, 0)
         for position in self.schedule.writes.copied_outputs:
@@ -152,7 +152,7 @@ class _Builder:
         self.program.free(number, spares)
 
     def view(self, number: int, step: ViewStepKey, base: int) -> int:
-        """The slot of the view that a step of a chain makes."""
+        """Return the slot of the view that a step of a chain makes."""
         op, position, args, kwargs, which = step
         slot: int = self.program.spare()
         kinds = facts(overload(op)).outputs
@@ -181,7 +181,7 @@ class _Builder:
 
 
 def _instead(arg: Arg, slots: dict[int, int]) -> Arg:
-    """``arg`` with other slots in the place of some values."""
+    """Return ``arg`` with some values replaced by other slots."""
 
     def replaced(leaf: Arg) -> Arg:
         return Ref(slots[leaf.index]) if type(leaf) is Ref and leaf.index in slots else leaf

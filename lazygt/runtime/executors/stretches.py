@@ -1,4 +1,4 @@
-"""Stretches: the steps of a plan that can be captured as one CUDA graph, and those between them."""
+"""Stretches: runs of a plan's steps, each captured as one CUDA graph or run step by step."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lazygt.graph.node import DEVICE, Node, Ref, params_in
 from lazygt.graph.ops import overload
 from lazygt.runtime.plan import Schedule
 
-#: Kernels from which on a stretch is worth a graph: each costs a launch and copies of its own.
+#: Kernels from which a stretch is worth a graph: each graph costs a launch and copies.
 SHORTEST = 4
-#: Names that schemas of attention give to the state of the generator that dropout began with.
+#: Names in schemas of attention for the generator state at the start of dropout.
 _SEEDS = frozenset({"philox_seed", "philox_offset", "rng_state"})
 _ATTENTION = re.compile(r"aten\.\w*attention\w*\.\w+$")
-#: (first node, the one after the last, whether they are to be captured)
+#: (first node, the one after the last, True if they are to be captured)
 Run = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some steps in a row.
+    """Some consecutive steps.
 
     Attributes:
         first, end: the nodes, without ``end``.
-        captured: whether they are to be a CUDA graph.
+        captured: they are to be a CUDA graph.
         takes: values from before that they read.
         gives: values that they make and that live on.
         drops: values from before that die in them.
-        exposed: of ``takes`` those whose memory they write, or hand on in what they give.
+        exposed: those of ``takes`` with memory that they write, or that ``gives`` shares.
         params: run-time numbers that they take.
     """
 
@@ -50,12 +50,12 @@ class Stretch:
 
 
 def cut(schedule: Schedule, apart: Collection[int], changing: Collection[int]) -> list[Stretch]:
-    """A schedule as stretches; empty if none of them can be captured.
+    """Cut a schedule into stretches; return none if none of them can be captured.
 
     Args:
         apart: nodes that are known not to be capturable.
-        changing: params whose numbers change, so that they can't be part of a graph: it has the
-            arguments of its kernels in it.
+        changing: params with numbers that change: they can't be part of a graph, which holds the
+            arguments of its kernels.
     """
     nodes = schedule.graph.nodes
     if any(_turns(node) for node in nodes):
@@ -81,7 +81,7 @@ def cut(schedule: Schedule, apart: Collection[int], changing: Collection[int]) -
 
 
 def _runs(nodes: Sequence[Node], fits: list[bool]) -> list[Run]:
-    """Nodes in a row that fit, where they are enough for a graph, and those between."""
+    """Group consecutive nodes that fit, if they are enough for a graph, and the rest."""
     runs: list[Run] = []
     for fit, numbers in groupby(range(len(nodes)), fits.__getitem__):
         row = list(numbers)
@@ -94,10 +94,10 @@ def _runs(nodes: Sequence[Node], fits: list[bool]) -> list[Run]:
 
 
 def _torn(schedule: Schedule, runs: list[Run]) -> set[int]:
-    """The captured nodes that share seeds of dropout with others than their own graph's.
+    """Return the captured nodes that share seeds of dropout with nodes outside their graph.
 
     Attention keeps its seeds on the GPU in a capture and on the host otherwise, and its backward
-    reads them where it would have put them: of an address on the other side the process dies.
+    expects them on its own side: with an address on the other side the process dies.
     """
     graph_at = {n: at for at, (first, end, captured) in enumerate(runs) if captured
                 for n in range(first, end)}  # fmt: skip
@@ -111,7 +111,7 @@ def _torn(schedule: Schedule, runs: list[Run]) -> set[int]:
 
 
 def _seeds(schedule: Schedule) -> dict[int, set[int]]:
-    """The seeds of dropout in attention, and the nodes that make or take them."""
+    """Return the seeds of dropout in attention, and the nodes that make or take them."""
     users: defaultdict[int, set[int]] = defaultdict(set)
     for number, (node, results) in enumerate(schedule.graph.numbered()):
         for seed in _own_seeds(node, results):
@@ -123,7 +123,7 @@ def _seeds(schedule: Schedule) -> dict[int, set[int]]:
 
 
 def _own_seeds(node: Node, results: range) -> Iterator[int]:
-    """The seeds that attention returns, or is called with."""
+    """Yield the seeds that attention returns, or is called with."""
     if not _ATTENTION.match(node.op) or drops_nothing(node):
         return
     arguments, returned = _seed_places(node.op)
@@ -136,7 +136,7 @@ def _own_seeds(node: Node, results: range) -> Iterator[int]:
 
 @cache
 def _seed_places(op: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The places of seeds among an op's arguments, and among the tensors that it returns."""
+    """Return the positions of seeds among an op's arguments, and among its returned tensors."""
     schema = overload(op)._schema
     tensors = [each for each in schema.returns if isinstance(each.type, torch.TensorType)]
     arguments, returned = (
@@ -149,8 +149,8 @@ def _seed_places(op: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def capturable(node: Node) -> bool:
     """Return whether a node only launches kernels on its operands, as far as its op tells.
 
-    Not so: collectives, which other ranks have to meet, what sets a generator, code of users, and
-    what answers Python.
+    Not so: collectives, which other ranks have to meet, ops that set a generator, code of users,
+    and ops with answers for Python.
     """
     if node.op == WRITE_BACK or node.body is not None:
         return True
@@ -162,12 +162,12 @@ def capturable(node: Node) -> bool:
 
 
 def params_of(node: Node) -> list[int]:
-    """The run-time numbers that a node takes."""
+    """Return the run-time numbers that a node takes."""
     return params_in((*node.args, *(arg for _, arg in node.kwargs)))
 
 
 def _astray(schedule: Schedule, changing: Collection[int]) -> set[int]:
-    """The nodes that write through a view whose position changes."""
+    """Return the nodes that write through a view at a changing position."""
     views: set[int] = set()
     nodes: set[int] = set()
     for number, (node, results) in enumerate(schedule.graph.numbered()):
@@ -183,8 +183,10 @@ def _astray(schedule: Schedule, changing: Collection[int]) -> set[int]:
 
 
 def steady_after(schedule: Schedule, stretch: Stretch, steady: set[int]) -> set[int]:
-    """Of values that lie at the same address in each run, the versions that a stretch's steps make
-    by writing them in place."""
+    """Return the steady values that a stretch makes by writing steady values in place.
+
+    A value is steady if it lies at the same address in each run.
+    """
     first = len(schedule.graph.inputs)
     versions: set[int] = set()
     for number, node in enumerate(schedule.graph.nodes[: stretch.end]):
@@ -199,19 +201,19 @@ def steady_after(schedule: Schedule, stretch: Stretch, steady: set[int]) -> set[
 
 
 def _written(node: Node) -> tuple[int, ...]:
-    """The values that it writes."""
+    """Return the values that a node writes."""
     return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
 
 
 def _masked(node: Node, metas: tuple[object, ...]) -> bool:
-    """Whether it writes where a mask says: its kernel asks the GPU how many places that are."""
+    """Return whether a node writes by a mask: its kernel asks the GPU for the mask's size."""
     if "index_put" not in node.op:
         return False
     return any(getattr(metas[r], "dtype", None) in (torch.bool, torch.uint8) for r in node.refs())
 
 
 def _turns(node: Node) -> bool:
-    """Whether it gives its operand another shape in place: that may be a graph's own tensor."""
+    """Return whether a node reshapes its operand in place: that may be a graph's own tensor."""
     f = op_facts(node)
     return f is not None and f.inplace_view
 

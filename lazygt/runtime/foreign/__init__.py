@@ -1,1 +1,1 @@
-"""Code that torch alone does not have, as a worker gets and runs it."""
+"""Code that is not torch's own, as a worker gets and runs it."""

@@ -23,7 +23,7 @@ _PLAIN = (type(None), bool, int, float, complex, str)
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Stands for a tensor among a function's arguments, by its number."""
+    """Placeholder of a tensor among a function's arguments, by its number."""
 
     index: int
 
@@ -41,17 +41,17 @@ class PlainFunction(Portable):
 
     @property
     def name(self) -> str:
-        """The function's name, as a schema may have it."""
+        """The function's name, in a form that a schema may have."""
         own = getattr(self.fn, "__name__", type(self.fn).__name__)
         return re.sub(r"\W", "", str(own)) or "function"
 
     @property
     def module(self) -> str:
-        """Where it is defined."""
+        """Name of its module."""
         return str(getattr(self.fn, "__module__", ""))
 
     def __call__(self, device: torch.device, operands: Sequence[torch.Tensor]) -> Any:
-        """What it returns for these tensors."""
+        """Call the function on these tensors."""
         args, kwargs = pytree.tree_map(
             lambda x: operands[x.index] if isinstance(x, Operand) else x, self.arguments
         )
@@ -63,11 +63,11 @@ class PlainFunction(Portable):
 
 @dataclass(frozen=True)
 class Gradient(Portable):
-    """The backward pass of a function: takes the generator's state, its tensors, and gradients.
+    """The backward pass of a function: takes generator state, its tensors, and gradients.
 
     Attributes:
-        wanted: for each tensor whether its gradient is asked for.
-        given: for each tensor that the function returned whether there is a gradient of it.
+        wanted: for each tensor, whether its gradient is wanted.
+        given: for each tensor that the function returned, whether it has a gradient.
     """
 
     function: PlainFunction
@@ -76,16 +76,16 @@ class Gradient(Portable):
 
     @property
     def name(self) -> str:
-        """As of the function."""
+        """Name of the gradient, made of the function's."""
         return f"gradient_of_{self.function.name}"
 
     @property
     def module(self) -> str:
-        """As of the function."""
+        """Name of the function's module."""
         return self.function.module
 
     def __call__(self, device: torch.device, operands: Sequence[torch.Tensor]) -> Any:
-        """The gradients that are wanted, in order."""
+        """Return the wanted gradients, in order."""
         state, *values = operands
         count = len(self.wanted)
         pairs = zip(values[:count], self.wanted, strict=True)
@@ -111,7 +111,7 @@ class Gradient(Portable):
 def _as_before(
     function: PlainFunction, device: torch.device, operands: Sequence[Any], state: torch.Tensor
 ) -> Any:
-    """Run it with the random numbers of before."""
+    """Run the function from the generator's earlier state."""
     now = kernels.get_rng_state(device)
     kernels.set_rng_state(device, state)
     try:
@@ -121,7 +121,7 @@ def _as_before(
 
 
 class _Call:
-    """Runs a function on a worker: on copies, since it may write into what it is given.
+    """A function on a worker: it runs on copies, since it may write into its arguments.
 
     Not every write is seen: numpy's are not. One that is seen after it was made is too late.
     """
@@ -159,11 +159,11 @@ class _Call:
 
 
 def structure_of(text: str) -> Any:
-    """The structure of what a worker returned, as ``treespec_dumps`` wrote it.
+    """Return the structure of a worker's result, as ``treespec_dumps`` wrote it.
 
     Raises:
-        ProtocolError: it is none, or names something that is no class of a loaded module: torch
-            would import any module, and call any function for the missing key of a dict.
+        ProtocolError: it is none, or names anything but a class of a loaded module: torch would
+            import any module, and call any function for the missing key of a dict.
     """
     try:
         _check_classes(json.loads(text))
@@ -173,7 +173,7 @@ def structure_of(text: str) -> Any:
 
 
 def _check_classes(told: Any) -> None:
-    """Look at every class that a structure names; its contexts are JSON within JSON."""
+    """Check every class that a structure names; its contexts are JSON within JSON."""
     match told:
         case {"default_factory_module": module, "default_factory_name": name}:
             _check_class(module, name)

@@ -1,7 +1,7 @@
-"""Foreign ops as a worker runs them: loaded from the plans that name them.
+"""Loader of foreign ops: a worker loads them from the plans that name them.
 
-A worker takes plans from the owner of its session's channel only, the client that started it, and
-so nobody else's code.
+A worker takes plans, and so code, only from the owner of its session's channel: the client that
+started it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lazygt.runtime.wire import Buffer
 
 
 class LoadedOp:
-    """A foreign op as a worker runs it. A plan that names the op holds it."""
+    """A foreign op as a worker runs it; held by the plans that name it."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
@@ -36,7 +36,7 @@ class LoadedOp:
         _LOADED[definition.name] = self
 
     def load(self, device: torch.device) -> None:
-        """Import or unpickle it; a failure is for whoever runs it, so that no other op fails."""
+        """Import or unpickle it; an error is raised when the op runs, so that no other op fails."""
         if self._run is not None:
             return
         try:
@@ -51,7 +51,7 @@ class LoadedOp:
 
     @property
     def kernel(self) -> Callable[..., Any]:
-        """What computes it.
+        """The callable that computes it.
 
         Raises:
             CodeError: naming op and module.
@@ -69,7 +69,7 @@ class Bundle:
     inner: tuple[tuple[str, bytes], ...]
 
     def load(self) -> Any:
-        """The callable; torch knows the ops then."""
+        """Return the callable, after defining the ops in torch."""
         for qualname, text in self.inner:
             _define(qualname, text)
         return cloudpickle.loads(self.main)
@@ -81,7 +81,7 @@ class InnerOp:
 
     Attributes:
         schema: without the name.
-        kernels: type of device (None: any) -> what computes it there.
+        kernels: type of device (None: any) -> the callable for it.
         backward, context: as given to ``register_autograd``.
     """
 
@@ -104,17 +104,17 @@ class NamedOp:
 
 
 def namespace(name: str) -> Any:
-    """``torch.ops.NAME`` in pickled code."""
+    """Return ``torch.ops.NAME``; called by pickled code."""
     return getattr(torch.ops, name)
 
 
-#: Ops that were defined here because other code calls them: what they were made of, and what torch
-#: forgets them without.
+#: Ops that were defined here because other code calls them: their pickles, and their definitions,
+#: without which torch forgets them.
 _DEFINED: dict[str, tuple[bytes, Any]] = {}
 
 
 def _define(qualname: str, text: bytes) -> None:
-    """Have torch know an op by its name, as it is now; the client's own process knows it."""
+    """Define an op in torch by its name, in its current form; the client's process has it."""
     made_of, _ = _DEFINED.get(qualname, (None, None))
     if made_of == text or (made_of is None and _exists(qualname)):
         return
@@ -140,10 +140,10 @@ def _exists(qualname: str) -> bool:
 
 
 class Portable:
-    """A pickled callable that has to be told where it runs."""
+    """A pickled callable that has to be given its device."""
 
     def on(self, device: torch.device) -> Callable[..., Any]:
-        """The callable on a worker's device."""
+        """Return the callable for a worker's device."""
         raise NotImplementedError
 
 
@@ -152,10 +152,10 @@ _LOADED: weakref.WeakValueDictionary[str, LoadedOp] = weakref.WeakValueDictionar
 
 
 def load_ops(data: Buffer, device: torch.device | None, takes_code: bool) -> list[LoadedOp]:
-    """Take the definitions of a plan; whoever keeps the plan holds what is returned.
+    """Load the ops that a plan defines; the plan's keeper has to hold the returned ones.
 
     Args:
-        device: where they are to run; None: nothing is ever computed.
+        device: device that they are to run on; None: nothing is ever computed.
         takes_code: False: pickled code is refused.
 
     Raises:
@@ -173,7 +173,7 @@ def load_ops(data: Buffer, device: torch.device | None, takes_code: bool) -> lis
 
 
 def loaded_op(name: str) -> LoadedOp:
-    """The foreign op of a plan that is kept; KeyError when there is none."""
+    """Return the foreign op of a kept plan; KeyError if there is none."""
     return _LOADED[name]
 
 
@@ -186,7 +186,7 @@ def _held(definition: Definition) -> Foreign:
     return op
 
 
-#: Modules that could not be imported, and why: half of what they register is there already.
+#: Modules that could not be imported, with the error: half of their registrations may be done.
 _failed: dict[str, str] = {}
 
 
@@ -204,7 +204,7 @@ def _load(definition: Definition) -> None:
 
 
 def _known(definition: Definition) -> Callable[..., Any]:
-    """The overload, now that what defines it is loaded."""
+    """Return the overload, now that its module or library is loaded."""
     try:
         op: Any = overload(definition.title)
     except KeyError:
@@ -218,7 +218,7 @@ def _unavailable(definition: Definition, error: BaseException) -> CodeError:
 
 
 class _Kernel:
-    """Runs a foreign op, and sees to it that what it returns has memory of its own."""
+    """Kernel of a foreign op that ensures that its results have their own memory."""
 
     def __init__(self, facts: OpFacts, run: Callable[..., Any]) -> None:
         self._run = run
@@ -249,7 +249,7 @@ def _add_memory(items: Any, taken: set[int]) -> None:
 
 
 def _owning(value: Any, taken: set[int]) -> Any:
-    """``value``, copied where it shares memory with what is taken already."""
+    """Return ``value``, copied if it shares memory that is taken already."""
     if isinstance(value, (list, tuple)):
         return [_owning(item, taken) for item in value]
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -273,7 +273,7 @@ OPTIONS = ("version", "do_not_specialize", "do_not_specialize_on_alignment", "de
 
 
 def jitted(fn: FunctionType, source: tuple[str, ...], first: int, options: dict[str, Any]) -> Any:
-    """The kernel of a function whose source stands in no file.
+    """Build the triton kernel of a function with a source that is in no file.
 
     Args:
         source: its lines, decorators included; ``first`` is the number of the first.

@@ -1,7 +1,7 @@
-"""Code that torch alone does not have: what a plan says of its foreign ops.
+"""Schema of a plan's foreign ops: code that is not torch's own.
 
-That is where the code of each is: in modules and shared libraries, which a worker loads itself, or
-right there, pickled.
+A definition refers to the code of an op: in modules and shared libraries, which a worker loads
+itself, or pickled within the definition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lazygt.graph.node import Graph
 from lazygt.graph.ops import Foreign, overload, title
 from lazygt.runtime.wire import Buffer, Part, fitting, pack, unpack
 
-#: Tags that say something of an op's results; others are no worker's business.
+#: Tags that affect an op's results; workers ignore the others.
 _TAGS = {
     "dynamic_output_shape": torch.Tag.dynamic_output_shape,
     "data_dependent_output": torch.Tag.data_dependent_output,
@@ -29,10 +29,10 @@ _TAGS = {
 
 
 class Definition(Part):
-    """An op that a plan names, and where its code is.
+    """An op that a plan names, and the place of its code.
 
     Attributes:
-        name: what graphs call it (``graph.ops.Foreign``).
+        name: its name in graphs (``graph.ops.Foreign``).
         schema: as torch writes it.
         tags: names of torch's tags.
         modules: to be imported, so that torch knows the op.
@@ -53,22 +53,22 @@ class Definition(Part):
         return title(self.name)
 
     def op(self, infer: Callable[..., Any] | None = None) -> Foreign:
-        """What stands for the op where facts are asked."""
+        """Build the op's stand-in, which answers for its facts."""
         return Foreign(self.name, self.schema, [_TAGS[tag] for tag in self.tags], infer, self)
 
 
 def tag_names(tags: Sequence[torch.Tag]) -> tuple[str, ...]:
-    """The tags that travel."""
+    """Return the names of the tags that travel."""
     return tuple(name for name, tag in _TAGS.items() if tag in tags)
 
 
 def code_name(code: bytes) -> str:
-    """What stands for pickled code in the name of its op."""
+    """Return a hash of pickled code, for the name of its op."""
     return hashlib.sha256(code).hexdigest()[:16]
 
 
 def foreign_ops(graph: Graph) -> list[Foreign]:
-    """The foreign ops that a graph names."""
+    """List the foreign ops that a graph names."""
     names: dict[str, None] = {}
     for node in graph.nodes:
         if "@" in node.op:
@@ -84,14 +84,14 @@ def foreign_ops(graph: Graph) -> list[Foreign]:
 
 
 class Definitions(Part):
-    """What a plan carries besides its graph: where modules are looked for, and its foreign ops."""
+    """A plan's foreign ops, and the client's module search path."""
 
     path: tuple[str, ...]
     ops: tuple[Definition, ...]
 
 
 def encode(ops: Sequence[Foreign]) -> bytes:
-    """What a plan that names these ops carries besides its graph; nothing for no op."""
+    """Encode the definitions of these ops, to travel beside a graph; no bytes for no op."""
     if not ops:
         return b""
     path = tuple(map(os.path.abspath, sys.path))
@@ -99,10 +99,10 @@ def encode(ops: Sequence[Foreign]) -> bytes:
 
 
 def decode(data: Buffer) -> Definitions:
-    """What ``encode`` encoded.
+    """Return the definitions that ``encode`` encoded.
 
     Raises:
-        ProtocolError: for anything else, and for code that is not what its op is named after.
+        ProtocolError: for anything else, and for code that its op is not named after.
     """
     definitions = fitting(unpack(data), Definitions)
     for definition in definitions.ops:

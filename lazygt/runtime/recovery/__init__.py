@@ -1,1 +1,1 @@
-"""A killed worker is a longer wait: what was sent is kept until copies of its results are."""
+"""Recovery: a killed worker costs only time; runs are kept until their results are copied."""

@@ -1,9 +1,9 @@
-"""A checkpoint on the disk: one file, and every byte of it under a checksum.
+"""A checkpoint on disk: one file, with every byte under a checksum.
 
     | header | section 0 | section 1 | ... | index |
 
-The index says where sections are and what they come to. The header, written last, says where the
-index is and how long the file is: one that ends before is *torn*.
+The index holds the places and checksums of sections. The header, written last, holds the place of
+the index and the length of the file: a shorter file is *torn*.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lazygt.runtime.crc32 import crc32
 T = TypeVar("T")
 _FAMILY, _FORMAT = b"lazygt checkpt ", b"2"
 _MAGIC = _FAMILY + _FORMAT
-#: magic, bytes of the file, where the index begins, its bytes, its checksum; the header's own
+#: magic, bytes of the file, offset of the index, its bytes, its checksum; the header's own
 _HEADER, _HEADER_CRC = struct.Struct("<16sQQQQ8x"), struct.Struct("<Q")
 _HEADER_BYTES = _HEADER.size + _HEADER_CRC.size
 _ALIGNMENT = 64
@@ -38,7 +38,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Section(msgspec.Struct, frozen=True):
-    """Where it begins, its bytes, and the checksum of these and of what fills up after them."""
+    """Offset, bytes, and the checksum of these and of the padding after them."""
 
     offset: Count
     nbytes: Count
@@ -51,11 +51,11 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def write(file: IO[bytes], about: Mapping[str, Any], sections: Iterable[memoryview]) -> None:
-    """Write a checkpoint into an empty file, and have it on the disk.
+    """Write a checkpoint into an empty file, and sync it to disk.
 
     Args:
         about: plain values that describe it.
-        sections: of bytes; each is let go of before the next is asked for.
+        sections: bytes of each section; one is released before the next is requested.
 
     Raises:
         OSError: the disk does not take it.
@@ -87,12 +87,12 @@ def _write_section(file: IO[bytes], data: memoryview, offset: int) -> _Section:
 
 
 def _next(section: _Section) -> int:
-    """Where the section after this one begins."""
+    """Return the offset of the section after this one."""
     return -(-(section.offset + section.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def unpacked(path: Path, data: bytes | memoryview, kind: type[T]) -> T:
-    """A section or the index of a file as what it is to be; CheckpointError: it is not."""
+    """Decode a section or the index of a file; CheckpointError: it is not of this type."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -100,7 +100,7 @@ def unpacked(path: Path, data: bytes | memoryview, kind: type[T]) -> T:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file is one of these, of any format, or the beginning of one.
+    """Return whether a file is a checkpoint of any format, or the beginning of one.
 
     Raises:
         PermissionError: it is another user's, or no file.
@@ -111,14 +111,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class CheckpointFile:
-    """A checkpoint that is there, whole: all of it has been read and checked.
+    """A whole checkpoint on disk: all of it has been read and checked.
 
     Raises:
-        CheckpointError: it is not as it was written.
+        CheckpointError: it differs from the written file.
         OSError: it can't be read.
 
     Attributes:
-        about: what was said of it.
+        about: the description that it was written with.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,7 +143,7 @@ class CheckpointFile:
             raise CheckpointError(self.path, f"it is not read: {error}") from error
 
     def _read_index(self, index: memoryview, end: int) -> tuple[About, list[_Section]]:
-        """The description and the sections, which follow one another up to the index."""
+        """Return the description and the sections, which follow one another up to the index."""
         told = unpacked(self.path, index, _Index)
         begin = _HEADER_BYTES
         for number, section in enumerate(told.sections):
@@ -153,7 +153,7 @@ class CheckpointFile:
         return told.about, told.sections
 
     def _header(self, header: bytes, size: int) -> tuple[int, int, int]:
-        """Where the index begins, its bytes and its checksum."""
+        """Return the offset of the index, its bytes and its checksum."""
         if len(header) < _HEADER_BYTES or not any(header):
             raise CheckpointError(self.path, "it was never written to its end", torn=True)
         magic, nbytes, begin, length, crc = _HEADER.unpack(header[: _HEADER.size])
@@ -184,6 +184,6 @@ class CheckpointFile:
         return len(self._sections)
 
     def section(self, number: int) -> memoryview:
-        """A section's bytes, which may be written: the file stays as it is."""
+        """Return a section's bytes, which may be written: the file stays as it is."""
         section = self._sections[number]
         return self._data[section.offset : section.offset + section.nbytes]

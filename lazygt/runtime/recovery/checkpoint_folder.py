@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: the last two are kept, and one session at a time writes them.
+"""Folder of a run's checkpoints: the last two are kept, and one session at a time writes.
 
 The folder may be the user's, with other things in it: only files of this name are touched, and only
 if they begin as checkpoints do. Others may not write to it: they could put files there to be read.
@@ -28,7 +28,7 @@ _KEPT = 2
 
 
 class CheckpointFolder:
-    """A folder that this session has to itself; it is made if there is none.
+    """A folder that this session has exclusively; it is made if there is none.
 
     Raises:
         CheckpointError: another session has it, or it can't be written.
@@ -52,15 +52,15 @@ class CheckpointFolder:
             raise
         #: numbers of the files that are kept
         self.whole = self._numbers()[-_KEPT:]
-        #: what is somebody else's keeps its name, too
+        #: number of the next file; files that are not ours keep their names, too
         self._next = max([0, *self._numbers(), *map(_number, self._files(parts=True))]) + 1
 
     def close(self) -> None:
-        """Let other sessions have it. May be called twice."""
+        """Release the folder for other sessions. May be called twice."""
         self._closer()
 
     def newest(self) -> CheckpointFile | None:
-        """See ``newest``; what is torn after it is not kept."""
+        """Return the newest whole checkpoint, see ``newest``; torn ones after it are not kept."""
         checkpoint = newest(self.path)
         if checkpoint is not None:
             number = _number(checkpoint.path)
@@ -68,7 +68,7 @@ class CheckpointFolder:
         return checkpoint
 
     def write(self, about: Mapping[str, Any], sections: Iterable[memoryview]) -> Path:
-        """Write a checkpoint, whole or not at all; of those before only the last is kept.
+        """Write a checkpoint, whole or not at all; of earlier ones only the last is kept.
 
         Raises:
             OSError: the disk does not take it.
@@ -91,7 +91,7 @@ class CheckpointFolder:
         return path
 
     def _sync(self) -> None:
-        """Have the names on the disk as well."""
+        """Sync the folder's names to disk as well."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -115,12 +115,12 @@ class CheckpointFolder:
                 path.unlink()
 
 
-#: those of this process
+#: folders of this process
 _open_folders: weakref.WeakSet[CheckpointFolder] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A child has no part in its parent's locks, which it would keep beyond its parent's end."""
+    """Close the locks in a forked child, which would keep them beyond its parent's end."""
     for folder in _open_folders:
         folder.close()
 
@@ -153,7 +153,7 @@ def _number(name: str | Path) -> int:
 
 
 def newest(folder: Path) -> CheckpointFile | None:
-    """The last checkpoint in a folder that is not torn; None: it has no checkpoint at all.
+    """Return the last checkpoint in a folder that is not torn; None: there are none at all.
 
     Raises:
         CheckpointError: that one is damaged, or all are torn, or another user could have written

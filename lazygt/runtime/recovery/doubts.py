@@ -1,7 +1,7 @@
 """Doubts: a collective that failed on one rank, perhaps because another is dying.
 
-Its sockets are closed before anybody is told that it has ended. So what comes after such an answer
-waits until every rank has answered the same run: then nobody had died in it.
+A dying rank's sockets are closed before its end is reported. So messages after such an answer wait
+until every rank has answered the same run: then no rank had died in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lazygt.runtime.wire import Part
 
 
 class Told(NamedTuple):
-    """What a rank has said."""
+    """A message of a rank."""
 
     rank: int
     message: Part
@@ -22,10 +22,10 @@ class Told(NamedTuple):
 
 
 class Doubts:
-    """What is held back; pure.
+    """Queue of the messages that are held back; pure.
 
     Args:
-        waiting_for: the ranks that have not answered a run.
+        waiting_for: returns the ranks that have not answered a run.
     """
 
     def __init__(self, waiting_for: Callable[[int], Set[int]]) -> None:
@@ -36,7 +36,7 @@ class Doubts:
         self._held: list[Told] = []
 
     def sort_out(self, told: Told) -> Iterator[Told]:
-        """What can be relied on by now, in the order in which it came."""
+        """Yield the messages that can be relied on by now, in the order of their arrival."""
         answer = told.message if isinstance(told.message, Done) else None
         if self._missing:
             self._held.append(told)
@@ -54,18 +54,18 @@ class Doubts:
             yield told
 
     def _others(self, rank: int, answer: Done) -> set[int]:
-        """The ranks that must have answered, too, before this answer is believed."""
+        """Return the ranks that must have answered, too, before this answer is believed."""
         failures = [*answer.failures, *(f for f in answer.fetched if isinstance(f, Failure))]
         if not any(failure.kind == COLLECTIVE_ERROR for failure in failures):
             return set()
         return set(self._waiting_for(answer.seq) - {rank})
 
     def believe(self) -> None:
-        """From here on nothing is in doubt: nobody is replaced any more."""
+        """Doubt nothing from here on: workers are not replaced any more."""
         self._waiting_for = lambda seq: set()
 
     def take(self) -> list[Told]:
-        """All that is held back; nothing is in doubt any more."""
+        """Take all messages that are held back; nothing is in doubt any more."""
         held, self._held = self._held, []
         self._missing.clear()
         return held

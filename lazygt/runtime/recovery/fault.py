@@ -24,10 +24,10 @@ _WHENS = ("before", "inside", "after")
 
 
 def faults_of(rank: int, group_number: int) -> dict[int, str]:
-    """When a worker is to kill itself, by message.
+    """Return the points at which a worker is to kill itself, by message.
 
     Raises:
-        ValueError: the variable says something else.
+        ValueError: the variable's value is malformed.
     """
     faults: dict[int, str] = {}
     for text in filter(None, os.environ.get(VARIABLE, "").split(",")):
@@ -43,7 +43,7 @@ def faults_of(rank: int, group_number: int) -> dict[int, str]:
 
 
 class Faulty:
-    """A worker that kills its process at some messages."""
+    """Wrapper of a worker that kills its process at some messages."""
 
     def __init__(self, worker: Any, faults: dict[int, str]) -> None:
         self._worker, self._faults, self._messages = worker, faults, 0
@@ -78,6 +78,6 @@ class Faulty:
 
 
 def die(*_: object) -> NoReturn:
-    """End this process as the kernel does when memory is short."""
+    """Kill this process, as the kernel does when memory is short."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")

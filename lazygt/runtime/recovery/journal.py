@@ -1,7 +1,7 @@
-"""Journal: what the workers were sent since the last snapshot that all of them have.
+"""Journal: messages to the workers since the last snapshot that all of them have.
 
-Pure: events in, and what is to be sent again out. A snapshot is cut between two runs; what comes
-after the cut is kept apart from what came before, until every rank has taken it.
+Pure: takes events, and returns the messages to send again. A snapshot is cut between two runs;
+messages after the cut are kept apart from those before, until every rank has taken it.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from lazygt.runtime.wire import Buffer, size_of
 _OVERHEAD = 200
 
 
-#: A run, as each rank was told of it: its number, its plan and the messages.
+#: A run as it was sent: its number, its plan and the message to each rank.
 Ran = tuple[int, PlanRecord | None, Sequence[list[Buffer]]]
 
 
 @dataclass(frozen=True, slots=True)
 class SwappedIn:
-    """From here on a plan runs compiled."""
+    """Entry of a swap: from here on a plan runs compiled."""
 
     entry: PlanRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """The ranks formed a new process group, with doubts in values from this id on."""
+    """Entry of a new process group, with doubts in values from this id on."""
 
     since: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A snapshot was taken here."""
+    """Entry of a snapshot that was taken here."""
 
     number: int
 
@@ -47,7 +47,7 @@ Entry = Ran | SwappedIn | Renewed | Cut
 
 @dataclass(slots=True)
 class Snapshot:
-    """A snapshot of which every rank has its part.
+    """A complete snapshot: every rank has its part.
 
     Attributes:
         number: 0: the beginning, when there was nothing.
@@ -61,15 +61,15 @@ class Snapshot:
 
 
 class Journal:
-    """What is to be done again when a worker has died.
+    """Journal of the messages to repeat when a worker has died.
 
     Args:
-        ranks: how many workers there are.
+        ranks: number of workers.
 
     Attributes:
-        committed: where doing it again begins.
-        entries: what came after that, oldest first; the extension adds runs here.
-        cutting: whether a snapshot is being taken.
+        committed: the snapshot from which runs are repeated.
+        entries: entries after that, oldest first; the extension adds runs here.
+        cutting: a snapshot is being taken.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -77,9 +77,9 @@ class Journal:
         self.committed = Snapshot()
         self.entries: list[Entry] = []
         self.cutting = False
-        #: values that have failed, besides those of which the snapshot says so
+        #: values that have failed, besides those that have in the snapshot
         self.failed: list[tuple[int, Failure]] = []
-        #: bytes of the first entries, and of how many
+        #: bytes of the first entries, and their number
         self._nbytes, self._counted = 0, 0
         #: the snapshot that is being taken
         self._next: Snapshot | None = None
@@ -87,25 +87,25 @@ class Journal:
 
     @property
     def nbytes(self) -> int:
-        """What is kept takes of memory, about."""
+        """Approximate bytes of memory of the entries."""
         self._nbytes += sum(map(_nbytes, self.entries[self._counted :]))
         self._counted = len(self.entries)
         return self._nbytes
 
     def entry_of(self, seq: int) -> PlanRecord | None:
-        """The plan of a run."""
+        """Return the plan of a run."""
         runs = (entry for entry in self.entries if isinstance(entry, tuple))
         return next((plan for number, plan, _ in runs if number == seq), None)
 
     def cut(self, seq: int) -> int:
-        """A snapshot is about to be asked of every rank, after this run; its number."""
+        """Begin a snapshot, to be asked of every rank after this run; return its number."""
         self._numbers += 1
         self._next, self.cutting = Snapshot(self._numbers, seq), True
         self.entries.append(Cut(self._numbers))
         return self._numbers
 
     def took(self, rank: int, part: Snapped) -> bool:
-        """A rank has taken its part of a snapshot; whether all have, and it is committed."""
+        """Note that a rank has taken its part; return whether all have, and it is committed."""
         taken = self._next
         if taken is None or part.number != taken.number:
             return False
@@ -120,16 +120,16 @@ class Journal:
         return True
 
     def give_up_cut(self) -> None:
-        """The snapshot that is being taken is not wanted: it would have what has failed."""
+        """Give up the snapshot that is being taken: it would contain failures."""
         self._next, self.cutting = None, False
 
     def rewind(
         self, seq: int, uploads: Sequence[Ran], failed: Sequence[tuple[int, Failure]]
     ) -> None:
-        """All is undone from a run on.
+        """Undo all runs from this one on.
 
         Args:
-            uploads: what was uploaded since.
+            uploads: runs with the uploads made since.
             failed: values that were made since.
         """
         at = next(at for at, entry in enumerate(self.entries) if _is_run(entry, seq))
@@ -141,12 +141,12 @@ class Journal:
         self._nbytes = self._counted = 0
 
     def since(self, seq: int) -> list[Ran]:
-        """The runs from one on."""
+        """Return the runs from this one on."""
         runs = [entry for entry in self.entries if isinstance(entry, tuple)]
         return [run for run in runs if run[0] >= seq]
 
     def restart(self) -> None:
-        """The ranks go back to the committed snapshot: what they took of a later one is void."""
+        """Go back to the committed snapshot: parts of a later one are void."""
         if self._next is not None:
             self._next.parts.clear()
 

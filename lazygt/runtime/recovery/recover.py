@@ -1,8 +1,7 @@
-"""Recovery: when a worker dies, all ranks go back to the last snapshot, and do again what came
-after it.
+"""Recovery: when a worker dies, all ranks roll back to the last snapshot and replay.
 
-Journaled runs are sent anew as they were, but for what has been answered already: that is not
-fetched again, and what comes of it is not looked at.
+Journaled runs are sent again unchanged, except for values that were fetched already: they are not
+fetched again, and repeated answers are ignored.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from lazygt.runtime.wire import Buffer, decode
 
 _log = logging.getLogger("lazygt")
 
-#: Deaths at one run after which it is not tried again; of those for want of memory, on any rank.
+#: Deaths at one run after which it is not tried again; and those for lack of memory, on any rank.
 _POISON, _OOM_POISON = 3, 2
-#: The same where no run is under way: the snapshot's values, or runs of before, may be what kills.
+#: The same with no run in flight: the snapshot's values, or earlier runs, may be the cause.
 _HOPELESS = 10
-#: Seconds between two snapshots at least: workers look again at what comes after one, and doing a
-#: second's runs again takes a second at most.
+#: Seconds between two snapshots at least: workers decode runs anew after one, and repeating a
+#: second's runs takes a second at most.
 _LEAST_SECONDS = 1.0
-#: Entries of the journal between two looks at how long it has become.
+#: Entries of the journal between two checks of its size.
 _WEIGHED_EVERY = 16
 
 
@@ -61,12 +60,12 @@ class RecoveryRecord:
     """One recovery.
 
     Attributes:
-        at: when it began, in seconds since the epoch.
+        at: its start, in seconds since the epoch.
         ranks: the workers that were replaced.
-        why: how the first of them ended.
-        runs: how many runs were done again.
+        why: the end of the first of them.
+        runs: number of runs that were repeated.
         seconds: until the session could go on.
-        replay_seconds: of these, for doing those runs again.
+        replay_seconds: of these, for repeating those runs.
     """
 
     at: float
@@ -81,10 +80,10 @@ class RecoveryRecord:
 
 
 class RunsInFlight(Protocol):
-    """What a recovery asks of the client.
+    """Protocol of the client, as a recovery uses it.
 
     Attributes:
-        quiet_until: when the next snapshot is due; 0: one is being taken, or a recovery done.
+        quiet_until: time of the next snapshot; 0: one is being taken, or a recovery done.
     """
 
     quiet_until: float
@@ -94,56 +93,60 @@ class RunsInFlight(Protocol):
         """Number of the workers' process group."""
 
     def new_group(self) -> int:
-        """The number of the process group that the workers form next."""
+        """Return the number of the process group that the workers form next."""
 
     def tell_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
         """Send each rank its message."""
 
     def take(self, message: tuple[int, list[memoryview]]) -> None:
-        """Act on what a worker says."""
+        """Act on a worker's message."""
 
     @property
     def failed(self) -> bool:
-        """Whether an op has failed and nobody is told."""
+        """True if an op has failed and the user has not been told."""
 
     def waiting_for(self, seq: int) -> Set[int]:
-        """The ranks that have not answered a run."""
+        """Return the ranks that have not answered a run."""
 
     def under_way(self, rank: int) -> int | None:
-        """The oldest run that a rank has not answered."""
+        """Return the oldest run that a rank has not answered."""
 
     def will_fail(self, rank: int, failure: Failure) -> None:
-        """An op can't be done again: its run fails on all ranks."""
+        """Note that an op can't be repeated: its run fails on all ranks."""
 
     def device_lost(self, rank: int, told: Lost) -> DeviceLost:
-        """The error for a worker whose device can't be used any more."""
+        """Return the error for a worker with a device that can't be used any more."""
 
     def step_of(self, seq: int, rank: int, step: int | None) -> str:
-        """What a step of a run is, what it asks for, and the user's line; None: it is not known."""
+        """Describe a step of a run: its op, the bytes it makes and the user's line.
+
+        Args:
+            step: None: it is not known.
+        """
 
     def drop_answer(self, rank: int, done: Done) -> None:
-        """An answer comes that will be given again."""
+        """Drop an answer that will be given again."""
 
     def forget_fetches(self, rank: int) -> None:
-        """The arena in which a rank had left values is gone."""
+        """Forget the values that a rank had left in its arena: it is gone."""
 
     def restored(self) -> None:
-        """Is told when all ranks are as the snapshot has them, before the journal is done again."""
+        """Note that all ranks have the snapshot's state, before the journal is replayed."""
 
     def recovered(self, record: RecoveryRecord) -> None:
-        """Workers were replaced, and all is as it was."""
+        """Note that workers were replaced, and that everything is as before."""
 
     def settled(self) -> None:
-        """All journaled runs are done again."""
+        """Note that all journaled runs have been repeated."""
 
 
 class Recovery:
-    """Keeps what a recovery needs, and does it.
+    """Keeper of the state that a recovery needs, and executor of recoveries.
 
     Args:
-        client: who sends runs and takes answers.
+        client: the sender of runs and receiver of answers.
         cost: the share of the time that snapshots may take.
-        journal_bytes: of journaled messages; a snapshot is taken when there are more.
+        journal_bytes: bytes of journaled messages from which a snapshot is taken.
     """
 
     def __init__(self, client: RunsInFlight, link: Link, cost: float, journal_bytes: int) -> None:
@@ -151,59 +154,59 @@ class Recovery:
         self.doubts = Doubts(self._waiting_for)
         self._client, self._link = client, link
         self._cost, self._journal_bytes = cost, journal_bytes
-        #: bytes of the journal when it was weighed last
+        #: bytes of the journal at the last check
         self._journaled = 0
         self._epoch = 0
-        #: what the last recovery was for
+        #: cause of the last recovery
         self.last: WorkerDied | WorkerFrozen
-        #: whether one is being done at this moment
+        #: True while a recovery is being done
         self.active = False
-        #: whether one has not come to its end, and what it is for; None: to undo runs
+        #: True if a recovery has not ended, and its cause; None: to undo runs
         self._unfinished = False
         self._cause: WorkerDied | WorkerFrozen | None = None
         #: the last run that each rank has answered since it was restored
         self._answered: dict[int, int] = {}
-        #: runs that are done again
+        #: runs that are being repeated
         self._again: Counter[int] = Counter()
-        #: by run and rank
+        #: deaths, by run and rank
         self._deaths: Counter[tuple[int, int]] = Counter()
-        #: for want of memory, by run
+        #: deaths for lack of memory, by run
         self._oom_deaths: Counter[int] = Counter()
-        #: in this recovery, of what ranks were to have again
+        #: deaths in this recovery while ranks were restored
         self._deaths_between = 0
-        #: whether each op is waited for when it is done again: which has ended a device?
+        #: True if each repeated op is waited for, to find the one that has ended a device
         self._seeks = False
-        #: runs whose ops did, and what all ranks answer instead
+        #: runs with such an op -> the failure that all ranks answer instead
         self._failed: dict[int, Failure] = {}
-        #: whether ranks are being brought back, and do no run yet
+        #: True while ranks are being restored, and do no run yet
         self._restoring = False
-        #: when the next snapshot is due
+        #: time of the next snapshot
         self._due = client.quiet_until = time.monotonic() + _LEAST_SECONDS
         self._begun = 0.0
-        #: whether snapshots are taken rather where the program has marked a step's end
+        #: True if snapshots preferably wait for the program's marks of a step's end
         self.waits_for_marks = False
-        #: who reads the committed snapshot, which stays until then
+        #: reader of the committed snapshot, which stays until then
         self.reader: Future[Any] | None = None
-        #: is told of the snapshot that is being taken
+        #: called with the snapshot that is being taken, once it is committed
         self._then: Callable[[Snapshot], object] | None = None
 
-    # -- what happens --------------------------------------------------------------------
+    # -- snapshots -----------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
-        """How many recoveries there were."""
+        """Number of recoveries so far."""
         return self._epoch
 
     @property
     def under_way(self) -> bool:
-        """Whether one has begun and not come to its end."""
+        """True if a recovery has begun and not ended."""
         return self._unfinished
 
     def is_due(self, kept_bytes: int) -> bool:
-        """Whether it is time for a snapshot.
+        """Return whether a snapshot is due.
 
         Args:
-            kept_bytes: of uploads that are kept for what the journal has.
+            kept_bytes: of uploads that are kept for the journal.
         """
         if self.journal.cutting:
             return False
@@ -217,7 +220,7 @@ class Recovery:
         return full or time.monotonic() >= self._due
 
     def snap(self, seq: int, then: Callable[[Snapshot], object] | None = None) -> None:
-        """Have all ranks take a snapshot after this run; ``then`` is told of it."""
+        """Have all ranks take a snapshot after this run; call ``then`` with it."""
         self._begun, self._then = time.monotonic(), then
         self._client.quiet_until = 0.0
         committed = self.journal.committed.number
@@ -225,8 +228,7 @@ class Recovery:
         self._client.tell_all("snapshot", [message] * self._link.world_size, "recovery")
 
     def took(self, rank: int, part: Snapped) -> int | None:
-        """A rank has taken its part of a snapshot; the run that the snapshot covers, if it is
-        whole now."""
+        """Take a rank's part of a snapshot; return the run that it covers if all have taken it."""
         full = self.journal.nbytes > self._journal_bytes
         if self._client.failed and self._then is None and not full:
             self.journal.give_up_cut()  # there would be no way back to before that
@@ -249,15 +251,15 @@ class Recovery:
         return self.journal.committed.seq
 
     def is_again(self, seq: int) -> bool:
-        """Whether a run's answers may be some that were given before."""
+        """Return whether a run's answers may repeat earlier ones."""
         return seq in self._again
 
     def answered(self, rank: int, seq: int) -> None:
-        """A rank has answered a run."""
+        """Note that a rank has answered a run."""
         self._answered[rank] = seq
 
     def _waiting_for(self, seq: int) -> set[int]:
-        """The ranks that have not answered a run; where it is done again: have not once more."""
+        """Return the ranks that have not answered a run, or not answered its repetition."""
         ranks = range(self._link.world_size)
         return {rank for rank in ranks if self._answered.get(rank, 0) < seq}
 
@@ -273,7 +275,7 @@ class Recovery:
             self._recover(self._cause)
 
     def recover(self, error: WorkerDied | WorkerFrozen) -> None:
-        """Replace dead workers, and have all ranks where they were.
+        """Replace dead workers, and bring all ranks back to their current state.
 
         Raises:
             WorkerDied, WorkerFrozen: a run kills its worker again and again, or no process can be
@@ -283,11 +285,11 @@ class Recovery:
         self._recover(error)
 
     def reaches(self, seq: int) -> bool:
-        """Whether there is a way back to before a run: no snapshot was taken since."""
+        """Return whether a run can be undone: no snapshot was taken since."""
         return self.journal.committed.seq < seq
 
     def rewind(self, seq: int, failed: Sequence[tuple[int, Failure]]) -> None:
-        """Have all ranks as they were before a run, but for what was uploaded since.
+        """Roll all ranks back to before a run, but keep the values uploaded since.
 
         Args:
             failed: values that were made since.
@@ -300,7 +302,7 @@ class Recovery:
         self._recover(None)
 
     def _uploads_alone(self, run: Ran) -> Ran | None:
-        """A run that does nothing but take what is uploaded with it; None: nothing is."""
+        """Return a run that only takes this one's uploads; None: it has none."""
         frames = run[2][0]
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
@@ -310,7 +312,7 @@ class Recovery:
         return run[0], None, [alone] * self._link.world_size
 
     def _recover(self, error: WorkerDied | WorkerFrozen | None) -> None:
-        """Replace the dead workers, if there are any, and have all ranks do the journal again."""
+        """Replace the dead workers, if there are any, and have all ranks replay the journal."""
         begin, at, replaced = time.monotonic(), time.time(), set[int]()
         runs, replay_seconds = 0, 0.0
         self._unfinished, self._cause = True, error
@@ -336,7 +338,7 @@ class Recovery:
         finally:
             self.active = False
             for raised in filter(None, (error, self._cause)):
-                raised.__traceback__ = None  # whose frames would keep the user's tensors
+                raised.__traceback__ = None  # its frames would keep the user's tensors
         self._refill()
         self._client.quiet_until = 0.0 if self.journal.cutting else self._due
         if self._cause is not None:
@@ -369,7 +371,7 @@ class Recovery:
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
     def _blame(self, error: DeviceLost) -> None:
-        """Have the op found that has ended a worker's device; once it is, it is not done again."""
+        """Start a search for the op that ended a worker's device; if known, it is not repeated."""
         self._seeks = True
         if (culprit := error.culprit) is not None:
             self._failed[culprit.seq] = culprit
@@ -378,13 +380,13 @@ class Recovery:
             self._judge_between(error)
 
     def _tries_left(self, seq: int, rank: int) -> int:
-        """How often a run may still be tried, if the same goes on."""
+        """Return the number of times that a run may still be tried, if the same goes on."""
         tries = _POISON - self._deaths[seq, rank]
         oom_deaths = self._oom_deaths[seq]
         return min(tries, _OOM_POISON - oom_deaths) if oom_deaths else tries
 
     def _judge_between(self, error: WorkerDied | WorkerFrozen) -> None:
-        """Give up where processes die of what they are to have again."""
+        """Give up if processes keep dying while they are restored."""
         self._deaths_between += 1
         if self._deaths_between < _HOPELESS:
             return
@@ -395,14 +397,14 @@ class Recovery:
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
     def _refill(self) -> None:
-        """Have spare processes again. Without one the next recovery takes longer, no more."""
+        """Start spare processes again. Without one the next recovery only takes longer."""
         try:
             self._link.refill()
         except OSError as error:
             _log.warning("no spare process could be started: %s", error)
 
     def _replace(self) -> set[int]:
-        """Replace the processes that have ended, if any; their ranks."""
+        """Replace the processes that have ended, if any; return their ranks."""
         ended = self._link.lost
         lost = set(ended)
         if self._cause is None and ended:
@@ -423,7 +425,7 @@ class Recovery:
         return lost
 
     def _restore(self) -> None:
-        """Have every rank where the last snapshot was taken."""
+        """Restore every rank to the last snapshot."""
         self.journal.restart()
         for rank, told, _ in self.doubts.take():
             if isinstance(told, Done):
@@ -452,8 +454,10 @@ class Recovery:
         self._answered = dict.fromkeys(ranks, committed.seq)
 
     def _replay(self) -> int:
-        """Send what the journal has, and wait until all is answered that was answered before; how
-        many runs there were."""
+        """Replay the journal; return its number of runs.
+
+        Waits until all runs are answered that were answered before.
+        """
         entries = list(self.journal.entries)
         runs = [entry[0] for entry in entries if isinstance(entry, tuple)]
         self._again = Counter(runs)
@@ -484,13 +488,13 @@ class Recovery:
                 return [message for _ in ranks]
 
     def _once_more(self, run: Ran, rank: int) -> list[Buffer]:
-        """A run's message without what was answered before."""
+        """Return a run's message for its repetition, without fetches that were answered before."""
         seq, _, messages = run
         frames = messages[rank if len(messages) > 1 else 0]
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
         message.releases = ()
-        # which step is it that kills?
+        # to find the step that kills
         message.timed = self._seeks or self._tries_left(seq, rank) == 1
         message.failed = self._failed.get(seq)
         if rank not in self._client.waiting_for(seq):

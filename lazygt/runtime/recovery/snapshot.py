@@ -1,7 +1,7 @@
 """Snapshots: copies of a worker's values in memory that outlives it.
 
-The memory is a memfd that the client holds open, so the process that takes a dead worker's place
-finds it as it was. A value is written once, so what an earlier snapshot has is not copied again.
+The memory is a memfd that the client holds open, so the process that replaces a dead worker finds
+it unchanged. A value is written once, so values of an earlier snapshot are not copied again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from lazygt.runtime.host_copies import HostCopies
     from lazygt.runtime.shared_memory import Arena
 
-#: Values that no snapshot has: for each its meta, and the bytes that it lies on.
+#: Values that no snapshot has: for each, its meta and the bytes of its memory.
 New = dict[int, tuple[TensorMeta, torch.Tensor]]
 
 
 class Snapshots:
-    """One worker's.
+    """Snapshots of one worker.
 
-    From a GPU the copies go to the host beside later runs, where there is room for them on the GPU
-    meanwhile; ``taken`` has the answer then.
+    From a GPU the copies go to the host concurrently with later runs, if there is room for them
+    on the GPU meanwhile; ``taken`` has the answer then.
 
     Args:
-        memory: where copies go; nobody else allocates there.
-        ranks: how many workers do so at once.
-        upload: the client's arena: what still lies there needs no copy.
-        copies: what copies from a GPU; None: values lie in the host's memory.
+        memory: memory of the copies, which has no other user.
+        ranks: number of workers that take snapshots at once.
+        upload: the client's arena: values that still lie there need no copy.
+        copies: the copies from a GPU; None: values lie in the host's memory.
 
     Attributes:
         wakes: an eventfd that counts the snapshots that ``taken`` has; None: ``take`` has all.
@@ -59,7 +59,7 @@ class Snapshots:
         self._copies = copies
         self.wakes = None if copies is None else os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = ThreadPoolExecutor(1, "lazygt-snapshots")
-        #: the one that is being taken in the thread
+        #: the snapshot that is being taken in the thread
         self._taking: Future[Snapped] | None = None
 
     def take(
@@ -86,7 +86,7 @@ class Snapshots:
         if self._copies is not None:
             aside = self._copies.set_aside([flat for _, flat in new.values()])
         if aside is None:
-            kernels.finish(self._device)  # an op that fails there is not to be what all go back to
+            kernels.finish(self._device)  # a failing op must not become the state to roll back to
             return self._copied(answer, snap.committed, new)
         copies, event = aside
         flats = dict(zip(new, copies, strict=True))
@@ -96,7 +96,7 @@ class Snapshots:
         return None
 
     def _enter(self, snap: Snap, store: Store) -> tuple[New, tuple[tuple[int, Failure], ...]]:
-        """Begin a snapshot's table with what needs no copy; the rest, and what has failed."""
+        """Begin a snapshot's table with values that need no copy; return the rest, and failures."""
         before = self._tables.get(snap.committed, {})
         table = self._tables[snap.number] = {}
         failed: list[tuple[int, Failure]] = []
@@ -136,13 +136,13 @@ class Snapshots:
             self._taking = None
 
     def _copied_after(self, event: Any, answer: Snapped, committed: int, new: New) -> Snapped:
-        """As ``_copied``, after an event of the GPU and beside what it does meanwhile."""
+        """Copy as ``_copied``, after an event of the GPU and beside its later work."""
         assert self._copies is not None
         with self._copies.beside(event):
             return self._copied(answer, committed, new)
 
     def _copied(self, answer: Snapped, committed: int, new: New) -> Snapped:
-        """Copy to the host what no snapshot has, and complete the answer."""
+        """Copy values that no snapshot has to the host, and complete the answer."""
         table = self._tables[answer.number]
         nbytes = sum(flat.nbytes for _, flat in new.values())
         try:
@@ -162,9 +162,9 @@ class Snapshots:
         return answer
 
     def _check_room(self, nbytes: int) -> None:
-        """Raise MemoryError where copies would take more than half of the memory that is left.
+        """Raise MemoryError if copies would take more than half of the memory that is left.
 
-        The kernel would not say no: it would kill somebody.
+        The kernel would not refuse: it would kill a process.
         """
         needed = self._ranks * nbytes
         room = memory_left() + self._memory.bytes_held - self._memory.bytes_in_use
@@ -172,8 +172,10 @@ class Snapshots:
             raise MemoryError(f"{needed:,} bytes to copy, and {room:,} bytes of memory are left")
 
     def restore(self, restore: Restore, store: Store) -> None:
-        """Have the values of a snapshot again, and no others but those that count as failed
-        where they are lost, and are still here."""
+        """Restore the values of a snapshot, and drop all others.
+
+        Values that count as failed if lost are kept if they are still here.
+        """
         self._settle()
         here = ((key, store.values.get(key)) for key, _ in restore.failed)
         kept = {key: value for key, value in here if isinstance(value, torch.Tensor)}
@@ -191,15 +193,15 @@ class Snapshots:
             store.put(key, kept.get(key, Failed(failure)))
 
     def mark(self, run: int, step: int) -> None:
-        """Say which step of a run begins, to whoever looks for what killed this process."""
+        """Note the step of a run that begins, for a search of the step that killed this process."""
         self._memory.note(run, step)
 
     def marked(self) -> tuple[int, int]:
-        """The run and the step that were said last."""
+        """Return the run and the step that were noted last."""
         return read_note(self._memory.fd)
 
     def _forget_all_but(self, number: int) -> None:
-        """Give back the room of all snapshots but one."""
+        """Free the room of all snapshots but one."""
         kept = {row.offset for row in self._rows([number]) if not row.borrowed}
         others = [key for key in self._tables if key != number]
         gone = {row.offset for row in self._rows(others) if not row.borrowed}
@@ -224,7 +226,7 @@ def _extent_bytes(meta: TensorMeta) -> int:
 
 
 def _memory_of(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The bytes that a tensor lies on, from where its storage begins."""
+    """Return the bytes of a tensor's memory, from the beginning of its storage."""
     if not meta.numel:
         return torch.empty(0, dtype=torch.uint8)
     if value._is_zerotensor():
@@ -238,7 +240,7 @@ def _memory_of(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def laid_out(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The tensor of this meta on these bytes."""
+    """Return the tensor of this meta on these bytes."""
     if not meta.numel:
         return meta.empty(flat.device)
     value = flat.view(meta.dtype).as_strided(meta.shape, meta.stride, meta.offset)
