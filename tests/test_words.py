@@ -1,11 +1,20 @@
-"""Local names say the thing: six names that say only where a value came from stand in
-comprehensions alone, where the thing is one word away."""
+"""Words of the code and its docs.
+
+Local names say the thing: six names that say only where a value came from stand in comprehensions
+alone, where the thing is one word away. A docstring begins with a noun or an imperative, as in torch
+and the standard library, and so do the headings of the docs.
+"""
 
 import ast
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "lazygt"
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lazygt"
 NAMES = frozenset({"found", "made", "one", "each", "own", "mine"})
 SHORT = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda
 # Functions that still have one, by package. Only ever less may stand here.
@@ -55,3 +64,54 @@ def test_the_reader_sees_what_is_bound() -> None:
     (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
     assert bound(function) == {"found", "made"}
+
+
+# -- prose -----------------------------------------------------------------------------------------
+
+QUESTION = re.compile(r"(what|who|whose|whom|which|whether|how|where|when)\b", re.IGNORECASE)
+RELATIVE = re.compile(r"\b(what|who|whoever|whose|whom)\b", re.IGNORECASE)
+WORD = re.compile(r"[\w']+")
+# Docstrings that begin with such a word, by package. Only ever less may stand here.
+QUESTIONS_LEFT: dict[str, int] = {}
+# Relative pronouns per 1,000 words of docstrings; the aim is 2.
+RELATIVES_LEFT = 20.0
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings of a file, each with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+
+
+def package_of(path: Path) -> str:
+    """Return the name of the package that a file of lazygt belongs to."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "lazygt"
+
+
+def test_docstrings_begin_with_a_noun_or_an_imperative() -> None:
+    lines = [
+        (package_of(path), f"{path.relative_to(ROOT)}:{line} {text.splitlines()[0]}")
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, text in docstrings(path)
+        if QUESTION.match(text)
+    ]
+    counts = Counter(package for package, _ in lines)
+    over = {package for package, count in counts.items() if count > QUESTIONS_LEFT.get(package, 0)}
+    assert not over, "\n".join(line for package, line in lines if package in over)
+
+
+def test_docstrings_have_few_relative_clauses() -> None:
+    texts = [text for path in PACKAGE.rglob("*.py") for _, text in docstrings(path)]
+    relatives = sum(len(RELATIVE.findall(text)) for text in texts)
+    words = sum(len(WORD.findall(text)) for text in texts)
+    assert 1000 * relatives / words <= RELATIVES_LEFT
+
+
+@pytest.mark.parametrize("path", [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")], ids=lambda path: path.name)
+def test_headings_are_nouns(path: Path) -> None:
+    headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+    assert [heading for heading in headings if QUESTION.search(heading.partition(": ")[2])] == []
+    assert [heading for heading in headings if QUESTION.match(heading)] == []
