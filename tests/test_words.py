@@ -72,9 +72,24 @@ QUESTION = re.compile(r"(what|who|whose|whom|which|whether|how|where|when)\b", r
 RELATIVE = re.compile(r"\b(what|who|whoever|whose|whom)\b", re.IGNORECASE)
 WORD = re.compile(r"[\w']+")
 # Docstrings that begin with such a word, by package. Only ever less may stand here.
-QUESTIONS_LEFT: dict[str, int] = {}
+QUESTIONS_LEFT: dict[str, int] = {
+    "checkpoint": 11,
+    "cli": 6,
+    "graph": 66,
+    "observe": 30,
+    "parallel": 37,
+    "passes": 231,
+    "pool": 40,
+    "record": 153,
+    "runtime": 123,
+    "serving": 19,
+    "simulation": 29,
+    "sweeps": 17,
+    "top": 20,
+    "transfer": 53,
+}
 # Relative pronouns per 1,000 words of docstrings; the aim is 2.
-RELATIVES_LEFT = 20.0
+RELATIVES_LEFT = 15.3
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -110,7 +125,9 @@ def test_docstrings_have_few_relative_clauses() -> None:
     assert 1000 * relatives / words <= RELATIVES_LEFT
 
 
-@pytest.mark.parametrize("path", [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")], ids=lambda path: path.name
+)
 def test_headings_are_nouns(path: Path) -> None:
     headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
     assert [heading for heading in headings if QUESTION.search(heading.partition(": ")[2])] == []
