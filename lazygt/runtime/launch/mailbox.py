@@ -35,8 +35,8 @@ from lazygt.errors import ProtocolError
 from lazygt.runtime.launch.procfs import cpu_quota
 from lazygt.runtime.memory_files import create_file
 
-#: One page per message: a run of a known plan fits, and so does a number in an answer. The client is
-#: fewer runs ahead than there are slots.
+#: One page per message: a run of a known plan fits, and so does a number in an answer. There are
+#: more slots than runs that a client is ahead.
 _SLOT, _SLOTS = 4096, 64
 _FIRST = 4096
 _BOX = _FIRST + _SLOTS * _SLOT
@@ -259,7 +259,7 @@ def spin(boxes: Sequence[Mailboxes], elsewhere: Callable[[], object]) -> None:
 
 
 class Cores:
-    """Check that each of some processes has a core: only then may one of them spin.
+    """Count of the cores of some processes: only if each has its own may one spin.
 
     On a shared core a spinning process keeps the awaited one from working.
 
