@@ -40,7 +40,7 @@ from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 
 _ENDED = "the program has ended"
-#: Beyond the longest message of a worker: what it travels in.
+#: Bytes of the longest message of a worker, with its envelope.
 _MAX_MESSAGE = MAX_MESSAGE_BYTES + (1 << 16)
 
 

@@ -32,7 +32,7 @@ from lazygt.runtime.launch.start_plan import LinkSpec
 
 _log = logging.getLogger("lazygt")
 
-#: Beyond the longest message of a worker: what it travels in.
+#: Bytes of the longest message of a worker, with its envelope.
 _MAX_MESSAGE: Final = MAX_MESSAGE_BYTES + (1 << 16)
 #: Seconds that Ray may take to place lost bundles anew, before other hosts take their workers.
 ANOTHER_SECONDS = 60.0

@@ -25,7 +25,7 @@ def start_directory() -> str | None:
 
 @contextmanager
 def in_some_directory() -> Iterator[None]:
-    """Work in a folder that exists, for imports that need one; then go back."""
+    """Context manager: work in an existing folder, for imports that need one; then go back."""
     folder = start_directory()
     if folder is None:
         yield
