@@ -58,7 +58,7 @@ class AxisGroup:
         size, index: number of ranks along the axis, and the index of this one.
         sockets, shared: backends for small and large values; large ones go through shared memory,
             unless the ranks are on several hosts.
-        singles: connections for point-to-point values, by rank; None for this one.
+        singles: connections for point-to-point values, by index on the axis; None for this rank.
         group: torch's process group of the same ranks; None without NCCL.
         downward: a second group, for values to ranks of a lower index. NCCL orders both directions
             between two ranks in one sequence, so two crossing sends would deadlock.

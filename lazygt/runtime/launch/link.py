@@ -25,7 +25,7 @@ class Link(Protocol):
 
     world_size: int
     upload: Arena | None
-    #: number of workers on each host, by rank
+    #: number of workers on each host, in the order of their ranks
     hosts: tuple[int, ...]
     #: True if workers read copies of ``upload``, see ``mirror``
     mirrors: bool
