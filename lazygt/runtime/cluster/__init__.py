@@ -1,4 +1,4 @@
-"""Sessions that reach other machines: keys, connections, and what runs at their far end."""
+"""Sessions that reach other machines: keys, connections, and agents on remote hosts."""
 
 #: Variables of which an engine sets one at least for each process that it starts.
 ENGINE_VARIABLES = frozenset({

@@ -1,4 +1,7 @@
-"""Who may connect: asked by ZMQ for each handshake, before a byte of a message is read (ZAP)."""
+"""Access control of listeners by public key, through ZMQ's ZAP.
+
+ZMQ asks at each handshake, before a byte of a message is read.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,21 @@ _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _domains = count()
 _LET_GO_SECONDS, _LOOK_SECONDS = 10.0, 0.005
-#: A context has room for one authenticator: that which all its listeners share.
+#: The one authenticator that a context has room for, shared by all its listeners.
 _shared: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], ThreadAuthenticator] = (
     WeakKeyDictionary()
 )
 
 
 class Guard:
-    """Asks ``allowed`` about the public keys of those who connect to one listener.
+    """Authenticator of one listener's peers, by their public keys.
 
     Args:
-        context: of the listener's socket.
-        allowed: gives the name of a public key (Z85), or None.
+        context: context of the listener's socket.
+        allowed: returns the name of a public key (Z85), or None.
 
     Attributes:
-        domain: what the listener's socket is to have as its ``ZAP_DOMAIN``.
+        domain: the ``ZAP_DOMAIN`` for the listener's socket.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Guard:
             authenticator.configure_curve_callback(self.domain, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """What pyzmq's authenticator asks."""
+        """Return whether a key is allowed; called by pyzmq's authenticator."""
         try:
             return self._allowed(key.decode()) is not None
         except Exception:  # noqa: BLE001 - its thread must go on, and nobody gets in meanwhile
@@ -66,10 +69,12 @@ class Guard:
 
 
 def _start(authenticator: ThreadAuthenticator) -> None:
-    """Start one, once ZMQ has let go of the name of the one before it, which it tells nobody.
+    """Start an authenticator, once ZMQ has released the name of its predecessor.
+
+    ZMQ does not signal that.
 
     Raises:
-        zmq.ZMQError: it does not, or there are no sockets left.
+        zmq.ZMQError: the name is not released in time, or there are no sockets left.
     """
     until = time.monotonic() + _LET_GO_SECONDS
     while True:

@@ -1,7 +1,7 @@
-"""The agent of a host: starts workers there for a client elsewhere, and passes on what they say.
+"""Agent of a host: starts workers there for a remote client, and relays their messages.
 
-Its workers are started as any session's are on its own host: by a `ProcessLink`, in shared memory,
-watched by it. Between client and agent there is one connection, which outlives a lost network.
+A `ProcessLink` starts and watches its workers, with shared memory, as in a session on one host.
+Between client and agent there is one connection, which survives network failures.
 """
 
 from __future__ import annotations
@@ -41,42 +41,41 @@ from lazygt.runtime.wire import Part, encode, size_of
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds between two looks whether anything has come.
+#: Seconds between two checks for messages.
 _LOOK_SECONDS = 0.5
 
 
 class Connected(Protocol):
-    """What an agent asks of its connection."""
+    """Interface of an agent's connection."""
 
     @property
     def closed(self) -> str | None:
-        """Why no message will come any more; None while one may."""
+        """Reason for the end of messages; None while one may still come."""
 
     @property
     def fd(self) -> int:
-        """Can be read when something has come."""
+        """Descriptor that is readable when a message has come."""
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Queue a message; its frames are copied. Does not wait. From any thread."""
 
     def take(self) -> list[memoryview] | None:
-        """The next message, if there is one."""
+        """Return the next message, or None if there is none."""
 
     def close(self, reason: str = "done") -> None:
-        """Say goodbye, and why."""
+        """Close the connection, and tell the peer the reason."""
 
 
 class Agent:
-    """What one client's connection asks of this host.
+    """Server of one client's requests on this host.
 
     Args:
-        connection: to the client.
-        adapt: what workers are to be by the client -> by this host, which may refuse it by raising
-            LazyGTError.
-        address: at which the agents of other hosts reach this one; "": they don't.
+        connection: connection to the client.
+        adapt: converts the client's `LinkSpec` to this host's; raises LazyGTError to refuse it.
+        address: address at which the agents of other hosts reach this one; "": they don't.
 
     Attributes:
-        mirrors: of what the client uploads.
+        mirrors: this host's copy of the client's uploads.
     """
 
     def __init__(
@@ -86,16 +85,16 @@ class Agent:
         address: str = "",
     ) -> None:
         self._connection, self._adapt = connection, adapt
-        #: what the client's last message to workers was
+        #: frames of the client's last message to workers
         self._told: list[memoryview] = []
         self.mirrors = Mirrors(address, self._say)
-        #: what waits for pieces of uploads that other hosts pass on, and what came after that
+        #: messages that wait for pieces of uploads from other hosts, and all later ones
         self._held: deque[tuple[Part, list[memoryview]]] = deque()
         self._shadows: dict[tuple[int, int], Arena] = {}
         self.parts: dict[int, HostPart] = {}
 
     def serve(self) -> str:
-        """Do what the client asks until the connection has ended; why it has."""
+        """Serve the client until the connection has ended; return the reason of the end."""
         poller = select.poll()
         for descriptor in (self._connection.fd, *self.mirrors.descriptors):
             poller.register(descriptor, select.POLLIN)
@@ -110,10 +109,10 @@ class Agent:
         return self._connection.closed or ""
 
     def pump(self) -> None:
-        """Do what the client has asked by now.
+        """Handle all of the client's messages that have arrived.
 
         Raises:
-            ProtocolError: it can't be done, or makes no sense.
+            ProtocolError: a message is invalid, or its request can't be done.
         """
         while (frames := self._connection.take()) is not None:
             message = protocol.read(frames, TO_AGENT)
@@ -135,7 +134,7 @@ class Agent:
         return waiting + self.mirrors.held + shadows
 
     def close(self) -> None:
-        """End all workers, at once: nobody waits for what they do. Takes seconds at most."""
+        """End all workers at once, without letting them finish. Takes seconds at most."""
         for part in self.parts.values():
             part.end(at_once=True)
         for part in self.parts.values():
@@ -149,7 +148,7 @@ class Agent:
         self._connection.send(encode(message, list(frames)))
 
     def _heard(self, message: Part, rest: list[memoryview]) -> None:
-        """Do what the client says, in order, but for what uploads are waited for by."""
+        """Handle a message in order, except that some wait for uploads."""
         match message:
             case Mirror():
                 self.mirrors.take(message, _only(rest))
@@ -179,7 +178,7 @@ class Agent:
             self._say(Closed(number))
 
     def _waits(self, message: Part) -> bool:
-        """Whether it speaks of uploads that are not here yet."""
+        """Return whether a message needs uploads that are not here yet."""
         return isinstance(message, Tell) and message.mirrors > self.mirrors.number
 
     def _act(self, message: Part, rest: list[memoryview]) -> None:

@@ -1,4 +1,4 @@
-"""A timer that can be polled: the kernel's timerfd, which Python's `os` has from 3.13 on."""
+"""Pollable timer: the kernel's timerfd, which Python's `os` has from 3.13 on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Alarm:
-    """Rings once, at the earliest of the times that were asked for.
+    """One-shot timer that rings at the earliest of the requested times.
 
     Attributes:
-        fd: readable from then on, until `silence`.
-        at: when that is, by ``time.monotonic``; None while nothing is asked for.
+        fd: descriptor that is readable from that time on, until `silence`.
+        at: that time, by ``time.monotonic``; None while no time is requested.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Alarm:
             raise _failed("timerfd_settime")
 
     def silence(self) -> bool:
-        """Whether it was time; it then rings no more until it is asked again."""
+        """Reset the timer if it has rung; return whether it had."""
         if self.at is None or time.monotonic() < self.at:
             return False
         self.at = None
@@ -54,7 +54,7 @@ class Alarm:
 
 
 def can_be_read(descriptor: int) -> bool:
-    """Whether a descriptor rings now."""
+    """Return whether a descriptor is readable now."""
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(0))

@@ -1,5 +1,6 @@
-"""Attaching: a session on the hosts where an engine (torchrun, srun, mpirun ...) has started this
-program, once a worker.
+"""Sessions on the hosts of a job that an engine (torchrun, srun, mpirun ...) has started.
+
+The engine starts this program once per worker.
 
 Rank 0's process is the client, and starts the workers of its own host. On each other host one
 process, of local rank 0, becomes the agent there, which starts as many workers as there are
@@ -39,18 +40,18 @@ from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 
 _ENDED = "the program has ended"
-#: Beyond the longest message of a worker: what it travels in.
+#: Bytes of the longest message of a worker, with its envelope.
 _MAX_MESSAGE = MAX_MESSAGE_BYTES + (1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """An agent that has come.
+    """Agent that has connected.
 
     Attributes:
-        rank: of its process in the job.
-        name: of its host, for people.
-        workers: how many it starts.
+        rank: rank of its process in the job.
+        name: name of its host, for people.
+        workers: number of workers that it starts.
     """
 
     rank: int
@@ -60,12 +61,12 @@ class Arrived:
 
 
 class Cluster:
-    """The other hosts of a job, seen from its client; kept until the process ends.
+    """Other hosts of a job, seen from its client; kept until the process ends.
 
     Args:
-        job: of this process, whose rank is 0.
-        token: the secret that all of its processes know.
-        seconds: that it may take to say where this process listens.
+        job: job of this process, which has rank 0.
+        token: the secret that all processes of the job know.
+        seconds: time limit for publishing this process's endpoint.
     """
 
     def __init__(self, job: Job, token: bytes, seconds: float) -> None:
@@ -89,10 +90,10 @@ class Cluster:
         atexit.register(self._listener.close, _ENDED)
 
     def link(self, spec: LinkSpec) -> ClusterLink:
-        """A session's workers, on all hosts.
+        """Return the link to a session's workers, on all hosts.
 
         Raises:
-            LaunchError: not all hosts have come in time, or others than were expected.
+            LaunchError: not all hosts have come in time, or others than expected.
         """
         self._wait(spec.start_timeout)
         address = _address(self._job)
@@ -104,7 +105,7 @@ class Cluster:
         return ClusterLink(spec, self._job.local_world_size, hosts, store)
 
     def _wait(self, seconds: float) -> None:
-        """Wait until an agent has come from each host."""
+        """Wait until an agent has connected from each host."""
         job, until = self._job, time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._listener.fd, select.POLLIN)
@@ -119,7 +120,7 @@ class Cluster:
                 self._arrived[agent.rank] = agent
 
     def _incomplete(self, there: int, seconds: float, refused: Refusals) -> LaunchError:
-        """The error of a job of which not all hosts have come."""
+        """Return the error for a job with missing hosts."""
         job = self._job
         names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._living())
         return LaunchError(
@@ -130,7 +131,7 @@ class Cluster:
         )
 
     def _count(self) -> int:
-        """The workers that there are to be on all hosts that have come."""
+        """Return the number of workers on all hosts that have connected."""
         return self._job.local_world_size + sum(agent.workers for agent in self._living())
 
     def _living(self) -> list[Arrived]:
@@ -138,10 +139,10 @@ class Cluster:
 
 
 def _address(job: Job) -> str:
-    """Of this host, where other hosts reach it.
+    """Return this host's address for other hosts.
 
     Raises:
-        LaunchError: the name of this host means nothing, or something that only it can reach.
+        LaunchError: this host's name has no address, or one that only this host can reach.
     """
     try:
         address = socket.gethostbyname(job.address)
@@ -163,15 +164,15 @@ def _arrived(connection: Connection) -> Arrived:
 
 @cache
 def _cluster(job: Job) -> Cluster:
-    """The one of this process: sessions come one after another, agents stay."""
+    """Return this process's cluster: agents outlive the sessions, which come in turn."""
     return Cluster(job, secret(), Config().start_timeout)
 
 
 def secret() -> bytes:
-    """What all processes of a job on several hosts know.
+    """Return the secret shared by all processes of a job on several hosts.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: there is no secret.
     """
     token = token_from(os.environ)
     if token is None:
@@ -185,10 +186,10 @@ def secret() -> bytes:
 
 
 def asked(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
-    """What a session is asked for, with a worker for each process of the job.
+    """Return a session's settings, with one worker per process of the job.
 
     Raises:
-        LaunchError: it was asked for another number.
+        LaunchError: the settings ask for another number.
     """
     named = [name for name in ("workers", "mesh") if settings.get(name)]
     named += [name for name in ("LAZYGT_WORKERS", "LAZYGT_MESH") if os.environ.get(name)]
@@ -205,7 +206,7 @@ def asked(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_attached(spec: LinkSpec) -> ProcessLink | ClusterLink:
-    """The link of the client, rank 0, to the workers of its job.
+    """Return the link of the client, rank 0, to the workers of its job.
 
     Raises:
         LaunchError: not all hosts have come in time; or several have no secret in common.
@@ -219,10 +220,10 @@ def open_attached(spec: LinkSpec) -> ProcessLink | ClusterLink:
 
 
 def serve(job: Job, seconds: float) -> NoReturn:
-    """Be what a process that is not rank 0 is there for, until the client has ended; then end.
+    """Fill the role of a process other than rank 0 until the client has ended; then exit.
 
     Args:
-        seconds: to wait for the client.
+        seconds: time to wait for the client.
 
     Raises:
         SystemExit: at the end.
@@ -236,17 +237,17 @@ def serve(job: Job, seconds: float) -> NoReturn:
 
 
 def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -> NoReturn:
-    """Be this host's agent for the client that listens there, until it has ended; then end.
+    """Be this host's agent for the client at ``endpoint`` until it has ended; then exit.
 
     Args:
-        workers: how many there are to be on this host.
-        rank: decides the order of hosts; the client's own is the first.
-        seconds: to wait for the client.
+        workers: number of workers for this host.
+        rank: decides the order of hosts; the client's own host is the first.
+        seconds: time to wait for the client.
 
     Raises:
         SystemExit: at the end.
-        ConnectionLost: nobody answered in time.
-        AccessDenied, VersionMismatch: the client does not want us.
+        ConnectionLost: the client did not answer in time.
+        AccessDenied, VersionMismatch: the client refuses us.
     """
     told = {"rank": rank, "name": socket.gethostname(), "workers": workers}
     connection = dial(
@@ -267,14 +268,17 @@ def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -
 
 
 def host_id() -> str:
-    """The same for processes that see the same files and can speak through UNIX sockets."""
+    """Return an id shared by processes with the same files and UNIX sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "uts")]
     return " ".join((boot, *namespaces, str(os.getuid())))
 
 
 def address_towards(endpoint: str) -> str:
-    """The address of this host's interface that leads there (nothing is sent)."""
+    """Return the address of this host's interface that leads to ``endpoint``.
+
+    Nothing is sent.
+    """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
     family, kind, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]

@@ -1,8 +1,9 @@
-"""The client's side of uploads to several hosts: who has what, and who follows whom (`passing`).
+"""The client's side of uploads to several hosts: progress and order (`passing`).
 
-The hosts stand in the order of their ranks. The client sends to the first one, and each other
-follows the nearest before it that can be followed. A host that can't reach that one, or loses it,
-has what is missing from the client; when a host is lost, those behind it follow the one before.
+The hosts form a chain in the order of their ranks. The client sends to the first one, and each
+other follows the nearest one before it that can be followed. A host that can't reach that one, or
+loses it, gets the missing pieces from the client; when a host is lost, those behind it follow the
+one before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lazygt.runtime.shared_memory import Arena
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds after which an agent that has not said where it listens is taken for one that doesn't.
+#: Seconds after which an agent that has not sent its endpoint is taken to have none.
 _ANSWER_SECONDS = 10.0
 #: Numbers of sessions: agents outlive them, and their answers, too.
 _SESSIONS = count(1)
@@ -31,15 +32,15 @@ _SESSIONS = count(1)
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A host in the chain.
+    """Host in the chain.
 
     Attributes:
-        has: number of the last piece that it is known to have.
-        endpoint: where its agent can be followed; "": nowhere, None: it has not said.
-        source: whom it has the pieces from; itself: the client; None: that is not decided.
-        fed: number of the last piece that the client has sent it; None: it does not send.
-        turn: counts whom it was told to follow.
-        avoids: whom it could not follow.
+        has: number of the last piece that the host is known to have.
+        endpoint: the endpoint for followers of its agent; "": none, None: not known yet.
+        source: the place that it follows; itself: the client; None: not decided yet.
+        fed: number of the last piece that the client has sent it; None: the client sends it none.
+        turn: number of `Follow` messages sent to it.
+        avoids: the place that it could not follow.
     """
 
     host: RemoteHost
@@ -53,21 +54,21 @@ class Place:
 
     @property
     def silent(self) -> bool:
-        """Whether it may still say where it can be followed."""
+        """True if the host may still send its endpoint."""
         return self.endpoint is None and time.monotonic() < self.begun + _ANSWER_SECONDS
 
 
 class Chain:
-    """Brings uploads to all hosts but the client's own. For any thread.
+    """Distribution of uploads to all hosts but the client's own. For any thread.
 
     Args:
-        arena: in which the uploads lie; None: there are none.
-        first: bytes of its first segment.
+        arena: arena of the uploads; None: there are none.
+        first: size of its first segment in bytes.
         token: the session's secret; None: a new one.
 
     Attributes:
-        number: of the last piece that was sent, which hosts must have before what is told them
-            after that; 0 while there is one host at most, which has all by its connection's order.
+        number: number of the last piece sent, which hosts must have before any later message; 0
+            while there is one host at most, since its connection keeps the order.
     """
 
     def __init__(self, arena: Arena | None, first: int, token: bytes | None) -> None:
@@ -80,7 +81,7 @@ class Chain:
         self._warned = False
 
     def add(self, host: RemoteHost) -> None:
-        """Have another host, which gets what the others have."""
+        """Add a host, and send it all uploads so far."""
         if self._arena is None:
             return
         with self._lock:
@@ -97,7 +98,7 @@ class Chain:
                 self._arrange()
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Have uploads, (offset, bytes) each, on every host. Does not wait."""
+        """Send uploads, (offset, bytes) each, to every host. Does not wait."""
         with self._lock:
             self.pump()
             for offset, nbytes in slots:
@@ -105,7 +106,7 @@ class Chain:
                     self._mirror(begin, min(UPLOAD_BYTES, offset + nbytes - begin))
 
     def pump(self) -> None:
-        """Heed what hosts have said, and which are lost."""
+        """Handle the hosts' messages, and drop lost hosts."""
         if not self._session:
             return
         with self._lock:
@@ -120,7 +121,7 @@ class Chain:
                 self._forget()
 
     def close(self) -> None:
-        """Have nobody pass anything on any more."""
+        """Stop all hosts from passing on uploads."""
         with self._lock:
             for place in self._places if self._session else ():
                 place.host.say(Begin(self._session))
@@ -139,7 +140,7 @@ class Chain:
             self._feed(place)
 
     def _feed(self, place: Place) -> None:
-        """Send a host what it lacks, if it is the client who does."""
+        """Send a host the pieces that it lacks, if the client is its source."""
         if place.fed is None or place.fed >= self.number:
             return
         done = self._pieces[0][0] - 1
@@ -153,12 +154,12 @@ class Chain:
         return memoryview(self._arena.view(offset, nbytes).numpy().data)
 
     def _forget(self) -> None:
-        """Keep no record of what all hosts have."""
+        """Drop the records of pieces that all hosts have."""
         done = min((place.has for place in self._places), default=self.number)
         while self._pieces and self._pieces[0][0] <= done:
             self._pieces.popleft()
 
-    # -- who follows whom ----------------------------------------------------------------
+    # -- order of the chain --------------------------------------------------------------
 
     def _begin(self, place: Place) -> None:
         place.begun = time.monotonic()
@@ -176,7 +177,7 @@ class Chain:
                 self._alone(place, number, met, why)
 
     def _alone(self, place: Place, number: int, met: bool, why: str) -> None:
-        """A host has the rest from the client."""
+        """Make the client the source of a host's remaining pieces."""
         source, place.source = place.source, place
         place.has, place.fed = number, number
         if source is not None and source is not place:
@@ -194,7 +195,7 @@ class Chain:
         self._feed(place)
 
     def _arrange(self) -> None:
-        """Have each host follow whom it is to follow by now."""
+        """Assign each host its current source."""
         for at, place in enumerate(self._places):
             if place.avoids is not None and not place.avoids.host.lost:
                 continue
@@ -203,7 +204,10 @@ class Chain:
                 self._lead(place, source)
 
     def _source_for(self, place: Place, before: Sequence[Place]) -> Place | None:
-        """The nearest one before; the place itself for the client; None: who is not known yet."""
+        """Return the nearest host before this one that can be followed.
+
+        Returns the place itself for the client, and None if that is not known yet.
+        """
         if not before:
             return place
         if place.silent:
@@ -217,10 +221,10 @@ class Chain:
 
     def _lead(self, place: Place, source: Place) -> None:
         before, place.source = place.source, source
-        if source is place and before is None:  # nobody has sent it anything yet
+        if source is place and before is None:  # it has received no piece yet
             place.fed = place.has
             self._feed(place)
             return
         place.turn, place.fed = place.turn + 1, None
-        # it says by itself what it has, where it is to have the rest from the client
+        # it reports its last piece by itself if the client is to be its source
         place.host.say(Follow(place.turn, "" if source is place else source.endpoint or ""))

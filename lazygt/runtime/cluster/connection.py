@@ -4,9 +4,9 @@
     connection = listener.accept()                                              # at one end
     connection = dial(context, "tcp://10.0.0.1:7000", keys, server_public, ...)  # at the other
 
-Both ends prove a key (CURVE) before anything that they say is read. A link that is down for a while
+Both ends prove a key (CURVE) before any of their messages is read. A link that is down for a while
 delays messages and loses none; a process that has ended is noticed within about a second. See
-docs/security.md for what that protects from.
+docs/security.md for the threats that this covers.
 """
 
 from __future__ import annotations

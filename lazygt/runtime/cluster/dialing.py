@@ -1,4 +1,4 @@
-"""The client's end of a connection: a DEALER that ZMQ connects again by itself."""
+"""Client's end of a connection: a DEALER socket that ZMQ reconnects by itself."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ def dial(
     grace: float = GRACE,
     gone_after: float = GONE_AFTER,
 ) -> Connection:
-    """Connect to a `Listener`, which may begin to listen meanwhile.
+    """Connect to a `Listener`, which may begin to listen during the wait.
 
     Args:
         context: the process's ZMQ context.
         endpoint: ``tcp://HOST:PORT``.
-        keys: this client's own.
+        keys: this client's own keys.
         server_public: the public key that the listener must have (Z85).
-        hello: what the listener's side finds as `Connection.hello`.
+        hello: value of `Connection.hello` on the listener's side.
         max_message: bytes of the longest message either way, with 4 for each of its frames and 21.
-        timeout: seconds.
-        grace: seconds after which a link that is down is given up.
-        gone_after: seconds within which a connection that was ended must be there again.
+        timeout: seconds to wait.
+        grace: seconds after which a link that is down counts as lost.
+        gone_after: seconds within which a connection that has ended must be restored.
 
     Raises:
-        ConnectionLost: nobody answers there in time.
-        AccessDenied: the listener does not know our key, or does not have the one that it should.
-        VersionMismatch: it runs another lazygt, torch or Python.
-        SecurityError: something given as a key is none.
+        ConnectionLost: the listener does not answer in time.
+        AccessDenied: the listener does not know our key, or does not have the expected one.
+        VersionMismatch: the listener runs another lazygt, torch or Python.
+        SecurityError: one of the given keys is no key.
     """
     patience = Patience(grace, gone_after)
     line = _Dialed(context, endpoint, keys, server_public, hello, max_message, patience)
@@ -88,7 +88,7 @@ def dial(
 
 
 class _Dialed:
-    """The line of one connection: its socket, its monitor and its alarm."""
+    """Line of one connection: its socket, its monitor and its alarm."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Dialed:
     # -- while it is dialed --------------------------------------------------------------------
 
     def wait(self, deadline: float) -> None:
-        """Until it is welcomed, or raise why it is not."""
+        """Wait for the welcome, or raise the reason of its absence."""
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
         while True:
@@ -168,7 +168,7 @@ class _Dialed:
                 )
             poller.poll(1000 * left + 1)
 
-    # -- what a connection asks of its line ----------------------------------------------------
+    # -- interface of a line -------------------------------------------------------------------
 
     def pump(self) -> None:
         if not self._open:
@@ -178,7 +178,7 @@ class _Dialed:
         receive: Callable[..., zmq.Frame] = self._socket.recv
         while self._has_mail():
             # From ZMQ's queue to ours in C, where no KeyboardInterrupt can fall in between; and
-            # what is looked at twice has a number that is known by then.
+            # a frame that is handled twice has a known number the second time.
             self._arrived.extend(map(receive, (zmq.NOBLOCK,), (False,)))
             while self._arrived:
                 self._look_at(self._arrived[0].buffer)
@@ -193,7 +193,7 @@ class _Dialed:
             give(self._socket, message)
         except zmq.Again:  # ZMQ has given up
             return False
-        # What is given to ZMQ while there is no peer waits for one.
+        # Messages given to ZMQ while there is no peer wait for one.
         return connection._left_at is None
 
     def remind(self, at: float) -> None:
@@ -220,10 +220,10 @@ class _Dialed:
             self._epoll.close()
             self._alarm.close()
 
-    # -- what happens --------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------
 
     def _happened(self, event: int, value: int) -> None:
-        """One event of the monitor's."""
+        """Handle one event of the monitor."""
         if event == zmq.EVENT_CONNECTED:
             self.connection.tcp = value
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -262,7 +262,7 @@ class _Dialed:
             self.counts["malformed"] += 1
 
     def _welcome(self, turn: int, received: int) -> None:
-        """The answer to a hello; to an older one if TCP broke in between."""
+        """Handle the answer to a hello; to an older one if TCP broke in between."""
         self._welcomed = True
         if turn == self._turn:
             self.connection.resume(received)

@@ -1,8 +1,8 @@
-"""Who a process is in a job that an engine has started: torchrun, srun, mpirun, a JobSet.
+"""Identity of a process in a job of an engine: torchrun, srun, mpirun, a JobSet.
 
-Every engine tells it by variables of its own. What they say is read once, checked against itself,
-and is one `Job`. The process of rank 0 is the client; on every other host the process with local
-rank 0 leads the host's workers; the others only hold their slots.
+Every engine sets variables of its own. They are read once, checked for consistency, and become one
+`Job`. The process of rank 0 is the client; on every other host the process with local rank 0 leads
+the host's workers; the others only hold their slots.
 
 Sources: torch's ``torch/distributed/elastic/agent/server/local_elastic_agent.py`` (torchrun), the
 section "OUTPUT ENVIRONMENT VARIABLES" of srun(1), the FAQ of Open MPI 4 on OMPI_COMM_WORLD_*, and
@@ -25,37 +25,37 @@ from lazygt.runtime.cluster import ENGINE_VARIABLES
 _PORTS: Final = (15_000, 15_000)
 _DEFAULT_PORT = 29_400
 _YES = {"1", "true", "True"}
-#: What tells that a process is one of several; a program that has them all as workers is alone.
+#: Variables of a process that is one of several; a client with the others as workers unsets them.
 _OF_SEVERAL = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_(RUN_ID|USE_AGENT_STORE)|OMPI_COMM_WORLD_\w+|PMIX?_\w+|MPI_LOCAL\w+"
     r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE|STEP_\w+)"
     r"|JOB_COMPLETION_INDEX"
 )
-#: The job of the process of that id, once its variables are gone; a child that it forks has none.
+#: The job by process id, once its variables are gone; a child that it forks has none.
 _left: dict[int, Job] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A process of a job.
+    """Process of a job.
 
     Attributes:
-        engine: ``torchrun``, ``slurm``, ``openmpi``, ``hydra``, or ``generic`` for whoever sets
-            RANK and WORLD_SIZE, as a Kubernetes JobSet does.
-        rank_variable, local_rank_variable: in which the engine tells rank and local rank; the
-            second is "" where each host has one process.
-        rank: of this process in the job; 0 is the client.
-        world_size: processes of the job.
-        local_rank: of this process on its host; 0 leads the host.
-        local_world_size: processes that the engine started on this host.
-        host: number of this host, or None where the engine does not tell it.
-        hosts: number of hosts, or None where the engine does not tell it; then there are several.
-        address: where rank 0 can be reached; "" on a single host whose engine does not tell it.
-        port: on which rank 0 listens; where ``meets_by_store``, of torchrun's store.
-        meets_by_store: the port is taken by torchrun's store, in which rank 0 says where it
-            listens; see `lazygt.runtime.cluster.meeting`.
-        name: tells this job, and its restarts, from others.
+        engine: ``torchrun``, ``slurm``, ``openmpi``, ``hydra``, or ``generic`` for any other that
+            sets RANK and WORLD_SIZE, as a Kubernetes JobSet does.
+        rank_variable, local_rank_variable: the engine's variables for rank and local rank; the
+            second is "" if each host has one process.
+        rank: rank of this process in the job; 0 is the client.
+        world_size: number of processes of the job.
+        local_rank: rank of this process on its host; 0 leads the host.
+        local_world_size: number of processes that the engine started on this host.
+        host: number of this host, or None if the engine does not set it.
+        hosts: number of hosts, or None if the engine does not set it; then there are several.
+        address: address of rank 0; "" on a single host if the engine does not set it.
+        port: port of rank 0; if ``meets_by_store``, of torchrun's store.
+        meets_by_store: True if the port is taken by torchrun's store, in which rank 0 publishes its
+            endpoint; see `lazygt.runtime.cluster.meeting`.
+        name: distinguishes this job, and its restarts, from others.
     """
 
     engine: str
@@ -82,15 +82,15 @@ class Job:
 
     @property
     def leads_host(self) -> bool:
-        """Whether this process starts its host's workers, for a client on another host."""
+        """True if this process starts its host's workers, for a client on another host."""
         return self.local_rank == 0 and not self.is_client
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Job | None:
-        """The job that this process belongs to.
+        """Return the job that this process belongs to.
 
         Returns:
-            None: no engine started this process, it started nothing else, or the process is a
+            None if no engine started this process, it started nothing else, or the process is a
             worker of a session.
 
         Raises:
@@ -111,20 +111,20 @@ class Job:
 
 
 def may_be_of_several() -> bool:
-    """Whether it is worth while to ask for the job of this process."""
+    """Return whether this process may belong to a job with several processes."""
     return os.getpid() in _left or not ENGINE_VARIABLES.isdisjoint(os.environ)
 
 
 def job_here() -> Job | None:
-    """The job of this process; see `Job.from_environment`."""
+    """Return the job of this process; see `Job.from_environment`."""
     return _left.get(os.getpid()) or Job.from_environment(os.environ)
 
 
 def be_alone(job: Job, environment: MutableMapping[str, str] = os.environ) -> None:
-    """From now on the client's program is the only one of its job, for whoever looks.
+    """Unset the job's variables, so that the client's program appears as its only process.
 
-    Libraries that train would else look for the job's other processes, and wait for them for ever;
-    and so would programs that this one starts.
+    Training libraries would otherwise look for the job's other processes, and wait for them for
+    ever; so would programs that this one starts.
     """
     _left[os.getpid()] = job
     for name in filter(_OF_SEVERAL.fullmatch, list(environment)):
@@ -132,7 +132,7 @@ def be_alone(job: Job, environment: MutableMapping[str, str] = os.environ) -> No
 
 
 class _Variables:
-    """Variables, read as what they are to be."""
+    """Environment variables with typed access."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -141,7 +141,7 @@ class _Variables:
         return self._environment.get(name, "").strip()
 
     def number(self, name: str, advice: str = "") -> int:
-        """A variable that must be there."""
+        """Return the number in a variable that must be set."""
         if not self.text(name):
             raise LaunchError(name, f"is not set. {advice or 'The engine sets it: start anew.'}")
         return self.number_or(name, 0)
@@ -155,18 +155,18 @@ class _Variables:
         return int(text)
 
     def port(self, default: int) -> int:
-        """The port of rank 0: LAZYGT_PORT, MASTER_PORT or a default."""
+        """Return the port of rank 0: LAZYGT_PORT, MASTER_PORT or a default."""
         name = "LAZYGT_PORT" if self.text("LAZYGT_PORT") else "MASTER_PORT"
         return self.port_in(name, self.number_or(name, default))
 
     def port_in(self, name: str, number: int) -> int:
-        """The port that a variable tells."""
+        """Check and return a port read from a variable."""
         if not 0 < number < 1 << 16:
             raise LaunchError(name, f"is {number}: expected a port, 1 to 65535")
         return number
 
     def address(self, is_on_one_host: bool, how: str) -> str:
-        """The address of rank 0, which several hosts need."""
+        """Return the address of rank 0, required for several hosts."""
         address = self.text("MASTER_ADDR")
         if not address and not is_on_one_host:
             raise LaunchError(
@@ -273,7 +273,7 @@ def _hydra(variables: _Variables) -> Job:
 
 
 def _generic(variables: _Variables) -> Job:
-    """Whoever sets RANK and WORLD_SIZE; without LOCAL_RANK, each host has one process."""
+    """Return the job by RANK and WORLD_SIZE; without LOCAL_RANK, one process per host."""
     rank = variables.number("RANK")
     size = variables.number("WORLD_SIZE", "Set it to the number of processes of the job.")
     has_local = bool(variables.text("LOCAL_RANK"))
@@ -297,8 +297,8 @@ def _generic(variables: _Variables) -> Job:
     )
 
 
-#: What tells that an engine started the process, the innermost first: torchrun is run under srun,
-#: and mpirun in a job of SLURM.
+#: A variable that each engine sets, and its reader, the innermost engine first: torchrun is run
+#: under srun, and mpirun in a job of SLURM.
 _ENGINES: Final[tuple[tuple[str, Callable[[_Variables], Job]], ...]] = (
     ("TORCHELASTIC_RUN_ID", _torchrun),
     ("OMPI_COMM_WORLD_RANK", _openmpi),
@@ -314,7 +314,7 @@ def _refuse_half(variables: _Variables) -> None:
 
 
 def _check(job: Job) -> None:
-    """Raise LaunchError for a job whose numbers contradict one another."""
+    """Raise LaunchError for a job with contradictory numbers."""
     pairs = (
         (job.rank_variable, job.rank, job.world_size, "in all"),
         (job.local_rank_variable, job.local_rank, job.local_world_size, "on this host"),
@@ -333,15 +333,15 @@ def _check(job: Job) -> None:
 
 
 def _port_of(name: str) -> int:
-    """A port that the processes of a job agree on without a word."""
+    """Return a port that the processes of a job derive from its name."""
     return _PORTS[0] + zlib.crc32(name.encode()) % _PORTS[1]
 
 
-# -- what SLURM writes in short --------------------------------------------------------------------
+# -- SLURM's compressed lists ----------------------------------------------------------------------
 
 
 def _task_counts(variables: _Variables) -> list[int]:
-    """The tasks of each host, which SLURM writes as ``2(x3),1``."""
+    """Return the number of tasks of each host, which SLURM writes as ``2(x3),1``."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = variables.text(name)
     counts: list[int] = []
@@ -354,10 +354,10 @@ def _task_counts(variables: _Variables) -> list[int]:
 
 
 def first_of_hosts(hosts: str) -> str:
-    """The first name of a list of hosts that SLURM has folded, such as ``rack1-[07-09,12],b``.
+    """Return the first host of a SLURM hostlist, such as ``rack1-[07-09,12],b``.
 
     Raises:
-        LaunchError: it is not such a list.
+        LaunchError: the text is not such a list.
     """
     match = re.match(r"[^,\[\]]*(?:\[[^\[\]]+\][^,\[\]]*)*", hosts)
     if match is None or not match[0]:

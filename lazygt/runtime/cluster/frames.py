@@ -1,9 +1,9 @@
-"""What goes over a connection between hosts: one ZMQ frame a message.
+"""Messages on a connection between hosts: one ZMQ frame each.
 
     | number | acknowledged | kind, count, lengths, frames as of `channel.pack` |
 
 Both numbers have 8 bytes, and are those of `stream.Stream`. A hello has three frames: the version
-of the protocol, which every version can read; a `Hello`; and what the user of the connection says.
+of the protocol, which every version can read; a `Hello`; and the data of the connection's user.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _MARK = b"lazygt-host"
 HELLO, WELCOME, REFUSED, MESSAGE, GOODBYE, RECEIVED = (bytes([code]) for code in b"HWRMGK")
 
 _NUMBERS = struct.Struct("<QQ")
-#: Bytes that a frame has beside its contents, and 4 for each of these.
+#: Bytes of a message besides its frames, plus 4 for each frame.
 OVERHEAD = _NUMBERS.size + 5
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """What client and host must have in common, since code and values go from one to the other."""
+    """Versions that client and host must share to exchange code and values."""
 
     lazygt: str
     torch: str
     python: str
 
     def differences(self, other: Versions) -> list[tuple[str, str, str]]:
-        """What differs: its name, ours, theirs."""
+        """Return (name, ours, theirs) of each version that differs."""
         return [
             (name, getattr(self, name), getattr(other, name))
             for name in self.__struct_fields__
@@ -47,18 +47,21 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 def versions_here() -> Versions:
-    """Of torch without what follows the ``+``: a client without a GPU may use hosts with them."""
+    """Return this process's versions, without torch's local suffix after the ``+``.
+
+    So a client without a GPU may use hosts with GPUs.
+    """
     python = ".".join(platform.python_version_tuple()[:2])
     return Versions(VERSION, str(torch.__version__).partition("+")[0], python)
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first message of a TCP connection.
+    """First message of a TCP connection.
 
     Attributes:
-        versions: of the one who calls.
-        turn: counts the TCP connections of one connection, from 1; so an old hello is told.
-        fresh: the caller was never welcomed.
+        versions: the caller's versions.
+        turn: number of this TCP connection within the connection, from 1; marks old hellos.
+        fresh: True if the caller was never welcomed.
     """
 
     versions: Versions
@@ -67,21 +70,21 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a connection is not served: ``version``, ``access`` or ``over``."""
+    """Reason for refusing a connection: ``version``, ``access`` or ``over``."""
 
     kind: str
     why: str
     versions: Versions | None = None
 
 
-#: What a decoder raises for bytes of a stranger's.
+#: Exceptions of a decoder for bytes of a stranger's.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _hello_of = msgspec.msgpack.Decoder(Hello)
 _refusal_of = msgspec.msgpack.Decoder(Refusal)
 
 
 def pack(kind: bytes, frames: Sequence[Frame] = (), acknowledged: int = 0) -> bytearray:
-    """A message that has no number yet."""
+    """Return a message without a number yet."""
     views = [memoryview(frame).cast("B") for frame in frames]
     head = struct.pack(f"<cI{len(views)}I", kind, len(views), *(len(view) for view in views))
     return bytearray().join((_NUMBERS.pack(0, acknowledged), head, *views))
@@ -92,10 +95,10 @@ def give_number(message: bytearray, number: int, acknowledged: int) -> None:
 
 
 def parse(frame: memoryview) -> tuple[int, int, bytes, list[memoryview]]:
-    """Number, acknowledged number, kind, and frames that are views into ``frame``.
+    """Return number, acknowledged number, kind, and frames as views into ``frame``.
 
     Raises:
-        ProtocolError: it was not made by `pack`.
+        ProtocolError: the frame was not made by `pack`.
     """
     if len(frame) < _NUMBERS.size:
         raise ProtocolError(f"a message of {len(frame)} bytes is cut short")
@@ -109,10 +112,12 @@ def pack_hello(turn: int, fresh: bool, said: bytes, received: int) -> bytearray:
 
 
 def read_hello(frames: Sequence[memoryview]) -> tuple[Hello | int, bytes]:
-    """The hello and what was said in it; a number is the other's version of the protocol.
+    """Return the hello and its user data.
+
+    If the protocol differs, the hello is the other's protocol version, a number.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the frames are no hello.
     """
     if not frames or bytes(frames[0][:-2]) != _MARK:
         raise ProtocolError("a hello must begin with the mark of lazygt")
@@ -132,7 +137,7 @@ def pack_refusal(refusal: Refusal) -> bytearray:
 
 
 def read_refusal(frames: Sequence[memoryview]) -> Refusal:
-    """Raises ProtocolError if it is none."""
+    """Return the refusal; raise ProtocolError if the frames are none."""
     try:
         return _refusal_of.decode(frames[0])
     except (*_UNREADABLE, IndexError) as error:

@@ -1,4 +1,4 @@
-"""Some ranks of a session on a host where the client is not: their processes, and what they say."""
+"""Part of a session on a remote host: the processes of some ranks, and their messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lazygt.runtime.wire import decode
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds between two looks where a worker has died that nobody has replaced yet.
+#: Seconds between two looks while a dead worker has not been replaced yet.
 _LOOK_SECONDS = 0.5
 #: Bytes of a snapshot in one message.
 PIECE_BYTES = 16 << 20
@@ -33,10 +33,10 @@ class HostPart(threading.Thread):
     """Some ranks of a session, on this host: their link, on a thread of its own.
 
     Args:
-        say: sends a message to the client; called on the part's thread, so that no other one has to
-            be woken for what a worker says.
+        say: sends a message to the client; called on the part's thread, so that no other thread has
+            to be woken for a worker's message.
         upload: the mirror of the client's arena.
-        shadows: memory of the workers' snapshots that comes from a lost host, by worker.
+        shadows: memory of the workers' snapshots from a lost host, by worker.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class HostPart(threading.Thread):
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = self._at_once = False
         self._reported: set[int] = set()
-        #: by worker: what lies where in its last snapshot, and at the client
+        #: by worker: (id, offset) of the values of its last snapshot, which the client has
         self._kept: dict[int, set[tuple[int, int]]] = {}
 
     # -- from the client's side ----------------------------------------------------------
 
     def tell(self, workers: Sequence[int], frames: Sequence[Frame]) -> None:
-        """Pass a message on to workers, after what was ordered before.
+        """Pass a message on to workers, after all earlier orders.
 
         Raises:
-            ProtocolError: there are none of these numbers.
+            ProtocolError: there are no workers of these numbers.
         """
         for worker in workers:
             self._check(worker)
@@ -73,15 +73,15 @@ class HostPart(threading.Thread):
             self._send(link, workers, frames)
 
     def order(self, act: Callable[[ProcessLink], object]) -> None:
-        """Have the part's own thread do something."""
+        """Run a function on the part's own thread."""
         self._orders.append(act)
         os.eventfd_write(self._alarm, 1)
 
     def look(self, seconds: float) -> tuple[Page | None, ...]:
-        """What the workers do, by worker; none: they have not been started. For any thread.
+        """Return the workers' status pages; empty if not started. For any thread.
 
         Args:
-            seconds: for so long they are to find out more about themselves.
+            seconds: time for which the workers shall report more details.
         """
         with self._looking:
             link = self._link
@@ -91,10 +91,10 @@ class HostPart(threading.Thread):
             return read_ranks(link.status, dict(zip(self._spec.here, link.pids, strict=True)))
 
     def end(self, at_once: bool = False) -> None:
-        """Have the workers ended; the thread ends when they have.
+        """Order the end of the workers; the thread ends with them.
 
         Args:
-            at_once: without waiting for them to finish what they do.
+            at_once: True to end them without waiting for their current work.
         """
         self._at_once = at_once
         self._ended = True
@@ -111,7 +111,7 @@ class HostPart(threading.Thread):
             self._say(Closed(self.number), ())
 
     def close(self) -> None:
-        """Give back what is left once the thread has ended."""
+        """Wait for the thread to end, and release the rest."""
         self.join()
         for descriptor in (*self._memory.snapshots, self._alarm):
             os.close(descriptor)
@@ -129,13 +129,13 @@ class HostPart(threading.Thread):
             link.close(self._at_once)
 
     def _follow_orders(self, link: ProcessLink) -> None:
-        """Do what was ordered; an order counts as waiting until it is done."""
+        """Carry out orders; an order stays in the queue until it is done."""
         while self._orders and not self._ended:
             self._orders[0](link)
             self._orders.popleft()
 
     def _pass_on(self, link: ProcessLink) -> None:
-        """Wait for what a worker says, or for an order."""
+        """Wait for a worker's message, or for an order."""
         patience = _LOOK_SECONDS if self._reported else None
         try:
             message = link.receive(patience, self._alarm)
@@ -153,7 +153,7 @@ class HostPart(threading.Thread):
         for worker in workers:
             try:
                 link.send(worker, frames)
-            except WorkerDied:  # its death is told of by whoever waits
+            except WorkerDied:  # the part's thread reports its death
                 continue
 
     def _died(self, link: ProcessLink, death: WorkerDied) -> None:
@@ -168,7 +168,7 @@ class HostPart(threading.Thread):
         """Order another process in a worker's place.
 
         Raises:
-            ProtocolError: there is none of that number.
+            ProtocolError: there is no worker of that number.
         """
         self._check(worker)
 
@@ -198,7 +198,7 @@ class HostPart(threading.Thread):
 
         self.order(act)
 
-    # -- what workers say ----------------------------------------------------------------
+    # -- messages of workers -------------------------------------------------------------
 
     def _said(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
         if Snapped.begins(frames[0]):
@@ -206,7 +206,7 @@ class HostPart(threading.Thread):
         self._say(Said(self.number, worker), frames)
 
     def _keep(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
-        """Give the client a copy of what is new in a snapshot, before it hears of that."""
+        """Send the client the new values of a snapshot, before the message about it."""
         told = decode(frames, (Snapped,))
         assert isinstance(told, Snapped)
         if told.error:

@@ -1,8 +1,8 @@
-"""The process of an agent that was started for one session: ``python -m`` this module.
+"""Agent process started for one session: ``python -m`` this module.
 
-It says its public key on standard output, is told on standard input where its client listens, a
-line of JSON, and says "" or what went wrong. Only public keys are exchanged that way; the end of
-standard input is its own end, and with it that of all workers here.
+It writes its public key to standard output, reads its client's endpoint from standard input, a line
+of JSON, and writes "" or an error. Only public keys are exchanged that way; the end of standard
+input ends the process, and with it all workers here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What gives a session hosts, where an engine is asked for them and did not start the program."""
+"""Interface to host allocators, for sessions that an engine did not start."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from lazygt.runtime.cluster.remote import RemoteHost
 
 
 class HostLauncher(Protocol):
-    """Has agents started on hosts, and others in the place of those that are lost."""
+    """Launcher that starts agents on hosts, and replaces lost ones."""
 
     def start(self, seconds: float) -> Sequence[tuple[RemoteHost, int]]:
-        """All hosts, each with how many workers it is to have; ranks go by this order.
+        """Return all hosts, each with its number of workers; ranks follow this order.
 
         Args:
-            seconds: that all of it may take.
+            seconds: time limit of the whole start.
 
         Raises:
-            LaunchError: not all are there in time; nothing is left of them.
+            LaunchError: not all hosts are there in time; nothing is left of them.
         """
 
     def another(self, rank: int) -> RemoteHost:
-        """A host for a worker whose own is lost; the same one for several where it has room.
+        """Return a host for a worker of a lost host; one host may get several if it has room.
 
         Raises:
-            LaunchError: there is none in time.
+            LaunchError: there is no host in time.
         """
 
     def close(self) -> None:
-        """Give all hosts back. Idempotent."""
+        """Release all hosts. Idempotent."""

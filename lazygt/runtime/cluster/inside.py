@@ -1,6 +1,6 @@
-"""An agent inside the client's own process, for ranks that come to its host from one that is lost.
+"""Agent in the client's own process, for ranks that move to its host from a lost one.
 
-What goes between the two is handed over, and needs no network.
+Messages between the two are passed in memory, without a network.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lazygt.runtime.launch.start_plan import LinkSpec
 
 
 class End:
-    """One end of a connection: what is sent here is taken at the other.
+    """One end of an in-process connection.
 
     Attributes:
-        fd: can be read when something has come.
-        closed: why nothing will come any more.
-        messages_sent, bytes_sent: so far.
+        fd: descriptor that is readable when a message has come.
+        closed: reason for the end of messages, or None.
+        messages_sent, bytes_sent: totals so far.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class End:
         weakref.finalize(self, os.close, self.fd)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Give the other end a copy; nothing happens once the connection is closed."""
+        """Give the other end a copy; does nothing once the connection is closed."""
         if self.closed is not None:
             return
         copies = [bytes(frame) for frame in frames]
@@ -45,7 +45,7 @@ class End:
         os.eventfd_write(self.other.fd, 1)
 
     def take(self) -> list[memoryview] | None:
-        """The next message, if there is one."""
+        """Return the next message, or None if there is none."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         with suppress(IndexError):
@@ -56,25 +56,27 @@ class End:
         return None
 
     def close(self, reason: str = "done") -> None:
-        """Nothing goes either way any more."""
+        """Close both ends."""
         for end in (self, self.other):
             end.closed = end.closed or reason
             os.eventfd_write(end.fd, 1)
 
 
 def ends() -> tuple[End, End]:
-    """Both ends of a new connection."""
+    """Return both ends of a new connection."""
     here, there = End(), End()
     here.other, there.other = there, here
     return here, there
 
 
 class AgentThread(threading.Thread):
-    """An agent of this host, on a thread of this process; its workers are processes all the same.
+    """Agent of this host on a thread of this process.
+
+    Its workers are processes all the same.
 
     Attributes:
         end: the client's end of the connection to it.
-        agent: what the thread does.
+        agent: the agent that the thread runs.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ A key file is TOML, belongs to one user and is readable by nobody else. A pool's
     server.key        the pool's own pair
     clients/HEX       a file for each client, named by its public key, with the client's name in it
 
-The directory is looked at for each question, so a key that was revoked is refused from then on.
+The directory is read for each lookup, so a revoked key is refused from then on.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lazygt.runtime.launch.channel import Keys
 
 #: Characters of the shortest token: 128 bits in hexadecimal.
 TOKEN_LENGTH = 32
-#: Bytes of the longest.
+#: Bytes of the longest token.
 TOKEN_BYTES = hashlib.blake2b.MAX_KEY_SIZE
-_PURPOSE = b"lazygt curve"  # so that nothing else that is made of a token is ever a key
+_PURPOSE = b"lazygt curve"  # so that no other value derived from a token is ever a key
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _Z85 = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 
@@ -41,13 +41,14 @@ _Z85 = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 
 
 def new_token() -> str:
-    """A fresh value for LAZYGT_TOKEN: 256 random bits."""
+    """Return a fresh value for LAZYGT_TOKEN: 256 random bits."""
     return secrets.token_hex(32)
 
 
 def derived(token: bytes, role: str) -> Keys:
-    """The CURVE keys of a role (``client``, ``agent`` ...) in the session of a token: the same
-    wherever they are made, so that no key travels.
+    """Derive the CURVE keys of a role (``client``, ``agent`` ...) from a session's token.
+
+    They are the same wherever they are derived, so no key travels.
 
     The secret key is BLAKE2b of the role, keyed with the token (RFC 7693); the public key follows
     from it (``crypto_scalarmult_base``).
@@ -63,10 +64,13 @@ def derived(token: bytes, role: str) -> Keys:
 
 
 def token_from(environment: Mapping[str, str]) -> bytes | None:
-    """The session's token: LAZYGT_TOKEN, or what the file LAZYGT_TOKEN_FILE holds; None without.
+    """Return the session's token: LAZYGT_TOKEN, or the contents of LAZYGT_TOKEN_FILE.
+
+    None without either.
 
     Raises:
-        SecurityError: it is too short to be secret, or too long, or others may read the file.
+        SecurityError: the token is too short to be secret, or too long, or others may read the
+            file.
     """
     name, token = "LAZYGT_TOKEN", environment.get("LAZYGT_TOKEN", "")
     if not token and (path := environment.get("LAZYGT_TOKEN_FILE")):
@@ -86,20 +90,20 @@ def token_from(environment: Mapping[str, str]) -> bytes | None:
 
 
 def keys_place() -> Path:
-    """The directory of a pool's keys, where no other is given: among the user's settings."""
+    """Return the default directory of a pool's keys, among the user's settings."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base).absolute() if base else Path.home() / ".config") / "lazygt" / "keys"
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """A client's key, and whom it is for.
+    """Client's key pair, with the client's name and the pool's key.
 
     Attributes:
-        name: of the client.
-        public, secret: its pair (Z85).
+        name: name of the client.
+        public, secret: the client's key pair (Z85).
         server: the public key of the pool.
-        endpoint: where the pool listens, as far as it was known; else "".
+        endpoint: the pool's endpoint, if it was known; else "".
     """
 
     name: str
@@ -113,7 +117,7 @@ class KeyFile:
         return Keys(self.public, self.secret)
 
     def write(self, path: Path) -> None:
-        """Write it to a new file that only this user can read.
+        """Write the key to a new file that only this user can read.
 
         Raises:
             FileExistsError: there is such a file.
@@ -123,10 +127,10 @@ class KeyFile:
 
     @staticmethod
     def read(path: Path) -> KeyFile:
-        """Read one.
+        """Read a key file.
 
         Raises:
-            SecurityError: there is none, it is damaged, or others may read it.
+            SecurityError: the file is missing or damaged, or others may read it.
         """
         fields = _read_fields(path)
         for name in ("public", "secret", "server"):
@@ -137,11 +141,11 @@ class KeyFile:
 
 
 class Keyring:
-    """The keys of a pool, in a directory that only its user can write to or look into.
+    """Keys of a pool, in a directory that only its user can write to or read.
 
     Attributes:
-        directory: where they lie; it is made if it is missing.
-        server: the pool's own pair, which is made at its first use.
+        directory: the directory of the keys; it is made if it is missing.
+        server: the pool's own key pair, made at its first use.
 
     Raises:
         SecurityError: others may write to the directory, or read the pool's key.
@@ -172,7 +176,7 @@ class Keyring:
         return Keys(fields["public"], fields["secret"])
 
     def allows(self, public: str) -> str | None:
-        """The name of the client that has this public key; None if there is none (any more)."""
+        """Return the name of the client with this public key; None if it is not allowed."""
         if not _Z85.fullmatch(public):
             return None
         try:
@@ -182,18 +186,18 @@ class Keyring:
             return None
 
     def administrates(self, name: str) -> bool:
-        """Whether the client of this name may administer the pool."""
+        """Return whether the client of this name may administer the pool."""
         path = self._files().get(name)
         return path is not None and _read_fields(path).get("administrates") == "yes"
 
     def new(self, name: str, endpoint: str = "", administrates: bool = False) -> KeyFile:
-        """Make and allow a key. The secret half is in what is returned, and nowhere else.
+        """Make and allow a key. Its secret half is only in the returned value.
 
         Args:
-            administrates: whoever has it may see, drain and evict.
+            administrates: True if the client may see, drain and evict.
 
         Raises:
-            ValueError: there is a client of that name, or it is no name.
+            ValueError: there is a client of that name, or the name is invalid.
         """
         if not _NAME.fullmatch(name):
             raise ValueError(
@@ -209,10 +213,10 @@ class Keyring:
         return KeyFile(name, keys.public, keys.secret, self.server.public, endpoint)
 
     def revoke(self, name: str) -> None:
-        """Allow a client no longer.
+        """Revoke a client's key.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: there is no client of that name.
         """
         path = self._files().get(name)
         if path is None:
@@ -220,7 +224,7 @@ class Keyring:
         path.unlink()
 
     def names(self) -> list[str]:
-        """All clients that are allowed, by the alphabet."""
+        """Return the names of all allowed clients, sorted."""
         return sorted(self._files())
 
     def _files(self) -> dict[str, Path]:
@@ -242,17 +246,20 @@ class Keyring:
 
 
 def _write_private(path: Path, title: str, fields: Mapping[str, str]) -> None:
-    """A new file, which is whole from the moment that it is there.
+    """Write a new private file atomically.
 
     Raises:
-        FileExistsError: there is one.
+        FileExistsError: the file exists.
     """
     lines = [f"{name} = {json.dumps(text, ensure_ascii=False)}" for name, text in fields.items()]
     create_whole(path, "\n".join([title, *lines, ""]).encode())
 
 
 def _read_private(path: Path) -> str:
-    """Raise SecurityError unless there is a file of this user's, and nobody else's to read."""
+    """Return the text of a private file.
+
+    Raises SecurityError unless it is this user's and unreadable for others.
+    """
     if not path.exists():
         raise SecurityError(f"there is no {path}")
     try:

@@ -1,9 +1,10 @@
-"""The client's link to workers on several hosts: a `ProcessLink` for its own host, and an agent on
-each other one.
+"""The client's link to workers on several hosts.
 
-Uploads that lie in the client's arena are mirrored to every host, at the same offsets, so a message
-reads the same everywhere; hosts pass them on (`chain`). Copies of snapshots come back, so that what
-a host knew outlives it.
+It consists of a `ProcessLink` for the client's own host, and an agent on each other one.
+
+Uploads in the client's arena are mirrored to every host, at the same offsets, so a message reads
+the same everywhere; hosts pass them on (`chain`). Copies of snapshots come back, so that a host's
+values outlive it.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ from lazygt.runtime.wire import encode
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds between two looks whether a host is lost.
+#: Seconds between two checks for lost hosts.
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 15.0
-#: Numbers of parts: agents outlive sessions, of which each has others.
+#: Numbers of parts, unique over sessions, since agents outlive these.
 _PARTS = count()
 
 
 class ClusterLink:
-    """Workers on several hosts, and the way to them; the session's `Link`.
+    """Workers on several hosts, and the channels to them; the session's `Link`.
 
-    Ranks are given host by host: the first ones to the client's own.
+    Ranks are assigned host by host, the first ones to the client's own.
 
     Args:
-        spec: what the workers are to be, on all hosts together.
-        here: how many of them are on the client's host.
-        hosts: the other hosts, each with how many of them are there.
-        store: in which the ranks meet; closed with the link.
-        launcher: what gave the hosts, and may give another for one that is lost; closed with this.
-        name: by which `lazygt top` calls the session; by default its directory's, on this host.
+        spec: specification of the workers on all hosts together.
+        here: number of workers on the client's host.
+        hosts: the other hosts, each with its number of workers.
+        store: the store of the ranks' rendezvous; closed with the link.
+        launcher: the launcher of the hosts, which may replace a lost one; closed with the link.
+        name: the session's name in `lazygt top`; by default that of its directory on this host.
 
     Raises:
         ValueError, OSError: as `ProcessLink`.
@@ -92,13 +93,13 @@ class ClusterLink:
         self.status = self._status_pages()
         self._relay = Relay(self.status)
         self._hosts, self._launcher = [host for host, _ in hosts], launcher
-        #: which remote host a rank is on; the others are on this one
+        #: rank -> its remote host; the other ranks are on this host
         self._host_of: dict[int, RemoteHost] = {}
         self._receiving = threading.RLock()
-        #: what was wrong with messages that were taken by `look`
+        #: errors in messages that were taken by `look`
         self._broken: deque[LazyGTError] = deque()
         self._closed = False
-        #: for a link that was dropped or forgotten: its agents may outlive it
+        #: for a link that was dropped without `close`: its agents may outlive it
         self._net = weakref.finalize(self, _abandon, self._hosts, os.getpid())
         #: of this host, once ranks of a lost one have come here
         self._agent: AgentThread | None = None
@@ -115,7 +116,7 @@ class ClusterLink:
             first += workers
 
     def _status_pages(self) -> StatusFile:
-        """The pages of all ranks, which lie in the file of those that are here."""
+        """Return the status file of all ranks: that of the ranks here, if there are any."""
         if self._local is not None and self._local.status is not None:
             return self._local.status
         descriptor = StatusFile.create(self.world_size)
@@ -124,23 +125,23 @@ class ClusterLink:
         return pages
 
     def _take_in(self, host: RemoteHost) -> None:
-        """Be woken by what comes from a host, and let it have what is uploaded."""
+        """Register a host's descriptor, and send it the uploads."""
         with suppress(FileExistsError):  # all connections of one listener have its descriptor
             self._epoll.register(host.connection.fd, select.EPOLLIN)
         self._chain.add(host)
 
     @property
     def elsewhere(self) -> Mapping[int, int]:
-        """A rank on each host but the client's own, by the number of the host."""
+        """One rank on each host other than the client's, by the host's number."""
         numbers = {id(host): number for number, host in enumerate(self._hosts)}
         ranks = sorted(self._host_of.items(), reverse=True)
         return {numbers[id(host)]: rank for rank, host in ranks}
 
-    # -- what is wrong ---------------------------------------------------------------------
+    # -- faults ----------------------------------------------------------------------------
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the workers, each on its own host; 0 where that is not known yet."""
+        """Process ids of the workers, each on its own host; 0 while not known."""
         known = dict(enumerate(self._local.pids)) if self._local is not None else {}
         for host in self._hosts:
             for part in host.parts.values():
@@ -149,13 +150,13 @@ class ClusterLink:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is known to be wrong with it."""
+        """True if no fault of the link is known."""
         here = self._local is None or self._local.healthy
         return here and not self._closed and not any(h.deaths or h.lost for h in self._hosts)
 
     @property
     def lost(self) -> Mapping[int, WorkerDied]:
-        """The workers that are known to have died, with how they did."""
+        """Workers that are known to have died, with their errors."""
         known = dict(self._local.lost) if self._local is not None else {}
         for host in self._hosts:
             deaths = list(host.deaths.items())  # at once: `look` may hear of others
@@ -169,12 +170,12 @@ class ClusterLink:
             self._relay.look(self._hosts, self._host_of)
 
     def _take_what_came(self) -> None:
-        """Read what hosts have said, unless somebody waits for messages, and so reads that."""
+        """Read the hosts' messages, unless another thread is in `receive`, which reads them."""
         if self._epoll.poll(0) and self._receiving.acquire(blocking=False):
             try:
                 for host in self._hosts:
                     host.pump()
-            except LazyGTError as error:  # for who waits next
+            except LazyGTError as error:  # for the next wait
                 self._broken.append(error)
             finally:
                 self._receiving.release()
@@ -182,10 +183,10 @@ class ClusterLink:
     # -- recovery --------------------------------------------------------------------------
 
     def replace(self, rank: int, group_number: int) -> None:
-        """Start a new process in the place of a worker; on another host where its own is lost.
+        """Start a new process in the place of a worker, on another host if its own is lost.
 
         Raises:
-            OSError: none can be started.
+            OSError: no process can be started.
         """
         with self._receiving:
             host = self._host_of.get(rank)
@@ -198,7 +199,7 @@ class ClusterLink:
                 self._move(rank, host, group_number)
 
     def _move(self, rank: int, lost: RemoteHost, group_number: int) -> None:
-        """Have a rank of a lost host on another one, with what its snapshots have."""
+        """Move a rank of a lost host to another one, with its last snapshots."""
         host = self._another(rank, lost)
         shadow = lost.shadows.pop(rank, None)
         spec = replace(self._spec, ranks=(rank,), group_number=group_number)
@@ -208,7 +209,7 @@ class ClusterLink:
         self._host_of[rank] = host
 
     def _another(self, rank: int, lost: RemoteHost) -> RemoteHost:
-        """A host for a rank whose own is lost: a new one, or the one with fewest ranks."""
+        """Return a host for a rank of a lost one: a new one, or the one with fewest ranks."""
         if self._launcher is not None:
             try:
                 return self._joined(self._launcher.another(rank))
@@ -218,7 +219,7 @@ class ClusterLink:
         return min(living, key=lambda host: len(host.ranks))
 
     def _own_host(self) -> RemoteHost:
-        """The client's host, with an agent of its own for ranks that come there."""
+        """Return the client's host, with an agent of its own for ranks that move there."""
         spec = self._spec
         self._agent = AgentThread(
             lambda asked: replace(asked, host=spec.host, address=spec.address)
@@ -226,21 +227,21 @@ class ClusterLink:
         return self._joined(RemoteHost(socket.gethostname(), self._agent.end))
 
     def _joined(self, host: RemoteHost) -> RemoteHost:
-        """A host of this session, which may be new: then it gets what the others have."""
+        """Return a host of this session; if it is new, add it and send it the uploads."""
         if host not in self._hosts:
             self._hosts.append(host)
             self._take_in(host)
         return host
 
     def refill(self) -> None:
-        """Have as many spare processes as there are to be, on each host."""
+        """Start spare processes up to the configured number, on each host."""
         if self._local is not None:
             self._local.refill()
         for host in self._hosts:
             host.refill()
 
     def last_step(self, rank: int) -> tuple[int, int]:
-        """The run and the step of it that a worker did last."""
+        """Return the run that a worker last timed, and its step in that run."""
         host = self._host_of.get(rank)
         if host is not None:
             return host.last_steps.get(rank, (0, 0))
@@ -248,7 +249,7 @@ class ClusterLink:
         return self._local.last_step(rank)
 
     def snapshot_arena(self, rank: int) -> Arena:
-        """A mapping of the memory in which a worker's snapshots lie, or of its copy here."""
+        """Return a new mapping of a worker's snapshot memory, or of its copy here."""
         host = self._host_of.get(rank)
         if host is not None:
             return Arena.attach(os.dup(host.shadows[rank].fd))
@@ -258,17 +259,20 @@ class ClusterLink:
     # -- messages --------------------------------------------------------------------------
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
-        """None: there is more than a mailbox between client and workers."""
+        """Return None: there is more than a mailbox between client and workers."""
         return None
 
     def fetch_arena(self, rank: int) -> Arena | None:
-        """Of a worker on this host; what others send comes with their messages."""
+        """Return the fetch arena of a worker on this host.
+
+        None for others: their values come with their messages.
+        """
         if rank in self._host_of or self._local is None:
             return None
         return self._local.fetch_arena(rank)
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Have uploads, (offset, bytes) each, on every host before a message tells of them."""
+        """Send uploads, (offset, bytes) each, to every host, before a message about them."""
         self._chain.mirror(slots)
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
@@ -291,7 +295,7 @@ class ClusterLink:
     def receive(
         self, timeout: float | None, beside: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
-        """The next message of any rank; see ``ProcessLink.receive``."""
+        """Return the next message of any rank; see ``ProcessLink.receive``."""
         until = None if timeout is None else time.monotonic() + timeout
         with self._receiving:
             while True:
@@ -312,7 +316,7 @@ class ClusterLink:
                     return None
 
     def _next(self) -> tuple[int, list[memoryview]] | None:
-        """What has come, from another host or from here."""
+        """Return the next arrived message, from another host or from this one."""
         for host in self._hosts:
             host.pump()
             if host.inbox:
@@ -321,7 +325,7 @@ class ClusterLink:
         return None if self._local is None else self._local.receive(0)
 
     def _raise_news(self) -> None:
-        """Raise what has gone wrong since, unless the worker is elsewhere by now."""
+        """Raise the next new error, unless its worker has moved to another host."""
         if self._broken:
             raise self._broken.popleft()
         for host in self._hosts:
@@ -332,14 +336,14 @@ class ClusterLink:
                     raise error
 
     def _raise_if_lost(self) -> None:
-        """Do not wait for ever, nor come back with nothing, when an answer is known not to come."""
+        """Raise for a worker that has died, since its answer will not come."""
         for host in self._hosts:
             for rank in sorted(host.deaths):
                 if self._host_of[rank] is host:
                     raise host.deaths[rank]
 
     def _wait(self, seconds: float, beside: int | None) -> tuple[int, list[memoryview]] | None:
-        """Wait for anything at all; a message of this host's, if it is that."""
+        """Wait for any event; return a message if it is one of this host's."""
         seconds = min(seconds, _LOOK_SECONDS)
         if beside is not None:
             self._epoll.register(beside, select.EPOLLIN)
@@ -396,7 +400,7 @@ def _close_pages(pages: StatusFile, descriptor: int) -> None:
 
 
 def _abandon(hosts: Sequence[RemoteHost], owner: int) -> None:
-    """Have all workers of a session ended, without waiting."""
+    """Order the end of all workers of a session, without waiting."""
     if os.getpid() == owner:  # else a child that the client forked
         for host in hosts:
             host.close()

@@ -1,4 +1,4 @@
-"""The host's end of connections: one ROUTER that many clients share."""
+"""Host's end of connections: one ROUTER socket that many clients share."""
 
 from __future__ import annotations
 
@@ -43,45 +43,45 @@ from lazygt.runtime.launch.channel import Keys, check_exposure, listen_tcp
 _ID_BYTES = 17
 _RECEIVE_QUEUE = 1000  # messages of a client; beyond it the sender's own queue grows
 _AT_ONCE = 1000  # frames read before the other end of the program has its turn
-_REMEMBERED = 4096  # ids that are over, and peers that were refused
-_CHECK_EVERY, _CHECK_IDLE = 0.1, 1.0  # seconds between two looks whether a key is still allowed
+_REMEMBERED = 4096  # ids of ended connections, and refused peers
+_CHECK_EVERY, _CHECK_IDLE = 0.1, 1.0  # seconds between two checks for revoked keys
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED
-_DOUBT = 0.05  # seconds from the news that a TCP connection ended until ZMQ's sender knows
+_DOUBT = 0.05  # seconds from the event of a TCP connection's end until ZMQ's sender knows
 
 _log = logging.getLogger(__name__)
 
 
 class _Accepted(Connection):
-    """A connection of a listener: it belongs to a key, and counts its client's TCP connections."""
+    """Connection of a listener, with its key and the count of its TCP connections."""
 
     key: str
     turn: int
 
 
 class Listener:
-    """Listens on TCP for clients whose keys are allowed; used by one thread, but for `send`.
+    """TCP listener for clients with allowed keys; used by one thread, except `send`.
 
     Args:
         context: the process's ZMQ context.
         host: the address or name to listen on.
-        port: 0 for one that is free.
-        keys: of this listener; its clients must know the public one.
-        allowed: the name of a client by its public key (Z85), or None. Called in a thread of its
-            own for each handshake, and again while the client is there: who is allowed no longer
-            is sent away within a second.
+        port: the port; 0 for a free one.
+        keys: keys of this listener; its clients must know the public one.
+        allowed: returns the name of a client by its public key (Z85), or None. Called in a thread
+            of its own for each handshake, and again while the client is there: a client with a
+            revoked key is disconnected within a second.
         max_message: bytes of the longest message, with 4 for each of its frames and 21; a peer that
-            announces more is disconnected before it is stored.
-        grace: seconds after which a link that is down is given up.
-        gone_after: seconds within which a connection that was ended must be there again.
+            announces a longer message is disconnected before it is stored.
+        grace: seconds after which a link that is down counts as lost.
+        gone_after: seconds within which a connection that has ended must be restored.
 
     Attributes:
         address: ``tcp://HOST:PORT``.
-        fd: to be polled; see `Connection`.
-        counts: frames that were dropped: ``foreign`` (of no connection, or of another's),
+        fd: descriptor to poll; see `Connection`.
+        counts: dropped frames by kind: ``foreign`` (of no connection, or of another's),
             ``malformed``, ``replayed``, ``version``; and ``handshake``, the TCP connections that
             proved no key.
-        strangers: where these came from.
-        other_versions: how those who proved a key differ who run other versions, by address.
+        strangers: origins of the TCP connections that proved no key.
+        other_versions: differences of peers that proved a key and run other versions, by address.
 
     Raises:
         SecurityError: there are no keys.
@@ -136,20 +136,20 @@ class Listener:
             self._epoll.register(fd, select.EPOLLIN)
         self.fd = self._epoll.fileno()
         self._socket.bind(address.endpoint)
-        #: that it listens on
+        #: the listening socket
         self.tcp = address.fd
         keep_from_children(self)
 
     # -- for everybody -------------------------------------------------------------------------
 
     def accept(self) -> Connection | None:
-        """A client that has come, if there is one. Never waits."""
+        """Return a client that has connected, or None. Never waits."""
         with self.lock:
             self.pump()
             return self._new.popleft() if self._new else None
 
     def close(self, reason: str = "the host has closed") -> None:
-        """Say goodbye to all clients, and listen no more."""
+        """Close all connections, and stop listening."""
         with self.lock:
             if not self._open:
                 return
@@ -162,10 +162,10 @@ class Listener:
             self._alarm.close()
         self._guard.close()
 
-    # -- what connections ask of their line ----------------------------------------------------
+    # -- interface of a line -------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Read what has come; only with the lock held."""
+        """Read all that has arrived. The caller holds the lock."""
         if not self._open:
             return
         for event, value in self._monitor.events():
@@ -194,12 +194,12 @@ class Listener:
     def leave(self, connection: Connection) -> None:
         if self._connections.pop(connection.id, None) is not None:
             _remember(self._over, connection.id)
-            self._alarm.ring()  # whoever waits is to look at `closed`
+            self._alarm.ring()  # a waiting thread must look at `closed`
 
     def release(self, connection: Connection) -> None:
-        """Nothing is its own."""
+        """Do nothing: a connection owns no resources here."""
 
-    # -- what comes ----------------------------------------------------------------------------
+    # -- arrivals ------------------------------------------------------------------------------
 
     def _read(self) -> None:
         for _ in range(_AT_ONCE):
@@ -217,7 +217,7 @@ class Listener:
             key = _key_of(parts[1])
             connection = self._connections.get(id)
             if connection is not None and connection.key != key:
-                # It could read what is sent to that id.
+                # It could read messages to that id.
                 self.counts["foreign"] += 1
                 connection.end(f"somebody with another key came with {connection.peer}'s id")
             elif kind == HELLO:
@@ -250,7 +250,7 @@ class Listener:
             self._welcome(connection, hello.turn, received, frame)
 
     def _differs(self, frame: zmq.Frame, hello: Hello | int) -> None:
-        """Note a peer with a key and other versions."""
+        """Record a peer with a key and other versions."""
         self.counts["version"] += 1
         if len(self.other_versions) < _REMEMBERED:
             rows = versions_here().differences(hello.versions) if isinstance(hello, Hello) else []
@@ -259,7 +259,7 @@ class Listener:
             self.other_versions[address] = ", ".join(said) or "its protocol is another"
 
     def _welcome(self, connection: _Accepted, turn: int, received: int, frame: zmq.Frame) -> None:
-        """Answer a hello, and go on from where its sender is."""
+        """Answer a hello, and continue from its sender's position."""
         connection.turn = turn
         connection.tcp = int(frame.get(zmq.SRCFD))
         welcome = pack(WELCOME)
@@ -289,7 +289,7 @@ class Listener:
         return None
 
     def _refuse(self, id: bytes, kind: str, why: str) -> None:
-        """Tell a peer why, once: what it does not read would fill our memory."""
+        """Send a peer the reason once: unread messages would fill our memory."""
         if id not in self._refused:
             _remember(self._refused, id)
             self._give(id, pack_refusal(Refusal(kind, why, versions_here())))
@@ -320,7 +320,7 @@ class Listener:
             self._alarm.ring(now + _CHECK_IDLE)
 
     def _name_of(self, key: str, otherwise: str | None) -> str | None:
-        """Whose key it is; ``otherwise`` where that can't be found out now."""
+        """Return the name of a key's client; ``otherwise`` if it can't be looked up now."""
         try:
             return self._allowed(key)
         except OSError as error:
@@ -328,7 +328,7 @@ class Listener:
             return otherwise
 
     def _check_keys(self, every: float) -> None:
-        """Send away whose key was revoked."""
+        """Disconnect clients with revoked keys."""
         now = time.monotonic()
         if now < self._checked + every:
             return
@@ -341,7 +341,7 @@ class Listener:
 
 
 def _key_of(frame: zmq.Frame) -> str:
-    """The public key that the sender of a frame has proved (Z85)."""
+    """Return the public key that the sender of a frame has proved (Z85)."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError as error:
@@ -349,7 +349,7 @@ def _key_of(frame: zmq.Frame) -> str:
 
 
 def _remember(ids: dict[bytes, None], id: bytes) -> None:
-    """Add one, and forget the oldest of very many."""
+    """Add an id, and drop the oldest beyond `_REMEMBERED`."""
     if len(ids) >= _REMEMBERED:
         del ids[next(iter(ids))]
     ids[id] = None

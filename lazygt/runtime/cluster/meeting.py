@@ -1,8 +1,8 @@
-"""How the hosts of a job find the client: rank 0 says where it listens, the others look there.
+"""Rendezvous of a job's hosts with the client: rank 0 publishes its endpoint.
 
-Under torchrun the job's port is taken by torchrun's own store, and the endpoint lies in there, with
-a code that only those can make who know the session's token (HMAC-SHA256, RFC 2104). Elsewhere the
-client listens on the job's own port, and nothing is said.
+Under torchrun the job's port is taken by torchrun's own store, and the endpoint is published there,
+with a code that proves the session's token (HMAC-SHA256, RFC 2104). Elsewhere the client listens on
+the job's own port, and nothing is published.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _PURPOSE = b"lazygt client endpoint"
 
 
 def port_to_bind(job: Job) -> int:
-    """On which port the client is to listen; 0: on any that is free."""
+    """Return the port for the client's listener; 0: any free one."""
     return 0 if job.meets_by_store else job.port
 
 
 def publish(job: Job, endpoint: str, token: bytes, deadline: float, session: int = 0) -> None:
-    """Say where the client listens, so that `find` finds it; called by rank 0.
+    """Publish the client's endpoint, so that `find` finds it; called by rank 0.
 
     Args:
         endpoint: such as ``tcp://host0:4711``.
         token: the secret that all processes of the job share.
-        deadline: seconds that this may take.
-        session: which one of the process it is, from 0.
+        deadline: time limit in seconds.
+        session: number of the session in this process, from 0.
 
     Raises:
         LaunchError: torchrun's store can't be reached, or the client listens on another port than
@@ -51,15 +51,15 @@ def publish(job: Job, endpoint: str, token: bytes, deadline: float, session: int
 
 
 def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
-    """Where the client listens.
+    """Return the client's endpoint.
 
     Args:
         token, session: as for `publish`.
         deadline: seconds to wait for rank 0.
 
     Raises:
-        LaunchError: rank 0 has not said it in time.
-        SecurityError: whoever said it has another token.
+        LaunchError: rank 0 has not published it in time.
+        SecurityError: the publisher has another token.
     """
     if not job.meets_by_store:
         host = f"[{job.address}]" if ":" in job.address else job.address
@@ -83,9 +83,9 @@ def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
 
 
 def refusals(job: Job, deadline: float, session: int = 0) -> Callable[[], str]:
-    """Give a function that tells which process has not believed what `publish` said; "": none has.
+    """Return a function that names a process which rejected `publish`'s endpoint; "": none.
 
-    Whoever reaches torchrun's store may write that, and may end the job there anyhow.
+    Any process that reaches torchrun's store may write that, and may end the job there anyhow.
 
     Args:
         deadline, session: as for `publish`.
@@ -106,7 +106,7 @@ def refusals(job: Job, deadline: float, session: int = 0) -> Callable[[], str]:
 
 
 def _store(job: Job, deadline: float) -> Any:
-    """torchrun's store, which lives as long as torchrun on the host of rank 0."""
+    """Connect to torchrun's store, which lives as long as torchrun on rank 0's host."""
     # why: torch.distributed is not needed by sessions on one host
     import torch.distributed as dist
 
@@ -128,14 +128,14 @@ def _store(job: Job, deadline: float) -> Any:
 
 
 def _asked(job: Job, ask: Any) -> Any:
-    """What the store answers.
+    """Return the result of a request to the store.
 
     Raises:
-        LaunchError: it has gone.
+        LaunchError: the store has gone.
     """
     try:
         return ask()
-    except RuntimeError as error:  # torch's DistError and what its C++ throws
+    except RuntimeError as error:  # torch's DistError, and exceptions of its C++
         raise LaunchError(
             "", f"torchrun's store at {job.address}:{job.port} has gone: {error}"
         ) from error

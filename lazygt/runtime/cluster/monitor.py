@@ -1,4 +1,4 @@
-"""What ZMQ tells of the TCP connections of a socket."""
+"""Monitoring of a socket's TCP connections by ZMQ events."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _names = count()
 
 
 class Monitor:
-    """The events of one socket.
+    """Event stream of one socket.
 
     Attributes:
-        fd: readable when there are some.
+        fd: descriptor that is readable when there are events.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Monitor:
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def events(self) -> Iterator[tuple[int, int]]:
-        """What happened, and its value: a descriptor, an interval or an error number."""
+        """Yield pending events and their values: a descriptor, an interval or an error number."""
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = parse_monitor_message(self._socket.recv_multipart())
             yield int(event["event"]), int(event["value"])
@@ -50,29 +50,29 @@ class Monitor:
 
 
 class Strangers:
-    """Peers of a listener that have proved no key, by what its `Monitor` tells.
+    """Peers of a listener that have proved no key, as its `Monitor` reports.
 
-    ZMQ tells of a failed handshake without an address, and right after it of the end of that TCP
+    ZMQ reports a failed handshake without an address, and right after it the end of that TCP
     connection.
 
     Attributes:
-        addresses: of theirs, "" where a connection ended before it was looked at: whether one there
-            spoke CURVE to another key than the listener's, as a host with another token does.
+        addresses: their address, "" if a connection ended before it was looked at -> True if a peer
+            there spoke CURVE to another key than the listener's, as a host with another token does.
     """
 
     def __init__(self) -> None:
         self.addresses: dict[str, bool] = {}
-        #: by descriptor, of TCP connections that have not ended
+        #: addresses by descriptor, of TCP connections that have not ended
         self._open: dict[int, str] = {}
         self._failed: int | None = None
 
     @property
     def accepted(self) -> Collection[str]:
-        """The addresses of all peers that are connected, or were a moment ago."""
+        """Addresses of all peers that are connected, or were a moment ago."""
         return self._open.values()
 
     def happened(self, event: int, value: int) -> None:
-        """Note one event of the monitor's: also those of peers that are none."""
+        """Record one event of the monitor, also of peers with a key."""
         if event == zmq.EVENT_ACCEPTED:
             self._open[value] = _address_of(value)
         elif event & FAILED:
@@ -86,7 +86,7 @@ class Strangers:
 
 
 def _address_of(tcp: int) -> str:
-    """The peer's address; "" where the connection has ended by now."""
+    """Return the peer's address; "" if the connection has ended by now."""
     try:
         kernel = socket.socket(fileno=tcp)
     except OSError:

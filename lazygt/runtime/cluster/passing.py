@@ -1,17 +1,17 @@
-"""The copy of the client's uploads that a host has, and how hosts pass these on: in a chain.
+"""A host's copy of the client's uploads, and its broadcast from host to host in a chain.
 
 The client sends each piece to the first host alone. Every other host *follows* the one before it:
-its agent connects to that host's agent, says how many pieces it has, and is sent what comes next as
-soon as that is there (a pipelined chain broadcast). So everybody sends a piece once at most. Who
-follows whom is the client's to say, see `chain`.
+its agent connects to that host's agent, sends the number of its last piece, and receives the later
+ones as soon as they arrive (a pipelined chain broadcast). So each host sends a piece once at most.
+The client decides the order of the chain, see `chain`.
 
-Pieces are numbered in the order in which the client sent them, and each host takes them in that
-order, whoever sends them; what comes again is dropped. A host that can't follow another, or no
-longer, tells the client what it has, and gets the rest from there.
+Pieces are numbered in the client's order of sending, and each host takes them in that order, from
+any source; duplicates are dropped. A host that can't follow another, or no longer, tells the client
+its last piece, and gets the rest from there.
 
-Nothing is kept for followers but where the pieces lie: they are read from this host's own copy when
-they go out, a few at a time. By then a later piece may lie in the same place. The client gives a
-place away only once all workers on all hosts have read what was there, so nobody looks at it.
+Only the places of pieces are kept for followers: a piece is read from this host's own copy when it
+goes out, a few at a time. By then a later piece may lie in the same place. The client reuses a
+place only once all workers on all hosts have read the old piece, so nobody looks at it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _log = logging.getLogger("lazygt")
 
 #: Bytes of an upload in one message: small, so that the next host has the first ones soon.
 UPLOAD_BYTES = 1 << 20
-#: Bytes that may be on their way to a follower, and in our memory until it has them.
+#: Bytes that may be in flight to a follower, and in our memory until it has them.
 WINDOW_BYTES = 16 * UPLOAD_BYTES
 #: Seconds to reach the agent that is to be followed.
 MEET_SECONDS = 10.0
 _LONGEST = UPLOAD_BYTES + (1 << 16)
-#: Pieces after which the client is told that they are here.
+#: Pieces after which their arrival is reported to the client.
 _TELL_EVERY = 32
 
 Say = Callable[[Part, Sequence[Frame]], None]
@@ -54,16 +54,19 @@ Say = Callable[[Part, Sequence[Frame]], None]
 
 @cache
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Of connections between agents: they are encrypted beside what goes to the client."""
+    """Return the ZMQ context of connections between agents.
+
+    It is not the client connection's context, so encryption runs in parallel to it.
+    """
     return zmq.Context()
 
 
 class Source(threading.Thread):
-    """The way to the agent that is followed, which is dialed on this thread.
+    """Connection to the followed agent, dialed on this thread.
 
     Attributes:
-        connection: None until there is one.
-        why: there will be none.
+        connection: the connection; None until there is one.
+        why: reason why there will be none; else "".
     """
 
     def __init__(self, endpoint: str, token: bytes, bell: int) -> None:
@@ -89,7 +92,7 @@ class Source(threading.Thread):
                 connection.close("another is followed")
 
     def leave(self) -> None:
-        """Follow it no more; the bell is not rung any more."""
+        """Stop following it; the bell is not rung any more."""
         with self._lock:
             self._left = True
         if self.connection is not None:
@@ -98,24 +101,27 @@ class Source(threading.Thread):
 
 @dataclass(slots=True)
 class Follower:
-    """An agent that follows this one; ``number``: of the last piece that it has or was sent, None
-    until it has said that."""
+    """Agent that follows this one.
+
+    Attributes:
+        number: number of the last piece that it has or was sent; None until it has reported one.
+    """
 
     connection: Connection
     number: int | None = None
 
 
 class Mirrors:
-    """The client's arena of uploads, as this host has it.
+    """This host's copy of the client's upload arena.
 
     Args:
-        address: at which the agents of other hosts reach this one; "": they don't, and what the
-            client says of following is refused.
+        address: address at which the agents of other hosts reach this one; "": they don't, and the
+            client's `Follow` messages are refused.
         say: sends a message to the client.
 
     Attributes:
-        number: of the last piece that is here.
-        passed_bytes: that were sent to followers.
+        number: number of the last piece that is here.
+        passed_bytes: bytes sent to followers.
     """
 
     def __init__(self, address: str, say: Say) -> None:
@@ -124,7 +130,7 @@ class Mirrors:
         self.number = self.passed_bytes = 0
         self._session = self._turn = self._reported = 0
         self._first = self._done = 0
-        #: number, offset and bytes of pieces that somebody may still lack
+        #: number, offset and bytes of pieces that a host may still lack
         self._log: deque[tuple[int, int, int]] = deque()
         self._token = b""
         self._listener: Listener | None = None
@@ -138,11 +144,11 @@ class Mirrors:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What can be read when there may be something to `pump`."""
+        """Descriptors that are readable when there may be something to `pump`."""
         return () if self._epoll is None else (self._epoll.fileno(),)
 
     def arena(self, first: int) -> Arena:
-        """The arena; its first segment has ``first`` bytes."""
+        """Return the arena, with a first segment of ``first`` bytes if it is new."""
         if self._arena is None:
             self._arena = Arena.create(first)
         return self._arena
@@ -152,10 +158,10 @@ class Mirrors:
         """Bytes of memory that the arena takes."""
         return 0 if self._arena is None else self._arena.held
 
-    # -- what the client says ------------------------------------------------------------
+    # -- messages of the client ----------------------------------------------------------
 
     def begin(self, told: Begin) -> None:
-        """Count pieces from here on; without a token, pass nothing on any more."""
+        """Start counting pieces; without a token, stop passing them on."""
         self._part_company()
         self._log.clear()
         self._session, self._turn, self._done = told.session, 0, 0
@@ -174,10 +180,10 @@ class Mirrors:
         self._source.start()
 
     def take(self, told: Mirror, data: Frame) -> None:
-        """A piece has come, from whomever.
+        """Store a piece, from any source.
 
         Raises:
-            ProtocolError: one before it is missing, or it is out of the arena.
+            ProtocolError: an earlier piece is missing, or this one is outside the arena.
         """
         if 0 < told.number <= self.number:
             return
@@ -200,7 +206,7 @@ class Mirrors:
     # -- between agents ------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Take what the agent before has sent, and send what the agents behind lack."""
+        """Take pieces from the agent before, and send the agents behind the ones they lack."""
         if self._epoll is None or not self._epoll.poll(0):
             return
         with suppress(BlockingIOError):
@@ -210,7 +216,7 @@ class Mirrors:
         self._pass_on()
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Release everything."""
         self._part_company()
         if self._epoll is not None:
             self._epoll.close()
@@ -219,7 +225,7 @@ class Mirrors:
             self._arena.close()
 
     def _listen(self, secret: str) -> str:
-        """Where other agents may follow this one; "" where they can't."""
+        """Listen for followers; return the endpoint, "" if they can't connect."""
         if self._epoll is None:
             return ""
         try:
@@ -252,14 +258,14 @@ class Mirrors:
                 self._followers.remove(follower)
 
     def _check(self, told: Has) -> int:
-        """What a follower has, of which this host must have the next piece, now or later."""
+        """Return a follower's piece number; the next piece must be here, now or later."""
         oldest = self._log[0][0] if self._log else self.number + 1
         if told.session != self._session or told.number + 1 < oldest:
             raise ProtocolError(f"what follows piece {told.number} is not here any more")
         return told.number
 
     def _pass_on(self) -> None:
-        """Send each follower what it lacks, as far as it keeps up."""
+        """Send each follower the pieces that it lacks, as far as it keeps up."""
         for follower in self._followers:
             if follower.number is None or follower.number >= self.number or not self._log:
                 continue
@@ -291,7 +297,7 @@ class Mirrors:
             self._alone(why, met=connection is not None)
 
     def _take_all(self, connection: Connection) -> str:
-        """Take what the agent before has sent; what is wrong with it."""
+        """Take pieces from the agent before; return its error, or ""."""
         try:
             while (frames := connection.take()) is not None:
                 told = read(frames, (Mirror,))
@@ -302,7 +308,7 @@ class Mirrors:
         return ""
 
     def _alone(self, why: str, met: bool) -> None:
-        """Have the client send what comes next."""
+        """Ask the client for the next pieces."""
         self._say(Alone(self._session, self._turn, self.number, met, why), ())
 
     def _leave_source(self) -> None:
@@ -314,7 +320,7 @@ class Mirrors:
         self._source = self._followed = None
 
     def _part_company(self) -> None:
-        """Follow nobody, and be followed by nobody."""
+        """Stop following, and drop all followers."""
         self._leave_source()
         self._followers.clear()
         listener, self._listener = self._listener, None
@@ -325,6 +331,6 @@ class Mirrors:
 
 
 def write(arena: Arena, offset: int, data: Frame) -> None:
-    """Put bytes at an offset of an arena, as its owner has them."""
+    """Write bytes at an offset of an arena."""
     room = arena.view(offset, memoryview(data).nbytes).numpy()
     memoryview(room.data).cast("B")[:] = memoryview(data).cast("B")

@@ -1,8 +1,8 @@
-"""What goes between a session's client and the agents of its hosts.
+"""Messages between a session's client and the agents of its hosts.
 
 An agent has one or more *parts* of a session: some of its ranks, which run on the agent's host. A
 part is numbered by the client, its workers from 0. Messages between client and workers travel
-behind a header that says whose they are, and are not looked into.
+behind a header with part and worker, and are not decoded.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lazygt.runtime.wire import Buffer, Count, Part, decode
 
 
 class Open(Part, tag=1):
-    """Start the workers of a part.
+    """Request: start the workers of a part.
 
     Attributes:
-        spec: what they are to be, see ``spec_text``.
+        spec: specification of the workers, see ``spec_text``.
     """
 
     part: Count
@@ -35,10 +35,12 @@ class Open(Part, tag=1):
 
 
 class Tell(Part, tag=2):
-    """The frames that follow are for these workers; none: those of the last such message are.
+    """Message for these workers, in the following frames.
+
+    Without frames it is the last such message again.
 
     Attributes:
-        mirrors: number of the last piece of uploads that must be there before.
+        mirrors: number of the last piece of uploads that must arrive before it.
     """
 
     part: Count
@@ -47,12 +49,13 @@ class Tell(Part, tag=2):
 
 
 class Mirror(Part, tag=3):
-    """The frame that follows lies at this offset of the client's arena of uploads. Comes from the
-    client, or from the agent of another host.
+    """Piece of an upload: the following frame, at this offset of the client's arena.
+
+    It comes from the client, or from the agent of another host.
 
     Attributes:
-        first: bytes of that memory's first segment.
-        number: of this piece; 0: nobody counts.
+        first: size of that arena's first segment in bytes.
+        number: number of this piece; 0: pieces are not counted.
         done: number of the last piece that all hosts have.
     """
 
@@ -63,11 +66,12 @@ class Mirror(Part, tag=3):
 
 
 class Shadow(Part, tag=4):
-    """The frame that follows lies at this offset in the memory of a worker's snapshots, which was
-    on a host that is lost. Comes before the part is opened.
+    """Piece of a worker's snapshots from a lost host: the following frame, at this offset.
+
+    It comes before the part is opened.
 
     Attributes:
-        first: bytes of that memory's first segment.
+        first: size of the snapshot memory's first segment in bytes.
     """
 
     part: Count
@@ -77,7 +81,7 @@ class Shadow(Part, tag=4):
 
 
 class Replace(Part, tag=5):
-    """Start another process in a worker's place, which joins the group of this number."""
+    """Request: start another process in a worker's place, in the group of this number."""
 
     part: Count
     worker: Count
@@ -85,22 +89,22 @@ class Replace(Part, tag=5):
 
 
 class Refill(Part, tag=6):
-    """Have as many spare processes as there are to be."""
+    """Request: start spare processes up to the configured number."""
 
     part: Count
 
 
 class Close(Part, tag=7):
-    """End the workers of a part."""
+    """Request: end the workers of a part."""
 
     part: Count
 
 
 class Look(Part, tag=15):
-    """Tell what the workers of a part do; answered by ``Seen``, whatever has become of the part.
+    """Request for the status of a part's workers; always answered by ``Seen``.
 
     Attributes:
-        seconds: for so long they are to find out more about themselves.
+        seconds: time for which the workers shall report more details.
     """
 
     part: Count
@@ -108,12 +112,12 @@ class Look(Part, tag=15):
 
 
 class Begin(Part, tag=17):
-    """From now on pieces of uploads are counted, and hosts pass them on.
+    """Start of counting the pieces of uploads, and of passing them on.
 
     Attributes:
         session: number of the session, for the answers.
-        number: of the last piece that is here already.
-        token: the session's secret, in hexadecimal; "": it ends, and so does all that.
+        number: number of the last piece that the host has already.
+        token: the session's secret, in hexadecimal; "": the session ends, and the counting with it.
     """
 
     session: Count
@@ -122,10 +126,10 @@ class Begin(Part, tag=17):
 
 
 class Follow(Part, tag=18):
-    """Take pieces from the agent that listens there; "": from the client.
+    """Request: take pieces from the agent at this endpoint; "": from the client.
 
     Attributes:
-        turn: for the answer, if there is one.
+        turn: number of this request, for the answer, if there is one.
     """
 
     turn: Count
@@ -136,10 +140,10 @@ class Follow(Part, tag=18):
 
 
 class Opened(Part, tag=8):
-    """The processes of a part's workers: all of them have been started, perhaps anew.
+    """Process ids of a part's workers: all have been started, perhaps anew.
 
     Attributes:
-        replaced: the worker that is another one now, if that was asked for.
+        replaced: the worker that was replaced, if that was requested.
     """
 
     part: Count
@@ -148,14 +152,14 @@ class Opened(Part, tag=8):
 
 
 class Said(Part, tag=9):
-    """The frames that follow are a worker's."""
+    """Message of a worker, in the following frames."""
 
     part: Count
     worker: Count
 
 
 class Kept(Part, tag=10):
-    """The frame that follows lies at this offset in the memory of a worker's snapshots."""
+    """Piece of a worker's snapshots: the following frame, at this offset."""
 
     part: Count
     worker: Count
@@ -163,11 +167,11 @@ class Kept(Part, tag=10):
 
 
 class Died(Part, tag=11):
-    """A worker has ended.
+    """Death of a worker.
 
     Attributes:
         status, stderr: see ``WorkerDied``.
-        run, step: what it did last, if that is known.
+        run, step: its last run and step, if known.
     """
 
     part: Count
@@ -180,7 +184,7 @@ class Died(Part, tag=11):
 
 
 class Frozen(Part, tag=12):
-    """A worker has given no sign of life for so many seconds."""
+    """Report of a worker without a sign of life for ``deadline`` seconds."""
 
     part: Count
     worker: Count
@@ -189,45 +193,48 @@ class Frozen(Part, tag=12):
 
 
 class Refused(Part, tag=13):
-    """A part can't go on, or could not do what it was asked."""
+    """Report of a part that can't go on, or could not fulfil a request."""
 
     part: Count
     why: str
 
 
 class Closed(Part, tag=14):
-    """A part's workers have ended."""
+    """Report that a part's workers have ended."""
 
     part: Count
 
 
 class Seen(Part, tag=16):
-    """What workers do: the frame that follows is what `pages_of` reads."""
+    """Status pages of workers, in the following frame, which `pages_of` reads."""
 
     part: Count
 
 
 class Listens(Part, tag=19):
-    """Other agents may follow this one there; "": they can't, nor does it follow others."""
+    """Endpoint of an agent for followers; "": it has none, and follows no others."""
 
     session: Count
     endpoint: str
 
 
 class Has(Part, tag=20):
-    """All pieces are here up to this number. Also what an agent says to the one that it follows."""
+    """Report of the last piece up to which all are here.
+
+    An agent also sends it to the agent that it follows.
+    """
 
     session: Count
     number: Count
 
 
 class Alone(Part, tag=21):
-    """This host follows nobody, and needs what comes after this number from the client.
+    """Report of a host that follows no other, and needs later pieces from the client.
 
     Attributes:
-        turn: of the last `Follow`.
-        met: whether it had reached the other agent.
-        why: what is wrong.
+        turn: turn of the last `Follow`.
+        met: True if it had reached the other agent.
+        why: the error.
     """
 
     session: Count
@@ -248,17 +255,17 @@ _SPEC_KEYS = frozenset(LinkSpec.__dataclass_fields__)
 
 
 def spec_text(spec: LinkSpec) -> str:
-    """What workers are to be, as text."""
+    """Encode a specification of workers as text."""
     fields = {**asdict(spec), "environment": dict(spec.environment)}
     fields["token"] = None if spec.token is None else spec.token.hex()
     return json.dumps(fields)
 
 
 def spec_of(text: str) -> LinkSpec:
-    """Read what `spec_text` wrote.
+    """Decode the output of `spec_text`.
 
     Raises:
-        ProtocolError: another version wrote it, or something else.
+        ProtocolError: the text is from another version, or of another kind.
     """
     try:
         fields: dict[str, Any] = json.loads(text)
@@ -274,18 +281,18 @@ def spec_of(text: str) -> LinkSpec:
 
 
 def pages_of(frame: Buffer) -> tuple[Page | None, ...]:
-    """The status pages of a part's workers.
+    """Decode the status pages of a part's workers.
 
     Raises:
-        ProtocolError: they are none.
+        ProtocolError: the frame has no such pages.
     """
     return decoded(frame, tuple[Page | None, ...])
 
 
 def read(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
-    """The header of a message between client and agent.
+    """Decode the header of a message between client and agent.
 
     Raises:
-        ProtocolError: it is none of these kinds.
+        ProtocolError: the header is of none of these kinds.
     """
     return decode(frames[:1], kinds)

@@ -1,8 +1,8 @@
-"""Hosts from Ray: a gang of bundles, one for each worker, and an agent on each node that has some.
+"""Hosts from Ray: a gang of bundles, one per worker, and an agent on each node in use.
 
-Ray places and watches; it carries no tensor, no plan and no pickle of ours but the name of a class.
-Its restarts are off, since recovery is ours: a bundle that Ray has placed anew gets a new agent.
-Only public keys go through Ray, so nobody can listen to the session who listens to Ray.
+Ray places and watches; it carries no tensor, no plan and no pickle of ours except the name of a
+class. Its restarts are off, since recovery is ours: a bundle that Ray has placed anew gets a new
+agent. Only public keys go through Ray, so an eavesdropper on Ray cannot read the session.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from lazygt.runtime.launch.start_plan import LinkSpec
 
 _log = logging.getLogger("lazygt")
 
-#: Beyond the longest message of a worker: what it travels in.
+#: Bytes of the longest message of a worker, with its envelope.
 _MAX_MESSAGE: Final = MAX_MESSAGE_BYTES + (1 << 16)
-#: Seconds that Ray may take to place lost bundles anew, before others take their workers.
+#: Seconds that Ray may take to place lost bundles anew, before other hosts take their workers.
 ANOTHER_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
 _AGAIN_SECONDS = 0.5
 
 
 class _ActorGone(LaunchError):
-    """An actor has ended: Ray had put it on a node that is no more, without knowing that yet."""
+    """Error of an ended actor: Ray had placed it on a dead node, not known to be dead yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A bundle, and what Ray has given it.
+    """Bundle, with its placement by Ray.
 
     Attributes:
-        bundle: its number in the placement group.
+        bundle: number of the bundle in the placement group.
         actor: handle of its `Slot`.
-        node: id of the node; name: of the machine.
+        node: id of the node; name: name of the machine.
     """
 
     bundle: int
@@ -62,12 +62,12 @@ class Place:
 
 
 class RayHosts:
-    """A `HostLauncher` that asks Ray.
+    """`HostLauncher` on Ray.
 
     Connects to the cluster that RAY_ADDRESS names, unless the program has called ``ray.init``.
 
     Args:
-        workers: how many bundles there are to be.
+        workers: number of bundles to place.
         device: ``cpu``, or ``cuda`` for a GPU in each bundle.
 
     Raises:
@@ -81,7 +81,7 @@ class RayHosts:
         self._is_ours = not self._ray.is_initialized()
         self._group: Any = None
         self._places: dict[int, Place] = {}
-        #: rank -> its bundle, which is its own for good
+        #: rank -> its bundle, which never changes
         self._bundles: list[int] = []
         self._hosts: dict[int, RemoteHost] = {}
         self._keys = Keys.generate()
@@ -104,7 +104,7 @@ class RayHosts:
         return [(host, len(bundles)) for host, bundles in hosts]
 
     def another(self, rank: int) -> RemoteHost:
-        """See `HostLauncher`: an agent where Ray has placed the bundle anew."""
+        """See `HostLauncher`: the agent on the node to which Ray has moved the bundle."""
         lost = self._hosts[self._bundles[rank]]
         if lost.lost:
             bundles = [bundle for bundle, host in self._hosts.items() if host is lost]
@@ -132,7 +132,10 @@ class RayHosts:
     # -- places ----------------------------------------------------------------------------
 
     def _join_cluster(self, seconds: float) -> None:
-        """Join the cluster of RAY_ADDRESS; Ray itself tries for minutes where there is none."""
+        """Join the cluster of RAY_ADDRESS.
+
+        Ray itself would try for minutes if there is none.
+        """
         host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
         try:
             if host and port.isdigit() and "//" not in host:
@@ -142,14 +145,14 @@ class RayHosts:
             raise LaunchError("RAY_ADDRESS", f"leads to no cluster of Ray: {error}") from error
 
     def _place_gang(self, seconds: float) -> None:
-        """Have all bundles placed, on as few nodes as can be."""
+        """Place all bundles, on as few nodes as possible."""
         bundles = [dict(self._needs)] * self._workers
         self._group = self._ray.util.placement_group(bundles, strategy="PACK")
         if not self._group.wait(seconds):
             raise LaunchError("", self._what_is_missing(seconds))
 
     def _what_is_missing(self, seconds: float) -> str:
-        """What was asked for, and what each node has, and has left."""
+        """Describe the requested resources, and each node's total and free ones."""
         asked = _amounts({name: count * self._workers for name, count in self._needs.items()})
         left = self._ray.available_resources()
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
@@ -170,7 +173,7 @@ class RayHosts:
         return {name: resources.get(name, 0.0) for name in self._needs}
 
     def _slots(self, bundles: Sequence[int], until: float) -> list[Place]:
-        """A new actor in each of some bundles, wherever Ray has placed those by now."""
+        """Start a new actor in each of some bundles, on their current nodes."""
         ray = self._ray
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         options = {"num_cpus": 1, "num_gpus": self._needs.get("GPU", 0)}
@@ -202,7 +205,7 @@ class RayHosts:
             self._ray.kill(actor)
 
     def _get(self, references: Sequence[Any], until: float) -> list[Any]:
-        """What actors answer."""
+        """Return the actors' answers."""
         ray = self._ray
         try:
             answers: list[Any] = ray.get(references, timeout=max(until - time.monotonic(), 0.1))
@@ -220,7 +223,7 @@ class RayHosts:
 
     @property
     def address(self) -> str:
-        """Of this host, as Ray's nodes know it."""
+        """Address of this host, as Ray's nodes know it."""
         return str(self._ray.util.get_node_ip_address())
 
     def _listen(self) -> None:
@@ -232,7 +235,7 @@ class RayHosts:
     def _agents_for(
         self, bundles: Sequence[int], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
-        """An agent on each node that has some of these bundles, and which."""
+        """Start an agent on each node with some of these bundles; return them with theirs."""
         nodes: dict[str, list[Place]] = {}
         for place in self._slots(bundles, until):
             nodes.setdefault(place.node, []).append(place)
@@ -246,7 +249,7 @@ class RayHosts:
         return self._joined(groups, until)
 
     def _agents_anew(self, bundles: Sequence[int], until: float) -> None:
-        """Agents for bundles of a lost node, once Ray has noticed that, and placed them anew."""
+        """Start agents for bundles of a lost node, once Ray has placed them anew."""
         while True:
             try:
                 self._agents_for(bundles, until)
@@ -259,7 +262,7 @@ class RayHosts:
     def _joined(
         self, groups: Sequence[Sequence[Place]], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
-        """The groups' agents, once each has connected."""
+        """Return the groups' agents, once each has connected."""
         assert self._listener is not None
         waiting = [
             group[0].actor.join.remote(self._told(number, until))
@@ -300,7 +303,7 @@ class RayHosts:
 
 
 def open_ray(spec: LinkSpec) -> ClusterLink:
-    """A session's workers on nodes of Ray, as many on each as Ray has placed there.
+    """Start a session's workers on nodes of Ray, as Ray has placed them.
 
     Raises:
         LaunchError: Ray is not installed, or has not placed all of them in time.
@@ -325,10 +328,10 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _ray() -> Any:
-    """Ray, which is optional.
+    """Import and return Ray, which is optional.
 
     Raises:
-        LaunchError: it is not installed.
+        LaunchError: Ray is not installed.
     """
     try:
         module: Any = importlib.import_module("ray")

@@ -1,7 +1,7 @@
-"""What runs in an actor of Ray: nothing but a process of ours, which it starts and ends.
+"""Ray actor that only starts and ends a process of lazygt.
 
-Ray is told this class by its name, so lazygt must be installed on its nodes; what is sent to it
-are texts.
+Ray loads this class by its name, so lazygt must be installed on its nodes; the actor exchanges only
+texts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ HOST_PROCESS = "lazygt.runtime.cluster.host_process"
 
 
 class Slot:
-    """A bundle of a placement group: room for one worker. One of each node has the agent."""
+    """Bundle of a placement group, with room for one worker.
+
+    One slot of each node has the agent.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def where(self, node: str) -> tuple[str, str, list[str]]:
-        """The node's id and name, and the GPUs of this bundle.
+        """Return the node's id and name, and the GPUs of this bundle.
 
         Args:
             node: the id, if the caller knows it, else "".
@@ -36,7 +39,7 @@ class Slot:
         return node or str(context.get_node_id()), socket.gethostname(), gpus
 
     def start(self, gpus: list[str]) -> str:
-        """Start the agent, which may use these GPUs; its public key."""
+        """Start the agent with these GPUs; return its public key."""
         environment = {**os.environ, **same_package()}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -50,7 +53,7 @@ class Slot:
         return self._line()
 
     def join(self, told: str) -> str:
-        """Have the agent join a session; "" or what went wrong."""
+        """Let the agent join a session; return "" or the error."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(f"{told}\n")

@@ -1,9 +1,9 @@
-"""Refused hosts of a job, told by the client while it waits for all hosts.
+"""Refused hosts of a job, reported by the client while it waits for all hosts.
 
 A host that has proved the token and runs other versions ends the wait at once, and so does one that
-says in torchrun's store that the client has another token. Elsewhere a host with another token
-can't be told from a stranger: these end the wait only if nobody else has come by
-`SHARE_FOR_TRUE_HOSTS` of its time, and as many of them as hosts are awaited.
+reports in torchrun's store that the client has another token. Elsewhere a host with another token
+can't be told from a stranger: strangers end the wait only if no true host has come by
+`SHARE_FOR_TRUE_HOSTS` of its time, and there are as many of them as hosts are awaited.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lazygt.runtime.cluster.listening import Listener
 
 _log = logging.getLogger("lazygt")
 
-#: Of the time for all hosts to come: for true ones, from the first stranger on.
+#: Share of the time for all hosts that true ones have, from the first stranger on.
 SHARE_FOR_TRUE_HOSTS = 0.1
 _ADVICE = (
     "Give LAZYGT_TOKEN, or the file that LAZYGT_TOKEN_FILE names, the same value on all hosts, and "
@@ -30,11 +30,10 @@ class Refusals:
     """Refused hosts during one wait.
 
     Args:
-        job: of the client.
-        listener: of the client, to which hosts connect.
-        told: gives the process that has said in the job's store that its token is another; "": none
-            has.
-        seconds: for which the wait may last.
+        job: job of the client.
+        listener: listener of the client, to which hosts connect.
+        told: returns the process that has reported another token in the job's store; "": none.
+        seconds: time limit of the wait.
     """
 
     def __init__(
@@ -42,17 +41,17 @@ class Refusals:
     ) -> None:
         self._job, self._listener, self._told = job, listener, told
         self._share = SHARE_FOR_TRUE_HOSTS * seconds
-        #: when strangers may end the wait; None: none has come
+        #: time from which strangers may end the wait; None: none has come
         self._until: float | None = None
 
     def check(self, has_come: bool) -> None:
-        """Look for hosts that will not join.
+        """Check for hosts that will not join.
 
         Args:
-            has_come: whether any host has joined.
+            has_come: True if any host has joined.
 
         Raises:
-            LaunchError: some were refused that are awaited.
+            LaunchError: awaited hosts were refused.
         """
         if process := self._told():
             raise LaunchError(
@@ -91,7 +90,7 @@ class Refusals:
 
     @property
     def _awaited(self) -> int:
-        """Number of other hosts; where the engine does not tell it, the most that there can be."""
+        """Number of other hosts; if the engine does not set it, the largest possible."""
         job = self._job
         return job.world_size - job.local_world_size if job.hosts is None else job.hosts - 1
 

@@ -1,8 +1,8 @@
-"""The status pages of ranks on other hosts, in the client's own file while somebody watches that.
+"""Relay of status pages of ranks on other hosts to the client's own file, while watched.
 
 Their hosts are asked a few times a second, and not again before they have answered: a link that is
-down gathers one question. What they say comes with the other messages, and is written here with
-times on this host's clock.
+down queues one request. The answers come with the other messages, and are written here with times
+on this host's clock.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from lazygt.runtime.cluster.remote import RemoteHost, RemotePart
 from lazygt.runtime.launch.status_file import Elsewhere, StatusFile, WorkerPage, decoded
 from lazygt.runtime.launch.status_reader import Page
 
-#: Seconds for which workers are to say more: longer than between two questions.
+#: Seconds for which workers report details: longer than the interval of the requests.
 _LEASE_SECONDS = 3.0
-#: Nanoseconds after which a question counts as not answered.
+#: Nanoseconds after which a request counts as not answered.
 _UNHEARD_AFTER = 1_000_000_000
 
 
 class Relay:
-    """Writes pages of other hosts' ranks. For one thread.
+    """Writer of the pages of other hosts' ranks. For one thread.
 
     Args:
-        file: the client's.
+        file: the client's status file.
     """
 
     def __init__(self, file: StatusFile) -> None:
         self._file = file
-        #: rank -> what it said last, and when that was
+        #: rank -> its last page, and the time of that
         self._told: dict[int, tuple[WorkerPage, int]] = {}
 
     def look(self, hosts: Sequence[RemoteHost], host_of: Mapping[int, RemoteHost]) -> None:
-        """Write what has come since, and ask again.
+        """Write the pages that have arrived, and request new ones.
 
         Args:
-            host_of: where ranks are now: a rank of a lost host may be on another one.
+            host_of: rank -> its current host: a rank of a lost host may be on another one.
         """
         for host in hosts:
             for part in list(host.parts.values()):
@@ -69,7 +69,7 @@ class Relay:
                 self._write(rank, Elsewhere(host.name, "S", now, part.asked))
 
     def _hear(self, rank: int, pid: int, page: Page | None, now: int) -> None:
-        """Know what a rank has said, with times as if it had been said here."""
+        """Store a rank's page, with times converted to this host's clock."""
         self._told[rank] = WorkerPage(rank, pid, "starting"), now
         if page is None:
             return

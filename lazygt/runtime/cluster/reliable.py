@@ -1,4 +1,4 @@
-"""A connection whose messages arrive once and in order, whatever happens to the TCP below it."""
+"""Connection with exactly-once, in-order messages over unreliable TCP connections."""
 
 from __future__ import annotations
 
@@ -18,44 +18,43 @@ from lazygt.runtime.cluster.tcp import keep_from_children, word_of
 from lazygt.runtime.launch.channel import probe
 from lazygt.runtime.launch.mailbox import Frame
 
-#: Seconds for which a dead link is borne, and for which a peer that hung up may come back.
+#: Seconds for which a dead link is tolerated, and for which a peer that hung up may come back.
 GRACE, GONE_AFTER = 60.0, 1.0
 
-_TELL_AFTER = 0.05  # seconds; then the peer is told what came, should nothing go there by itself
+_TELL_AFTER = 0.05  # seconds until arrivals are acknowledged, unless another message does it
 _COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
-_LINGER_MS = 1000  # so long a goodbye may take after the socket was closed
-_WATCH_EVERY = 1.0  # seconds between two looks whether what is sent is answered
+_LINGER_MS = 1000  # most time for a goodbye after the socket was closed
+_WATCH_EVERY = 1.0  # seconds between two checks for answers to sent messages
 
 
 class Line(Protocol):
-    """What a connection is carried by: a dialed socket, or the listener that many share."""
+    """Carrier of a connection: a dialed socket, or the listener that many share."""
 
     lock: threading.RLock
     fd: int
     counts: dict[str, int]
 
     def pump(self) -> None:
-        """Read what has come, and give it to the connections; only with the lock held."""
+        """Read all that has arrived, and pass it to the connections. The caller holds the lock."""
 
     def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
         """Give a message to ZMQ; False if the peer is not there."""
 
     def remind(self, at: float) -> None:
-        """Call `Connection.tick` from then on, and let ``fd`` ring."""
+        """Call `Connection.tick` from ``at`` on, and let ``fd`` ring."""
 
     def leave(self, connection: Connection) -> None:
-        """It is over; ``fd`` still rings, for whoever waits to see that."""
+        """Mark a connection as over; ``fd`` still rings, so a waiting thread sees that."""
 
     def release(self, connection: Connection) -> None:
-        """Nobody looks at ``fd`` any more."""
+        """Release a connection's resources: ``fd`` is not polled any more."""
 
     def still_rings(self) -> None:
-        """Let ``fd`` ring if something has come: using the socket has swallowed its signal."""
+        """Let ``fd`` ring if a message has come: using the socket has swallowed its signal."""
 
 
 class Patience(NamedTuple):
-    """Seconds: for how long a link that is down is borne, and how soon a peer that hung up must be
-    there again."""
+    """Timeouts in seconds: for a dead link, and for the return of a peer that hung up."""
 
     grace: float = GRACE
     gone_after: float = GONE_AFTER
@@ -64,19 +63,19 @@ class Patience(NamedTuple):
 class Connection:
     """One end of a connection. Made by `dial` or `Listener.accept`.
 
-    Nothing here waits. To wait, poll ``fd`` for reading after a `take` that returned None: it
-    rings when a message has come, and when ``closed`` may have been set. It rings once for what has
-    come (ZMQ's descriptors are edge-triggered), so take until there is None. All connections of a
+    Nothing here waits. To wait, poll ``fd`` for reading after a `take` that returned None: it rings
+    when a message has come, and when ``closed`` may have been set. It rings once for all arrivals
+    (ZMQ's descriptors are edge-triggered), so take until there is None. All connections of a
     listener share its descriptor: when it rings, ask each of them, and `Listener.accept`. That of a
     client goes on ringing after ``closed`` was set, until `close` is called.
 
     `send` may be called from any thread, also in a finalizer. `take` and `pump` are for one thread.
 
     Attributes:
-        id: random bytes that both ends know, and nobody else.
-        peer: the name of the other's key; on the client's side the endpoint.
-        hello: what the client said when it dialed.
-        closed: why no message will come any more; None while one may. What has come before can
+        id: random bytes that only both ends know.
+        peer: the name of the peer's key; on the client's side the endpoint.
+        hello: the client's data, given when it dialed.
+        closed: reason for the end of messages; None while one may still come. Earlier arrivals can
             still be taken.
     """
 
@@ -98,14 +97,14 @@ class Connection:
 
     @property
     def fd(self) -> int:
-        """The descriptor to poll for reading."""
+        """Descriptor to poll for reading."""
         return self._line.fd
 
     @property
     def away(self) -> float:
-        """Seconds for which the peer has not been there; 0.0 while it is.
+        """Seconds since the peer was last connected; 0.0 while it is.
 
-        The kernel's word, not the peer's: a process that is busy or stopped is there.
+        This is the kernel's report, not the peer's: a busy or stopped process counts as connected.
         """
         with self._line.lock:
             if self._left_at is not None:
@@ -114,7 +113,7 @@ class Connection:
 
     @property
     def has_mail(self) -> bool:
-        """Whether `take` has a message that was read by a `pump` before."""
+        """True if `take` has a message that was read by a `pump` before."""
         return bool(self._ready)
 
     @property
@@ -126,7 +125,7 @@ class Connection:
     def send(self, frames: Sequence[Frame]) -> None:
         """Send a message; it is copied, and kept until the peer has it. Never waits.
 
-        What is sent after the connection was closed goes nowhere.
+        Messages sent after the connection was closed are dropped.
 
         Raises:
             ValueError: it is longer than ``max_message`` bytes.
@@ -144,14 +143,16 @@ class Connection:
                 self._line.still_rings()
 
     def take(self) -> list[memoryview] | None:
-        """The frames of the next message, or None if there is none."""
+        """Return the frames of the next message, or None if there is none."""
         if not self._ready:
             self.pump()
         return self._ready.popleft()[0] if self._ready else None
 
     def take_into(self, inbox: deque[tuple[list[memoryview], int]]) -> bool:
-        """Move the next message, as its frames and its number, to ``inbox``; False if there is
-        none. A KeyboardInterrupt falls before or after this, and loses nothing.
+        """Move the next message to ``inbox``, as its frames and its number.
+
+        Returns False if there is none. A KeyboardInterrupt falls before or after this, and loses
+        nothing.
         """
         if not self._ready:
             self.pump()
@@ -161,12 +162,12 @@ class Connection:
         return False
 
     def pump(self) -> None:
-        """Do what is to be done: read what has come, acknowledge it, find out who is gone."""
+        """Do pending work: read and acknowledge arrivals, notice lost peers."""
         with self._line.lock:
             self._line.pump()
 
     def close(self, reason: str = "done") -> None:
-        """Say goodbye. What was sent before still goes, if the peer is there within a second."""
+        """Close the connection. Earlier messages still go if the peer is there within a second."""
         with self._line.lock:
             if self.closed is None:
                 self._stream.put(pack(GOODBYE, (reason.encode(),)))
@@ -177,7 +178,10 @@ class Connection:
     # -- for the line, which holds its lock ----------------------------------------------------
 
     def flush(self) -> None:
-        """Send what is due. A finalizer that sends in the middle of this adds to it."""
+        """Send the messages that are due.
+
+        A finalizer that sends in the middle of this adds to it.
+        """
         while not self._sending and self._left_at is None and self._stream.due():
             self._sending = True
             try:
@@ -197,10 +201,10 @@ class Connection:
             stream.sent(number)
 
     def receive(self, number: int, acknowledged: int, kind: bytes, view: list[memoryview]) -> None:
-        """One frame of the peer's.
+        """Handle one frame of the peer.
 
         Raises:
-            ProtocolError: it can't be.
+            ProtocolError: the frame is invalid.
         """
         stream = self._stream
         stream.acknowledged(acknowledged)
@@ -227,7 +231,7 @@ class Connection:
             self._line.remind(time.monotonic() + _TELL_AFTER)
 
     def tell(self) -> bool:
-        """Acknowledge what has come; False if the peer is not there."""
+        """Acknowledge the received messages; False if the peer is not there."""
         return self._transmit(pack(RECEIVED, (), self._stream.tell()))
 
     def _transmit(self, message: bytes | bytearray) -> bool:
@@ -235,19 +239,19 @@ class Connection:
         return self._line.transmit(self, message)
 
     def watch(self) -> None:
-        """Something is on its way: look in a while whether it is answered."""
+        """Schedule a check for the answer to a message in flight."""
         self._line.remind(time.monotonic() + _WATCH_EVERY)
 
     @property
     def taken(self) -> int:
-        """The number of the last message that came."""
+        """Number of the last message received."""
         return self._stream.taken
 
     def resume(self, received: int) -> None:
-        """There is a new TCP connection, and the peer has received up to a number.
+        """Continue on a new TCP connection, from the peer's last received number.
 
         Raises:
-            ProtocolError: it can't have.
+            ProtocolError: the number is impossible.
         """
         self._stream.acknowledged(received)
         self.found()
@@ -255,18 +259,18 @@ class Connection:
         self.flush()
 
     def lost(self) -> None:
-        """The TCP connection has ended."""
+        """Note that the TCP connection has ended."""
         if self._left_at is None and self.closed is None:
             self._left_at, self.tcp = time.monotonic(), -1
             self._line.remind(self._left_at + self._patience.gone_after)
 
     def found(self) -> None:
-        """The peer is there again, though it may not have spoken yet."""
+        """Note that the peer is connected again, though it may not have sent anything yet."""
         self._left_at = None
         self.watch()
 
     def tick(self, now: float) -> None:
-        """A reminder came due."""
+        """Handle a reminder that is due."""
         if self._stream.untold:
             self.tell()
         if self.closed is not None:
@@ -284,10 +288,10 @@ class Connection:
             )
 
     def _watch(self, now: float) -> None:
-        """Give up a dead link, while something is on its way; else the kernel asks, and ends it.
+        """Give up a dead link with messages in flight; otherwise the kernel probes and ends it.
 
         The kernel's own limit (TCP_USER_TIMEOUT) would end a connection to a busy peer, too, if it
-        does not read what it is sent.
+        does not read its messages.
         """
         word = word_of(self.tcp)
         if 0.0 < word.silence >= self._patience.grace:
@@ -296,14 +300,14 @@ class Connection:
             self._line.remind(now + _WATCH_EVERY)
 
     def end(self, why: str) -> None:
-        """No message will come any more."""
+        """Mark the connection as closed: no message will come any more."""
         if self.closed is None:
             self.closed = why
         self._line.leave(self)
 
 
 def configure(sock: zmq.Socket[bytes], max_message: int, grace: float) -> None:
-    """What both ends' sockets have in common; a quiet link is asked after, for ``grace`` s."""
+    """Set the options that both ends' sockets share, with a keepalive of ``grace`` s."""
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, 0),
@@ -316,11 +320,11 @@ def configure(sock: zmq.Socket[bytes], max_message: int, grace: float) -> None:
 
 
 def give(sock: zmq.Socket[bytes], message: bytes | bytearray, flags: int = zmq.NOBLOCK) -> None:
-    """Hand a message to ZMQ, which keeps a long one where it lies."""
+    """Give a message to ZMQ, without a copy if it is long."""
     sock.send(message, flags, copy=len(message) < _COPY_BELOW)
 
 
 def say_goodbye(sock: zmq.Socket[bytes]) -> None:
-    """Close a socket; what was given to it goes on its way for a second."""
+    """Close a socket; messages in its queue are still sent for a second."""
     sock.setsockopt(zmq.LINGER, _LINGER_MS)
     sock.close()

@@ -1,4 +1,4 @@
-"""A host's agent as the client sees it: the parts of the session that are there."""
+"""Agent of a host as the client sees it, with the session's parts there."""
 
 from __future__ import annotations
 
@@ -47,13 +47,12 @@ class RemotePart:
     """Some ranks of a session on another host.
 
     Attributes:
-        ranks: of its workers, by their number in it.
-        opened: whether its processes have been started; ended: whether they have all gone.
-        replacing: workers of which another process is being started: what the one before has said
-            is not heard any more.
-        asked: since when there is no answer to what the workers do, in nanoseconds of the monotonic
-            clock; 0: it is there.
-        seen: the last answer, until it is used.
+        ranks: ranks of its workers, by their number in the part.
+        opened: True if its processes have been started; ended: True if they have all gone.
+        replacing: workers that are being replaced: messages of the old process are ignored.
+        asked: time of the unanswered status request, in nanoseconds of the monotonic clock; 0:
+            none.
+        seen: the last status answer, until it is used.
     """
 
     number: int
@@ -67,13 +66,13 @@ class RemotePart:
 
 
 class RemoteHost:
-    """A host on which an agent serves this session.
+    """Host on which an agent serves this session.
 
-    What it says is kept in order: messages of workers in ``inbox``, what went wrong in ``errors``.
+    Its messages are kept in order: those of workers in ``inbox``, errors in ``errors``.
 
     Args:
-        name: of the host, for people.
-        connection: to its agent.
+        name: name of the host, for people.
+        connection: connection to its agent.
     """
 
     def __init__(self, name: str, connection: Connected) -> None:
@@ -81,9 +80,9 @@ class RemoteHost:
         self.parts: dict[int, RemotePart] = {}
         self.inbox: deque[tuple[int, list[memoryview]]] = deque()
         self.errors: deque[LazyGTError] = deque()
-        #: of uploads that are passed on, see `chain`
+        #: messages about uploads that are passed on, see `chain`
         self.news: deque[Listens | Has | Alone] = deque()
-        #: rank -> how it ended
+        #: rank -> the error of its death
         self.deaths: dict[int, WorkerDied] = {}
         #: rank -> the run and the step that it did last when it died
         self.last_steps: dict[int, tuple[int, int]] = {}
@@ -94,22 +93,22 @@ class RemoteHost:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that are here, dead or alive."""
+        """All ranks of this host, dead or alive."""
         return tuple(rank for part in self.parts.values() for rank in part.ranks)
 
     @property
     def lost(self) -> bool:
-        """Whether nothing will come from there any more."""
+        """True if no message will come from there any more."""
         return self.connection.closed is not None
 
     # -- to the agent --------------------------------------------------------------------
 
     def open(self, number: int, spec: LinkSpec, shadows: Sequence[Arena | None] = ()) -> None:
-        """Have workers started; does not wait for them.
+        """Order the start of workers; does not wait for them.
 
         Args:
-            spec: whose ``here`` says which ranks.
-            shadows: what there is of their snapshots, by worker; none: they are new.
+            spec: specification of the workers, with their ranks in ``here``.
+            shadows: copies of their snapshots, by worker; empty: the workers are new.
         """
         first = spec.arena_bytes or SNAPSHOT_BYTES
         for worker, arena in enumerate(shadows):
@@ -123,21 +122,23 @@ class RemoteHost:
         self.say(Open(number, protocol.spec_text(spec)))
 
     def send(self, rank: int, frames: Sequence[Frame], mirrors: int = 0) -> None:
-        """Send a worker a message; does not wait. What several are told in turn travels once.
+        """Send a worker a message; does not wait.
+
+        The same frames for several workers in turn travel once.
 
         Args:
-            mirrors: number of the last piece of uploads that must be there before.
+            mirrors: number of the last piece of uploads that must arrive before it.
         """
         part, worker = self._place(rank)
         same, self._last = frames is self._last, frames
         self.say(Tell(part.number, (worker,), mirrors), () if same else frames)
 
     def mirror(self, told: Mirror, data: Frame) -> None:
-        """Have bytes of the client's arena there, too."""
+        """Send bytes of the client's arena to the host."""
         self.say(told, [data])
 
     def replace(self, rank: int, group: int) -> None:
-        """Have another process started in a worker's place."""
+        """Order another process in a worker's place."""
         part, worker = self._place(rank)
         part.replacing.add(worker)
         self.deaths.pop(rank, None)
@@ -146,15 +147,15 @@ class RemoteHost:
         self.say(Replace(part.number, worker, group))
 
     def refill(self) -> None:
-        """Have as many spare processes as there are to be."""
+        """Order spare processes up to the configured number."""
         for part in self.parts.values():
             self.say(Refill(part.number))
 
     def look(self, seconds: float) -> None:
-        """Ask what the workers do, unless an answer is still to come. For any thread.
+        """Request the workers' status, unless a request is pending. For any thread.
 
         Args:
-            seconds: for so long they are to find out more about themselves.
+            seconds: time for which the workers shall report more details.
         """
         for part in list(self.parts.values()):
             if not (part.asked or part.ended or self.lost):
@@ -162,18 +163,18 @@ class RemoteHost:
                 self.say(Look(part.number, seconds))
 
     def close(self) -> None:
-        """Have all workers ended; `ended` says when they have."""
+        """Order the end of all workers; `ended` becomes True afterwards."""
         self._closing = True
         for part in self.parts.values():
             self.say(Close(part.number))
 
     @property
     def ended(self) -> bool:
-        """Whether no worker of this session is left there."""
+        """True if no worker of this session is left there."""
         return self.lost or all(part.ended for part in self.parts.values())
 
     def release(self) -> None:
-        """Give the memory of the copies back."""
+        """Release the memory of the snapshot copies."""
         for arena in self.shadows.values():
             arena.close()
         self.shadows.clear()
@@ -192,14 +193,14 @@ class RemoteHost:
     # -- from the agent ------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Take what has come; when the host is lost, all its workers have died."""
+        """Handle arrived messages; if the host is lost, all its workers have died."""
         while (frames := self.connection.take()) is not None:
             self._heard(protocol.read(frames, TO_CLIENT), frames[1:])
         if self.lost and not self._lost:
             self._lost = True
             for part in self.parts.values():
                 for worker, rank in enumerate(part.ranks):
-                    # an agent that was interrupted has ended them, which nobody had asked for
+                    # an agent that was interrupted has ended them without an order
                     if not self._closing and rank not in self.deaths:
                         why = f"its host {self.name} is lost ({self.connection.closed})"
                         self._died(WorkerDied(rank, part.pids[worker], why, ""))
@@ -245,7 +246,7 @@ class RemoteHost:
 
 
 def pieces(arena: Arena) -> Sequence[tuple[int, bytes]]:
-    """All that was written into an arena, by offset."""
+    """Return all written parts of an arena, with their offsets."""
     return [
         (offset, arena.view(offset, nbytes).numpy().tobytes())
         for offset, nbytes in arena.extents(PIECE_BYTES)

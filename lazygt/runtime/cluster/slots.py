@@ -1,8 +1,8 @@
-"""Processes of a job that have nothing to do hold their slots until their host's first one ends.
+"""Idle processes of a job: they hold their slots until their host's first one ends.
 
 The engine started all processes of a host as children of one of its own: torchrun's agent, mpirun's
-or SLURM's daemon. So the first one is a brother of ours, whose environment says that its local
-rank is 0. It is there before we are, needs no port and no file, and its end can be waited for.
+or SLURM's daemon. So the first one is a sibling of ours, with local rank 0 in its environment. It
+exists before this process, needs no port and no file, and its end can be waited for.
 
     engine (no rank in its environment)
     ├── [shell that it was told to run] ── process of local rank 0
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lazygt.runtime.cluster.environment import Job
 
-#: For an engine to start the first process after this one; all start them the other way round.
+#: Seconds for an engine to start the first process after this one; the reverse order is usual.
 _APPEAR_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
@@ -26,8 +26,8 @@ _LOOK_SECONDS = 0.1
 def hold(job: Job) -> None:
     """Wait until the process with local rank 0 on this host has ended, however it ends.
 
-    Returns at once if it has ended already, and where each host has one process. There is no
-    deadline: the wait is for a process that lives.
+    Returns at once if it has ended already, or if each host has one process. There is no deadline:
+    the wait is for a process that lives.
     """
     until = time.monotonic() + _APPEAR_SECONDS
     while (pidfd := _open_first(job)) is None:
@@ -43,7 +43,7 @@ def hold(job: Job) -> None:
 
 
 def _open_first(job: Job) -> int | None:
-    """A descriptor of the process whose local rank is 0, or None if it is not there."""
+    """Return a pidfd of the process with local rank 0, or None if it is not there."""
     engine = _engine(job)
     for pid in _children(engine):
         if _environment(pid).get(job.local_rank_variable) != "0":
@@ -59,7 +59,7 @@ def _open_first(job: Job) -> int | None:
 
 
 def _engine(job: Job) -> int:
-    """The nearest of our ancestors that has no rank in its environment, or can't be read."""
+    """Return our nearest ancestor without a readable rank in its environment."""
     pid = os.getppid()
     while pid > 1 and job.rank_variable in _environment(pid):
         pid = _parent(pid)
@@ -67,7 +67,7 @@ def _engine(job: Job) -> int:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty if it may not be read."""
+    """Return a process's initial environment; empty if it may not be read."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -77,7 +77,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def _parent(pid: int) -> int:
-    """Of a process; 0 if it has gone."""
+    """Return the parent of a process; 0 if it has gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,9 +1,9 @@
-"""What makes a stream of messages reliable: numbers, acknowledgements, and what is kept until then.
+"""Reliable message stream: numbers, acknowledgements, and unacknowledged messages.
 
-Messages have the numbers 1, 2, 3, ... in each direction. What carries them keeps their order and
-loses some only when it breaks: then whatever was not acknowledged is sent again from the first on
-(go-back-N), and whoever receives takes each number once. Events in, decisions out: there is no
-clock here and no socket.
+Messages have the numbers 1, 2, 3, ... in each direction. Their carrier keeps the order and loses
+messages only when it breaks: then all unacknowledged ones are sent again from the first on
+(go-back-N), and the receiver takes each number once. This is a pure state machine, without clock or
+socket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TELL_BYTES = 1 << 20
 
 
 class Arrival(Enum):
-    """What a message is to the one who receives it."""
+    """Classification of a message by its receiver."""
 
     NEXT = auto()  #: the next one
     REPLAYED = auto()  #: it was here before
@@ -27,11 +27,11 @@ class Arrival(Enum):
 
 
 class Stream:
-    """One end of it: what it sends, and what it has received.
+    """One end of a stream: sent messages, and the position of received ones.
 
     Attributes:
         taken: the number of the last message received in order.
-        told: the number up to which the peer was told so.
+        told: the last acknowledged number of these.
     """
 
     def __init__(self) -> None:
@@ -43,16 +43,18 @@ class Stream:
         self.told = 0
         self._untold_bytes = 0
 
-    # -- what is sent --------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------
 
     def put(self, message: bytearray) -> None:
-        """Keep a message that is to be sent. It gets its number in the same instant: there is no
-        place in between where a finalizer that sends, or a KeyboardInterrupt, could fall.
+        """Append a message to send, and number it atomically.
+
+        There is no place in between where a finalizer that sends, or a KeyboardInterrupt, could
+        fall.
         """
         self._kept.extend(zip((message,), self._numbers, strict=False))
 
     def due(self) -> tuple[bytearray, int] | None:
-        """The message that is to be sent now, and its number; `sent` says that it was."""
+        """Return the next message to send and its number; `sent` confirms it."""
         if not self._kept:
             return None
         index = max(0, self._next - self._kept[0][1])
@@ -66,11 +68,11 @@ class Stream:
         self._next = number + 1
 
     def again(self) -> None:
-        """What carries the messages broke: all that is kept is to be sent again."""
+        """Schedule all kept messages again, after their carrier broke."""
         self._next = 0
 
     def acknowledged(self, number: int) -> None:
-        """The peer has received up to ``number``; these are kept no longer.
+        """Drop the messages up to ``number``, which the peer has received.
 
         Raises:
             ProtocolError: there is no such message yet.
@@ -87,7 +89,7 @@ class Stream:
         """Bytes of the messages that are kept."""
         return sum(len(message) for message, _ in self._kept)
 
-    # -- what is received ----------------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------
 
     def arrival(self, number: int) -> Arrival:
         if number <= self.taken:
@@ -95,21 +97,21 @@ class Stream:
         return Arrival.NEXT if number == self.taken + 1 else Arrival.AHEAD
 
     def take(self, number: int, size: int) -> None:
-        """The message of that number, which is the next one, is here; ``size`` in bytes."""
+        """Note the arrival of message ``number``, the next one; ``size`` in bytes."""
         self.taken = number
         self._untold_bytes += size
 
     @property
     def untold(self) -> bool:
-        """Whether the peer keeps what it need not keep."""
+        """True if some received messages are not acknowledged."""
         return self.told < self.taken
 
     @property
     def must_tell(self) -> bool:
-        """Whether it keeps so much that it is told at once."""
+        """True if so many are unacknowledged that the acknowledgement goes out at once."""
         return self.taken - self.told >= _TELL_MESSAGES or self._untold_bytes >= _TELL_BYTES
 
     def tell(self) -> int:
-        """The number to acknowledge."""
+        """Return the number to acknowledge."""
         self.told, self._untold_bytes = self.taken, 0
         return self.taken

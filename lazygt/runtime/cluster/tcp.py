@@ -1,4 +1,4 @@
-"""TCP sockets that ZMQ has opened: the kernel's word on the peer, and their end in children."""
+"""TCP sockets opened by ZMQ: kernel state of the peer, and their closing in children."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Holder(Protocol):
     """Owner of a TCP socket.
 
     Attributes:
-        tcp: its descriptor; -1: none.
+        tcp: descriptor of the socket; -1: none.
     """
 
     tcp: int
@@ -50,11 +50,11 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Word(NamedTuple):
-    """What the kernel knows of a TCP connection.
+    """Kernel state of a TCP connection.
 
     Attributes:
         silence: seconds since the peer's kernel answered; 0.0 if nothing is unanswered.
-        waits: whether something is on its way.
+        waits: True if sent data is unacknowledged.
     """
 
     silence: float = 0.0
@@ -62,7 +62,7 @@ class Word(NamedTuple):
 
 
 def word_of(tcp: int) -> Word:
-    """The kernel's word on a TCP socket."""
+    """Return the kernel's state of a TCP socket."""
     if tcp < 0:
         return Word()
     try:

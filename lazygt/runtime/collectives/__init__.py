@@ -1,1 +1,1 @@
-"""What ranks exchange: their group, its backends, and the collectives as nodes of a plan."""
+"""Collectives of the ranks: their group, its backends, and the ops as nodes of a plan."""

@@ -1,8 +1,7 @@
-"""Who carries a collective from rank to rank: sockets what is small, shared memory what is large,
-and NCCL what is on GPUs.
+"""Backends of collectives: sockets for small values, shared memory for large, or NCCL.
 
-A backend begins the four collectives on flat buffers. Each returns what has a ``wait()``; after it
-the buffer holds the result.
+NCCL carries tensors on GPUs, the others tensors on CPUs. A backend begins the four collectives on
+flat buffers. Each returns an object with a ``wait()``; after it the buffer holds the result.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """Collective under way."""
 
     def wait(self) -> object:
-        """Return when the result is there.
+        """Wait for the result.
 
         Raises:
             OSError, RuntimeError: another rank has left, or did not come in time.
@@ -34,33 +33,33 @@ class Work(Protocol):
 
 
 class Backend(Protocol):
-    """Begins collectives of the ranks of one axis."""
+    """Collectives among the ranks of one axis; each method begins one."""
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
         """Reduce the buffers of all ranks, in place."""
 
     def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
-        """What all ranks send, one after another; all send equally much."""
+        """Gather the ``sent`` values of all ranks, of equal size, in rank order."""
 
     def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
-        """This rank's part of what all send, reduced; ``sent`` has equal parts for all ranks."""
+        """Reduce all ranks' values for this one; ``sent`` has equal parts for all ranks."""
 
     def all_to_all(
         self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
     ) -> Work:
-        """``out`` elements of ``sent`` to each rank, ``into`` elements from each."""
+        """Send ``out`` elements of ``sent`` to each rank; receive ``into`` from each."""
 
 
 # -- sockets -----------------------------------------------------------------------------------
 
 
 class SocketBackend:
-    """Every rank sends to every other, and reduces what comes, in the order of the ranks.
+    """Direct exchange by sockets: each rank sends to every other, and reduces in rank order.
 
-    So all get the same bits, which do not depend on what travels in one buffer. For CPU tensors.
+    So all get the same bits, independent of the other values in a buffer. For CPU tensors.
 
     Args:
-        peers: the ranks of the axis in their order; None is this one.
+        peers: the ranks of the axis in their order; None for this one.
     """
 
     def __init__(self, peers: Sequence[Peer | None]) -> None:
@@ -96,9 +95,9 @@ class SocketBackend:
         return self._begin([_bytes(piece) for piece in pieces], parts)
 
     def exchange_text(self, text: str) -> TextExchange:
-        """Send a text to every other rank, in turn with the collectives; what they send is next.
+        """Exchange a text with every other rank, in order with the collectives.
 
-        A rank that has left is not told: it may have told this one before.
+        A rank that has left is sent nothing: its own text may have arrived before.
         """
         told = TextExchange(self)
         self._begun.append(told)
@@ -109,7 +108,7 @@ class SocketBackend:
         return told
 
     def receive(self, incoming: Incoming) -> None:
-        """Receive what was begun before ``incoming``, and that.
+        """Receive everything begun before ``incoming``, and ``incoming``.
 
         Raises:
             OSError: another rank has left, or did not come in time; from then on always the same,
@@ -143,11 +142,11 @@ class SocketBackend:
 
 
 class Incoming:
-    """What other ranks send for one collective.
+    """Values that other ranks send for one collective.
 
     Args:
-        parts: where to put it, rank by rank.
-        then: makes the result of it.
+        parts: destination buffers, rank by rank.
+        then: computes the result from them.
     """
 
     def __init__(
@@ -166,10 +165,10 @@ class Incoming:
 
 
 class TextExchange(Incoming):
-    """A text of every other rank.
+    """Exchange of a text with every other rank.
 
     Attributes:
-        texts: by rank, once waited for.
+        texts: received texts by rank, after the wait.
     """
 
     def __init__(self, line: SocketBackend) -> None:
@@ -188,7 +187,7 @@ _REDUCTIONS: dict[str, Any] = {
 }
 
 
-#: What torch does not reduce on a CPU, and in what it is reduced.
+#: Dtypes that torch does not reduce on a CPU -> the dtype of their reduction.
 _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
@@ -198,7 +197,7 @@ _WIDER = {
 
 
 def reduce_in_order(parts: Sequence[torch.Tensor], op: str, into: torch.Tensor) -> None:
-    """Reduce one after another; ``into`` may be any of them."""
+    """Reduce the parts one after another; ``into`` may be any of them."""
     if into.dtype in _WIDER:
         wide = [part.to(_WIDER[into.dtype]) for part in parts]
         reduce_in_order(wide, op, wide[0])
@@ -219,7 +218,7 @@ def _bytes(flat: torch.Tensor) -> memoryview:
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory, as bytes; a lone element may have any stride, and torch minds it."""
+    """Return the same memory as bytes; a lone element's stride, which torch checks, is reset."""
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
@@ -231,9 +230,9 @@ _OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
-#: What NCCL does not reduce, and in what it is reduced.
+#: Dtypes that NCCL does not reduce -> the dtype of their reduction.
 _WIDER_YET = _WIDER | {torch.int16: torch.int32}
-#: Of truth values as bytes.
+#: Reduce op -> its equivalent for booleans as bytes.
 _OF_TRUTH = {"sum": "max", "max": "max", "min": "min", "prod": "min"}
 
 
@@ -276,7 +275,7 @@ class TorchBackend:
 
 
 class _Then:
-    """A collective whose result is in another dtype than it is to be."""
+    """Collective with a result in another dtype, converted in the wait."""
 
     def __init__(self, work: Work, buffer: torch.Tensor, carried: torch.Tensor) -> None:
         self._work, self._buffer, self._carried = work, buffer, carried
@@ -287,7 +286,7 @@ class _Then:
 
 
 def _reducible(buffer: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
-    """The buffer as NCCL can reduce it, and with which op."""
+    """Return a buffer and an op that NCCL can reduce, equivalent to the given ones."""
     if buffer.dtype == torch.bool:
         return buffer.to(torch.uint8), _OF_TRUTH[op]
     wider = _WIDER_YET.get(buffer.dtype)
@@ -301,18 +300,18 @@ NCCL = "nccl"
 
 
 def backend_for(device: str, world_size: int, gpus: int) -> str:
-    """The backend for ``world_size`` ranks on a machine of ``gpus`` GPUs.
+    """Return the backend for ``world_size`` ranks on a machine of ``gpus`` GPUs.
 
-    NCCL for CUDA tensors when each rank has a GPU of its own; it refuses a shared one.
+    It is NCCL for CUDA tensors if each rank has a GPU of its own; NCCL refuses a shared one.
     """
     slow = device != "cuda" or why_host(device, world_size, gpus)
     return HOST if slow else NCCL
 
 
 def why_host(device: str, world_size: int, gpus: int) -> str:
-    """Why ranks on GPUs copy what they exchange to the host and back.
+    """Return the reason why ranks on GPUs communicate through the host's memory.
 
-    Empty where they use NCCL, and for ranks on CPUs.
+    Empty if they use NCCL, and for ranks on CPUs.
     """
     if device != "cuda" or world_size == 1:
         return ""
@@ -328,17 +327,17 @@ def why_host(device: str, world_size: int, gpus: int) -> str:
 
 
 class PendingSends:
-    """Sends on their way, with the memory that they are read from."""
+    """Sends in flight, with the memory that they are read from."""
 
     def __init__(self) -> None:
         self._flying: list[tuple[Any, torch.Tensor]] = []
 
     def keep(self, work: Any, data: torch.Tensor) -> None:
         """Keep ``data`` for as long as torch's ``work`` reads it."""
-        # to wait would hold up the stream; NCCL says when a send is done
+        # a wait would block the stream; NCCL reports completed sends
         self._flying = [one for one in self._flying if not one[0].is_completed()]
         self._flying.append((work, data))
 
     def close(self) -> None:
-        """Keep nothing any more: this rank leaves, and what has not arrived will not."""
+        """Release all memory: this rank leaves, and sends in flight will not arrive."""
         self._flying.clear()

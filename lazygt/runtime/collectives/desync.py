@@ -1,8 +1,9 @@
-"""Before a plan's first run: whether all ranks are about to meet in the same collectives.
+"""Check before a plan's first run that all ranks are about to run the same collectives.
 
 They are, by construction; a mistake there would leave ranks waiting for each other for ever. So
-each rank tells the ranks of every axis what it is about to run there, and reads what those tell
-that it will meet. Once a plan and process group, and never in the way of a collective.
+each rank sends the ranks of every axis the collectives that it is about to run there, and reads
+those of the ranks that it will meet. This happens once per plan and process group, and delays no
+collective.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _NOTHING = "nothing more"
 
 
 class Met(NamedTuple):
-    """One collective as all ranks of its axis must describe it.
+    """Collective as all ranks of its axis must describe it.
 
     Attributes:
-        node: its number in the graph.
-        text: kind, reduce op, dtype and sizes; none that differs from rank to rank.
+        node: number of its node in the graph.
+        text: kind, reduce op, dtype and the sizes that are equal on all ranks.
     """
 
     axis: str
@@ -36,7 +37,7 @@ class Met(NamedTuple):
 
 
 def signature(graph: Graph) -> list[Met]:
-    """The collectives of a rank's steps, in their order."""
+    """Return the collectives of a rank's steps, in their order."""
     values = graph.values
     collectives = []
     for number, node in enumerate(graph.nodes):
@@ -55,8 +56,8 @@ def _what(node: Node, values: Sequence[TensorMeta | None]) -> str:
     if node.op not in (LAUNCH, LAUNCH_):
         return f"{node.op.removeprefix('lazygt.')}{node.args[1:-1]}"
     kind, operands, moves, op, _ = node.args
-    # blocks differ in size, what they are padded to does not; what is scattered is whole, wherever
-    # its block goes; of exchanges all arguments are in their moves
+    # blocks differ in size, their padded size does not; a scattered value is whole, wherever its
+    # block goes; of exchanges all arguments are in their moves
     metas = (
         [values[ref.index] for ref in operands] if kind == "reduce_scatter" else node.results[:1]
     )
@@ -66,13 +67,14 @@ def _what(node: Node, values: Sequence[TensorMeta | None]) -> str:
 
 
 def check(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:
-    """Compare a rank's plan with those of all ranks that it meets; None: they agree.
+    """Compare a rank's plan with those of all ranks that it meets; return None if they agree.
 
-    If they do not, this rank leaves the group: others, who agree with it, are about to wait.
+    If they do not, this rank leaves the group: other ranks, which agree with it, are about to wait.
 
     Args:
         run: number of the run, equal on all ranks.
-        own: ranks have plans of their own, so that others may meet where this one does not.
+        own: True if ranks have plans of their own, so that others may run collectives on an axis
+            without this one.
     """
     if group.abandoned:
         return None  # its collectives say so
@@ -106,7 +108,7 @@ def _tell(group: Group, axis: str, run: int, mine: list[Met]) -> TextExchange:
 def _compared(
     group: Group, mine: list[Met], theirs: TextExchange, run: int, axis: str
 ) -> Failure | None:
-    """What others have told against what this rank is about to run, on one axis."""
+    """Compare the collectives of other ranks on an axis with this rank's."""
     node = mine[0].node if mine else 0
     try:
         theirs.wait()
@@ -133,7 +135,7 @@ class _Difference(NamedTuple):
 
 
 def _first_difference(mine: list[Met], theirs: list[str], axis: str) -> _Difference | None:
-    """The first place where two ranks do not meet in the same collective of an axis."""
+    """Return the first place where two ranks' collectives of an axis differ."""
     ours = [met for met in mine if met.axis == axis]
     for place, (met, text) in enumerate(zip_longest(ours, theirs)):
         if met is None or met.text != text:

@@ -1,9 +1,10 @@
 """Connections between two ranks on different hosts: bytes in order, over TCP, with CURVE.
 
-One ZMQ pair a connection. The rank that listens has a seat for each connection that it awaits; its
-key is fresh, and known to those who can read the session's store alone. Others fail in the
-handshake, before they get the seat. ZMQ's own thread sends, encrypts and receives, so that a send
-never waits. A connection that breaks is never made again: what was on its way is not known then.
+Each connection is one ZMQ PAIR. The rank that listens has a seat (a listening socket) for each
+connection that it awaits; its key is fresh, and known only to readers of the session's store.
+Others fail in the handshake, before they get the seat. ZMQ's own thread sends, encrypts and
+receives, so that a send never waits. A broken connection is never restored: the data then in flight
+is unknown.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ _Context = zmq.Context[zmq.Socket[bytes]]
 
 @cache
 def context() -> _Context:
-    """The context of this process's connections to other ranks; it is never ended, since what
-    those who leave have sent may still be on its way."""
+    """Return the ZMQ context of this process's connections to other ranks.
+
+    It is never ended, since messages of ranks that leave may still be in flight.
+    """
     cores = len(os.sched_getaffinity(0))
     shared: _Context = zmq.Context(min(max(cores // 2, 1), _MOST_THREADS))
     shared.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
@@ -47,16 +50,16 @@ def context() -> _Context:
 
 
 class EncryptedPeer(Peer):
-    """A rank of another host.
+    """Rank of another host.
 
     Args:
-        keys: the listener's, on its own side; of them the other side has the public one.
-        endpoint: where the other listens; None: this rank does.
-        address: the IP address at which it does.
+        keys: the listener's keys; the other side has only the public one.
+        endpoint: endpoint at which the other listens; None: this rank listens.
+        address: the IP address at which this rank listens.
 
     Attributes:
-        endpoint: where the one that listens does.
-        sent_messages, sent_bytes: so far.
+        endpoint: endpoint of the listener.
+        sent_messages, sent_bytes: totals so far.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class EncryptedPeer(Peer):
         self._listens = endpoint is None
         self._socket = _pair(timeout, ipv6=":" in address or "[" in (endpoint or ""))
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
-        #: held for each use of either socket, which is short: nobody waits while holding it
+        #: held for each use of either socket, which is short: no wait happens under it
         self._lock = threading.Lock()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()
@@ -101,7 +104,7 @@ class EncryptedPeer(Peer):
                     raise self._left() from error
                 self.sent_messages += 1
                 self.sent_bytes += len(piece)
-            # a send may swallow what the descriptor tells of arrivals
+            # a send may swallow the descriptor's signal of arrivals
             if self._reading and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._wake()
 
@@ -121,10 +124,10 @@ class EncryptedPeer(Peer):
             self.awaited = False
 
     def arrives(self, seconds: float) -> bool:
-        """Wait for the other's next bytes; whether some are there.
+        """Wait for the other's next bytes; return whether some have arrived.
 
         Raises:
-            ConnectionError: it has left.
+            ConnectionError: the other rank has left.
         """
         until = time.monotonic() + seconds
         while not self._arrived:
@@ -134,7 +137,7 @@ class EncryptedPeer(Peer):
             if left <= 0:
                 return False
             if any(fd == self._wakes for fd, _ in self._poller.poll(left * 1000)):
-                with suppress(OSError):  # closed: the next look says so
+                with suppress(OSError):  # closed: `_take` notices that
                     os.eventfd_read(self._wakes)
         return True
 
@@ -155,7 +158,7 @@ class EncryptedPeer(Peer):
                 os.close(self._wakes)
 
     def _take(self) -> bool:
-        """Take a message, if one is there; else be ready to wait for it."""
+        """Take a message if there is one; otherwise prepare to wait for it."""
         with self._lock:
             if self._closed and self._reading:
                 os.close(self._wakes)
@@ -185,7 +188,10 @@ class EncryptedPeer(Peer):
         return frame
 
     def _is_gone(self) -> bool:
-        """Whether the connection has ended; strangers' connections at a seat come and go, too."""
+        """Return whether the connection has ended.
+
+        Strangers' connections at a seat come and go, too.
+        """
         with suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
@@ -209,13 +215,13 @@ def _pair(timeout: float, ipv6: bool) -> zmq.Socket[bytes]:
     pair.setsockopt(zmq.IPV6, ipv6)
     pair.setsockopt(zmq.MAXMSGSIZE, 2 * CHUNK_BYTES)
     pair.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    pair.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)  # -1 would throw away what is not read yet
+    pair.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)  # -1 would drop unread messages
     keep_alive(pair)
     return pair
 
 
 def _listen(pair: zmq.Socket[bytes], address: str, keys: Keys) -> str:
-    """Where it listens, at a free port."""
+    """Listen at a free port; return the endpoint."""
     pair.setsockopt(zmq.CURVE_SERVER, 1)
     pair.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
     pair.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")

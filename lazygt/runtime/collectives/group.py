@@ -1,11 +1,11 @@
-"""The group of the workers: joined in the background of a worker's start.
+"""Process group of the workers, joined in the background of a worker's start.
 
-What is on the host goes through sockets and memory that only their user can reach, what goes to
-other hosts through encrypted connections; torch's own process group, which listens on a TCP port,
-is made for GPUs alone, for NCCL.
+Ranks on one host communicate through sockets and memory that only their user can reach, ranks on
+several hosts through encrypted connections. Torch's own process group, which listens on a TCP port,
+is made only for GPUs, for NCCL.
 
-Joining waits for every other rank, and most plans need no collective, so a thread does it and
-`wait` is what a collective calls first.
+Joining waits for every other rank, and most plans need no collective. So a thread joins, and a
+collective calls `wait` first.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class AxisGroup:
     """This rank's place on one axis of the mesh.
 
     Attributes:
-        size, index: how many ranks there are along it, and which this one is.
-        sockets, shared: what carries small and large values between them; large ones go through
-            memory that they share, unless they are on several hosts.
-        singles: what carries values to one of them alone; None for this one.
-        group: torch's own, of the same ranks; None without NCCL.
-        downward: a second one, for values that go to ranks of a lower index. NCCL sends both ways
-            between two ranks in one order, so that two sends that meet wait for each other.
+        size, index: number of ranks along the axis, and the index of this one.
+        sockets, shared: backends for small and large values; large ones go through shared memory,
+            unless the ranks are on several hosts.
+        singles: connections for point-to-point values, by index on the axis; None for this rank.
+        group: torch's process group of the same ranks; None without NCCL.
+        downward: a second group, for values to ranks of a lower index. NCCL orders both directions
+            between two ranks in one sequence, so two crossing sends would deadlock.
     """
 
     size: int
@@ -73,13 +73,13 @@ class AxisGroup:
     downward: Any = None
 
     def backend(self, buffer: torch.Tensor, kind: str, nbytes: int) -> Backend:
-        """Backend of a payload as ``Communication`` has it; all ranks must choose alike."""
+        """Return the backend for a payload size as in ``Communication``; equal on all ranks."""
         if buffer.device.type != "cpu":
             return TorchBackend(self.group)
         return self.sockets if goes_by_sockets(kind, nbytes, self.size) else self.shared
 
     def carries(self, device: torch.device) -> bool:
-        """Return whether tensors travel from this device; else by way of the host's memory."""
+        """Return whether tensors travel from this device directly, not through host memory."""
         return self.group is not None or device.type == "cpu"
 
     def one_way(self, source: int, target: int) -> Any:
@@ -87,7 +87,7 @@ class AxisGroup:
         return self.group if source < target else self.downward
 
     def single(self, index: int) -> Peer:
-        """Connection that carries values to another rank of the axis alone."""
+        """Return the point-to-point connection to another rank of the axis."""
         peer = self.singles[index]
         if peer is None:
             raise LazyGTError("a rank sends nothing to itself")
@@ -98,9 +98,9 @@ class Group:
     """This rank's membership in a session's group of workers.
 
     Args:
-        spec: the backend, where the ranks meet, and how many seconds they wait.
-        rendezvous: where other ranks find this one.
-        number: how many groups the session had before: none of them is of any use any more.
+        spec: the backend, the rendezvous of the ranks, and their timeout.
+        rendezvous: meeting point of this rank with others.
+        number: number of the session's earlier groups, which are all obsolete.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Group:
             rendezvous,
         )
         self.mesh, self.rank, self.number = Mesh.parse(spec.mesh), rank, number
-        #: what NCCL is sending to single ranks, of any axis
+        #: point-to-point sends of NCCL in flight, on any axis
         self.pending_sends = PendingSends()
         self._left = self._closed = False
-        #: the other rank for which kernels of NCCL's were given up; None: they were not
+        #: the rank that left, so that NCCL's kernels were aborted; None: they were not
         self.parted_from: int | None = None
         self._leaving = threading.Lock()
         self._lines: dict[str, AxisGroup] = {}
@@ -131,7 +131,7 @@ class Group:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when all ranks have joined; each waits at most the group's timeout.
+        """Wait until all ranks have joined; each waits at most the group's timeout.
 
         Raises:
             LazyGTError: this rank could not join, with the reason.
@@ -149,10 +149,10 @@ class Group:
         """Leave while others may be waiting: their collectives fail at once, as all later ones do.
 
         Args:
-            reason: why; what later collectives of this rank say.
+            reason: the reason, for the errors of later collectives of this rank.
 
         Returns:
-            Whether others are told by it; not when it had left, nor before all have joined.
+            True if other ranks notice; False if this rank had left, or not all have joined yet.
         """
         with self._leaving:
             if self._left or self._thread.is_alive():
@@ -160,12 +160,15 @@ class Group:
             self._left, joined = True, self._failure is None
         if joined:
             self._failure = LazyGTError(f"rank {self._rank} left its process group: {reason}")
-        # to destroy it would wait for what other ranks never come to
+        # destroying it would wait for collectives that other ranks never join
         self._leave(_abort_process_group)
         return joined
 
     def late(self) -> tuple[int, ...]:
-        """The ranks that a collective of this one waits for; NCCL's do not say. For any thread."""
+        """Return the ranks that a collective of this one waits for. For any thread.
+
+        NCCL's collectives do not report that.
+        """
         lines = list(self._lines.values())
         turns = [turn.peers for line in lines for turn in (line.sockets, line.shared)]
         alone = [(peer,) for line in lines for peer in line.singles]
@@ -183,7 +186,7 @@ class Group:
 
     @property
     def nccl(self) -> bool:
-        """True if tensors on a GPU travel from there."""
+        """True if tensors on a GPU travel from there directly."""
         return self._spec.backend == NCCL
 
     def successor(self, number: int) -> Group:
@@ -222,8 +225,10 @@ class Group:
             self._failure = error
 
     def _watch(self) -> None:
-        """Give up NCCL's kernels when a rank of this host has left: they would wait for it, and the
-        device's stream with them, until torch's watchdog ends the process.
+        """Abort NCCL's kernels when a rank of this host has left.
+
+        They would wait for it, and the device's stream with them, until torch's watchdog ends the
+        process.
         """
         peers = [ends.small for ends in self._ends.values()]
         self._thread.join()
@@ -233,8 +238,10 @@ class Group:
             self.abandon(f"rank {rank} has left")
 
     def _join_nccl(self) -> None:
-        """Join torch's default group. Its ranks meet in the session's store, or on one host in a
-        file that only their user can open.
+        """Join torch's default group.
+
+        Its ranks meet in the session's store, or on one host in a file that only their user can
+        open.
         """
         timeout = timedelta(seconds=self._spec.timeout)
         store: Any = self._rendezvous.store
@@ -254,12 +261,13 @@ class Group:
         self._sweep()
 
     def _place(self, number: int) -> str:
-        """Address at which the ranks of a group meet: each group has a store of its own."""
+        """Return the rendezvous address of a group: each group has a store of its own."""
         return f"file://{self._spec.directory}/group.{number}"
 
     def _sweep(self) -> None:
-        """Remove what earlier groups left where they met. All ranks have left these; torch removes
-        most of the files, not all.
+        """Remove the rendezvous data of earlier groups.
+
+        All ranks have left these; torch removes most of the files, not all.
         """
         if self._rank:
             return
@@ -272,7 +280,7 @@ class Group:
                 Path(self._place(number).removeprefix("file://")).unlink(missing_ok=True)
 
     def _others(self) -> list[int]:
-        """The ranks that this one shares an axis with: two share one at most."""
+        """Return the ranks that share an axis with this one: two share one at most."""
         mesh = self.mesh
         return [
             rank
@@ -306,7 +314,7 @@ class Group:
         return {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}[members]
 
     def line(self, axis: str) -> AxisGroup:
-        """This rank's place on an axis, once all ranks have joined.
+        """Return this rank's place on an axis, once all ranks have joined.
 
         Raises:
             LazyGTError: this rank could not join, or the mesh has no such axis.
@@ -318,8 +326,9 @@ class Group:
 
 
 def _for_large(peers: Sequence[Peer | None]) -> SharedMemoryBackend | PeerBackend:
-    """Memory that all ranks of an axis share, where all are on one host. All decide alike: where
-    they are not, each has a peer on another.
+    """Return the backend for large values: shared memory if all ranks are on one host.
+
+    All ranks decide alike: otherwise each has a peer on another host.
     """
     here = [peer for peer in peers if peer is None or isinstance(peer, PeerSocket)]
     if len(here) == len(peers):
@@ -331,11 +340,11 @@ def _for_large(peers: Sequence[Peer | None]) -> SharedMemoryBackend | PeerBacken
 
 
 def keep_apart(rank: int, world_size: int) -> None:
-    """Keep this thread, and those it starts from now on, to this rank's share of the cores.
+    """Pin this thread, and those it starts from now on, to this rank's share of the cores.
 
-    Ranks that wait for each other in turn look like one busy process, so a scheduler with much to
-    do puts them on one core, and there they stay. Nothing happens where a rank has more threads
-    than its share has cores, nor where that is one core, which others may want as well.
+    Ranks that wait for each other in turn look like one busy process, so a busy scheduler puts them
+    on one core, and there they stay. Nothing happens if a rank has more threads than its share has
+    cores, nor if that is one core, which others may want as well.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]
@@ -351,7 +360,7 @@ def join(spec: GroupSpec, rank: int, world_size: int, listener: int, number: int
 
     Args:
         listener: a descriptor of the socket at ``spec.rendezvous(rank)``.
-        number: how many groups the session had before.
+        number: number of groups that the session had before.
     """
     global _current
     if spec.backend == HOST and not spec.store:
@@ -360,7 +369,7 @@ def join(spec: GroupSpec, rank: int, world_size: int, listener: int, number: int
 
 
 def _rendezvous(spec: GroupSpec, rank: int, listener: int) -> Rendezvous | Meeting:
-    """Meeting point of the ranks: on this host, or on several."""
+    """Return the meeting point of the ranks: on this host, or on several."""
     if not spec.store:
         return Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
     # why: only on several hosts are there encrypted connections, for which sockets are loaded
@@ -380,7 +389,7 @@ def _own() -> Group:
 
 
 def wait() -> None:
-    """Return when this worker's group is joined; call it before the first collective.
+    """Wait until this worker's group is joined; call it before the first collective.
 
     Raises:
         LazyGTError: this worker has no group (it is alone), or could not join it.
@@ -389,7 +398,7 @@ def wait() -> None:
 
 
 def line(axis: str) -> AxisGroup:
-    """This worker's place on an axis of the mesh.
+    """Return this worker's place on an axis of the mesh.
 
     Raises:
         LazyGTError: this worker has no group, or the mesh no such axis.
@@ -398,7 +407,7 @@ def line(axis: str) -> AxisGroup:
 
 
 def pending_sends() -> PendingSends:
-    """Sends of this worker to single others.
+    """Return this worker's point-to-point sends in flight.
 
     Raises:
         LazyGTError: this worker has no group.
@@ -407,7 +416,7 @@ def pending_sends() -> PendingSends:
 
 
 def current() -> Group | None:
-    """This worker's group; None: it is alone."""
+    """Return this worker's group; None if it is alone."""
     return _current
 
 
@@ -415,7 +424,7 @@ def abandon(reason: str) -> bool:
     """Leave the group for good, so that no other rank waits in a collective for this one.
 
     Returns:
-        Whether others are told by it; see ``Group.abandon``.
+        True if other ranks notice; see ``Group.abandon``.
     """
     return _current is not None and _current.abandon(reason)
 

@@ -1,4 +1,4 @@
-"""Collectives done by a thread, in the order in which they were begun."""
+"""Collectives executed by a thread, in their order of beginning."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 from lazygt.runtime.collectives.backends import Work, as_bytes
 
-_CLOSE_SECONDS = 5.0  # what runs ends at once where the connections are closed
+_CLOSE_SECONDS = 5.0  # a running collective ends at once if the connections are closed
 
 
 Parts = list[torch.Tensor]
 
 
 class InTurn(ABC):
-    """A `Backend` that does collectives on a thread of its own; after a failure, no more of them.
+    """`Backend` with collectives on a thread of its own; after a failure, none run.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,10 +31,10 @@ class InTurn(ABC):
         self._failure: BaseException | None = None
 
     def close(self) -> None:
-        """Give everything back when what runs has ended; connections are to be closed before.
+        """Release everything after the current collective; close connections before.
 
-        Waits for that, as a process that ends meanwhile would stop the thread within torch's C++,
-        which aborts.
+        Waits for the end, since a process that ends meanwhile would stop the thread within torch's
+        C++, which aborts.
         """
         self._failure = self._failure or ConnectionError("this rank has left")
         self._begun.put(None)
@@ -65,18 +65,18 @@ class InTurn(ABC):
 
     @abstractmethod
     def _all_reduce(self, buffer: torch.Tensor, op: str) -> None:
-        """As ``all_reduce``, on the thread; the others likewise."""
+        """Do ``all_reduce`` on the thread; the others likewise."""
 
     @abstractmethod
     def _all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> None:
-        """Both are bytes."""
+        """Do ``all_gather`` on the thread, with both tensors as bytes."""
 
     @abstractmethod
     def _reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> None: ...
 
     @abstractmethod
     def _all_to_all(self, parts: Parts, pieces: Parts) -> None:
-        """From each rank, and to each rank, in bytes."""
+        """Exchange parts from each rank and pieces to each rank, in bytes."""
 
     def _begin(self, run: Callable[[], None]) -> Work:
         task = _Task(run)
@@ -94,18 +94,18 @@ class InTurn(ABC):
             try:
                 if self._failure is None:
                     task.run()
-            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the task
+            except BaseException as error:  # noqa: BLE001 - raised by the task's `wait`
                 self._failure = error
             task.end(self._failure)
             del task
         self._close()
 
     def _close(self) -> None:  # noqa: B027 - one has nothing
-        """Give everything back: nothing runs any more."""
+        """Release everything: no collective runs any more."""
 
 
 class _Task:
-    """A collective that the thread does."""
+    """Collective for the thread to execute."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run = run
@@ -113,7 +113,7 @@ class _Task:
         self._failure: BaseException | None = None
 
     def end(self, failure: BaseException | None) -> None:
-        """Let go who waits."""
+        """Release the waiting thread."""
         self._failure = failure
         self._ended.set()
 

@@ -1,8 +1,10 @@
-"""How ranks on several hosts meet: by UNIX sockets on a host, by encrypted connections between.
+"""Rendezvous of ranks on several hosts, for UNIX sockets and encrypted connections.
 
-For each group anew, every rank tells in the session's store on which host it is, and where others
-of its host find it. Of two ranks on different hosts the lower one listens, and tells in the store
-where and with which key. Both then prove to each other that they know the session's token.
+Ranks of one host use UNIX sockets, ranks of different hosts encrypted connections.
+
+For each group anew, every rank publishes in the session's store its host, and its socket for others
+of its host. Of two ranks on different hosts the lower one listens, and publishes in the store its
+endpoint and key. Both then prove to each other that they know the session's token.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from lazygt.runtime.collectives.store import check_interface
 from lazygt.runtime.collectives.store_client import StoreClient
 from lazygt.runtime.launch.channel import Keys
 
-_LOOK_SECONDS = 0.5  # between two looks whether a rank that is waited for has gone on
+_LOOK_SECONDS = 0.5  # between two checks that an awaited rank has not joined a later group
 _WHICH = range(len(Ends._fields))
 _PROOF_BYTES = 32
 
 
 class Place(NamedTuple):
-    """Where a rank is.
+    """Location of a rank.
 
     Attributes:
-        host: the id of its host.
-        door: the UNIX socket at which others of its host find it.
-        address: the IP address at which it listens for other hosts.
-        backend: what it talks through, see ``backends``.
+        host: id of its host.
+        door: path of its UNIX socket for other ranks of its host.
+        address: IP address at which it listens for other hosts.
+        backend: name of its backend, see ``backends``.
     """
 
     host: str
@@ -45,12 +47,12 @@ class Place(NamedTuple):
 
 
 class Meeting:
-    """Where other ranks, on any host, find this one, in this group and in all later ones.
+    """Rendezvous of this rank with others on any host, in this group and all later ones.
 
     Args:
-        place: where this rank is.
+        place: location of this rank.
         listener: a descriptor of the socket at ``place.door``, closed with this.
-        store: the session's, closed with this.
+        store: the session's store, closed with this.
         token: the session's secret.
         timeout: seconds to wait for another rank.
 
@@ -78,7 +80,7 @@ class Meeting:
         """Connect with other ranks, all of which do the same for the group of this number.
 
         Raises:
-            OSError: one could not be reached, or did not come in time; or the store was lost.
+            OSError: a rank could not be reached, or did not come in time; or the store was lost.
         """
         self._tell(number)
         places = self._places(number, others)
@@ -94,14 +96,14 @@ class Meeting:
         return ends
 
     def close(self) -> None:
-        """Be found no more. Idempotent."""
+        """Stop accepting other ranks. Idempotent."""
         self._local.close()
         self.store.close()
 
-    # -- where everybody is ----------------------------------------------------------------------
+    # -- locations -------------------------------------------------------------------------------
 
     def _tell(self, number: int) -> None:
-        """Say where this rank is; what it said of earlier groups is of no use any more."""
+        """Publish this rank's location, and delete its entries of earlier groups."""
         for name in self._told:
             self.store.delete_key(name)
         self._told.clear()
@@ -117,7 +119,7 @@ class Meeting:
         return {rank: Place(*what) for rank, what in said.items()}
 
     def _said(self, number: int, names: dict[int, str]) -> dict[int, Any]:
-        """What ranks say in the store under these names, when all have."""
+        """Wait until all of these names are set in the store; return the values by rank."""
         until = time.monotonic() + self._timeout
         while True:
             try:
@@ -131,7 +133,10 @@ class Meeting:
         return {rank: json.loads(self.store.get(name)) for rank, name in names.items()}
 
     def _check_backends(self, places: dict[int, Place]) -> None:
-        """Ranks on GPUs of a host that has too few for NCCL would never meet those of another."""
+        """Raise ConnectionError if ranks have different backends: they would never meet.
+
+        That happens if one host has too few GPUs for NCCL.
+        """
         backend = self._place.backend
         for rank, place in places.items():
             if place.backend != backend:
@@ -142,7 +147,7 @@ class Meeting:
                 )
 
     def _check_current(self, number: int, ranks: Iterable[int]) -> None:
-        """Wait no more for ranks that are in a later group."""
+        """Raise ConnectionError if one of the ranks is in a later group."""
         for rank in ranks:
             name = f"latest/{rank}"
             if self.store.check([name]) and int(self.store.get(name)) > number:
@@ -156,7 +161,7 @@ class Meeting:
     def _meet_others(
         self, number: int, others: Collection[int], undo: ExitStack
     ) -> dict[int, Ends]:
-        """Connections with ranks on other hosts; ``undo`` closes them."""
+        """Connect with ranks on other hosts; ``undo`` closes the connections."""
         higher = [rank for rank in others if rank > self._rank]
         seats = self._seats(number, higher, undo)
         lower = {rank: f"seats/{number}/{rank}" for rank in others if rank < self._rank}
@@ -180,7 +185,7 @@ class Meeting:
     def _seats(
         self, number: int, ranks: Collection[int], undo: ExitStack
     ) -> dict[tuple[int, int], EncryptedPeer]:
-        """Listen for these ranks, and tell them where."""
+        """Listen for these ranks, and publish the endpoints."""
         if not ranks:
             return {}
         keys, seats = Keys.generate(), {}
@@ -193,7 +198,7 @@ class Meeting:
         return seats
 
     def _proof(self, number: int, teller: int, listener: int, which: int, endpoint: str) -> bytes:
-        """What only who knows the token can say, of one connection in one direction."""
+        """Return proof of knowing the token, for one connection in one direction."""
         about = json.dumps([number, teller, listener, which, endpoint]).encode()
         return hashlib.blake2b(about, key=self._token, digest_size=_PROOF_BYTES).digest()
 

@@ -1,9 +1,8 @@
-"""Collectives as nodes of a plan: started without waiting for other ranks, waited for later.
+"""Collectives as nodes of a plan: launched without waiting for other ranks, awaited later.
 
 Several values of one kind travel in one flat buffer (see ``graph.collectives``). Shards are as
-torch.chunk makes them: the first ranks of the axis hold ceil(n / ranks) rows, later ones what is
-left, which may be nothing. Where torch.distributed wants equal blocks, the last ones are padded on
-their way.
+torch.chunk makes them: the first ranks of the axis hold ceil(n / ranks) rows, later ones the rest,
+which may be nothing. For collectives that need equal blocks, the last ones are padded.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class AsyncCollective:
-    """A collective under way; its buffer carries it until the wait.
+    """Collective under way; an attribute of its buffer until the wait.
 
     Attributes:
-        work: the backend's.
-        sent: what is being sent, lest it be freed.
-        unpack: the results, from the buffer that has arrived.
+        work: the backend's handle.
+        sent: the tensor being sent, kept alive.
+        unpack: computes the results from the received buffer.
     """
 
     work: Work
@@ -44,7 +43,7 @@ class AsyncCollective:
 def launch(
     kind: str, values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis: str
 ) -> torch.Tensor:
-    """Begin a collective of several values; its buffer, to be waited for."""
+    """Begin a collective of several values; return its buffer for `wait`."""
     line = group.line(axis)
     device = values[0].device
     staged = not line.carries(device)
@@ -86,7 +85,7 @@ def _nothing(_: torch.Tensor) -> list[torch.Tensor]:
 def _scatter_over(
     value: torch.Tensor, moves: Moves, op: str | None, line: group.AxisGroup
 ) -> AsyncCollective:
-    """A reduce-scatter whose block is written over this rank's own, where blocks are equal."""
+    """Begin a reduce-scatter that writes over this rank's block, if blocks are equal."""
     if not line.carries(value.device):
         _, collective = _reduce_scatter([value.cpu()], moves, op, line)
         return _returning(collective, value.device)
@@ -102,7 +101,7 @@ def _scatter_over(
 
 
 def _launch_staged(value: torch.Tensor, op: str, line: group.AxisGroup) -> None:
-    """The same by way of the host's memory."""
+    """Begin an all-reduce in place, staged through the host's memory."""
     host = value.cpu()
     flat = host.view(-1)
 
@@ -115,7 +114,7 @@ def _launch_staged(value: torch.Tensor, op: str, line: group.AxisGroup) -> None:
 
 
 def _returning(collective: AsyncCollective, device: torch.device) -> AsyncCollective:
-    """A collective whose results go back to the device that they came from."""
+    """Return a collective with its results copied back to ``device``."""
 
     def unpack(buffer: torch.Tensor) -> list[torch.Tensor]:
         return [made.to(device) for made in collective.unpack(buffer)]
@@ -124,14 +123,14 @@ def _returning(collective: AsyncCollective, device: torch.device) -> AsyncCollec
 
 
 def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int], axis: str) -> Any:
-    """Wait for a launch; its result, or the list of them.
+    """Wait for a launch; return its result, or the list of them.
 
     Args:
-        held: what the launch sends from where it lies.
-        kept: results that get memory of their own; others may be parts of the buffer.
+        held: tensors that the launch sends without a copy.
+        kept: indices of results that get memory of their own; others may be views of the buffer.
 
     Raises:
-        LazyGTError: the buffer is not under way.
+        LazyGTError: the buffer has no collective under way.
         OSError, RuntimeError: another rank has left, or did not come in time.
     """
     collective: AsyncCollective | None = buffer.__dict__.pop("collective", None)
@@ -147,12 +146,12 @@ def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int]
 def at_once(
     kind: str, value: torch.Tensor, move: Sequence[int], op: str | None, axis: str
 ) -> torch.Tensor:
-    """The result of a collective of one value."""
+    """Return the result of a collective of one value."""
     result: torch.Tensor = wait(launch(kind, [value], [move], op, axis), (), (), axis)
     return result
 
 
-# -- the kinds: each gives the buffer that it receives into, and the collective --------------------
+# -- the kinds: each returns its receive buffer, and the collective --------------------------------
 
 Started = tuple[torch.Tensor, AsyncCollective]
 
@@ -218,7 +217,7 @@ def _reduce_scatter(
     else:
         buffer = sent = values[0].new_empty(line.size * where.total)
         _pack_blocks(sent.view(line.size, where.total), where, shapes, turned)
-        block = sent.view(line.size, where.total)[line.index]  # nobody else reads this rank's own
+        block = sent.view(line.size, where.total)[line.index]  # no other rank reads this rank's own
 
     def unpack(_: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -310,7 +309,7 @@ _OF_ROWS: dict[str, Callable[..., rows.Begun]] = {
 def _parts(
     buffer: torch.Tensor, where: Slots, shapes: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """The values in a buffer, where they lie."""
+    """Return views of the values in a buffer."""
     return [
         buffer[start : start + length].view(tuple(shape))
         for start, length, shape in zip(where.starts, where.lengths, shapes, strict=True)
@@ -327,7 +326,7 @@ def _pack_blocks(
     shapes: Sequence[Sequence[int]],
     values: Sequence[torch.Tensor],
 ) -> None:
-    """Every rank's block of every value into that rank's row."""
+    """Copy every rank's block of every value into that rank's row."""
     rooms, blocks = [], []
     for start, length, shape, value in zip(
         where.starts, where.lengths, shapes, values, strict=True
@@ -339,7 +338,7 @@ def _pack_blocks(
 
 
 def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
-    """``value``, contiguous, with zeros below it."""
+    """Return ``value``, contiguous, padded with zeros to ``rows`` rows."""
     if value.shape[0] == rows:
         return value.contiguous()
     padded = value.new_zeros((rows, *value.shape[1:]))
@@ -348,36 +347,39 @@ def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def all_reduce(value: torch.Tensor, op: str, axis: str) -> torch.Tensor:
-    """The values of all ranks of the axis, reduced elementwise."""
+    """Reduce the values of all ranks of the axis elementwise."""
     return at_once("all_reduce", value, (), op, axis)
 
 
 def all_gather(value: torch.Tensor, dim: int, size: int, axis: str) -> torch.Tensor:
-    """The blocks of all ranks of the axis side by side; ``size`` is that of ``dim`` then."""
+    """Concatenate the blocks of all ranks of the axis; ``dim`` then has size ``size``."""
     return at_once("all_gather", value, (dim, size), None, axis)
 
 
 def reduce_scatter(value: torch.Tensor, dim: int, op: str, axis: str) -> torch.Tensor:
-    """This rank's block of the reduced values."""
+    """Return this rank's block of the reduced values."""
     return at_once("reduce_scatter", value, (dim,), op, axis)
 
 
 def all_to_all(
     value: torch.Tensor, split_dim: int, concat_dim: int, size: int, axis: str
 ) -> torch.Tensor:
-    """Sharded along ``split_dim`` instead of along ``concat_dim``, whose whole size is ``size``."""
+    """Change a value's sharding from ``concat_dim``, of full ``size``, to ``split_dim``."""
     return at_once("all_to_all", value, (split_dim, concat_dim, size), None, axis)
 
 
 def send_recv(value: torch.Tensor, dim: int, rows: Any, axis: str) -> torch.Tensor:
-    """The rows that other ranks send, for those that this rank sends; see ``graph.placement``."""
+    """Send rows to other ranks; return the received ones; see ``graph.placement``."""
     return at_once("send_recv", value, (dim, rows), None, axis)
 
 
 def take_rows(
     value: torch.Tensor, index: torch.Tensor, count: int, size: int, axis: str
 ) -> torch.Tensor:
-    """Rows of a value of ``size`` rows, ``count`` of which each rank but the last ones has."""
+    """Gather rows of a value of ``size`` rows, sharded in blocks of ``count`` rows.
+
+    The last ranks may have fewer.
+    """
     flying = launch("take_rows", [value, index], [(count, size)], None, axis)
     result: torch.Tensor = wait(flying, (), (), axis)
     return result
@@ -392,21 +394,24 @@ def put_rows(
     added: bool,
     axis: str,
 ) -> torch.Tensor:
-    """This rank's rows of such a value, with those of all ranks put or added where they belong."""
+    """Return this rank's rows of such a value, with all ranks' rows put or added."""
     flying = launch("put_rows", [value, index, given], [(count, size, added)], None, axis)
     result: torch.Tensor = wait(flying, (), (), axis)
     return result
 
 
 def shard(value: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
-    """This rank's block of a value that every rank of the axis has whole."""
+    """Return this rank's block of a value that every rank of the axis has whole."""
     line = group.line(axis)
     start, stop = shard_bounds(value.shape[dim], line.size, line.index)
     return value.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def first(value: torch.Tensor, axis: str) -> torch.Tensor:
-    """The value on the first rank of the axis, zeros on the others: a sum over the ranks."""
+    """Return the value on the first rank of the axis, zeros on the others.
+
+    The sum over the ranks is the value.
+    """
     result = value.clone(memory_format=torch.contiguous_format)
     return result if group.line(axis).index == 0 else result.zero_()
 
@@ -414,7 +419,7 @@ def first(value: torch.Tensor, axis: str) -> torch.Tensor:
 def send(value: torch.Tensor, peer: int, axis: str) -> None:
     """Send a value to the rank at place ``peer`` of the axis; does not wait for it to arrive.
 
-    What is sent is a copy: the value's memory may be written as soon as this returns.
+    A copy is sent: the value's memory may be written as soon as this returns.
     """
     line = group.line(axis)
     data = value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -433,7 +438,7 @@ def send(value: torch.Tensor, peer: int, axis: str) -> None:
 def recv(
     peer: int, shape: list[int], dtype: torch.dtype, device: torch.device, axis: str
 ) -> torch.Tensor:
-    """The next value that the rank at place ``peer`` of the axis sends; row-major."""
+    """Receive the next value from the rank at place ``peer`` of the axis; row-major."""
     line = group.line(axis)
     through = device if line.carries(device) else torch.device("cpu")
     received = torch.empty(shape, dtype=dtype, device=through)

@@ -1,8 +1,9 @@
-"""Collectives of large tensors between ranks on several hosts, by way of their connections.
+"""Collectives of large tensors between ranks on several hosts, over their connections.
 
-Tensors go piece by piece. Of an all-reduce each rank reduces its part of a piece, in the order of
-the ranks, and sends to all what came of it: the same bits as on one host. While others' parts of a
-piece are on their way, those of the next one are sent; each rank sends as many bytes as in a ring.
+Tensors go piece by piece. An all-reduce is a reduce-scatter and an all-gather of each piece: each
+rank reduces its part in rank order, and sends the result to all, with the same bits as on one host.
+While others' parts of a piece are in flight, those of the next one are sent; each rank sends as
+many bytes as in a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class PeerBackend(InTurn):
     """This rank's end of an axis. For CPU tensors.
 
     Args:
-        peers: the ranks of the axis in their order; None is this one.
+        peers: the ranks of the axis in their order; None for this one.
     """
 
     def __init__(self, peers: Sequence[Peer | None]) -> None:
@@ -93,14 +94,14 @@ class PeerBackend(InTurn):
                 peer.receive(_data(part))
 
     def _summands(self, here: torch.Tensor, like: torch.Tensor) -> Parts:
-        """What all ranks have for this one, in their order."""
+        """Receive all ranks' parts for this one; return them in rank order."""
         parts = [here if peer is None else torch.empty_like(like) for peer in self.peers]
         self._receive(parts)
         return parts
 
 
 def _in_rounds(count: int, send: Callable[[int], None], receive: Callable[[int], None]) -> None:
-    """Send what is for the next round before what is for this one is received."""
+    """Pipeline rounds: send the next round's parts before receiving this round's."""
     for number in range(count + 1):
         if number < count:
             send(number)

@@ -1,8 +1,7 @@
-"""Rows that an index names, of a value whose rows are in blocks: taken from the ranks that have
-them, or sent there.
+"""Exchange of indexed rows of a sharded value: gather from the ranks, or scatter to them.
 
-What goes where only the index tells. So ranks tell each other first how many rows that is, and wait
-for it; what is gathered is as little as a number for each two ranks.
+Only the index determines the routes. So ranks first all-gather the row counts, and wait for them:
+one number for each pair of ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 
 class Begun(NamedTuple):
-    """An exchange under way: the buffer that stands for it, what is being sent, and the result from
-    the buffer."""
+    """Exchange under way: its buffer, its work, the sent tensor, and the unpacking function."""
 
     buffer: torch.Tensor
     work: Work
@@ -31,12 +29,12 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where the rows of an index are.
+    """Routes of an index's rows to the ranks that own them.
 
     Attributes:
-        order: the index's places, by the ranks that have their rows.
-        places: the rows within their ranks' blocks, in that order.
-        counts: rows for each pair of ranks: who names them, whose they are.
+        order: positions in the index, sorted by the ranks that own their rows.
+        places: row numbers within the owners' blocks, in that order.
+        counts: number of rows by requesting rank and owner.
     """
 
     line: AxisGroup
@@ -45,17 +43,17 @@ class Routes:
     counts: Sequence[Sequence[int]]
 
     def there(self, sent: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """What this rank has for the rows that it names, in ``order``, to those who have them."""
+        """Send this rank's values for its index, in ``order``, to the owners of the rows."""
         named, wanted = self._counts()
         return self._exchanged(sent, named, wanted)
 
     def back(self, sent: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """What this rank has for those who named its rows, to them."""
+        """Send this rank's values for requested rows back to the requesting ranks."""
         named, wanted = self._counts()
         return self._exchanged(sent, wanted, named)
 
     def _counts(self) -> tuple[Sequence[int], Sequence[int]]:
-        """How many rows of each rank this one names, and of this one's each rank."""
+        """Return the numbers of rows that this rank requests of each, and each of this one."""
         me = self.line.index
         return self.counts[me], [row[me] for row in self.counts]
 
@@ -73,10 +71,10 @@ class Routes:
 
 
 def routed(line: AxisGroup, index: torch.Tensor, count: int, size: int) -> Routes:
-    """Where the rows of ``index`` are, told to all ranks.
+    """Compute the routes of ``index``, with all ranks' counts.
 
     Raises:
-        IndexError: a row that there is not.
+        IndexError: a row is out of range.
     """
     first, last = (int(index.min()), int(index.max())) if index.numel() else (0, -1)
     if first < 0 or last >= size:
@@ -91,7 +89,7 @@ def routed(line: AxisGroup, index: torch.Tensor, count: int, size: int) -> Route
 
 
 def take(line: AxisGroup, value: torch.Tensor, index: torch.Tensor, count: int, size: int) -> Begun:
-    """The rows that ``index`` names."""
+    """Begin to gather the rows of ``index``."""
     routes = routed(line, index, count, size)
     asked, work = routes.there(routes.places)
     work.wait()
@@ -114,7 +112,7 @@ def put(
     size: int,
     added: bool,
 ) -> Begun:
-    """This rank's block, with all ranks' rows put or added where they belong."""
+    """Begin to put or add all ranks' rows into their owners' blocks."""
     routes = routed(line, index, count, size)
     places, work = routes.there(routes.places)
     work.wait()

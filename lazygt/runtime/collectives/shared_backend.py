@@ -1,16 +1,16 @@
 """Collectives of large tensors in the host's memory, which the ranks of one axis share.
 
-Each rank has two slots of memory that the others map. In a *round* every rank writes what others
-are to have of it into one of its slots, tells them by a socket, and reads what they have written.
-The next round is in the other slot. So a slot is written again only when all have read it: they
-tell of round k + 1 after they have read round k, and this rank has heard of that before it begins
-round k + 2.
+Each rank has two slots of memory that the others map. In a *round* every rank writes its data for
+the others into one of its slots, notifies them by a socket, and reads the data that they have
+written. The next round is in the other slot (double buffering). So a slot is written again only
+when all have read it: they notify of round k + 1 after they have read round k, and this rank has
+received that before it begins round k + 2.
 
-Tensors go through the slots piece by piece. Of an all-reduce each rank reduces its part of a piece,
-and what it made is gathered in the next round. Ranks' values are reduced in the order of the ranks,
-one after another, wherever they lie: the same bits as of a small tensor, on every rank.
+Tensors go through the slots piece by piece. In an all-reduce each rank reduces its part of a piece,
+and the results are gathered in the next round. Ranks' values are reduced in rank order, one after
+another, from any slot: the same bits as of a small tensor, on every rank.
 
-A thread does it, in the order in which the collectives were begun.
+A thread executes the collectives, in their order of beginning.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lazygt.runtime.shared_memory import ALIGNMENT, Arena
 SLOT_BYTES = 4 << 20
 """Of each of a rank's two slots: so little that what was written is in a cache when it is read."""
 
-_TOLD = struct.Struct("<QQQ")  # number of the round, how many more are needed, where the slot lies
+_TOLD = struct.Struct("<QQQ")  # number of the round, of rounds still needed, offset of the slot
 
 
 class SharedMemoryBackend(InTurn):
     """This rank's end of an axis. For CPU tensors.
 
     Args:
-        peers: the ranks of the axis in their order; None is this one.
+        peers: the ranks of the axis in their order; None for this one.
 
     Raises:
         OSError: another rank has left, or did not come in time.
@@ -60,26 +60,26 @@ class SharedMemoryBackend(InTurn):
     # -- rounds ------------------------------------------------------------------------------
 
     def _slot(self, rank: int, offset: int) -> torch.Tensor:
-        """A slot, as bytes."""
+        """Return a slot, as bytes."""
         if (rank, offset) not in self._slots:
             arena = self._arenas[0 if rank == self._me else 1 + rank - (rank > self._me)]
             self._slots[rank, offset] = arena.view(offset, SLOT_BYTES)
         return self._slots[rank, offset]
 
     def _mine(self) -> torch.Tensor:
-        """The slot to write in the round that comes next."""
+        """Return the slot to write in the next round."""
         if not self._offset:
             self._offset = self._arenas[0].allocate(2 * SLOT_BYTES).offset
         return self._slot(self._me, self._offset + self._round % 2 * SLOT_BYTES)
 
     def _others(self, more: int = 0) -> tuple[dict[int, torch.Tensor], int]:
-        """Tell that this rank has written its slot; those that the others have written, by rank.
+        """Report this rank's slot as written; return the other ranks' written slots, by rank.
 
         Args:
-            more: how many rounds of this collective are still needed here.
+            more: number of rounds of this collective still needed here.
 
         Returns:
-            Also how many are needed anywhere.
+            The slots, and the number of rounds needed on any rank.
         """
         where = self._offset + self._round % 2 * SLOT_BYTES
         for peer in self.peers:
@@ -120,7 +120,7 @@ class SharedMemoryBackend(InTurn):
             reduce_in_order(self._swap(parts, made), op, made)
 
     def _swap(self, parts: Parts, like: torch.Tensor) -> Parts:
-        """Give each rank its part; what all ranks have for this one, in their order."""
+        """Give each rank its part; return all ranks' parts for this one, in rank order."""
         slot = self._mine()
         for rank, part in enumerate(parts):
             if rank != self._me:
@@ -132,7 +132,7 @@ class SharedMemoryBackend(InTurn):
         return summands
 
     def _room(self, slot: torch.Tensor, rank: int, nbytes: int) -> torch.Tensor:
-        """Where in a slot there is what a rank is to read."""
+        """Return the region of a slot for one rank."""
         return slot[rank * self._piece : rank * self._piece + nbytes]
 
     def _all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ class SharedMemoryBackend(InTurn):
 
 
 def _exchanged(peers: Sequence[PeerSocket | None], fd: int) -> Iterator[Arena]:
-    """The memory of the other ranks, in their order; this rank's is sent to them."""
+    """Send this rank's memory to the others; yield theirs, in their order."""
     there = [peer for peer in peers if peer is not None]
     for peer in there:
         peer.send_descriptor(fd)
@@ -172,6 +172,6 @@ def _exchanged(peers: Sequence[PeerSocket | None], fd: int) -> Iterator[Arena]:
 
 
 def cut(piece: torch.Tensor, count: int) -> Parts:
-    """A piece in as many parts, the last ones perhaps empty."""
+    """Split a piece into ``count`` parts, the last ones perhaps empty."""
     size = -(-piece.numel() // count)
     return [piece[rank * size : (rank + 1) * size] for rank in range(count)]

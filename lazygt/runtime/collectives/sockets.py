@@ -1,12 +1,12 @@
-"""Sockets between each two ranks that share an axis: UNIX ones, which only their user can reach.
+"""UNIX sockets between each two ranks that share an axis; only their user can reach them.
 
-They are for ranks on one host; `encrypted` connections lead to others. Gloo would listen on a TCP
-port instead, where anybody may connect, and hand each message to a thread of its own on either
+They are for ranks on one host; `encrypted` connections lead to other hosts. Gloo would listen on a
+TCP port instead, where anybody may connect, and hand each message to a thread of its own on either
 side: for 32 KiB between two ranks on four cores that took 170 us, and 4 ms in one of ten; a socket
 takes 11 us.
 
-Each message of a socket is read in its turn. A send never waits: what the socket has no room for
-is sent by a thread, so ranks that send to each other cannot get stuck.
+Each message of a socket is read in its turn. A send never waits: bytes beyond the socket's room are
+sent by a thread, so ranks that send to each other cannot deadlock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 _ROOM = 1 << 20  # bytes that a socket is asked to take without a reader; the host may allow fewer
 _NUMBER = struct.Struct("<Q")
-_HELLO = struct.Struct("<QII")  # number of the group, rank, which of its sockets
+_HELLO = struct.Struct("<QII")  # number of the group, rank, index of its socket
 _WELCOME = b"w"
 _CREDENTIALS = struct.Struct("iII")  # pid, user, group
 _TIME = struct.Struct("ll")  # seconds, microseconds
@@ -36,10 +36,10 @@ class Peer(ABC):
     """Another rank, at the other end of a connection that carries bytes in order.
 
     Args:
-        timeout: seconds that a message may take to come.
+        timeout: seconds to wait for a message.
 
     Attributes:
-        awaited: whether somebody waits in ``receive``.
+        awaited: True if a thread waits in ``receive``.
     """
 
     def __init__(self, rank: int, timeout: float) -> None:
@@ -47,8 +47,10 @@ class Peer(ABC):
 
     @property
     def has_sent(self) -> bool | None:
-        """True if there is something to receive, or the other has left; None: it is not known.
-        For any thread."""
+        """True if there is something to receive, or the other has left; None if unknown.
+
+        For any thread.
+        """
         return None
 
     @abstractmethod
@@ -56,7 +58,7 @@ class Peer(ABC):
         """Send bytes. Does not wait; they may be overwritten as soon as this returns.
 
         Args:
-            given: they never will be: nothing needs to be copied.
+            given: True if they never will be, so that no copy is needed.
 
         Raises:
             ConnectionError: the other rank has left.
@@ -64,18 +66,18 @@ class Peer(ABC):
 
     @abstractmethod
     def receive(self, room: memoryview) -> None:
-        """Fill ``room`` with what the other sent next.
+        """Fill ``room`` with the next bytes from the other.
 
         Raises:
-            ConnectionError: it has left.
+            ConnectionError: the other rank has left.
             TimeoutError: nothing came in time.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave: the other reads what was sent, and then that this rank has left.
+        """Leave: the other reads all sent bytes, and then that this rank has left.
 
-        Does not wait: what is still to be sent is sent meanwhile.
+        Does not wait: unsent bytes are sent in the background.
         """
 
     def send_text(self, text: str) -> None:
@@ -125,11 +127,11 @@ class PeerSocket(Peer):
         return bool(poller.poll(0))
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 once it is closed."""
+        """Return the socket's descriptor; -1 once it is closed."""
         return self._end.fileno()
 
     def send(self, data: memoryview, *, given: bool = False) -> None:
-        """See `Peer`: what the socket has no room for is sent by a thread."""
+        """See `Peer`: bytes beyond the socket's room are sent by a thread."""
         if self._failure is not None:
             raise self._left() from self._failure
         done = 0
@@ -168,7 +170,7 @@ class PeerSocket(Peer):
             raise self._left() from error
 
     def receive_descriptor(self) -> int:
-        """The descriptor that the other sent, as this process's own; as ``receive``."""
+        """Receive the other's descriptor, as this process's own; as ``receive``."""
         try:
             _, fds, _, _ = socket.recv_fds(self._end, len(_WELCOME), 1)
         except BlockingIOError:
@@ -181,7 +183,7 @@ class PeerSocket(Peer):
         return fds[0]
 
     def close(self) -> None:
-        """See `Peer`: the thread hangs up when it has sent what is still to be sent."""
+        """See `Peer`: the thread hangs up when it has sent the rest."""
         self._closing = True
         self._late.put(None)
         if self._thread is None or not self._thread.is_alive() or self._queued == self._sent:
@@ -213,8 +215,10 @@ class PeerSocket(Peer):
 
 
 def late(peers: Sequence[Peer | None]) -> list[int]:
-    """Of ranks that are read one after another those that are waited for: they have sent nothing
-    yet. None, if nobody waits."""
+    """Return the awaited ones of ranks that are read one after another.
+
+    They have sent nothing yet. Empty if no thread waits.
+    """
     others = [peer for peer in peers if peer is not None]
     for place, peer in enumerate(others):
         if peer.awaited:
@@ -224,13 +228,15 @@ def late(peers: Sequence[Peer | None]) -> list[int]:
 
 
 def first_to_leave(peers: Sequence[Peer], is_over: Callable[[], bool]) -> int | None:
-    """Wait until a rank of this host has closed its end; the kernel does that for one that dies.
+    """Wait until a rank of this host has closed its end; return the rank.
+
+    The kernel closes the end of one that dies.
 
     Args:
-        is_over: whether to wait no more; asked twice a second.
+        is_over: returns whether to stop waiting; called twice a second.
 
     Returns:
-        The rank; None: it is over.
+        The rank; None if the wait is over.
     """
     poller = select.poll()
     ranks = {peer.fileno(): peer.rank for peer in peers if isinstance(peer, PeerSocket)}
@@ -243,12 +249,12 @@ def first_to_leave(peers: Sequence[Peer], is_over: Callable[[], bool]) -> int | 
 
 
 class Ends(NamedTuple):
-    """The sockets to another rank, each for what is read in a turn of its own.
+    """Sockets to another rank, one for each independent order of reading.
 
     Attributes:
-        small: carries the collectives of what is small.
-        large: says where in shared memory there is what is large; between hosts it carries that.
-        single: carries what goes to that rank alone.
+        small: carries collectives of small values.
+        large: carries the places of large values in shared memory; between hosts, the values.
+        single: carries point-to-point values.
     """
 
     small: Peer
@@ -260,15 +266,15 @@ class Rendezvous:
     """Socket at which other ranks find this one, in this group and in all later ones.
 
     The client has made the sockets before any rank starts, in a directory that only its user can
-    enter; so nobody waits for a socket to appear, and no one else can connect.
+    enter; so no rank waits for a socket to appear, and no one else can connect.
 
     Args:
         listener: a descriptor of this rank's own socket, closed with this.
-        place_of: where the socket of a rank lies.
+        place_of: returns the path of a rank's socket.
         timeout: seconds to wait for another rank.
 
     Attributes:
-        store: the session's, for ranks on several hosts; None: there is none.
+        store: the session's store, for ranks on several hosts; None: there is none.
     """
 
     store: Any = None
@@ -279,14 +285,14 @@ class Rendezvous:
         self._rank, self._place_of, self._timeout = rank, place_of, timeout
         self._listener = socket.socket(fileno=listener)
         self._listener.set_inheritable(False)
-        #: who has come, by the group's number, rank and which of its sockets
+        #: accepted connections, by the group's number, rank and index of its socket
         self._visitors: dict[tuple[int, int, int], socket.socket] = {}
 
     def meet(self, number: int, others: Collection[int]) -> dict[int, Ends]:
         """Connect with other ranks, all of which do the same for the group of this number.
 
         Raises:
-            OSError: one could not be reached, or did not come in time.
+            OSError: a rank could not be reached, or did not come in time.
         """
         for key in [key for key in self._visitors if key[0] < number]:
             self._visitors.pop(key).close()  # came for a group that never was
@@ -312,7 +318,7 @@ class Rendezvous:
         }
 
     def close(self) -> None:
-        """Be found no more. Idempotent."""
+        """Stop accepting other ranks. Idempotent."""
         self._listener.close()
         for end in self._visitors.values():
             end.close()
@@ -345,7 +351,7 @@ class Rendezvous:
             raise ConnectionError(f"rank {rank} has left")
 
     def _visited(self, number: int, rank: int, which: int) -> socket.socket:
-        """The connection of a rank that is to come; those of others that come first are kept."""
+        """Return the connection of an expected rank; earlier ones of others are kept."""
         until = time.monotonic() + self._timeout
         while (number, rank, which) not in self._visitors:
             self._listener.settimeout(max(until - time.monotonic(), 1e-3))
@@ -361,7 +367,7 @@ class Rendezvous:
         return end
 
     def _admit(self, end: socket.socket, number: int) -> None:
-        """Let in this user's processes, unless their group has been left."""
+        """Accept a connection of this user's processes, unless their group has been left."""
         end.settimeout(self._timeout)
         if is_own(end) and len(hello := end.recv(_HELLO.size, socket.MSG_WAITALL)) == _HELLO.size:
             key = _HELLO.unpack(hello)
@@ -375,7 +381,7 @@ class Rendezvous:
 
 
 def _time(seconds: float) -> bytes:
-    """Seconds as the kernel takes them; 0: for ever."""
+    """Return seconds as the kernel's timeval; 0: for ever."""
     whole = int(seconds)
     return _TIME.pack(whole, int((seconds - whole) * 1e6))
 

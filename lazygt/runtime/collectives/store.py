@@ -1,11 +1,14 @@
-"""The store in which ranks on several hosts meet: bytes by name, in the client's process.
+"""Store for the rendezvous of ranks on several hosts, in the client's process.
 
-It does what a file in a shared folder does on one host. One socket, on which nobody gets a word in
-who does not know the session's token: the server's key is made of the token and never told, so
-others fail in the handshake; and every request carries the token, inside the encryption.
+It maps names to bytes.
 
-A request is ``token, number, op, arguments``. A client asks one thing at a time, and asks again
-while there is no answer, under the same number: so nothing is done twice, whatever a network lost.
+It replaces the file in a shared folder on one host. It has one socket, for peers that know the
+session's token: the server's key is derived from the token and never sent, so others fail in the
+handshake; and every request carries the token, inside the encryption.
+
+A request is ``token, number, op, arguments``. A client has one request at a time, and repeats it
+while there is no answer, under the same number: so no request is executed twice, even over a lossy
+network.
 """
 
 from __future__ import annotations
@@ -43,29 +46,31 @@ Frames = list[bytes]
 
 
 class Reply(NamedTuple):
-    """What a client is to be told: ``frames`` begin with its request's number."""
+    """Reply to a client; ``frames`` begin with its request's number."""
 
     client: bytes
     frames: Frames
 
 
 class Table:
-    """What the store holds and who waits for what: requests in, replies out; no socket, no clock.
+    """State of the store: values and waiting clients.
+
+    It is pure: requests in, replies out; no socket, no clock.
 
     Attributes:
-        values: by name.
+        values: values by name.
     """
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
         #: each client's last request: its number, and the reply, None while it waits
         self._last: dict[bytes, tuple[int, Frames | None]] = {}
-        #: what a client waits for, and the reply it then gets
+        #: the pending request of each waiting client: op and names
         self._wanted: dict[bytes, tuple[bytes, Frames]] = {}
         self._waiting: defaultdict[bytes, set[bytes]] = defaultdict(set)
 
     def ask(self, client: bytes, number: int, op: bytes, arguments: Frames) -> list[Reply]:
-        """Do what a client asks, once; the replies to it and to those who have waited for that."""
+        """Execute a request once; return the replies to it and to clients that waited for it."""
         known, reply = self._last.get(client, (-1, None))
         if number < known:
             return []
@@ -87,7 +92,10 @@ class Table:
         return replies
 
     def _look(self, client: bytes, waits: bool = False) -> list[Reply]:
-        """The reply to who waits, if all is there; else it waits for the first that is not."""
+        """Return the reply to a waiting client if all its names are set.
+
+        Otherwise it waits for the first missing one.
+        """
         op, names = self._wanted[client]
         missing = next((name for name in names if name not in self.values), None)
         if missing is None:
@@ -104,7 +112,7 @@ class Table:
         return Reply(client, reply)
 
     def _forget(self, client: bytes) -> None:
-        """It waits no more: it has asked something else."""
+        """Cancel a client's wait: it has sent another request."""
         if self._wanted.pop(client, None) is not None:
             for name in [name for name, who in self._waiting.items() if client in who]:
                 self._waiting[name].discard(client)
@@ -121,13 +129,19 @@ def _set(values: Values, name: bytes, value: bytes) -> bytes:
 
 
 def _add(values: Values, name: bytes, amount: bytes) -> bytes:
-    """A number that is not there counts as 0; numbers are decimal text, as in torch's stores."""
+    """Add to a number; a missing one counts as 0.
+
+    Numbers are decimal text, as in torch's stores.
+    """
     values[name] = str(int(values.get(name, b"0")) + int(amount)).encode()
     return values[name]
 
 
 def _compare(values: Values, name: bytes, expected: bytes, desired: bytes) -> bytes:
-    """As torch's ``compare_set``: what the name has then, or ``expected`` where it has nothing."""
+    """Do torch's ``compare_set``.
+
+    Returns the name's value afterwards, or ``expected`` if it has none.
+    """
     current = values.get(name)
     if current == expected or (current is None and not expected):
         values[name] = current = desired
@@ -165,21 +179,21 @@ _OPS: dict[bytes, Callable[..., bytes]] = {
 
 
 class StoreServer:
-    """The store, on a daemon thread of its own.
+    """Server of the store, on a daemon thread of its own.
 
     Args:
-        host: the address to listen at, which all hosts of the session reach.
+        host: the address to listen at, reachable from all hosts of the session.
         token: the session's secret.
-        port: 0 for a free one.
+        port: the port; 0 for a free one.
 
     Attributes:
-        endpoint: what clients connect to, such as ``tcp://10.0.0.1:41234``.
-        requests: how many have been answered.
-        refused: handshakes and messages of strangers, which were dropped.
+        endpoint: endpoint for clients, such as ``tcp://10.0.0.1:41234``.
+        requests: number of requests answered.
+        refused: number of dropped handshakes and messages of strangers.
 
     Raises:
-        OSError: nobody can listen there.
-        SecurityError: it is no address of one interface.
+        OSError: the address can't be listened on.
+        SecurityError: the host is no address of one interface.
     """
 
     def __init__(self, host: str, token: bytes, port: int = 0) -> None:
@@ -201,7 +215,7 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more. Idempotent."""
+        """Stop the server. Idempotent."""
         if self._context.closed:
             return
         self._end.send(b"")
@@ -215,7 +229,7 @@ class StoreServer:
         sock.setsockopt(zmq.SNDHWM, 0)
         sock.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         sock.setsockopt(zmq.IPV6, 1)
-        # a client that comes again, by another connection, is the same client
+        # a client that reconnects is the same client
         sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
         sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         keep_alive(sock)
@@ -250,15 +264,15 @@ class StoreServer:
             return
         self.requests += 1
         for reply in self._table.ask(client, NUMBER.unpack(number)[0], op, arguments):
-            with suppress(zmq.ZMQError):  # it has gone; should it come again, it asks again
+            with suppress(zmq.ZMQError):  # it has gone; if it reconnects, it asks again
                 self._socket.send_multipart([reply.client, *reply.frames])
 
 
 def check_interface(host: str) -> None:
-    """Refuse to listen on all interfaces: some may lead to where nobody has a business here.
+    """Refuse to listen on all interfaces: some may lead to foreign networks.
 
     Raises:
-        SecurityError: it is no address of one interface.
+        SecurityError: the host is no address of one interface.
     """
     with suppress(ValueError):
         if not ipaddress.ip_address(host).is_unspecified:
@@ -270,11 +284,11 @@ def check_interface(host: str) -> None:
 
 
 def keep_alive(sock: zmq.Socket[bytes]) -> None:
-    """Close a connection whose other end is gone without a word: its host has lost power, say.
+    """Close a connection after the silent loss of the other end, by a power cut, say.
 
-    The kernel probes it, longer than a network may fail for. ZMQ's own heartbeats abort the process
-    where a peer ends while its last messages lie unread (libzmq issue 4364: a timer writes to the
-    socket that has failed).
+    The kernel probes it, for longer than a tolerated network failure. ZMQ's own heartbeats abort
+    the process if a peer ends while its last messages are unread (libzmq issue 4364: a timer writes
+    to the socket that has failed).
     """
     probe(sock, _SILENT_SECONDS)
     sock.setsockopt(zmq.TCP_MAXRT, _SILENT_SECONDS * 1000)  # while something is unacknowledged

@@ -1,4 +1,4 @@
-"""A rank's end of the session's store; torch's own backends, such as NCCL, can meet there."""
+"""Client of the session's store for a rank; torch's backends, such as NCCL, can use it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lazygt.runtime.collectives.store import ANSWER, NUMBER, REFUSED, ROLE, Fram
 SILENCE = 20.0
 """Seconds without a word from the store until it is lost; more than a network may fail for."""
 
-_AGAIN_SECONDS = 1.0  # until a question is asked again
+_AGAIN_SECONDS = 1.0  # until a request is repeated
 
 
 class StoreClient(Store):
-    """The session's store, from another process. Each thread has a connection of its own.
+    """Session's store, from another process. Each thread has a connection of its own.
 
     Args:
-        endpoint: of the ``StoreServer``.
+        endpoint: endpoint of the ``StoreServer``.
         token: the session's secret.
-        timeout: seconds that a name may take to be set.
-        silence: seconds without a word from the store until it is lost.
+        timeout: seconds to wait for a name to be set.
+        silence: seconds of silence until the store counts as lost.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class StoreClient(Store):
         """Set a name's value.
 
         Raises:
-            StoreLost: for this and all that follow: the store does not answer.
+            StoreLost: the store does not answer; all other methods raise this, too.
         """
         self._ask(b"set", _bytes(key), _bytes(value))
 
     def get(self, key: str | bytes) -> bytes:
-        """A name's value, once it is set.
+        """Return a name's value, once it is set.
 
         Raises:
-            TimeoutError: nobody has set it in time.
+            TimeoutError: it was not set in time.
         """
         return self._wait(b"get", [key], self._seconds)[0]
 
     def wait(self, keys: Sequence[str | bytes], timeout: timedelta | None = None) -> None:
-        """Return when all of these are set.
+        """Wait until all of these names are set.
 
         Raises:
             TimeoutError: they were not in time.
@@ -67,47 +67,48 @@ class StoreClient(Store):
         self._wait(b"wait", keys, self._seconds if timeout is None else timeout.total_seconds())
 
     def add(self, key: str | bytes, amount: int) -> int:
-        """Add to a number, which is 0 where there is none; what it is then."""
+        """Add to a number, 0 if missing; return the sum."""
         return int(self._ask(b"add", _bytes(key), str(amount).encode())[0])
 
     def check(self, keys: Sequence[str | bytes]) -> bool:
-        """Whether all of these are set."""
+        """Return whether all of these names are set."""
         return self._ask(b"check", *map(_bytes, keys)) == [b"1"]
 
     def delete_key(self, key: str | bytes) -> bool:
-        """Remove a name; whether it was there."""
+        """Remove a name; return whether it was there."""
         return self._ask(b"delete", _bytes(key)) == [b"1"]
 
     def delete_all(self, prefix: str) -> int:
-        """Remove all names that begin so; how many."""
+        """Remove all names with this prefix; return their number."""
         return int(self._ask(b"delete_all", prefix.encode())[0])
 
     def compare_set(self, key: str | bytes, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a name that has the expected value (empty: or none); what it has then."""
+        """Set a name if it has the expected value (empty: or none); return its value then."""
         return self._ask(b"compare", *map(_bytes, (key, expected, desired)))[0]
 
     def num_keys(self) -> int:
-        """How many names there are."""
+        """Return the number of names."""
         return int(self._ask(b"count")[0])
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a name may take to be set."""
+        """Set the time to wait for a name to be set."""
         self._seconds = timeout.total_seconds()
 
     @property
     def timeout(self) -> timedelta:
-        """The same."""
+        """Time to wait for a name to be set."""
         return timedelta(seconds=self._seconds)
 
     def clone(self) -> StoreClient:
-        """The store for one more user; closed with this one, which keeps it: torch's C++ would lose
-        what is Python's of it.
+        """Return the store for one more user; it is closed with this one.
+
+        This one keeps it alive: torch's C++ would lose its Python part.
         """
         self._clones.append(StoreClient(self.endpoint, self._token, self._seconds, self._silence))
         return self._clones[-1]
 
     def close(self) -> None:
-        """Give the connections back; no thread may be asking. Idempotent."""
+        """Close the connections; no thread may have a request. Idempotent."""
         for clone in self._clones:
             clone.close()
         self._context.destroy(0)
@@ -152,7 +153,7 @@ class _Asking:
         self._socket.close(0)  # its thread has ended, or the store is closed
 
     def ask(self, request: Frames, seconds: float, silence: float) -> Frames:
-        """What the store says at last: whether it answers or refuses, and the frames of that."""
+        """Return the store's final reply: its state, answered or refused, and the frames."""
         self._number += 1
         message = [self._token, NUMBER.pack(self._number), *request]
         heard = begun = time.monotonic()

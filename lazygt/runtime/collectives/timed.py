@@ -1,4 +1,4 @@
-"""Collectives of this worker's group, timed: what ``lazygt calibrate`` has every rank do."""
+"""Timed collectives of this worker's group, for ``lazygt calibrate`` on every rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int) -> torch.Tensor:
-    """The least seconds of a collective on this rank, then the most of those of all ranks.
+    """Time a collective: the minimum of this rank's rounds, then the maximum over the ranks.
 
     Args:
-        start: has as many elements as there are rounds; on the device.
+        start: a tensor on the device, with as many elements as there are rounds.
         carrier: ``sockets`` or ``local``.
-        nbytes: the payload, as ``Communication`` has it.
+        nbytes: payload size, as in ``Communication``.
     """
     line = group.line(axis)
     elements = max(nbytes // 4 // line.size, 1) * line.size
@@ -30,7 +30,7 @@ def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int
         backend = line.shared if start.device.type == "cpu" else line.backend(buffer, kind, nbytes)
     work, least = _work(backend, kind, buffer, line.size), float("inf")
     meet = _work(backend, "all_reduce", torch.ones(line.size, device=start.device), line.size)
-    for _ in range(start.numel() + 1):  # the first one makes what the others find
+    for _ in range(start.numel() + 1):  # the first round allocates for the others
         meet()
         _settle(start)
         begin = time.perf_counter()
@@ -43,7 +43,7 @@ def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int
 
 
 def _work(backend: Backend, kind: str, buffer: torch.Tensor, ranks: int) -> Callable[[], object]:
-    """One collective, begun and waited for."""
+    """Return a function that runs one collective to its end."""
     if kind == "all_reduce":
         return lambda: backend.all_reduce(buffer, "sum").wait()
     block, sent = buffer[: buffer.numel() // ranks].clone(), buffer.clone()

@@ -1,1 +1,1 @@
-"""Worker processes: started, connected, watched, ended. A way to start them is one file."""
+"""Worker processes: start, connection, supervision and end. One file per launcher."""

@@ -1,7 +1,7 @@
-"""Activity: what this worker does, for its status page.
+"""Activity of a worker, for its status page.
 
-The main thread notes when a message comes and when it is done with. All else the control thread
-finds out a few times a second, from outside: nothing that a run goes through gets longer.
+The main thread notes the arrival and the completion of each message. The control thread samples
+everything else from outside, a few times a second, so a run gets no slower.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Protocol
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.status_file import MOST_RANKS, StatusFile, WorkerPage
 
-#: Seconds between two looks at what the main thread does.
+#: Seconds between two samples of the main thread.
 EVERY = 0.25
 _WEIGH_EVERY = 1.0  # seconds, at the least
-_WEIGH_BUSY = 3.0  # for so many seconds a moment is waited for at which no run is under way
+_WEIGH_BUSY = 3.0  # seconds to wait for a moment at which no run is under way
 _WEIGHED_TIMES = 5
-_WEIGH_SHARE = 500  # so many times longer than it takes is until it is done again
+_WEIGH_SHARE = 500  # the interval to the next measurement, in durations of one
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-#: Where code lies that no user wrote.
+#: Paths of code that no user wrote.
 _LIBRARIES = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<")
-#: What is further out on the stack is how the process was started.
+#: Frames further out on the stack belong to the start of the process.
 _OUTERMOST = str(Path(__file__).with_name("process.py"))
 _MOST_DOING = 200  # characters
 
 
 class Activity:
-    """What the main thread notes: the message under way, and when it came; how many are done.
+    """Record of the main thread: message under way, its arrival, messages done.
 
     Attributes:
         last: the header of the last message.
@@ -48,12 +48,12 @@ class Activity:
         self.begun = self.done = 0
 
     def begin(self, frames: Sequence[Frame]) -> None:
-        """A message has come."""
+        """Note that a message has arrived."""
         self.begun = time.monotonic_ns()
         self.frames = frames
 
     def end(self, frames: Sequence[Frame]) -> None:
-        """It is done with."""
+        """Note that the message is done."""
         self.frames = None
         self.done += 1
         if frames:
@@ -61,32 +61,32 @@ class Activity:
 
 
 class Insight(Protocol):
-    """What knows more of a worker than its messages."""
+    """Source of details about a worker, beyond its messages."""
 
     def run_named(self, header: Frame) -> tuple[int, str] | None:
-        """The number of a run and the name of its plan, in hex; None: it is another message."""
+        """Return a run's number and its plan's name in hex; None for another message."""
 
     def waits_for(self) -> tuple[int, ...]:
-        """The ranks that a collective waits for."""
+        """Return the ranks that a collective waits for."""
 
     def step(self, run: int) -> int:
-        """The step of a run that is timed; -1: it is not known."""
+        """Return the current step of a timed run; -1 if unknown."""
 
     def memory(self) -> tuple[int, int, int, int]:
-        """Bytes living, allocated, at the peak and resident."""
+        """Return the bytes living, allocated, at the peak and resident."""
 
 
 class Reporter:
-    """Writes a worker's page.
+    """Writer of a worker's status page.
 
     Args:
-        fd: of the status file; it is closed.
-        activity: of the thread that this is made in.
+        fd: descriptor of the status file; it is closed.
+        activity: record of the thread that creates the reporter.
 
     Attributes:
-        rank: None: the process has not been told yet, and writes nothing.
-        started: whether it is ready for messages.
-        insight: None: nothing but messages is known.
+        rank: the worker's rank; None: not known yet, so nothing is written.
+        started: True if the worker is ready for messages.
+        insight: details beyond messages; None: there are none.
     """
 
     def __init__(self, fd: int, rank: int | None, activity: Activity) -> None:
@@ -99,18 +99,18 @@ class Reporter:
         self._run: tuple[int, str] = 0, ""
         self._memory = (0, 0, 0, 0)
         self._weighed = 0
-        #: a run has some values out of the store, so of several times the most counts
+        #: a run takes some values out of the store, so the maximum of several samples counts
         self._living: deque[int] = deque(maxlen=_WEIGHED_TIMES)
 
     def begin(self, rank: int, handler: object) -> None:
-        """The process has its rank, and what handles its messages; that may know more of them."""
+        """Set the process's rank and take the insight of its message handler, if any."""
         self.rank = rank
         insight = getattr(handler, "insight", None)
         self.insight = None if insight is None else insight()
         self.started = True
 
     def look(self) -> None:
-        """Write what the main thread does, unless that was done a moment ago."""
+        """Write the main thread's activity, unless written less than `EVERY` ago."""
         now = time.monotonic()
         if now < self._next or self.rank is None:
             return
@@ -151,8 +151,10 @@ class Reporter:
 
 
 def users_function(frame: FrameType | None) -> str:
-    """The innermost function on a stack that is neither lazygt's nor a library's, with the line
-    that it is at; empty: there is none."""
+    """Return the innermost function of the user's on a stack, with its current line.
+
+    Frames of lazygt and of libraries are skipped. Empty if none is left.
+    """
     while frame is not None:
         name = frame.f_code.co_filename
         if name == _OUTERMOST:

@@ -1,4 +1,4 @@
-"""What a launcher is given and what it gives back, and the boot configuration of a worker.
+"""Interfaces of launchers and processes, and the boot configuration of a worker.
 
 The boot configuration holds the session's secrets, so it travels through an inherited pipe and
 never through the command line or the environment, which other users can read. The same pipe is
@@ -24,18 +24,18 @@ WORKER_FACTORY = "lazygt.runtime.worker:Worker"
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """How the ranks find each other.
+    """Rendezvous settings of a process group.
 
     Attributes:
-        backend: what they talk through, see ``runtime.collectives.group``.
-        directory: where they meet; only their user can enter it.
-        timeout: seconds that one waits for others.
+        backend: name of the collectives' backend, see ``runtime.collectives.group``.
+        directory: directory of the rendezvous; only its user can enter it.
+        timeout: seconds that a rank waits for the others.
         mesh: the ranks as a grid, as ``graph.mesh`` reads it; empty: no axes.
-        store: the endpoint of the session's ``StoreServer`` where ranks are on several hosts; empty
-            where all are on this one.
+        store: the endpoint of the session's ``StoreServer`` if ranks are on several hosts; empty if
+            all are on this one.
         host: the id of this worker's host: the same for ranks that can open ``directory``.
         address: the IP address of the interface at which ranks of other hosts reach this one.
-        token: the secret, as hex, of those who may meet in the store.
+        token: the secret, as hex, that admits a rank to the store.
     """
 
     backend: str
@@ -48,35 +48,35 @@ class GroupSpec:
     token: str = field(default="", repr=False)
 
     def rendezvous(self, rank: int) -> str:
-        """Where the socket lies at which other ranks find this one."""
+        """Return the path of a rank's rendezvous socket."""
         return f"{self.directory}/rendezvous{rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """All that a worker process is told at its start.
+    """Boot configuration of a worker process.
 
     Attributes:
-        factory: ``module:attribute``; called with device, rank, world_size, upload and fetch, it
-            makes the object whose ``handle`` gets every message.
+        factory: ``module:attribute`` of a callable that takes device, rank, world_size, upload and
+            fetch, and returns a `MessageHandler`.
         device: ``cpu`` or ``cuda:0``, in the worker's own numbering.
         threads: torch threads of this worker.
-        neighbours: how many workers there are on this host, with this one.
-        client_pid: the process whose end is the worker's end.
+        neighbours: number of workers on this host, this one included.
+        client_pid: the client's process; the worker ends with it.
         token: the session's secret, as hex.
         keys: CURVE keys of this worker, or None for a local channel.
         upload, fetch: descriptors of the arenas' memfds, or None.
-        snapshots: of the memory in which copies of its values outlive it, or None.
-        mailboxes: what client and worker leave small messages in, or None.
-        directory: the session's directory, removed when the client was killed.
-        group: how to join the group of workers, or None; group_number: which one it is.
-        spare: the memory of every rank's snapshots, for a process that has no rank yet, and is told
-            one when a worker has died; else None.
-        status: of the session's status pages, or None.
-        rendezvous: where the other ranks find this one, or None.
-        loads_torch: False for handlers that do without (tests), which start much faster.
-        copier: ``module:attribute`` of what makes a `weight_copies.Copier`, or "".
-        spins: whether it looks for the next message a moment before it sleeps, if cores are free.
+        snapshots: descriptor of the memory for copies of its values that outlive it, or None.
+        mailboxes: descriptors of the mailboxes for small messages, or None.
+        directory: the session's directory, removed by the worker if the client was killed.
+        group: how to join the group of workers, or None; group_number: its number.
+        spare: descriptors of every rank's snapshot memory, for a spare process, which gets its rank
+            when a worker has died; else None.
+        status: descriptor of the session's status pages, or None.
+        rendezvous: address at which other ranks reach this one, or None.
+        loads_torch: False for handlers that need no torch (tests), which start much faster.
+        copier: ``module:attribute`` of a factory of `weight_copies.Copier`, or "".
+        spins: True to spin briefly for the next message before sleeping, if cores are free.
     """
 
     factory: str
@@ -110,7 +110,7 @@ class Boot:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Boot:
-        """Read what `to_bytes` wrote.
+        """Read the output of `to_bytes`.
 
         Raises:
             ProtocolError: the text was cut short or made by another version.
@@ -129,7 +129,7 @@ class Boot:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The file descriptors that the process must inherit."""
+        """File descriptors that the process must inherit."""
         rendezvous = None if self.rendezvous is None else self.rendezvous.fd
         memory = self.upload, self.fetch, self.snapshots, self.status
         others = tuple(fd for fd in (*memory, rendezvous) if fd is not None)
@@ -138,13 +138,13 @@ class Boot:
 
 
 def load_named(name: str) -> Any:
-    """What ``module:attribute`` names."""
+    """Import and return the object named ``module:attribute``."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 class Process(ABC):
-    """A started worker process, seen from the client."""
+    """Started worker process, seen from the client."""
 
     pid: int
     pidfd: int
@@ -152,39 +152,39 @@ class Process(ABC):
 
     @abstractmethod
     def status(self) -> str | None:
-        """How it ended (``signal SIGKILL``, ``exit code 1``), or None while it runs."""
+        """Return the exit status (``signal SIGKILL``, ``exit code 1``); None while it runs."""
 
     @abstractmethod
     def usage(self) -> Usage:
-        """Its use of the processor until now; always the same where nobody can tell."""
+        """Return its processor usage so far; a constant if it cannot be measured."""
 
     @abstractmethod
     def stderr_tail(self) -> str:
-        """The end of what it wrote to standard output and error; a few KiB."""
+        """Return the last few KiB of its standard output and error."""
 
     @abstractmethod
     def close_pipe(self) -> None:
-        """Close the liveness pipe: a worker whose interpreter still runs exits at once."""
+        """Close the liveness pipe: the worker exits at once if its interpreter still runs."""
 
     @abstractmethod
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM)."""
+        """Send SIGTERM."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it (SIGKILL), also when it is stopped."""
+        """Send SIGKILL, which also ends a stopped process."""
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Wait for its end for at most so long; True if it has ended."""
+        """Wait for the process to end for at most ``seconds``; True if it has ended."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back the descriptors. Idempotent; the process must have ended."""
+        """Close the descriptors. Idempotent; the process must have ended."""
 
 
 class Launcher(ABC):
-    """Starts worker processes. `start` does not wait for them to be ready."""
+    """Starter of worker processes. `start` does not wait for them to be ready."""
 
     @abstractmethod
     def start(self, boot: Boot, environment: Mapping[str, str]) -> Process:

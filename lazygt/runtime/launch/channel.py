@@ -1,18 +1,19 @@
-"""Sockets between the client and a worker, and the rules of who may speak on them.
+"""Sockets between the client and a worker, and their access rules.
 
-A channel is one ZMQ socket pair: the worker's `Server` (ROUTER) and the client's `Client`
-(DEALER). The client makes the listening socket and the worker inherits it, so there is no race for
-a port or a path, and what is sent before the worker runs simply waits.
+A channel is one ZMQ socket pair: the worker's `Server` (ROUTER) and the client's `Client` (DEALER).
+The client makes the listening socket and the worker inherits it, so there is no race for a port or
+a path, and messages sent before the worker runs are queued.
 
-A message is one ZMQ frame: a kind (one byte), a count, the lengths, and the frames. One frame
+A message is one ZMQ frame: a kind (one byte), a count, the lengths, and the frames. It is one frame
 because one ZMQ call is atomic for Python: a Ctrl-C can fall before it or after it, never inside.
 
 Every connection begins with HELLO: the protocol version and the session's secret token. The first
-peer with the right token owns the channel. Whoever says anything else gets one ERROR and is
-ignored from then on.
+peer with the right token owns the channel. Any other peer gets one ERROR and is ignored from then
+on.
 
-Where client and worker have mailboxes, small messages of kind DATA go there once the channel has an
-owner. All arrive in the order in which they were sent: for that, either end counts the others.
+If client and worker have mailboxes, small messages of kind DATA go there once the channel has an
+owner. All messages arrive in the order of sending: to ensure that, each end counts the socket's
+messages.
 """
 
 from __future__ import annotations
@@ -53,25 +54,25 @@ _COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves
 
 
 def pack(kind: bytes, frames: Sequence[Frame] = ()) -> bytes:
-    """One message as bytes: 5 bytes, 4 bytes a frame, and the frames."""
+    """Return one message as bytes: 5 bytes, 4 bytes a frame, and the frames."""
     views = [memoryview(frame).cast("B") for frame in frames]
     header = struct.pack(f"<cI{len(views)}I", kind, len(views), *(len(view) for view in views))
     return b"".join((header, *views))
 
 
 def length_of(frames: Sequence[Frame]) -> int:
-    """Bytes of what `pack` makes of them."""
+    """Return the size in bytes of the message that `pack` makes of the frames."""
     return 5 + sum(4 + memoryview(frame).nbytes for frame in frames)
 
 
 def check_length(nbytes: int, most: int) -> None:
-    """Raise ValueError for a message that is longer than it may be."""
+    """Raise ValueError if a message is longer than ``most`` bytes."""
     if nbytes > most:
         raise ValueError(f"a message of {nbytes} bytes is over the limit of {most}")
 
 
 def unpack(message: Frame) -> tuple[bytes, list[memoryview]]:
-    """The kind and the frames of a message; the frames are views into it.
+    """Return the kind and the frames of a message; the frames are views into it.
 
     Raises:
         ProtocolError: the message was not made by `pack`.
@@ -110,19 +111,19 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a worker listens: the endpoint, and the listening socket's descriptor to inherit."""
+    """Endpoint of a worker, and the inherited descriptor of its listening socket."""
 
     endpoint: str
     fd: int
 
 
 def new_token() -> bytes:
-    """The secret that makes a peer the owner of a session's workers: 32 random bytes."""
+    """Return the session's secret, 32 random bytes, which makes a peer the owner."""
     return secrets.token_bytes(32)
 
 
 def listen_local(path: Path) -> Address:
-    """Listen on a UNIX socket. Who may connect is decided by the directory it lies in."""
+    """Listen on a UNIX socket. Its directory's permissions control access."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         bind(listener, path)
@@ -155,8 +156,10 @@ def listen_tcp(host: str, keys: Keys | None, port: int = 0) -> Address:
 
 
 def probe(sock: zmq.Socket[bytes], seconds: float) -> None:
-    """Let the kernel probe a quiet TCP connection each second or so, and close it after these
-    seconds without an answer (TCP keepalive).
+    """Enable TCP keepalive on a ZMQ socket.
+
+    The kernel probes a quiet connection about once a second, and closes it after ``seconds``
+    without an answer.
     """
     interval = max(1, math.ceil(seconds / 100))  # seconds; the kernel probes 127 times at most
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -166,8 +169,9 @@ def probe(sock: zmq.Socket[bytes], seconds: float) -> None:
 
 
 def check_exposure(host: str, keys: Keys | None) -> None:
-    """Refuse an address that strangers can reach without keys (SecurityError): any, since that of
-    the loopback interface is there for all users of the machine.
+    """Raise SecurityError for an address that strangers can reach without keys.
+
+    That is any TCP address, since all users of the machine can reach the loopback interface.
     """
     if keys is None:
         raise SecurityError(
@@ -177,13 +181,16 @@ def check_exposure(host: str, keys: Keys | None) -> None:
 
 
 class Doorbell:
-    """Whether a look into a socket is worth it: one that finds nothing costs an exception.
+    """State of a ZMQ socket's edge-triggered descriptor.
 
-    ZMQ's descriptor tells once of what has come, and any use of the socket may swallow that.
+    It tells whether a receive is worth trying, since a failed one costs an exception. ZMQ's
+    descriptor signals an arrival once, and any use of the socket may swallow the signal.
+
+
 
     Attributes:
-        settled: a look has found nothing, and the socket has not been used since.
-        rings: what has come since, or nothing.
+        settled: True if a receive found nothing and the socket has not been used since.
+        rings: poll function; its result is not empty if the descriptor has signalled since.
     """
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
@@ -198,16 +205,17 @@ class Doorbell:
 
 
 class Server:
-    """The worker's end of a channel; used by one thread.
+    """Worker's end of a channel, used by one thread.
 
     Args:
         context: the process's ZMQ context.
-        address: what `listen_local` or `listen_tcp` made; the server closes its descriptor.
+        address: result of `listen_local` or `listen_tcp`; the server closes its descriptor.
         token: the session's secret.
-        keys: CURVE keys of this worker; required where the address is TCP.
-        max_message: bytes; a peer that announces more is disconnected before it is stored.
+        keys: CURVE keys of this worker; required if the address is TCP.
+        max_message: bytes; a peer that announces a longer message is disconnected before it is
+            stored.
         boxes: the worker's end of the mailboxes, if there are any.
-        cores: tells whether to spin for what comes there.
+        cores: decides whether to spin for the mailbox's next message.
     """
 
     def __init__(
@@ -235,7 +243,7 @@ class Server:
         self.socket.setsockopt(zmq.USE_FD, address.fd)
         self.socket.bind(address.endpoint)
         self._boxes, self._cores = boxes, cores
-        #: what was taken from the socket and is not received yet
+        #: the message taken from the socket and not yet received
         self._held: list[bytes] = []
         self._doorbell = Doorbell(self.socket)
         self._anywhere = select.poll()
@@ -245,14 +253,14 @@ class Server:
             self._anywhere.register(boxes.wakes, select.POLLIN)
 
     def watch(self, eventfd: int) -> None:
-        """Have ``receive`` return None, too, when an eventfd is written, which it then reads."""
+        """Let ``receive`` also return None if an eventfd is written; it is then read."""
         self._watched = eventfd
         self._anywhere.register(eventfd, select.POLLIN)
 
     def receive(self) -> tuple[bytes, list[memoryview]] | None:
         """Wait for a message and return its kind and frames if the owner sent it.
 
-        None means that the message was dealt with here: a hello, or a stranger's.
+        None: the message was a hello or a stranger's, and has been handled here.
         """
         waits_in_zmq = self._boxes is None and self._watched is None
         if waits_in_zmq or self._owner is None:
@@ -270,7 +278,7 @@ class Server:
                 held, self._held = self._held, []
                 return self._of_socket(held)
             if not self._doorbell.settled:
-                # What was left in the mailbox before it was sent is there by now, and comes first.
+                # A message put into the mailbox earlier is there by now, and comes first.
                 with suppress(zmq.Again):
                     self._held = self._taken(zmq.NOBLOCK)
                     continue
@@ -285,7 +293,7 @@ class Server:
                     self._boxes.awake()
 
     def _of_mailbox(self, boxes: Mailboxes) -> list[memoryview] | None:
-        """The next message in the mailbox, if there is one, or comes in a moment."""
+        """Take the mailbox's next message, if there is one or one comes in a moment."""
         if not self._held and self._cores is not None and self._cores.enough:
             spin((boxes,), self._doorbell.rings)
         return boxes.take()
@@ -311,7 +319,7 @@ class Server:
         return kind, frames
 
     def reply(self, kind: bytes, frames: Sequence[Frame] = ()) -> None:
-        """Send to the owner; to nobody if there is none or it has gone."""
+        """Send to the owner. Does nothing without an owner, or if it has gone."""
         if self._owner is None:
             return
         boxes = self._boxes if kind == DATA else None
@@ -322,7 +330,7 @@ class Server:
             boxes.sent += 1
 
     def drop_owner(self, reason: str) -> None:
-        """Tell the owner why, and ignore it from now on."""
+        """Send the owner an ERROR with the reason, and ignore it from now on."""
         if self._owner is not None:
             self._drop(self._owner, reason)
 
@@ -378,12 +386,13 @@ def _single(parts: list[bytes]) -> tuple[bytes, list[memoryview]]:
 
 
 class Client:
-    """The client's end of a channel's socket. `send` may be called from any thread, also in a
-    finalizer.
+    """Client's end of a channel's socket.
 
-    Nothing here waits: a send only queues, `take` only takes what has arrived. To wait, poll
-    ``fd`` for reading, after a `take` that took nothing. A send can swallow that signal (ZMQ's
-    descriptors are edge-triggered), and then says so by returning True.
+    `send` may be called from any thread, also in a finalizer.
+
+    Nothing here waits: a send only queues, `take` only takes messages that have arrived. To wait,
+    poll ``fd`` for reading, after a `take` that took nothing. A send can swallow that signal (ZMQ's
+    descriptors are edge-triggered); it then returns True.
     """
 
     def __init__(
@@ -413,7 +422,7 @@ class Client:
         self.send(HELLO, (_version(), token))
 
     def send(self, kind: bytes, frames: Sequence[Frame] = ()) -> bool:
-        """Queue one message; True if something has arrived that a waiting thread must look at.
+        """Queue a message; return True if an arrival must wake a waiting thread.
 
         Raises:
             ValueError: the message is longer than ``max_message`` bytes.
@@ -446,7 +455,7 @@ class Client:
         return True
 
     def disconnect(self) -> None:
-        """Stop looking for a worker that has died; what is sent from now on goes nowhere."""
+        """Stop connecting to a dead worker; messages sent from now on are lost."""
         with self._lock:
             self._socket.disconnect(self._endpoint)
 

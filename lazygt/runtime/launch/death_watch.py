@@ -1,7 +1,7 @@
-"""Deaths while nobody waits: a thread hears of them, so that what follows begins at once.
+"""Thread that notices deaths of workers while the main thread is not waiting.
 
-Whoever waits for workers hears of a death himself. But a program may compute for seconds between
-two waits, and in that time a new process can load what it needs.
+A wait for workers notices a death itself. But a program may compute for seconds between two waits,
+and in that time a replacement process can already start and load its modules.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 
 class DeathWatch(threading.Thread):
-    """Calls ``look`` on its own thread, once it is started and whenever a process has ended.
+    """Thread that calls ``look`` at its start and after each end of a process.
 
     Args:
-        living: the pidfds of the processes that have not ended.
-        look: what is to be done about those that have; it is called once more rather than never.
+        living: returns the pidfds of the processes that have not ended.
+        look: handler of the ends; called once too often rather than once too seldom.
     """
 
     def __init__(self, living: Callable[[], Sequence[int]], look: Callable[[], object]) -> None:
@@ -29,7 +29,7 @@ class DeathWatch(threading.Thread):
     def run(self) -> None:
         try:
             while not self._ended:
-                living = self._living()  # who dies from here on ends the wait
+                living = self._living()  # a death from here on ends the wait
                 self._look()
                 self._wait(living)
         finally:
@@ -43,11 +43,11 @@ class DeathWatch(threading.Thread):
             os.eventfd_read(self._alarm)
 
     def look_again(self) -> None:
-        """There are other processes now."""
+        """Watch the current set of processes, which has changed."""
         os.eventfd_write(self._alarm, 1)
 
     def end(self) -> None:
-        """Watch no more: once this returns, ``look`` is not being called."""
+        """Stop watching: once this returns, ``look`` is not running."""
         self._ended = True
         self.look_again()
         self.join()

@@ -1,4 +1,4 @@
-"""Processes that others of the same user may not look into."""
+"""Processes hidden from other processes of the same user."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ _SET_DUMPABLE = 4  # PR_SET_DUMPABLE of linux/prctl.h
 
 
 def hide() -> None:
-    """Have the kernel refuse other processes of this user a look into this one, from now on: at its
-    memory, its descriptors and its environment, by ``/proc`` or as a debugger (prctl(2)).
+    """Make the kernel refuse other processes of this user access to this one.
 
-    Root may look all the same.
+    That covers its memory, its descriptors and its environment, through ``/proc`` or as a debugger
+    (prctl(2)).
+
+    Root keeps its access.
 
     Raises:
-        OSError: the kernel does not know that.
+        OSError: the kernel does not support this.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0) < 0:

@@ -1,16 +1,16 @@
-"""Ctrl-C without half-done work: held back while state changes, let through while we wait.
+"""Ctrl-C without half-done work: deferred while state changes, delivered during waits.
 
-A KeyboardInterrupt can fall between any two bytecodes of the main thread, and into whatever C
-function looks for signals. Between taking an answer and noting it, that would lose the answer. In
-torch's guard of a device that is written in Python it would end the process: every op asks the
-guard, where nothing may be raised, and pybind11 looks for signals on the way.
+A KeyboardInterrupt can fall between any two bytecodes of the main thread, and into any C function
+that checks for signals. Between taking an answer and noting it, that would lose the answer. In
+torch's device guard that is written in Python it would end the process: every op calls the guard,
+where nothing may be raised, and pybind11 checks for signals on the way.
 
-Torch's own Python is no better prepared: between the lines of ``no_grad.__exit__``, and of what an
-optimizer's step ends with, gradients would not be recorded any more.
+Torch's own Python is no better prepared: an interrupt between the lines of ``no_grad.__exit__``, or
+at the end of an optimizer's step, would leave the recording of gradients switched off.
 
 So SIGINT comes here first as long as a session is open, and the user's own handler is called at
-once where the main thread is in the user's own code. Elsewhere it is called a moment later: when a
-sync point or a backward pass ends, in the midst of a wait, or when the signal, sent again and
+once if the main thread is in the user's own code. Otherwise it is called a moment later: at the end
+of a sync point or a backward pass, in the midst of a wait, or when the signal, sent again and
 again, meets the user's code.
 """
 
@@ -36,7 +36,7 @@ _MOST = 128
 
 
 class _Symbol(ctypes.Structure):
-    """What ``dladdr`` tells of an address: ``Dl_info`` in dlfcn.h."""
+    """Result of ``dladdr`` for an address: ``Dl_info`` in dlfcn.h."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -50,7 +50,7 @@ _libc = ctypes.PyDLL(None)  # not CDLL, which would let other threads run in bet
 
 
 def in_torch() -> bool:
-    """Whether this was called, through whatever, by a function of torch's libraries."""
+    """Return whether a function of torch's libraries is on the native call stack."""
     addresses = (ctypes.c_void_p * _MOST)()
     symbol = _Symbol()
     for address in addresses[: _libc.backtrace(addresses, _MOST)]:
@@ -60,24 +60,24 @@ def in_torch() -> bool:
     return False
 
 
-#: Before each piece of work: the functions of ``signal`` make enums of what they take and give.
+#: An int, for use before each piece of work: the functions of ``signal`` convert to enums.
 _SIGINT = int(signal.SIGINT)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds until the signal is sent again
-#: What of this package changes no state of a session by itself, or has waits of its own.
+#: Parts of this package that change no state of a session themselves, or have their own waits.
 _ELSEWHERE = tuple(
     PACKAGE + part
     for part in ("cli/", "sweeps/", "simulation/", "observe/", "graph/", "passes/", "transfer/")
 )
-#: Python's function that whatever is pickled or copied goes through passes over all that is raised
-#: in it, Ctrl-C too (a bare ``except``).
+#: Python's function on the path of every pickling and copy. It swallows all exceptions, Ctrl-C too
+#: (a bare ``except``).
 _SWALLOWS = copyreg._slotnames.__code__  # type: ignore[attr-defined]
 #: Torch's functions that set a mode of this thread and set it back, not always in a ``with`` block:
-#: context managers, and what is around an optimizer's step.
+#: context managers, and the wrapper of an optimizer's step.
 _CHANGING_MODES = frozenset(("__enter__", "__exit__", "_use_grad"))
 
 
 def _torch_changes_a_mode(frame: FrameType | None) -> bool:
-    """Whether torch, called by the user's code, may not have set back yet what it has set."""
+    """Return whether torch, called by user code, may be in the midst of a mode change."""
     while frame is not None and is_library(frame.f_code.co_filename):
         if frame.f_code.co_name in _CHANGING_MODES:
             return True
@@ -86,7 +86,7 @@ def _torch_changes_a_mode(frame: FrameType | None) -> bool:
 
 
 def _in_users_code(frame: FrameType | None) -> bool:
-    """Whether this thread, with this frame, is neither in a session's work nor in torch's."""
+    """Return whether this thread, at this frame, is outside lazygt's work and torch's."""
     if _torch_changes_a_mode(frame):
         return False
     while frame is not None:
@@ -104,7 +104,7 @@ def _on_main_thread() -> bool:
 
 
 def _note_main_thread() -> None:
-    """Whoever forks goes on as the child's main thread."""
+    """Record the forking thread as the child's main thread."""
     global _main
     _main = threading.main_thread().ident
 
@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_note_main_thread)
 
 
 class _Handler:
-    """Of SIGINT, in the place of the user's."""
+    """SIGINT handler, in the place of the user's."""
 
     def __init__(
         self, deferred: DeferredInterrupt, theirs: Callable[[int, FrameType | None], Any]
@@ -129,9 +129,9 @@ class _Handler:
 
 
 class DeferredInterrupt:
-    """``with DEFER_INTERRUPT:`` holds SIGINT back to the end of the block.
+    """Context manager that defers SIGINT to the end of the block.
 
-    Nests; other threads pass.
+    Use as ``with DEFER_INTERRUPT:``. It nests, and does nothing on other threads.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,10 @@ class DeferredInterrupt:
     # -- the handler -------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Have SIGINT come here first. Again before each piece of work: others set handlers too."""
+        """Install the handler of SIGINT; repeated before each piece of work.
+
+        Others set handlers too.
+        """
         if not _on_main_thread():
             return
         handler = _signal.getsignal(_SIGINT)
@@ -154,12 +157,12 @@ class DeferredInterrupt:
 
     @property
     def adopted(self) -> bool:
-        """Whether no other handler of SIGINT can raise in the midst of a piece of work."""
+        """True if no other SIGINT handler can raise in the midst of a piece of work."""
         handler = _signal.getsignal(_SIGINT)
         return isinstance(handler, _Handler) or not callable(handler)
 
     def give_back(self) -> None:
-        """Put the user's handler back, and tell it what it has missed."""
+        """Restore the user's handler, and deliver a SIGINT that is pending."""
         if not _on_main_thread():
             return  # ours may stay: without a session it calls theirs
         handler = signal.getsignal(signal.SIGINT)
@@ -168,7 +171,7 @@ class DeferredInterrupt:
         self.deliver()
 
     def arrived(self, frame: FrameType | None) -> None:
-        """SIGINT has come, while the main thread was in this frame."""
+        """Handle a SIGINT that came while the main thread was in this frame."""
         again, self._sent_again = self._sent_again, False
         if again and not self._pending:
             return  # told while it was on its way
@@ -180,7 +183,7 @@ class DeferredInterrupt:
             self._remind()
 
     def deliver(self) -> None:
-        """Here nothing is half done: call the user's handler if SIGINT has come meanwhile."""
+        """Call the user's handler if SIGINT is pending; nothing is half done at this point."""
         if self._pending and not self._depth and _on_main_thread():
             self._tell(sys._getframe(1))
 
@@ -200,7 +203,7 @@ class DeferredInterrupt:
             self._depth, self._waiting = before
 
     def _remind(self) -> None:
-        """Send the signal again until it has met the user's code."""
+        """Send the signal again until it meets the user's code."""
         if not self._reminding:
             self._reminding = True
             # Not threading.Thread: the signal may have come in the midst of its bookkeeping.
@@ -221,7 +224,7 @@ class DeferredInterrupt:
             self._remind()
 
     def forked(self) -> None:
-        """In a child there is no thread that reminds, and what was pending is the parent's."""
+        """Reset the state in a child: pending signals and the reminder are the parent's."""
         self._pending = self._reminding = self._sent_again = False
 
     # -- blocks ------------------------------------------------------------------------------
@@ -242,7 +245,7 @@ class DeferredInterrupt:
             self.deliver()
 
     def wait(self, poller: Any, milliseconds: float) -> Any:
-        """``poller.poll(milliseconds)``, which SIGINT may end, unless it only looks."""
+        """Return ``poller.poll(milliseconds)``; SIGINT may end it unless the timeout is 0."""
         if milliseconds <= 0 or not _on_main_thread():
             return poller.poll(milliseconds)
         before, self._waiting = self._waiting, True

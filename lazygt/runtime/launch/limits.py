@@ -1,8 +1,8 @@
-"""Room: whether this process gets the descriptors and threads that a session needs.
+"""Check that this process can get the descriptors and threads of a session.
 
-Asked before anything is opened, by taking them for a moment: that respects every limit there is, of
-the process, the user, the container and the machine. libzmq ends the whole process where it does
-not get them.
+The check runs before anything is opened, and takes them for a moment: that respects every limit
+there is, of the process, the user, the container and the machine. libzmq ends the whole process if
+it does not get them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _THREADS, _THREADS_A_WORKER = 2, 8
 
 
 def check_limits(workers: int, threads: int) -> None:
-    """Raise OSError when a session of so many workers could not be opened.
+    """Raise OSError if a session of so many workers cannot be opened.
 
     Args:
-        threads: that compute, in each worker.
+        threads: compute threads of each worker.
     """
     wanted = _DESCRIPTORS + _DESCRIPTORS_A_WORKER * workers
     available = _descriptors(wanted)
@@ -46,7 +46,7 @@ def check_limits(workers: int, threads: int) -> None:
 
 
 def _descriptors(wanted: int) -> int:
-    """How many of so many file descriptors there are."""
+    """Return the number of file descriptors available, up to ``wanted``."""
     with ExitStack() as taken:
         for count in range(wanted):
             try:
@@ -58,7 +58,7 @@ def _descriptors(wanted: int) -> int:
 
 
 def _threads(wanted: int) -> int:
-    """How many of so many threads can be started."""
+    """Return the number of threads that can be started, up to ``wanted``."""
     end = threading.Event()
     started: list[threading.Thread] = []
     try:

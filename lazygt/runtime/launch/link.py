@@ -1,4 +1,4 @@
-"""Link: the client's way to its workers, whatever they are."""
+"""Link: the client's connection to its workers, of any kind."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 class Link(Protocol):
-    """Messages to and from a set of workers."""
+    """Message channel to and from a set of workers."""
 
     world_size: int
     upload: Arena | None
-    #: how many workers are on each host, by rank
+    #: number of workers on each host, in the order of their ranks
     hosts: tuple[int, ...]
-    #: whether workers read copies of what lies in ``upload``, see ``mirror``
+    #: True if workers read copies of ``upload``, see ``mirror``
     mirrors: bool
-    #: the name by which `lazygt top` calls the session
+    #: the session's name in `lazygt top`
     name: str
 
     @property
     def elsewhere(self) -> Mapping[int, int]:
-        """A rank on each host but the client's own, by the number of the host."""
+        """One rank on each host other than the client's, by the host's number."""
 
     @property
     def status(self) -> StatusFile | None:
-        """What `lazygt top` reads; None: nothing."""
+        """Status file that `lazygt top` reads, or None."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -46,45 +46,52 @@ class Link(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is known to be wrong with it."""
+        """True if no fault of the link is known."""
 
     @property
     def lost(self) -> Mapping[int, WorkerDied]:
-        """The workers that are known to have died, with how they did."""
+        """Workers that are known to have died, with their errors."""
 
     def replace(self, rank: int, group_number: int) -> None:
         """Start a new process in the place of a worker; see ``ProcessLink.replace``."""
 
     def refill(self) -> None:
-        """Have as many spare processes as there are to be."""
+        """Start spare processes up to the configured number."""
 
     def look(self) -> None:
-        """Have ``status`` tell of ranks on other hosts, if somebody watches. Called a few times a
-        second, on a thread of its own; does not wait."""
+        """Update ``status`` for ranks on other hosts, if `lazygt top` is watching.
+
+        Called a few times a second, on a thread of its own; does not wait.
+        """
 
     def last_step(self, rank: int) -> tuple[int, int]:
-        """The run that a worker did last with times taken, and the step of it at which it was."""
+        """Return the run that a worker last timed, and its step in that run."""
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
-        """C++'s way to get numbers from its only worker; None: there is none.
+        """Return the extension's fetcher of numbers from an only worker, or None.
 
         Args:
-            make: the class, which has a method to make one for each kind of link.
-            whose: what these take besides what is the link's own.
+            make: the class, with one factory method for each kind of link.
+            whose: arguments of these methods besides the link's own.
         """
 
     def fetch_arena(self, rank: int) -> Arena | None:
-        """The arena in which a worker leaves large fetched values."""
+        """Return the arena in which a worker leaves large fetched values."""
 
     def snapshot_arena(self, rank: int) -> Arena:
-        """A mapping of the memory in which a worker's snapshots lie, for who closes it."""
+        """Return a new mapping of a worker's snapshot memory; the caller closes it."""
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Have (offset, bytes) of the arena of uploads wherever workers read them, before a message
-        tells of them."""
+        """Copy slots of the upload arena to all hosts with workers that read them.
+
+        Called before the message that refers to them.
+
+        Args:
+            slots: (offset, bytes) of each.
+        """
 
     def encode(self, message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
-        """A message as ``send`` takes it; see ``wire.encode``."""
+        """Encode a message for ``send``; see ``wire.encode``."""
 
     def send(self, rank: int, frames: Sequence[Buffer]) -> None:
         """Send a message; does not wait for the worker."""
@@ -92,14 +99,14 @@ class Link(Protocol):
     def receive(
         self, timeout: float | None, beside: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
-        """The next message of any rank.
+        """Return the next message of any rank.
 
         Args:
-            timeout: seconds to wait; None: until one comes.
-            beside: a descriptor that ends the wait, too, when it can be read.
+            timeout: seconds to wait; None: until a message comes.
+            beside: a descriptor that also ends the wait when it becomes readable.
 
         Returns:
-            None when the wait has ended without one.
+            None if the wait has ended without a message.
 
         Raises:
             WorkerDied: a worker process ended.
@@ -107,11 +114,11 @@ class Link(Protocol):
         """
 
     def close(self) -> None:
-        """End the workers; leaves nothing behind. May be called twice."""
+        """End the workers and leave nothing behind. May be called twice."""
 
 
 class InlineLink:
-    """A worker in the client's own process, behind the same interface: nothing is encoded."""
+    """Link to a worker in the client's own process: nothing is encoded."""
 
     world_size = 1
     upload: Arena | None = None
@@ -127,12 +134,12 @@ class InlineLink:
         self._worker = worker
         self._replies: deque[list[Buffer]] = deque()
 
-    #: a worker that is no process does not die
+    #: an inline worker is no process, so it does not die
     healthy = True
     lost: Mapping[int, WorkerDied] = {}
 
     def replace(self, rank: int, group_number: int) -> None:
-        """Never called: it does not die.
+        """Raise LazyGTError: an inline worker does not die.
 
         Raises:
             LazyGTError: always.
@@ -140,26 +147,26 @@ class InlineLink:
         raise LazyGTError("an inline worker can't be replaced; please report this")
 
     def refill(self) -> None:
-        """There are none."""
+        """Do nothing: there are no spare processes."""
 
     def look(self) -> None:
-        """Never called: there are no pages."""
+        """Do nothing: there are no status pages."""
 
     def last_step(self, rank: int) -> tuple[int, int]:
-        """Never called; as ``replace``."""
+        """Raise LazyGTError, as ``replace`` does."""
         raise LazyGTError("an inline worker has not died; please report this")
 
     def snapshot_arena(self, rank: int) -> Arena:
-        """Never called; as ``replace``."""
+        """Raise LazyGTError, as ``replace`` does."""
         raise LazyGTError("an inline worker takes no snapshots; please report this")
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
-        """One that calls the worker's known runs."""
+        """Return a fetcher that calls the worker's known runs."""
         known = self._worker.known_runs
         return None if known is None else make.inline(*whose, known.runs, self._finished)
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Never called; as ``replace``."""
+        """Raise LazyGTError, as ``replace`` does."""
         raise LazyGTError("an inline worker reads no copies of uploads; please report this")
 
     def _finished(self, told: tuple[Any, ...]) -> list[Buffer]:
@@ -167,18 +174,18 @@ class InlineLink:
             return self._worker.finished(told)
 
     def fetch_arena(self, rank: int) -> Arena | None:
-        """None: values travel as buffers."""
+        """Return None: values travel as buffers."""
         return None
 
     def send(self, rank: int, frames: Sequence[Buffer]) -> None:
-        """Run the message here and now, whatever op of the client's is being dispatched."""
+        """Handle the message synchronously, outside the dispatch of the client's op."""
         with undispatched():
             self._replies.extend(self._worker.handle(list(frames)))
 
     def receive(
         self, timeout: float | None, beside: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
-        """The next reply; None when there is none."""
+        """Return the next reply, or None if there is none."""
         if not self._replies:
             if timeout is None:
                 raise LazyGTError("the inline worker owes no answer; please report this")

@@ -1,4 +1,7 @@
-"""Worker processes on this machine, started with subprocess (never forked: torch has threads)."""
+"""Worker processes on this machine.
+
+They are started with subprocess, never forked: torch has threads.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _liveness_pipes: weakref.WeakSet[LocalProcess] = weakref.WeakSet()
 
 
 class LocalLauncher(Launcher):
-    """Starts ``python -m lazygt.runtime.launch.process`` on this machine."""
+    """Launcher of ``python -m lazygt.runtime.launch.process`` on this machine."""
 
     def start(self, boot: Boot, environment: Mapping[str, str]) -> Process:
         with ExitStack() as undo:
@@ -58,7 +61,7 @@ class LocalLauncher(Launcher):
 
 
 class LocalProcess(Process):
-    """A child of this process."""
+    """Child process of this process."""
 
     def __init__(self, popen: subprocess.Popen[bytes], liveness_pipe: int, output: int) -> None:
         self.pid = popen.pid
@@ -74,7 +77,7 @@ class LocalProcess(Process):
         try:
             os.write(self._liveness_pipe, len(text).to_bytes(4, "little") + text)
         except BrokenPipeError:
-            return  # it has died already: whoever waits for it hears so from the pidfd
+            return  # it has died already: the pidfd tells the next wait
 
     def status(self) -> str | None:
         code = self._popen.poll()
@@ -117,13 +120,14 @@ class LocalProcess(Process):
 
 
 def share_of_cores(world_size: int) -> int:
-    """Threads for each of ``world_size`` workers on this machine; at least 1."""
+    """Return the number of threads for each of ``world_size`` workers here; at least 1."""
     return max(len(os.sched_getaffinity(0)) // world_size, 1)
 
 
 def visible_gpu(number: int, count: int) -> str:
-    """What CUDA_VISIBLE_DEVICES is to be for who takes the GPU of that number, of ``count`` visible
-    ones.
+    """Return CUDA_VISIBLE_DEVICES for a worker on one of ``count`` visible GPUs.
+
+    A ``number`` beyond the last GPU wraps around.
 
     Raises:
         ValueError: there is no GPU.
@@ -156,7 +160,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def same_package() -> dict[str, str]:
-    """The variable with which another Python process finds the same lazygt as this one."""
+    """Return the variable that makes another Python process import this same lazygt."""
     if str(_PACKAGE_ROOT) in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         return {}
     inherited = os.environ.get("PYTHONPATH")  # run from a checkout
@@ -171,7 +175,10 @@ def _signal_name(number: int) -> str:
 
 
 def _forget_liveness_pipes() -> None:
-    """In a forked child (a DataLoader's worker): only the client itself holds liveness pipes."""
+    """Close the liveness pipes in a forked child (a DataLoader's worker).
+
+    Only the client itself may hold them.
+    """
     for process in list(_liveness_pipes):
         process.close_pipe()
 

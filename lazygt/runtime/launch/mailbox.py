@@ -1,18 +1,18 @@
 """Mailboxes: small messages between two processes, through memory that both have mapped.
 
-A ZMQ socket wakes a thread of its own on either side, for every message. Here the bytes are put
-where the other process reads them, and an eventfd wakes it, should it sleep. A channel has a
-mailbox for either direction beside its socket, which carries whatever does not fit.
+A ZMQ socket wakes a thread of its own on either side, for every message. A mailbox is a ring buffer
+in shared memory, and an eventfd wakes the reader if it sleeps. A channel has a mailbox for either
+direction beside its socket, which carries the messages that do not fit.
 
 Layout of the memory, one direction after the other::
 
     | written, read: a cache line each | slot 0 | slot 1 | ...
 
-A slot holds one message: how many messages of the socket come before it, the number of its frames,
-their lengths, and the frames. The writer counts `written` up when the slot is complete, the reader
-`read` when it has copied it. Nothing more is needed where stores are seen in the order in which
-they were made, as on x86; elsewhere there are no mailboxes. The extension, where it is loaded, does
-the same in C++ (``native/mailbox.cpp``).
+A slot holds one message: the number of the socket's messages that come before it, the number of its
+frames, their lengths, and the frames. The writer increments `written` when the slot is complete,
+the reader `read` when it has copied it. On x86 stores become visible in program order, so nothing
+more is needed; on other machines there are no mailboxes. The extension, if it is loaded, does the
+same in C++ (``native/mailbox.cpp``).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from lazygt.errors import ProtocolError
 from lazygt.runtime.launch.procfs import cpu_quota
 from lazygt.runtime.memory_files import create_file
 
-#: A page a message: a run of a known plan fits, and so does a number in an answer. There are more
-#: of them than runs that a client is ahead.
+#: One page per message: a run of a known plan fits, and so does a number in an answer. There are
+#: more slots than runs that a client is ahead.
 _SLOT, _SLOTS = 4096, 64
 _FIRST = 4096
 _BOX = _FIRST + _SLOTS * _SLOT
@@ -45,8 +45,8 @@ _HEAD = struct.Struct("<QH")
 #: Bytes of the longest message, with two for each of its frames.
 CAPACITY = _SLOT - _HEAD.size
 
-#: So long a look for the next message goes on: longer than falling asleep and being woken takes,
-#: and than a worker needs to copy a MiB.
+#: Duration of a spin: longer than falling asleep and being woken takes, and than a worker needs to
+#: copy a MiB.
 SPIN_SECONDS = 250e-6
 _LOOKS = 200  # between two looks elsewhere: some 10 us
 _JUDGED_EVERY = 0.1  # seconds
@@ -62,7 +62,7 @@ def _lengths(count: int) -> struct.Struct:
 
 @dataclass(frozen=True, slots=True)
 class MailboxFiles:
-    """The descriptors that both processes hold: the memory, and what wakes either of them."""
+    """Descriptors that both processes hold: the memory, and each one's wake-up eventfd."""
 
     memory: int
     to_worker: int
@@ -70,7 +70,7 @@ class MailboxFiles:
 
     @staticmethod
     def create() -> MailboxFiles | None:
-        """New ones, or None where there are no mailboxes."""
+        """Create new ones; return None on machines without mailboxes."""
         if platform.machine() not in ("x86_64", "AMD64"):
             return None
         memory = create_file("lazygt-mailbox", 2 * _BOX)
@@ -79,37 +79,40 @@ class MailboxFiles:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All three."""
+        """All three descriptors."""
         return self.memory, self.to_worker, self.to_client
 
     def close(self) -> None:
-        """Close them here."""
+        """Close the descriptors in this process."""
         for fd in self.all:
             os.close(fd)
 
 
 class Mailbox(Protocol):
-    """One direction, of which a process is either the reader or the writer."""
+    """One direction of a channel; a process is either its reader or its writer."""
 
     def filled(self) -> bool:
-        """Whether something has not been read."""
+        """Return whether there is an unread message."""
 
     def put(self, frames: Sequence[Frame], before: int) -> bool:
-        """Leave a message that comes after so many of the socket's; False if there is no room."""
+        """Put a message that follows ``before`` of the socket's; False if there is no room."""
 
     def take(self, received: int) -> list[Any] | None:
-        """The next message, unless one of the socket's comes first; so many have come.
+        """Take the next message; None if there is none or one of the socket's comes first.
+
+        Args:
+            received: number of the socket's messages received so far.
 
         Raises:
-            ValueError: the other process has written what makes no sense.
+            ValueError: the other process has written an invalid message.
         """
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
 
 
 class _Mailbox:
-    """A mailbox in Python."""
+    """Mailbox in Python."""
 
     def __init__(self, memory: mmap.mmap, begin: int) -> None:
         self._memory, self._begin = memory, begin + _FIRST
@@ -162,13 +165,13 @@ class _Mailbox:
 
 
 class Mailboxes:
-    """One process's end: what comes in and what goes out, in one order with the socket's messages.
+    """One process's mailboxes, incoming and outgoing, ordered with the socket's messages.
 
     Attributes:
         incoming: the mailbox that this process reads.
-        wakes: a descriptor that can be read when something has come in.
-        files: the descriptors behind them.
-        sent, received: messages on the socket so far, which whoever holds it counts.
+        wakes: an eventfd that becomes readable when a message has come in.
+        files: the descriptors of both mailboxes.
+        sent, received: messages on the socket so far; the socket's owner counts them.
     """
 
     def __init__(self, files: MailboxFiles, *, of_worker: bool) -> None:
@@ -186,7 +189,7 @@ class Mailboxes:
         self.files = files
 
     def use_extension(self) -> None:
-        """Have the extension read and write from here on, if there is one; it needs torch."""
+        """Switch to the extension's implementation, if there is one; it needs torch."""
         module = native.load().module
         if module is None:
             return
@@ -199,9 +202,9 @@ class Mailboxes:
             box.close()
 
     def put(self, frames: Sequence[Frame]) -> bool:
-        """Leave a message for the other process; False if it has to go by the socket.
+        """Put a message for the other process; False if it has to go by the socket.
 
-        It has to, too, while another thread is here, or this one: in a finalizer.
+        Also False during another call, of another thread or of this one (in a finalizer).
         """
         if not self._putting.acquire(blocking=False):
             return False
@@ -214,10 +217,10 @@ class Mailboxes:
         return True
 
     def take(self) -> list[Any] | None:
-        """The next message, if it is its turn.
+        """Take the next message, if it is its turn.
 
         Raises:
-            ProtocolError: the other process has written what makes no sense.
+            ProtocolError: the other process has written an invalid message.
         """
         try:
             return self.incoming.take(self.received)
@@ -225,12 +228,12 @@ class Mailboxes:
             raise ProtocolError(str(error)) from None
 
     def awake(self) -> None:
-        """Note that `wakes` has woken us."""
+        """Reset `wakes` after a wake-up."""
         with suppress(BlockingIOError):  # somebody else has
             os.eventfd_read(self.wakes)
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release everything. Idempotent."""
         if not self._memory.closed:
             self.incoming.close()
             self._out.close()
@@ -239,7 +242,7 @@ class Mailboxes:
 
 
 def spin(boxes: Sequence[Mailboxes], elsewhere: Callable[[], object]) -> None:
-    """Look for a moment whether something comes in, or happens elsewhere."""
+    """Spin for a moment until a message comes in, or ``elsewhere`` reports an event."""
     incoming = [box.incoming for box in boxes]
     if (native_spin := boxes[0].spin) is not None:
         native_spin(incoming, elsewhere, SPIN_SECONDS)
@@ -256,25 +259,25 @@ def spin(boxes: Sequence[Mailboxes], elsewhere: Callable[[], object]) -> None:
 
 
 class Cores:
-    """Whether some processes have a core each: only then may one of them spin.
+    """Count of the cores of some processes: only if each has its own may one spin.
 
-    On a single core whoever spins keeps the one that it waits for from working.
+    On a shared core a spinning process keeps the awaited one from working.
 
     Args:
         pids: processes whose cores count.
-        processes: how many want one.
+        processes: number of processes that need a core.
     """
 
     def __init__(self, pids: Sequence[int], processes: int) -> None:
         self._pids, self._processes = pids, processes
         self._enough, self._judge_at = False, 0.0
         quota = cpu_quota()
-        #: whoever spins takes from what the others may use up
+        #: spinning takes from the quota that the others share
         self._may = quota is None or quota >= processes
 
     @property
     def enough(self) -> bool:
-        """Judged anew now and then, since a process may be moved to other cores."""
+        """True if there are enough cores; judged anew now and then, as affinities may change."""
         now = time.monotonic()
         if now >= self._judge_at:
             self._judge_at = now + _JUDGED_EVERY

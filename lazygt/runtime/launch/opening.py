@@ -1,4 +1,4 @@
-"""Opening: the workers that a config asks for, behind their link."""
+"""Opening: starts the workers that a config asks for, and returns their link."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ if TYPE_CHECKING:
 
 
 def device_type(config: Config) -> str:
-    """The type of device that the workers compute on."""
+    """Return the type of device that the workers compute on."""
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return config.device
 
 
 def _job(asked: bool) -> Job | None:
-    """The job of this process, which few programs have: they do not load what reads it.
+    """Return the job of this process, or None.
+
+    Few programs have one, so the reader is only loaded if needed.
 
     Args:
-        asked: whether the user says that there is one.
+        asked: True if the user says that there is one.
     """
     # The client of a job has its variables no more, and has loaded this.
     loaded = "lazygt.runtime.cluster.environment" in sys.modules
@@ -48,12 +50,12 @@ def _job(asked: bool) -> Job | None:
 
 
 def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a session is asked for, with what an engine that started this process says of it.
+    """Return a session's settings, completed by the engine that started this process.
 
-    In a process that the engine started to be one of the workers this does not return.
+    Does not return in a process that the engine started as one of the workers.
 
     Raises:
-        LaunchError: the engine's variables contradict each other, or what was asked for.
+        LaunchError: the engine's variables contradict each other, or the settings.
         SystemExit: the program's rank 0, which is the client, has ended.
     """
     given = dict(settings)
@@ -82,14 +84,14 @@ def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
-    """Start the workers of a mesh.
+    """Start the workers of a mesh and return their link.
 
     Args:
-        copier: ``module:attribute`` of what makes a `weight_copies.Copier`, loaded when needed.
+        copier: ``module:attribute`` of a factory of `weight_copies.Copier`, loaded when needed.
 
     Raises:
         ValueError: there is no such launcher, or it can't start so many.
-        WorkerDied, WorkerFrozen: one did not come up.
+        WorkerDied, WorkerFrozen: a worker did not come up.
     """
     open_workers = LAUNCHERS.get(config.launcher)
     if open_workers is None:
@@ -103,7 +105,7 @@ def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
 
 
 def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
-    """A worker in the client's own process."""
+    """Return a link to a worker in the client's own process."""
     if config.workers != 1:
         raise ValueError("lazygt.session(launcher='inline') has one worker: the client itself")
     # why: only here does the client run plans itself, and the other loads the sockets
@@ -126,7 +128,7 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
 
 
 def _dry(config: Config, mesh: Mesh, copier: str) -> Link:
-    """One worker that computes nothing, in the place of all."""
+    """Return a link to one worker that computes nothing, in the place of all."""
     # why: few sessions are dry
     from lazygt.runtime.executors.dry import DryWorker
 
@@ -135,7 +137,7 @@ def _dry(config: Config, mesh: Mesh, copier: str) -> Link:
 
 
 def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
-    """Worker processes, started by the `Launcher` that ``module:attribute`` names."""
+    """Start worker processes with the `Launcher` named ``module:attribute``."""
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.launch.base import load_named
     from lazygt.runtime.launch.process_link import ProcessLink
@@ -144,7 +146,7 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
 
 
 def _attached(config: Config, mesh: Mesh, copier: str) -> Link:
-    """Workers on all hosts where an engine has started this program."""
+    """Start workers on all hosts of the job that an engine has started."""
     # why: few programs are started by an engine
     from lazygt.runtime.cluster import attach
 
@@ -152,7 +154,7 @@ def _attached(config: Config, mesh: Mesh, copier: str) -> Link:
 
 
 def _on_ray(config: Config, mesh: Mesh, copier: str) -> Link:
-    """Workers where Ray has room for them."""
+    """Start workers on hosts that Ray assigns."""
     # why: few programs ask Ray, which is optional
     from lazygt.runtime.cluster.ray import open_ray
 
@@ -160,7 +162,7 @@ def _on_ray(config: Config, mesh: Mesh, copier: str) -> Link:
 
 
 def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
-    """What worker processes are to be, by a config."""
+    """Return the `LinkSpec` of a config."""
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.launch.start_plan import LinkSpec
 
@@ -192,8 +194,8 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
     )
 
 
-#: ``launcher=`` -> what opens the workers that a config asks for. One that starts worker processes
-#: is a `Launcher` in a file beside this one, and a line here that names it as "process" does.
+#: ``launcher=`` -> function that opens the workers of a config. A new way to start worker processes
+#: is a `Launcher` in a file beside this one, and a line here like that of "process".
 LAUNCHERS: dict[str, Callable[[Config, Mesh, str], Link]] = {
     "process": partial(_processes, "lazygt.runtime.launch.local:LocalLauncher"),
     "environment": _attached,
@@ -204,7 +206,7 @@ LAUNCHERS: dict[str, Callable[[Config, Mesh, str], Link]] = {
 
 
 def _load_now() -> None:
-    """Load what torch would load at the first op, where it could not be loaded then."""
+    """Import modules that torch would import at the first op, when it could not."""
     with in_some_directory():
         importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
         importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python

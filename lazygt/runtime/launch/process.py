@@ -1,14 +1,14 @@
 """The worker process: ``python -m lazygt.runtime.launch.process LIVENESS_FD``.
 
-Two threads. The main thread receives, lets the handler work, and replies. The control thread
-answers pings, so that a long computation is told apart from a stopped process, and ends the
+Two threads. The main thread receives, passes messages to the handler, and replies. The control
+thread answers pings, so that a long computation is told apart from a stopped process, and ends the
 process when the client is gone. It needs the interpreter only for an instant, and torch gives that
 free inside its ops, so it works while the main thread is in a long kernel.
 
-How the client's end is noticed: by the end of the liveness pipe, which only the client holds, and
-by the client's pidfd, in case a child that the client forked still holds the pipe.
-PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the worker ends, and a
-session opened in a thread may outlive that thread.
+Two signals tell of the client's end: the end of the liveness pipe, which only the client holds, and
+the client's pidfd, in case a child that the client forked still holds the pipe. PR_SET_PDEATHSIG is
+not used: it fires when the *thread* that started the worker ends, and a session opened in a thread
+may outlive that thread.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _TICK_MS = int(1000 * EVERY)
 
 
 class MessageHandler(Protocol):
-    """Object that the boot configuration's factory makes.
+    """Message handler of a worker, made by the boot configuration's factory.
 
-    One that answers some messages later has an eventfd ``wakes``, or None, and a method ``late``
-    that returns the replies that are there by then.
+    A handler that answers some messages later has an eventfd ``wakes``, or None, and a method
+    ``late`` that returns the replies available by then.
     """
 
     def handle(self, frames: list[Frame]) -> Sequence[Sequence[Frame]]:
-        """Do what a message asks and return the replies.
+        """Handle a message and return the replies.
 
         Raises:
             ProtocolError: the message is malformed; its sender is dropped.
@@ -98,7 +98,7 @@ def read_boot(fd: int) -> Boot:
 
 
 def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
-    """Load all that a worker needs, and wait until this process is told its rank."""
+    """Load the worker's modules, and wait until this process is told its rank."""
     load_named(boot.factory)
     received = None
     while received is None:
@@ -113,7 +113,7 @@ def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
 
 
 def serve(server: Server, handler: MessageHandler, activity: Activity) -> None:
-    """Receive, handle and reply, until the owner says SHUTDOWN."""
+    """Receive, handle and reply, until the owner sends SHUTDOWN."""
     late: Callable[[], Sequence[Sequence[Frame]]] | None = None
     if (wakes := getattr(handler, "wakes", None)) is not None:
         server.watch(wakes)
@@ -190,7 +190,7 @@ def leave_group(boot: Boot) -> None:
 
 
 class Control(threading.Thread):
-    """Answers pings, watches the client, tells of the main thread, and keeps the log short."""
+    """Control thread: answers pings, watches the client, reports, keeps the log short."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Control(threading.Thread):
             self._report()
 
     def _report(self) -> None:
-        """Write the status page. The worker goes on without, where that is not possible."""
+        """Write the status page. If that fails, the worker goes on without it."""
         if self._reporter is None:
             return
         try:
@@ -251,7 +251,7 @@ class Control(threading.Thread):
 
 
 def _watch_client(pid: int) -> int | None:
-    """A pidfd of the client, or None if it has gone already."""
+    """Return a pidfd of the client, or None if it has gone already."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -261,7 +261,7 @@ def _watch_client(pid: int) -> int | None:
 
 
 def _shorten_log(fd: int) -> None:
-    """Keep the end of what was written to the log, once it is long."""
+    """Cut a log that has become long to its last part."""
     size = os.fstat(fd).st_size
     if size > _LOG_LIMIT:
         kept = os.pread(fd, _LOG_KEPT, size - _LOG_KEPT)

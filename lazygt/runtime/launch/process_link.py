@@ -1,7 +1,7 @@
-"""The client's link to its worker processes: their channels, deaths and silences together.
+"""The client's link to its worker processes: channels, deaths and silences together.
 
-Whatever waits, waits in one poll over all sockets and all processes, so a death is seen the moment
-it happens. Every message that has arrived is delivered before any error is raised.
+Every wait is one poll over all sockets and all processes, so a death is seen the moment it happens.
+Every message that has arrived is delivered before any error is raised.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from lazygt.runtime.wire import encode
 
 
 class ProcessLink:
-    """Worker processes and the way to them; the session's `Link`.
+    """Worker processes and the channels to them; the session's `Link`.
 
     `send` may be called from any thread. `receive` is for one thread at a time; a second one waits
-    for the first. Start does not wait for the workers: what is sent meanwhile is kept for them.
+    for the first. The constructor does not wait for the workers: messages sent meanwhile are kept
+    for them.
 
-    They are all on this host, and counted here from 0: where a session has workers on other hosts,
-    too, ``spec.here`` says which ranks these have.
+    The workers are all on this host, and counted here from 0: if a session has workers on other
+    hosts, too, ``spec.here`` has the ranks of these workers.
 
     Args:
         memory: memory that the workers share with others, see `HostMemory`.
@@ -75,36 +76,36 @@ class ProcessLink:
         self._watch = supervise.Watch(
             self.world_size, time.monotonic(), spec.frozen_after, spec.start_timeout
         )
-        #: rank -> when it was last heard, where the watch does not know yet
+        #: rank -> time of its last sign of life, not yet reported to the watch
         self._heard: dict[int, float] = {}
-        #: when the watch has to be asked again
+        #: time at which the watch must judge again
         self._look_at = 0.0
         self._deaths: dict[int, tuple[str, str]] = {}
         self._errors: deque[LazyGTError] = deque()
-        #: rank -> why it listens to us no more
+        #: rank -> reason of its refusal to listen to us
         self._refused: dict[int, str] = {}
-        #: rank -> use of the processor at its ping, or when it was last looked at since
+        #: rank -> processor usage at its ping, or at the last look since
         self._used: dict[int, Usage] = {}
         self._turn = 0
         self._closed = False
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is known to be wrong with it."""
+        """True if no fault of the link is known."""
         return not (self._closed or self._deaths or self._refused)
 
     @property
     def lost(self) -> dict[int, WorkerDied]:
-        """The workers that are known to have died, with how they did."""
+        """Workers that are known to have died, with their errors."""
         return {rank: self._died(rank) for rank in self._deaths}
 
     def replace(self, rank: int, group_number: int) -> None:
-        """Start a new process in the place of a worker, which is ended if it has not died.
+        """Start a new process in the place of a worker, which is killed if it still runs.
 
-        Whatever it sent and was sent is gone.
+        Messages from and to the old process are lost.
 
         Raises:
-            OSError: none can be started.
+            OSError: no process can be started.
         """
         with self._receiving:
             self._pool.replace(rank, group_number)
@@ -116,36 +117,36 @@ class ProcessLink:
             self.pids = tuple(worker.process.pid for worker in self._pool.workers)
 
     def refill(self) -> None:
-        """Have as many spare processes as there are to be.
+        """Start spare processes up to the configured number.
 
         Raises:
-            OSError: one can't be started.
+            OSError: a process can't be started.
         """
         self._pool.refill()
 
     def look(self) -> None:
-        """Nothing: no rank is elsewhere."""
+        """Do nothing: no rank is on another host."""
 
     def last_step(self, rank: int) -> tuple[int, int]:
-        """The run that a worker did last with times taken, and the step of it."""
+        """Return the run that a worker last timed, and its step in that run."""
         return self._pool.last_step(rank)
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
-        """One that goes by the mailboxes, where they are the extension's."""
+        """Return a fetcher over the mailboxes, if these are the extension's; else None."""
         pool = self._pool
         if self.world_size > 1 or not pool.boxes or pool.boxes[0].spin is None:
             return None
         return make.by_mailbox(*whose, pool.boxes[0], pool.cores, self._hear)
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Nothing is to be done: workers have mapped the arena itself."""
+        """Do nothing: workers have mapped the arena itself."""
 
     def fetch_arena(self, rank: int) -> Arena | None:
-        """The client's mapping of the arena that a worker owns, or None without shared memory."""
+        """Return our mapping of a worker's fetch arena; None without shared memory."""
         return self._pool.workers[rank].fetch
 
     def snapshot_arena(self, rank: int) -> Arena:
-        """A mapping of the memory in which a worker's snapshots lie, for who closes it."""
+        """Return a new mapping of a worker's snapshot memory; the caller closes it."""
         return self._pool.snapshot_arena(rank)
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
@@ -153,7 +154,7 @@ class ProcessLink:
 
         Raises:
             WorkerDied: the worker is known to have died.
-            ProtocolError: it has refused what it was sent before.
+            ProtocolError: the worker has refused an earlier message.
             ValueError: the message is longer than the limit.
             LazyGTError: the link is closed.
         """
@@ -171,21 +172,21 @@ class ProcessLink:
     def receive(
         self, timeout: float | None, beside: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
-        """The next message of any rank, as ``(rank, frames)``.
+        """Return the next message of any rank, as ``(rank, frames)``.
 
         Args:
             timeout: seconds to wait; 0 only looks, None waits for ever.
-            beside: a descriptor that ends the wait, too, when it can be read.
+            beside: a descriptor that also ends the wait when it becomes readable.
 
         Returns:
-            None when the wait has ended without one. Messages that have arrived come before any
+            None if the wait has ended without a message. Messages that have arrived come before any
             error.
 
         Raises:
             WorkerDied: at once when a worker dies; again whenever a wait would otherwise end with
                 nothing or last for ever, since that worker's answer will not come.
             WorkerFrozen: a worker has given no sign of life for the deadline.
-            ProtocolError: a worker refused what it was sent; again as for a worker that has died.
+            ProtocolError: a worker refused a message; again as for a worker that has died.
             LazyGTError: the link is closed.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -200,12 +201,12 @@ class ProcessLink:
                     return None
 
     def close(self, at_once: bool = False) -> None:
-        """End the workers and remove all that belongs to them. Idempotent; takes seconds at most.
+        """End the workers and remove all their resources. Idempotent; takes seconds at most.
 
         First a shutdown message, then SIGTERM, then SIGKILL, each with a bounded wait.
 
         Args:
-            at_once: SIGKILL alone: nobody is there whom they could still tell anything.
+            at_once: SIGKILL alone: the client is gone, so an orderly end has no use.
         """
         self._closed = True
         if not self._finalizer.alive:
@@ -228,7 +229,7 @@ class ProcessLink:
         return WorkerDied(rank, self.pids[rank], *self._deaths[rank])
 
     def _next_small(self, waits: bool) -> tuple[int, list[memoryview]] | None:
-        """The next message of a mailbox, if one has come, or comes in a moment."""
+        """Take a mailbox's next message, if there is one or one comes in a moment."""
         pool = self._pool
         if not pool.boxes:
             return None
@@ -244,13 +245,13 @@ class ProcessLink:
         return None
 
     def _next(self) -> tuple[int, list[memoryview]] | None:
-        """The next message that has arrived, taking turns between the ranks."""
+        """Return the next message that has arrived, round robin over the ranks."""
         workers = self._pool.workers
         for step in range(len(workers)):
             rank = (self._turn + step) % len(workers)
             worker = workers[rank]
             while worker.inbox or _take(worker.data, worker.inbox):
-                # What was left in the mailbox before it was sent is there by now, and comes first.
+                # A message put into the mailbox earlier is there by now, and comes first.
                 frames = None if worker.boxes is None else worker.boxes.take()
                 if frames is None:
                     frames = self._open(rank, worker.inbox.popleft())
@@ -260,7 +261,7 @@ class ProcessLink:
         return None
 
     def _open(self, rank: int, message: bytes) -> list[memoryview] | None:
-        """The frames of a message for the session; None for one of our own."""
+        """Return the frames of a message for the session; None for one of our own."""
         kind, frames = channel.unpack(message)
         self._hear(rank)
         if kind == channel.DATA:
@@ -278,7 +279,7 @@ class ProcessLink:
         return ProtocolError(f"worker {rank} dropped this session: {self._refused[rank]}")
 
     def _wait(self, until: float | None, beside: int | None) -> bool:
-        """Wait until something happens; False when it is not to go on. Nothing has arrived yet."""
+        """Wait for an event, after taking all arrived messages; False at the end of the wait."""
         self._take_pongs()
         now = time.monotonic()
         if now >= self._look_at:
@@ -300,7 +301,7 @@ class ProcessLink:
         return bool(ready) or left is None or left > 0
 
     def _poll(self, seconds: float, beside: int | None) -> list[int]:
-        """Wait for anything at all, also for another descriptor; those that can be read."""
+        """Wait for any event, also of ``beside``; return the readable descriptors."""
         poller, alarm = self._pool.poller, self._pool.alarm
         if beside is not None:
             poller.register(beside, select.POLLIN)
@@ -322,32 +323,32 @@ class ProcessLink:
             os.eventfd_write(self._pool.alarm, 1)
 
     def _raise_if_lost(self) -> None:
-        """Do not wait for ever, nor come back with nothing, when an answer is known not to come."""
+        """Raise for a worker that has died or refused, since its answer will not come."""
         if self._deaths:
             raise self._died(min(self._deaths))
         if self._refused:
             raise self._refusal(min(self._refused))
 
     def _look(self, now: float) -> None:
-        """Have the watch judge, as often as it wants to; what happens in between can wait."""
+        """Let the watch judge, as often as it asks to; events in between can wait."""
         self._tell_watch()
         self._look_for_work(now)
         self._follow(self._watch.handle(supervise.Tick(), now))
         self._look_at = now + self._watch.seconds_to_next(now)
 
     def _hear(self, rank: int) -> None:
-        """Note that a worker gave a sign of life, now."""
+        """Record a sign of life of a worker, now."""
         self._heard[rank] = now = time.monotonic()
         self._look_at = min(self._look_at, now + self._watch.silence)
 
     def _tell_watch(self) -> None:
-        """Tell the watch who was heard meanwhile."""
+        """Report the signs of life since the last call to the watch."""
         heard, self._heard = self._heard, {}
         for rank, when in heard.items():
             self._watch.handle(supervise.Heard(rank), when)
 
     def _look_for_work(self, now: float) -> None:
-        """A worker that does not answer and works is busy."""
+        """Report processor usage to the watch: a worker that works without answering is busy."""
         for rank in self._watch.asked:
             before, self._used[rank] = self._used[rank], self._pool.workers[rank].process.usage()
             used = self._used[rank]
@@ -384,7 +385,7 @@ def _take(client: channel.Client, inbox: deque[bytes]) -> bool:
 
 
 def _abandon(pool: WorkerPool, owner: int) -> None:
-    """The net under `ProcessLink.close`, for a link that was dropped or forgotten."""
+    """Clean up after a link that was dropped without `ProcessLink.close`."""
     if os.getpid() != owner:
         return  # a child that the client forked: the workers are not its own
     pool.end(orderly=(), stuck=range(len(pool.workers)))

@@ -1,8 +1,10 @@
-"""What the kernel tells of processes: their time and state (proc(5)), the cores that they may use
-up, how much memory is left, and whether one was ended because that ran out.
+"""Facts from procfs and cgroups: processes, cores, memory left, OOM kills.
 
-The kernel sends SIGKILL then, as anybody may. But it counts whom it kills: in the memory cgroup of
-the process, and on the whole machine.
+They are processes' times and states (proc(5)), the cores that they may use up, the memory left, and
+whether a process was ended for want of memory.
+
+Out of memory the kernel sends SIGKILL, as anybody may. But it counts the processes that it kills:
+in the memory cgroup of the process, and on the whole machine.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int, root: Path = Path("/")) -> list[str]:
-    """The fields of its stat file after the name: the first is the state. Empty: it has gone."""
+    """Return the stat fields after the name, the state first; empty if it has gone."""
     try:
         text = (root / f"proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -28,11 +30,11 @@ def _stat(pid: int, root: Path = Path("/")) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Use of the processor by a process at one moment.
+    """Processor usage of a process at one moment.
 
     Attributes:
-        seconds: of processor time, in all its threads; 0 once it has gone.
-        runnable: threads that run or wait for a processor, with how often each has slept so far.
+        seconds: processor time of all its threads; 0 once it has gone.
+        runnable: threads that run or wait for a processor -> the number of times each has slept.
     """
 
     seconds: float = 0.0
@@ -40,7 +42,7 @@ class Usage:
 
     @staticmethod
     def of(pid: int, root: Path = Path("/")) -> Usage:
-        """The usage of a process now."""
+        """Return the usage of a process now."""
         fields = _stat(pid, root)
         if not fields:
             return Usage()
@@ -48,7 +50,7 @@ class Usage:
         return Usage(seconds, dict(_runnable(root / f"proc/{pid}/task")))
 
     def is_runnable_since(self, earlier: Usage) -> bool:
-        """Whether a thread has been runnable all the time since then.
+        """Return whether a thread has been runnable all the time since ``earlier``.
 
         Threads that wait for the interpreter's lock wake again and again, and sleep in between.
         """
@@ -59,7 +61,7 @@ _SLEPT = re.compile(r"^voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
 
 
 def _runnable(threads: Path) -> Iterator[tuple[int, int]]:
-    """The runnable threads of a process, with how often each has slept."""
+    """Yield the runnable threads of a process, each with its count of sleeps."""
     try:
         statuses = [each / "status" for each in threads.iterdir()]
     except (FileNotFoundError, ProcessLookupError):
@@ -73,26 +75,26 @@ def _runnable(threads: Path) -> Iterator[tuple[int, int]]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether it does not run at all, by SIGSTOP or a debugger."""
+    """Return whether a process is stopped, by SIGSTOP or a debugger."""
     return state(pid) in ("T", "t")
 
 
 def state(pid: int) -> str:
-    """The letter that proc(5) has for what it does; empty: it has gone."""
+    """Return a process's state, a letter of proc(5); empty if it has gone."""
     return "".join(_stat(pid)[:1]).strip("ZX")
 
 
 def parent(pid: int) -> int:
-    """The process id of its parent; 0 once it has gone."""
+    """Return a process's parent; 0 once the process has gone."""
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
 
 
 def resident(pid: int, what: str = "VmRSS") -> int:
-    """Bytes of a process in memory; 0 once it has gone.
+    """Return a process's bytes in memory; 0 once it has gone.
 
     Args:
-        what: ``VmRSS``: now; ``VmHWM``: at most; ``RssAnon``, ``RssShmem``: now, of its own and of
+        what: ``VmRSS``: now; ``VmHWM``: peak; ``RssAnon``, ``RssShmem``: now, of its own and of
             shared memory.
     """
     try:
@@ -104,15 +106,15 @@ def resident(pid: int, what: str = "VmRSS") -> int:
 
 
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
-#: What C++ says when it gets no memory, before it aborts.
+#: The message of C++ when it gets no memory, before it aborts.
 _BAD_ALLOC = "std::bad_alloc"
 
 
 class OOMKills:
-    """What the kernel has killed since this was made.
+    """Processes that the kernel has killed for want of memory since this was made.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -120,11 +122,11 @@ class OOMKills:
         self._known = self._count()
 
     def explained(self, status: str, stderr: str) -> str:
-        """How a process ended, with the reason if that was want of memory.
+        """Return the exit status of a process, with the reason if it ran out of memory.
 
         Args:
-            status: as ``Process.status`` says.
-            stderr: the end of what it wrote.
+            status: result of ``Process.status``.
+            stderr: the end of its output.
         """
         aborted = status == "signal SIGABRT" and _BAD_ALLOC in stderr
         if aborted or (status == "signal SIGKILL" and self._one_more()):
@@ -132,7 +134,7 @@ class OOMKills:
         return status
 
     def _one_more(self) -> bool:
-        """Whether the kernel has killed one that was not counted here."""
+        """Return whether there is an OOM kill not counted before, and count it."""
         more = self._count() > self._known
         self._known += more
         return more
@@ -148,7 +150,7 @@ class OOMKills:
         return 0
 
     def _places(self) -> Iterator[Path]:
-        """Where the count may stand, the one that means this process's cgroup first."""
+        """Yield the files that may have the count, this process's cgroup first."""
         for cgroup in _cgroups(self._root, "memory"):
             yield cgroup / "memory.events"
             yield cgroup / "memory.oom_control"
@@ -156,7 +158,7 @@ class OOMKills:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The directories of this process's cgroup and of those that it lies in, its own first."""
+    """Yield the directories of this process's cgroup and its ancestors, innermost first."""
     mounted = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -176,13 +178,13 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """So many cores may be used up, as the cgroups say; None where they set no bound."""
+    """Return the number of cores that the cgroups allow; None without a bound."""
     quotas = [quota for cgroup in _cgroups(root, "cpu") if (quota := _quota(cgroup)) is not None]
     return min(quotas, default=None)
 
 
 def _quota(cgroup: Path) -> float | None:
-    """Of one cgroup, of either version."""
+    """Return the quota of one cgroup, of either version; None without one."""
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()
@@ -199,7 +201,7 @@ _CACHED = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
 
 
 def memory_left(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process may still take, as the machine and the cgroups say."""
+    """Return the bytes that this process may still take, by machine and cgroups."""
     match = _AVAILABLE.search((root / "proc/meminfo").read_text())
     machine = int(match[1]) << 10 if match else 0
     rooms = [room for cgroup in _cgroups(root, "memory") if (room := _room(cgroup)) is not None]
@@ -207,7 +209,7 @@ def memory_left(root: Path = Path("/")) -> int:
 
 
 def _room(cgroup: Path) -> int | None:
-    """Bytes left in one cgroup, of either version, with what it would drop of its files."""
+    """Return the bytes left in one cgroup, of either version, with reclaimable file cache."""
     try:
         if (cgroup / "memory.max").exists():
             limit, used = ((cgroup / f"memory.{name}").read_text() for name in ("max", "current"))

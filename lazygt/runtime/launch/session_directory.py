@@ -1,8 +1,8 @@
-"""A session's directory, for its sockets and the files in which its ranks meet.
+"""A session's directory, for its sockets and its ranks' rendezvous files.
 
-Other things of the user's may lie beside it under similar names. So only what a session's own
-record proves to be one is ever removed, file by file, and nothing is followed: the record says
-which process made it, and the name, the owner, the modes and every file in it are as made here.
+Other files of the user's may lie beside it under similar names. So a directory is only removed if
+its own record proves it a session's, file by file, and no link is followed: the record names the
+process that made it, and the name, the owner, the modes and every file in it are as made here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lazygt.files import create, make_folder
 
 RECORD = "session.json"
 _NAME = re.compile(r"lazygt-[0-9a-f]{16}")
-#: All that is made in a session's directory: sockets, and files with no word of the user's.
+#: Names of all files in a session's directory: sockets, and files without data of the user's.
 _CONTENT = re.compile(
     rf"{re.escape(RECORD)}|data\d+|control\d+|rendezvous\d+|group\.\d+|transfer|groups-\d+|group-[\d-]+"
 )
@@ -33,10 +33,10 @@ _MOST_BYTES = 4096  # of a record
 
 
 class SessionDirectory:
-    """A fresh directory that only this user can enter.
+    """Fresh directory that only this user can enter.
 
-    It is locked as long as its client lives. One whose client was killed before it had a worker to
-    clean up is removed by the next session.
+    It is locked as long as its client lives. If the client is killed before it has a worker to
+    clean up, the next session removes the directory.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class SessionDirectory:
             json.dump(_process(os.getpid()), file)
 
     def close(self) -> None:
-        """Remove the directory. Idempotent; what others put there stays, and so does it."""
+        """Remove the directory, unless it has foreign files, which stay. Idempotent."""
         if self._fd >= 0:
             _remove(self.path, self._fd)
             os.close(self._fd)
@@ -65,7 +65,7 @@ class SessionDirectory:
 
 
 def remove(path: Path) -> None:
-    """Remove a session's directory whose client has ended, if that is what lies there."""
+    """Remove the directory of a session with an ended client, if ``path`` is one."""
     with suppress(OSError), _opened(path) as fd:
         if _read_record(fd) is not None:
             _remove(path, fd)
@@ -76,14 +76,14 @@ def _bases() -> tuple[str | None, str]:
 
 
 def _short_base() -> Path:
-    """Where the directory goes: a UNIX socket's path must stay below 108 bytes."""
+    """Return the parent folder: a UNIX socket's path must stay below 108 bytes."""
     for name in _bases():
         if name and len(os.fsencode(name)) < 64 and os.access(name, os.W_OK | os.X_OK):
             return Path(name)
     return Path("/tmp")
 
 
-# -- what others left ----------------------------------------------------------------------------
+# -- leftovers of other sessions -----------------------------------------------------------------
 
 
 def _sweep(base: Path) -> None:
@@ -105,7 +105,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _is_left_behind(path: Path, fd: int) -> bool:
-    """Whether all of it says that a session made it whose process has ended."""
+    """Return whether everything shows a session's directory with an ended process."""
     status = os.fstat(fd)
     if not _NAME.fullmatch(path.name) or stat.S_IMODE(status.st_mode) != _MODE:
         return False
@@ -120,7 +120,7 @@ def _is_left_behind(path: Path, fd: int) -> bool:
 
 
 def _is_own(fd: int, name: str) -> bool:
-    """Whether an entry of a session's directory may be one that a session made."""
+    """Return whether a session may have made this entry of its directory."""
     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
     kinds = (stat.S_ISSOCK, stat.S_ISREG, stat.S_ISFIFO)
     return (
@@ -131,7 +131,7 @@ def _is_own(fd: int, name: str) -> bool:
 
 
 def _read_record(fd: int) -> dict[str, Any] | None:
-    """What a session's record says; None: there is none that could be one."""
+    """Return the contents of a session's record; None without a valid one."""
     try:
         # not blocking: it may be a pipe of somebody's
         file = os.open(RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
@@ -146,9 +146,11 @@ def _read_record(fd: int) -> dict[str, Any] | None:
 
 
 def _remove(path: Path, fd: int) -> None:
-    """Remove our own files from an open directory, the record last, and it, if it is empty then.
+    """Remove our own files from an open directory, the record last, then the directory.
 
-    Others may do the same at this moment.
+    It stays if it is not empty then.
+
+    Other processes may do the same at this moment.
     """
     with suppress(OSError):
         files = [name for name in os.listdir(fd) if _is_own(fd, name)]
@@ -159,7 +161,7 @@ def _remove(path: Path, fd: int) -> None:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """A process as no other one is, on any machine; ``start`` is None if there is none."""
+    """Return a key of a process, unique over all machines; ``start`` is None if it has gone."""
     return {
         "pid": pid,
         "start": _start(pid),
@@ -169,7 +171,7 @@ def _process(pid: int) -> dict[str, Any]:
 
 
 def _start(pid: int) -> int | None:
-    """When a process started, in ticks since the boot; None: it has ended."""
+    """Return the start time of a process, in ticks since the boot; None if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a session's workers are to be, and what each is told at its start."""
+"""Specification of a session's workers, and each one's boot configuration."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _SIOCGIFADDR = 0x8915  # of an interface: its IPv4 address (netdevice(7))
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """What a session's workers are to be.
+    """Specification of a session's workers.
 
     Attributes:
         world_size: number of worker processes.
-        ranks: those of them that are started here; None: all.
-        group_number: how many process groups the session had before.
+        ranks: ranks that are started here; None: all.
+        group_number: number of process groups that the session had before.
         device: ``cpu``, or ``cuda`` for one GPU each (shared when there are fewer GPUs).
-        gpus: which of the visible GPUs those that are started here take, in order, counted on from
-            the first again where there are fewer; None: from the first on.
+        gpus: indices of visible GPUs for the ranks started here, in order, modulo the number of
+            GPUs; None: from the first on.
         threads: torch threads a worker; None for a fair share of the cores.
         transport: ``ipc``, or ``tcp://HOST`` for encrypted TCP.
         factory: ``module:attribute`` that makes a worker's message handler.
@@ -46,18 +46,19 @@ class LinkSpec:
         start_timeout: the same for a worker that is still starting.
         max_message: bytes of the longest message either way.
         arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
-        client_here: whether the client's process is on this host: then large fetched values are
-            left in an arena that it has mapped, and workers spin for what it says. Else values come
-            with the answer, and who spins for a network takes a core from what it waits for.
+        client_here: True if the client's process is on this host: then large fetched values are
+            left in an arena that it has mapped, and workers spin for its messages. Else values come
+            with the answer, and workers do not spin: waiting for a network, that would take a core
+            from the awaited process.
         group_timeout: seconds a collective waits for the other ranks.
         mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
         environment: variables added to the workers' environment.
-        loads_torch: False for handlers that do without torch.
+        loads_torch: False for handlers that need no torch.
         copier: see `Boot`.
         token: the secret that the workers of a session on several hosts share; None: a new one.
-        spares: processes that wait, with torch loaded, to take the rank of one that has died.
-        store, host, address: where there are ranks on other hosts, too; see `GroupSpec`.
-        snapshots: whether workers get memory for copies of their values that outlive them.
+        spares: number of processes that wait, with torch loaded, to take a dead worker's rank.
+        store, host, address: set if there are ranks on other hosts, too; see `GroupSpec`.
+        snapshots: True if workers get memory for copies of their values that outlive them.
     """
 
     world_size: int = 1
@@ -87,16 +88,16 @@ class LinkSpec:
 
     @property
     def here(self) -> tuple[int, ...]:
-        """The ranks that are started here."""
+        """Ranks that are started here."""
         return tuple(range(self.world_size)) if self.ranks is None else self.ranks
 
     def gpu_of(self, rank: int) -> int:
-        """Which GPU a rank that is started here takes."""
+        """Return the index of the GPU of a rank that is started here."""
         number = self.here.index(rank)
         return number if self.gpus is None else self.gpus[number]
 
     def gpus_here(self, count: int) -> int:
-        """How many GPUs the ranks here have between them, of ``count`` visible ones."""
+        """Return the number of GPUs that the ranks here share, of ``count`` visible ones."""
         return count if self.gpus is None else len({gpu % count for gpu in self.gpus if count})
 
     @property
@@ -107,12 +108,12 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class StartPlan:
-    """What the workers of one session have in common at their start."""
+    """Start parameters that the workers of one session share."""
 
     spec: LinkSpec
     directory: Path
     token: bytes
-    #: where compiled code lies, if the spec does not say so; of those that come later, too
+    #: cache directory of compiled code, unless the spec has one; also for later workers
     cache: str = field(default_factory=lambda: str(cache_place(cache_setting())))
 
     def boot(
@@ -124,12 +125,12 @@ class StartPlan:
         mailboxes: MailboxFiles | None,
         ours: ExitStack,
     ) -> Boot:
-        """A worker's boot configuration.
+        """Return a worker's boot configuration.
 
         Args:
             place: number of its sockets.
-            rank: None: it is not known yet.
-            ours: closes our copies of its listening sockets.
+            rank: the worker's rank; None: not known yet.
+            ours: stack that closes our copies of its listening sockets.
         """
         spec = self.spec
         keys = None if spec.transport == "ipc" else Keys.generate()
@@ -167,13 +168,13 @@ class StartPlan:
         )
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Variables of one worker, its GPU among them."""
+        """Return the environment variables of one worker, its GPU among them."""
         given = {"LAZYGT_CACHE_DIR": self.cache, **self.spec.environment}
         if self.spec.device == "cuda":
             gpu = self.spec.gpu_of(rank)
             given["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, torch.cuda.device_count())
-            # NCCL listens for the ranks' first meeting: only where other ranks are. Who connects
-            # there must know a number that the ranks share.
+            # NCCL listens for the ranks' first meeting: only on the interface to other ranks. Its
+            # peers there must know a number that the ranks share.
             interface = os.environ.get("NCCL_SOCKET_IFNAME") or nccl_interface(self.spec.address)
             if interface:
                 given.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -191,7 +192,7 @@ class StartPlan:
         return channel.listen_tcp(host or "127.0.0.1", keys)
 
     def _place(self, name: str) -> Path:
-        """Where a socket goes; that of a worker that was there before makes room."""
+        """Return the path of a socket; the socket of an earlier worker is removed."""
         path = self.directory / name
         path.unlink(missing_ok=True)
         return path
@@ -217,13 +218,14 @@ class StartPlan:
 
 
 def nccl_interface(address: str) -> str:
-    """On which interface NCCL is to listen, as NCCL_SOCKET_IFNAME says it.
+    """Return the interface on which NCCL shall listen, as NCCL_SOCKET_IFNAME.
 
     Args:
-        address: the IP address at which other hosts' ranks reach this one; empty: there are none.
+        address: the IP address at which other hosts' ranks reach this one; empty: there are no
+            other hosts.
 
     Returns:
-        Empty where that is not known: NCCL then takes the first that leads to other hosts.
+        Empty if it is not known: NCCL then takes the first interface that leads to other hosts.
     """
     if not address:
         return "=lo"

@@ -1,20 +1,20 @@
-"""Status pages: what each process of a session is doing, in memory that ``lazygt top`` reads.
+"""Status pages of a session's processes, in shared memory that ``lazygt top`` reads.
 
-A session has one file (a memfd, which has no name in a file system): page 0 is the client's, page
-1 + r rank r's. Who is watching says so for a moment at a time in page 0, so nobody counts on a
-viewer that was killed. Layout of a page::
+A session has one file (a memfd, which has no name in a file system): page 0 is the client's, page 1
++ r rank r's. A viewer renews its watch in page 0 every moment, so a killed viewer is soon
+forgotten. Layout of a page::
 
     | magic: 8 bytes | written: 8 | watched until: 8 | zeros to 64 | slot 0: 2016 | slot 1: 2016 |
 
 A slot: ``| when: 8 | length: 4 | crc32: 4 | message |``; times are nanoseconds of the host's
 monotonic clock, numbers little-endian. Slot ``written % 2`` is the newest: its writer fills the
-other one and then counts ``written`` up. So a reader has a whole message if ``written`` is the same
-before and after it was copied and the checksum fits, also of a process that was stopped or killed
-while it wrote. A message is one of the classes below in msgpack, without names, in the order of its
-fields.
+other one and then increments ``written`` (a seqlock with two slots). So a reader has a whole
+message if ``written`` is the same before and after it was copied and the checksum fits, also of a
+process that was stopped or killed while it wrote. A message is one of the classes below in msgpack,
+without names, in the order of its fields.
 
-Ranks on other hosts write into a file of their own host. While somebody watches the client's, it
-asks for these pages and writes them into its own, with times on its own clock.
+Ranks on other hosts write into a file of their own host. While a viewer watches the client's file,
+the client asks for these pages and writes them into its own file, with times on its own clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import msgspec
 from lazygt.errors import ProtocolError
 from lazygt.runtime.memory_files import create_file
 
-#: What the file is called in ``/proc/PID/fd``.
+#: The file's name in ``/proc/PID/fd``.
 FILE_NAME = "lazygt-status"
 PAGE = 4096
 #: Changes with the layout or the classes below.
@@ -43,19 +43,19 @@ _SLOT = (PAGE - _FIRST_SLOT) // 2
 _HEAD = struct.Struct("<QII")
 #: Bytes of the longest message.
 CAPACITY = _SLOT - _HEAD.size
-#: So many ranks a page names that are waited for.
+#: Most ranks in a page's ``waits_for``.
 MOST_RANKS = 128
 _ATTEMPTS = 100  # a writer writes a few times a second
 
 
 class Elsewhere(msgspec.Struct, array_like=True, frozen=True):
-    """What the client adds to the page of a worker on another host.
+    """Client's additions to the page of a worker on another host.
 
     Attributes:
-        host: its name.
-        process: the letter that proc(5) has there for what the worker does; empty: it has gone.
-        heard: when the host has last told of it, in nanoseconds of the client's monotonic clock.
-        unheard: since when it has been asked and says nothing; 0: it answers.
+        host: the host's name.
+        process: the worker's process state there, a letter of proc(5); empty: it has gone.
+        heard: time of the host's last report of it, in nanoseconds of the client's monotonic clock.
+        unheard: time of the first unanswered request to the host; 0: it answers.
     """
 
     host: str
@@ -65,20 +65,20 @@ class Elsewhere(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WorkerPage(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker does.
+    """Status of a worker.
 
     Attributes:
         state: ``starting``, ``idle`` or ``busy`` (with a message of the client's).
         run: number of the run under way, or of the last one; 0: there was none.
         plan: name of its plan, in hex; empty: it has none.
-        step: the node of the plan that is being run, in a run that is timed; -1: it is not known.
-        doing: the user's function that is being run, and its line; empty: none is.
-        begun: when the message under way came, in nanoseconds of the monotonic clock; 0: none is.
-        waits_for: ranks that this one waits for in a collective: they have not come.
-        done: how many messages it has acted on.
+        step: the current node of the plan, in a timed run; -1: it is not known.
+        doing: the user's function that is running, and its line; empty: none.
+        begun: arrival of the message under way, in nanoseconds of the monotonic clock; 0: none.
+        waits_for: ranks that have not joined the collective in which this one waits.
+        done: number of messages handled.
         living, allocated, peak, resident: bytes, as ``RankMemory`` has them.
-        weighed: when these were measured; 0: nobody has watched yet.
-        elsewhere: None: it is on the host where this page lies.
+        weighed: time of these measurements; 0: never, since there was no viewer yet.
+        elsewhere: data of a worker on another host than this page; None: it is on the same.
     """
 
     rank: int
@@ -100,23 +100,23 @@ class WorkerPage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ClientPage(msgspec.Struct, array_like=True, frozen=True):
-    """What a session's client does.
+    """Status of a session's client.
 
     Attributes:
-        name: of the session's directory.
-        opened: when, in seconds since the epoch.
-        line: the user's line of the last flush; reason: what forced it.
-        runs: how many were sent; queue: how many of them are not answered by all ranks.
+        name: name of the session's directory.
+        opened: time of the opening, in seconds since the epoch.
+        line: the user's line of the last flush; reason: the cause of that flush.
+        runs: number of runs sent; queue: number of those not answered by all ranks.
         waits_for: ranks that have not answered the oldest of these.
-        steps: how many steps optimizers have made.
+        steps: number of optimizer steps.
         runs_a_second, steps_a_second: over the last few seconds.
-        hits, misses, resized: flushes whose plan was there; new plans; those of them that are known
-            programs in other sizes.
+        hits, misses, resized: flushes with a known plan; new plans; new plans of known programs in
+            other sizes.
         miss, miss_line: the last miss's reason, and the user's line of the first new op.
-        compiling, compiled, failed_compiles: groups for which compiled code was asked.
-        snapshots, recoveries: how many; recovery: the last one, in words.
+        compiling, compiled, failed_compiles: groups with compiled code requested.
+        snapshots, recoveries: their numbers; recovery: the last one, in words.
         kinds: bytes on one rank by kind, as the client knows them; ``other`` is not among them.
-        ended: whether the session has been closed.
+        ended: True if the session has been closed.
     """
 
     name: str
@@ -152,13 +152,13 @@ Message = TypeVar("Message")
 
 
 class StatusFile:
-    """A session's pages.
+    """Status pages of a session.
 
     Args:
-        fd: of the file; it may be closed after this.
+        fd: descriptor of the file; the caller may close it afterwards.
 
     Raises:
-        ProtocolError: it is no status file of this version of lazygt.
+        ProtocolError: the file is no status file of this version of lazygt.
     """
 
     def __init__(self, fd: int) -> None:
@@ -171,26 +171,26 @@ class StatusFile:
 
     @staticmethod
     def create(world_size: int) -> int:
-        """A new file for a client and its workers; returns its descriptor."""
+        """Create a file for a client and its workers; return its descriptor."""
         fd = create_file(FILE_NAME, (1 + world_size) * PAGE)
         for page in range(1 + world_size):
             os.pwrite(fd, MAGIC, page * PAGE)
         return fd
 
     def watch(self, seconds: float) -> None:
-        """Have processes say more, for so long."""
+        """Ask the processes for more details, for ``seconds``."""
         self._words[_WATCHED] = time.monotonic_ns() + int(seconds * 1e9)
 
     @property
     def watched(self) -> bool:
-        """Whether somebody is watching."""
+        """True if a viewer is watching."""
         return time.monotonic_ns() < self._words[_WATCHED]
 
     def write(self, page: int, message: WorkerPage | ClientPage, when: int = 0) -> None:
-        """Write a page. Each has one writer at a time.
+        """Write a page. Each page has one writer at a time.
 
         Args:
-            when: it was so, in nanoseconds of the monotonic clock; 0: it is now.
+            when: time of the status, in nanoseconds of the monotonic clock; 0: now.
 
         Raises:
             ValueError: the message is longer than ``CAPACITY``.
@@ -206,10 +206,10 @@ class StatusFile:
         self._words[word] = written
 
     def read(self, page: int) -> tuple[int, bytes] | None:
-        """When a page was written, and its message; None: it never was.
+        """Return a page's time and message; None if it was never written.
 
         Raises:
-            ProtocolError: it makes no sense, however often it is read.
+            ProtocolError: the page stays invalid, however often it is read.
         """
         word = page * PAGE // 8 + _WRITTEN
         for _ in range(_ATTEMPTS):
@@ -225,7 +225,7 @@ class StatusFile:
         raise ProtocolError(f"page {page} of the status file contradicts its checksum")
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Release the memory. Idempotent."""
         self._words.release()
         self._memory.close()
 
@@ -235,10 +235,10 @@ def _slot(page: int, written: int) -> int:
 
 
 def decoded(data: bytes | memoryview, kind: type[Message]) -> Message:
-    """A page's message, or several pages.
+    """Decode a page's message, or several pages.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the data is no such message.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)

@@ -1,4 +1,4 @@
-"""Reads a session's status pages from another process of the same user."""
+"""Reading of a session's status pages from another process of the same user."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _LINK = f"/memfd:{FILE_NAME} (deleted)"
 
 
 class Page(msgspec.Struct, frozen=True):
-    """One page, as it was read.
+    """Status page as read, with its age.
 
     Attributes:
-        when: it was written, in nanoseconds of its host's monotonic clock; age: seconds since.
-        process: the letter that proc(5) has for what its process does; empty: it has gone.
-        message: as it lies in the file.
-        unheard: whether its host does not answer.
+        when: time of writing, in nanoseconds of its host's monotonic clock; age: seconds since.
+        process: the state of its process, a letter of proc(5); empty: it has gone.
+        message: the encoded message, as in the file.
+        unheard: True if its host does not answer.
     """
 
     when: int
@@ -40,11 +40,11 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class Pages(msgspec.Struct, frozen=True):
-    """The pages of one host, which may be sent to another.
+    """Pages of one host, which may be sent to another.
 
     Attributes:
-        client: None: the client is on another host.
-        ranks: of the workers on this host, in their order; None: not written yet.
+        client: the client's page; None: the client is on another host.
+        ranks: pages of the workers on this host, in their order; None: not written yet.
     """
 
     client: Page | None
@@ -52,19 +52,19 @@ class Pages(msgspec.Struct, frozen=True):
 
 
 def read_client(file: StatusFile) -> Page | None:
-    """The client's page; None: it has not been written.
+    """Return the client's page; None if it has not been written.
 
     Raises:
-        ProtocolError: it makes no sense.
+        ProtocolError: the page is invalid.
     """
     return _page(file, 0, ClientPage)
 
 
 def read_pages(file: StatusFile) -> Pages:
-    """All that a file says now, with what becomes of its processes.
+    """Return all pages of a file, with the states of their processes.
 
     Raises:
-        ProtocolError: a page makes no sense.
+        ProtocolError: a page is invalid.
     """
     client = read_client(file)
     return Pages(client, tuple(_page(file, page, WorkerPage) for page in range(1, file.pages)))
@@ -83,10 +83,10 @@ def _page(file: StatusFile, page: int, kind: type[WorkerPage] | type[ClientPage]
 
 
 def read_ranks(file: StatusFile, pids: Mapping[int, int]) -> tuple[Page | None, ...]:
-    """The pages of some workers, which are not looked into; None: it is not written, or broken.
+    """Return some workers' pages, undecoded; None for one not written or broken.
 
     Args:
-        pids: rank -> its process, on this host.
+        pids: rank -> its process id, on this host.
     """
     return tuple(_read_rank(file, rank, pid) for rank, pid in pids.items())
 
@@ -103,7 +103,7 @@ def _read_rank(file: StatusFile, rank: int, pid: int) -> Page | None:
 
 
 def sessions() -> list[tuple[str, int]]:
-    """The sessions of this user's processes that have workers, with the processes."""
+    """Return (name, process id) of all sessions with workers of this user's processes."""
     there = []
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         # gone meanwhile, not to be seen, or of another version of lazygt
@@ -118,7 +118,7 @@ def sessions() -> list[tuple[str, int]]:
 
 
 def open_files(pid: int) -> dict[str, StatusFile]:
-    """The status files of a process's sessions, by the sessions' names.
+    """Return the status files of a process's sessions, by the sessions' names.
 
     Raises:
         NoSession: there is no such process, it is another user's, or it has no session with
@@ -140,7 +140,7 @@ def open_files(pid: int) -> dict[str, StatusFile]:
 
 
 def _opened(pid: int) -> Iterator[tuple[ClientPage, StatusFile]]:
-    """The status files that a process has open and that a client writes to."""
+    """Yield the status files with a client's page that a process has open."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,13 +1,13 @@
-"""When is a worker dead, when is it frozen: a pure state machine.
+"""State machine that finds dead and frozen workers.
 
-Events go in with the time at which they were seen (seconds, any monotonic origin), instructions
-come out. There is no clock, socket or thread here; `process_link` has those.
+It is pure: events go in with their times (seconds, any monotonic origin), instructions come out.
+There is no clock, socket or thread here; `process_link` has those.
 
-Death needs no judgement: the kernel tells it. Frozen means: for the whole deadline nothing came
-from a worker, although it answers pings on a thread of its own and was sent one early enough, and
-meanwhile it neither used the processor nor waited for one. A worker that does is busy inside code
-that keeps the interpreter to itself, or its machine is crowded, or its cgroup throttled: it has
-some deadlines more, counted in the processor time that it gets.
+Death needs no judgement: the kernel reports it. A worker is frozen if nothing came from it for the
+whole deadline, although it answers pings on a thread of its own and was sent one early enough, and
+meanwhile it neither used the processor nor waited for one. A worker that did either is busy inside
+code that holds the interpreter lock, or its machine is crowded, or its cgroup throttled: it gets
+some deadlines more, counted in its processor time.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _ABSENT_AFTER = 3 * TICK_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Anything came from the worker, so it has started: a welcome, a reply, a pong."""
+    """Event: a message came from the worker, so it has started: a welcome, a reply, a pong."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Use of the processor by the worker's process since its ping, or since the last of these.
+    """Event: processor usage of a worker since its ping, or since the last such event.
 
     Attributes:
-        seconds: of processor time, in all its threads.
-        runnable: whether a thread ran or waited for a processor all the while.
+        seconds: processor time of all its threads.
+        runnable: True if a thread ran or waited for a processor all the while.
     """
 
     rank: int
@@ -46,40 +46,40 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Another process was started in the worker's place."""
+    """Event: another process was started in the worker's place."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker's process has ended."""
+    """Event: the worker's process has ended."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed while something waits, and all that had arrived has been taken."""
+    """Event: time has passed in a wait, and all arrived messages have been taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Send a ping to the worker."""
+    """Instruction: send a ping to the worker."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReportDied:
-    """Raise WorkerDied; said once a worker."""
+    """Instruction: raise WorkerDied; given once per worker."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReportFrozen:
-    """Raise WorkerFrozen; said again after every further deadline without an answer."""
+    """Instruction: raise WorkerFrozen; repeated after every further silent deadline."""
 
     rank: int
     deadline: float
@@ -95,20 +95,20 @@ class _State:
     dead: bool = False
     frozen: bool = False
     heard: float = 0.0
-    #: once it was pinged: when it counts as frozen, and the processor time that puts that off
+    #: once it was pinged: when it counts as frozen, and the processor time that defers it
     due: float | None = None
     patience: float = 0.0
-    #: when its use of the processor was last looked at, and of that what has put nothing off
+    #: time of the last look at its processor usage, and the usage that has deferred nothing yet
     seen: float = 0.0
     used: float = 0.0
 
 
 class Watch:
-    """The watch over the workers of one session.
+    """Supervision of the workers of one session.
 
     Args:
         world_size: number of workers.
-        now: the time at which they were started.
+        now: start time of the workers.
         frozen_after: seconds without a sign of life after which a worker counts as frozen.
         start_timeout: the same while a worker starts: loading torch from a cold disk holds the
             interpreter, so it cannot answer then.
@@ -131,7 +131,7 @@ class Watch:
 
     @property
     def asked(self) -> tuple[int, ...]:
-        """Those who owe an answer to a ping: whether they work makes a difference."""
+        """Ranks that owe an answer to a ping; their processor usage matters."""
         states = enumerate(self._states)
         return tuple(rank for rank, state in states if state.due is not None and not state.dead)
 
@@ -142,7 +142,7 @@ class Watch:
         return self._states[rank].frozen
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """What follows from an event seen at ``now``; times must not run backwards."""
+        """Handle an event seen at ``now``; return the instructions. Times never run backwards."""
         match event:
             case Heard(rank):
                 self._hear(rank, now)
@@ -204,7 +204,7 @@ class Watch:
         return self._frozen_after if state.started else self._start_timeout
 
     def seconds_to_next(self, now: float) -> float:
-        """How long a wait may last before the next `Tick` must be given."""
+        """Return the longest wait allowed before the next `Tick`."""
         due = [self._due(state) - now for state in self._states if not state.dead]
         return max(min([*due, TICK_SECONDS]), 0.0)
 

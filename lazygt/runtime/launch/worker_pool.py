@@ -1,4 +1,4 @@
-"""A session's worker processes, and all that must be given back when they have ended."""
+"""A session's worker processes, and all their resources."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _ORDERLY_SECONDS = 2.0  # for a worker to finish what it does and to leave its g
 _TERMINATE_SECONDS = 1.0
 _KILL_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 0.02
-SNAPSHOT_BYTES = 64 << 20  # of the first segment, where there is no arena whose size is given
+SNAPSHOT_BYTES = 64 << 20  # size of the first segment if no arena has a given size
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory that others have made, and give back.
+    """Memory made and released by others.
 
     Attributes:
-        upload: in which the client's uploads lie; None: there is none yet.
-        snapshots: memfds in which workers' snapshots lie, by worker; none: there are none yet.
+        upload: arena of the client's uploads; None: there is none yet.
+        snapshots: memfds of the workers' snapshots, by worker; empty: there are none yet.
     """
 
     upload: Arena | None = None
@@ -59,7 +59,7 @@ class WorkerProcess:
     control: Client
     fetch: Arena | None
     boxes: Mailboxes | None
-    #: gives back all that is this process's alone
+    #: releases all resources of this process alone
     resources: ExitStack
     plan: StartPlan
     #: number of its sockets
@@ -68,7 +68,7 @@ class WorkerProcess:
     pongs: deque[bytes] = field(default_factory=deque)
 
     def take(self, index: int, group_number: int) -> None:
-        """Tell a spare process its rank."""
+        """Assign a rank to a spare process."""
         directory, rank = self.plan.directory, self.plan.spec.here[index]
         if self.plan.spec.world_size > 1:
             (directory / f"rendezvous{self.place}").rename(directory / f"rendezvous{rank}")
@@ -85,18 +85,18 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All that must be given back: processes, sockets, arenas, the directory. No decisions.
+    """Resources of a session: processes, sockets, arenas, the directory. No decisions.
 
-    The workers are those of one host, counted from 0: ``spec.here`` says which ranks they have.
+    The workers are those of one host, counted from 0: ``spec.here`` has their ranks.
 
     Attributes:
-        poller: of all that may happen to the workers, and of ``alarm``.
-        anything_else: what has happened by now and is not in a mailbox.
-        boxes: our ends of the workers' mailboxes; boxes_of: what tells of one -> it.
-        cores: tells whether to spin.
-        rank_of: descriptor of a process, which can be read when it has ended -> rank.
-        alarm: an eventfd, or -1 once all is given back.
-        status: what `lazygt top` reads; None before the start.
+        poller: poller of all descriptors of the workers, and of ``alarm``.
+        anything_else: function that returns the events by now that are not in a mailbox.
+        boxes: our ends of the workers' mailboxes; boxes_of: wake-up descriptor -> its mailboxes.
+        cores: decides whether to spin.
+        rank_of: pidfd of a process, readable when it has ended -> rank.
+        alarm: an eventfd, or -1 once all is released.
+        status: the file that `lazygt top` reads; None before the start.
     """
 
     def __init__(self) -> None:
@@ -114,15 +114,15 @@ class WorkerPool:
         self._status = -1
         self._stack = ExitStack()
         self._launch: Callable[..., WorkerProcess]
-        #: processes without a rank, and how many there are to be
+        #: processes without a rank, and their configured number
         self._spares: list[WorkerProcess] = []
         self._spares_wanted = 0
-        #: memfds in which snapshots lie, by rank
+        #: memfds of snapshots, by rank
         self._snapshots: list[int] = []
         #: the ranks of the workers
         self._here: tuple[int, ...] = ()
         self._oom_kills = OOMKills()
-        #: held while processes are started, also by the watch for deaths while nobody waits
+        #: held while processes are started, also by the `DeathWatch`
         self._starting = threading.RLock()
         self._death_watch: DeathWatch | None = None
         self._ending = False
@@ -131,7 +131,7 @@ class WorkerPool:
         """Start the workers, without waiting for them.
 
         Args:
-            memory: what they share with others; None: new memory.
+            memory: memory shared with others; None: new memory.
 
         Raises:
             OSError: there are too few descriptors, processes or threads; or one can't be started.
@@ -164,7 +164,7 @@ class WorkerPool:
             self._death_watch.start()
 
     def _have_memory(self, spec: LinkSpec, memory: HostMemory) -> None:
-        """Make what memory is not there yet."""
+        """Create the memory that is not given."""
         self.upload = memory.upload
         if self.upload is None and spec.arena_bytes:
             self.upload = Arena.create(spec.arena_bytes)
@@ -176,13 +176,15 @@ class WorkerPool:
                 self._stack.callback(os.close, self._snapshots[-1])
 
     def replace(self, rank: int, group_number: int) -> None:
-        """Have a spare process, or a new one, in the place of one that has ended, or is ended here.
+        """Replace an ended worker by a spare process or a new one.
+
+        The worker is killed if it still runs.
 
         Args:
-            group_number: of the group that it is to join.
+            group_number: number of the group for it to join.
 
         Raises:
-            OSError: none can be started.
+            OSError: no process can be started.
         """
         with self._starting:
             before = self.workers[rank]
@@ -197,23 +199,23 @@ class WorkerPool:
             self._death_watch.look_again()
 
     def refill(self) -> None:
-        """Start as many spare processes as there are to be.
+        """Start spare processes up to the configured number.
 
         Raises:
-            OSError: one can't be started.
+            OSError: a process can't be started.
         """
         self._have_spares(self._spares_wanted)
 
     def prepare(self) -> None:
-        """Start a process for each worker that has died, before anybody asks for it.
+        """Start a spare process for each worker that has died, before it is asked for.
 
-        It loads what it needs while the program goes on. Called on a thread of its own.
+        It loads its modules while the program goes on. Called on a thread of its own.
         """
         with self._starting, uncollected():
             if self._ending:
                 return
             dead = len(self.workers) - len(self._living())
-            with suppress(OSError):  # whoever replaces the worker tries again, and says so
+            with suppress(OSError):  # `replace` tries again, and raises then
                 self._have_spares(dead)
 
     def _have_spares(self, count: int) -> None:
@@ -222,13 +224,13 @@ class WorkerPool:
                 self._spares.append(self._launch(next(self._places), None))
 
     def _living(self) -> list[int]:
-        """The pidfds of the workers that have not ended."""
+        """Return the pidfds of the workers that have not ended."""
         with self._starting:
             processes = [worker.process for worker in self.workers]
             return [process.pidfd for process in processes if process.status() is None]
 
     def _spare(self, rank: int, group_number: int) -> WorkerProcess | None:
-        """A spare process that has taken a rank, if there is one."""
+        """Return a spare process with the rank assigned, if there is one."""
         while self._spares:
             spare = self._spares.pop(0)
             if spare.process.status() is None:
@@ -238,11 +240,11 @@ class WorkerPool:
         return None
 
     def last_step(self, rank: int) -> tuple[int, int]:
-        """The run and the step that a worker noted last, in a run that is watched."""
+        """Return the run and the step that a worker noted last, in a run that is watched."""
         return read_note(self._snapshots[rank])
 
     def snapshot_arena(self, rank: int) -> Arena:
-        """Another mapping of the memory in which a worker's snapshots lie."""
+        """Return a new mapping of a worker's snapshot memory."""
         return Arena.attach(os.dup(self._snapshots[rank]))
 
     def _know_workers(self) -> None:
@@ -259,11 +261,11 @@ class WorkerPool:
         index: int | None,
         group_number: int = 0,
     ) -> WorkerProcess:
-        """A process that has been started.
+        """Start a process and return it.
 
         Args:
             place: number of its sockets.
-            index: which of the workers here it is; None: it will be told.
+            index: its number among the workers here; None: assigned later.
         """
         rank = None if index is None else self._here[index]
         with ExitStack() as undo, ExitStack() as ours:
@@ -290,7 +292,7 @@ class WorkerPool:
         return WorkerProcess(process, data, control, fetch, boxes, resources, plan, place)
 
     def _watch_worker(self, rank: int) -> None:
-        """Hear of whatever happens to a worker, until its resources are given back."""
+        """Register a worker's descriptors, until its resources are released."""
         worker = self.workers[rank]
         resources = worker.resources
         self.rank_of[worker.process.pidfd] = rank
@@ -304,13 +306,13 @@ class WorkerPool:
             resources.callback(self.poller.unregister, boxes.wakes)
 
     def _watch(self, descriptor: int, resources: ExitStack) -> None:
-        """Have both pollers tell of a descriptor, until its owner gives it back."""
+        """Register a descriptor with both pollers, until its owner releases it."""
         for poller in (self.poller, self._elsewhere):
             poller.register(descriptor, select.POLLIN)
             resources.callback(_unregister, poller, descriptor)
 
     def reap(self, rank: int) -> tuple[str, str]:
-        """Stop watching a worker that has ended: how it ended, and the end of its stderr."""
+        """Stop watching an ended worker; return its exit status and the end of its stderr."""
         worker = self.workers[rank]
         _unregister(self.poller, worker.process.pidfd)
         _unregister(self._elsewhere, worker.process.pidfd)
@@ -326,7 +328,7 @@ class WorkerPool:
         return self._oom_kills.explained(worker.process.status() or "unknown", stderr), stderr
 
     def end(self, orderly: Collection[int], stuck: Collection[int]) -> None:
-        """End all processes: some in good order, the stuck ones at once, the rest by hanging up."""
+        """End all processes: some by SHUTDOWN, stuck ones by SIGKILL, others by hanging up."""
         with self._starting:
             self._ending = True
         death_watch, self._death_watch = self._death_watch, None
@@ -352,7 +354,7 @@ class WorkerPool:
         _wait_for(living, _KILL_SECONDS)
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release everything. Idempotent."""
         for worker in (*self.workers, *self._spares):
             worker.resources.close()
         self._stack.close()
@@ -363,7 +365,7 @@ class WorkerPool:
 
 
 def _mailboxes(transport: str, resources: ExitStack) -> Mailboxes | None:
-    """Our end of a worker's mailboxes, where it has some."""
+    """Return our end of a worker's mailboxes, if it has any."""
     files = MailboxFiles.create() if transport == "ipc" else None
     if files is None:
         return None
@@ -393,6 +395,6 @@ def _unregister(poller: select.poll, descriptor: int) -> None:
 
 
 def _wait_for(processes: Sequence[Process], seconds: float) -> list[Process]:
-    """Wait so long in all; those that still run."""
+    """Wait for processes, ``seconds`` in all; return those that still run."""
     until = time.monotonic() + seconds
     return [process for process in processes if not process.wait(until - time.monotonic())]

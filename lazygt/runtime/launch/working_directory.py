@@ -1,4 +1,4 @@
-"""The folder that processes work in, which the user may have removed meanwhile."""
+"""Working directory of processes, which the user may have removed meanwhile."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from contextlib import contextmanager
 
 
 def start_directory() -> str | None:
-    """Where a child is to start: None for this process's own folder, unless that was removed.
+    """Return a child's working directory; None for this process's own.
 
-    In a folder that is no more torch can't load its own libraries.
+    It is another one only if this process's own was removed: in a removed folder torch can't load
+    its own libraries.
+
+
     """
     try:
         os.getcwd()
@@ -22,7 +25,7 @@ def start_directory() -> str | None:
 
 @contextmanager
 def in_some_directory() -> Iterator[None]:
-    """Work in a folder that there is, for imports that ask for the current one; then go back."""
+    """Context manager: work in an existing folder, for imports that need one; then go back."""
     folder = start_directory()
     if folder is None:
         yield
