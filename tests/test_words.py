@@ -1,8 +1,8 @@
 """Words of the code and its docs.
 
 Local names say the thing: six names that say only where a value came from stand in comprehensions
-alone, where the thing is one word away. A docstring begins with a noun or an imperative, as in torch
-and the standard library, and so do the headings of the docs.
+alone, where the thing is one word away. A docstring begins with a noun or an imperative, as in
+torch and the standard library, and so do the headings of the docs.
 """
 
 import ast
@@ -81,7 +81,6 @@ QUESTIONS_LEFT: dict[str, int] = {
     "passes": 231,
     "pool": 40,
     "record": 153,
-    "runtime": 123,
     "serving": 19,
     "simulation": 29,
     "sweeps": 17,
@@ -89,7 +88,7 @@ QUESTIONS_LEFT: dict[str, int] = {
     "transfer": 53,
 }
 # Relative pronouns per 1,000 words of docstrings; the aim is 2.
-RELATIVES_LEFT = 15.3
+RELATIVES_LEFT = 12.0
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
