@@ -82,13 +82,11 @@ QUESTIONS_LEFT: dict[str, int] = {
     "pool": 40,
     "record": 153,
     "serving": 19,
-    "simulation": 29,
-    "sweeps": 17,
     "top": 20,
     "transfer": 53,
 }
 # Relative pronouns per 1,000 words of docstrings; the aim is 2.
-RELATIVES_LEFT = 12.0
+RELATIVES_LEFT = 11.3
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -1,4 +1,4 @@
-"""A prediction beside what was measured: the same step, profiled where it can be run."""
+"""Comparison of a prediction with the same step, profiled where it can be run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Check(Printed):
 
     @property
     def error(self) -> float:
-        """By which share of what was measured the prediction is off; below 0: too fast."""
+        """Relative error of the prediction; below 0: too fast."""
         return self.predicted / self.measured - 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

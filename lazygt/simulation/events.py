@@ -4,7 +4,7 @@ Ranks with the same plan are one class, and are simulated once. A rank has a lan
 computes, one on which its host launches (where there is a device that does not wait for it), and
 one for each axis of the mesh, on which its collectives follow each other. A collective begins when
 every rank of its line has launched it and the one before it is over; a send arrives after its
-transfer; whoever waits stands still until then.
+transfer, and a waiting rank stands still until then.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Span:
 
 @dataclass(slots=True)
 class RankClass:
-    """What every rank with one plan does.
+    """Simulated run of the ranks with one plan.
 
     Attributes:
-        rank, count: the first of them, and how many there are.
+        rank, count: the first of them, and their number.
         seconds: until it has nothing to do any more.
         busy: of these, seconds that it computes.
-        memory: that it needs, beside what the plan does not read.
+        memory: that it needs, without values that the plan does not read.
         alive: (seconds, bytes of each of ``memory.KINDS`` from then on).
         flops: that it computes; those of matrix products by dtype.
-        outside: what is priced beyond what the machine was calibrated for.
+        outside: ops beyond the sizes that the machine was calibrated for.
     """
 
     rank: int
@@ -103,8 +103,8 @@ class Rehearsal:
 
     Args:
         plans: of each rank of the mesh, or the one that all run.
-        compiled: whether fused groups are.
-        told: what is known of their inputs and outputs.
+        compiled: True if fused groups are.
+        told: the client's knowledge of their inputs and outputs.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Rehearsal:
 
 
 class _Part:
-    """What one class of ranks does, on whichever machine."""
+    """Work of one class of ranks, for any machine."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Part:
         self.flops = flops_of(self.kernels)
 
     def counted(self, count: int) -> RankClass:
-        """What is known of it before it runs."""
+        """Return the figures that are known before a run."""
         told = RankClass(self.rank, count, self.memory, flops=self.flops)
         told.products = product_flops(self.kernels)
         return told
@@ -211,7 +211,7 @@ class _Run:
         return self._next == len(self._graph.nodes)
 
     def stands(self) -> str:
-        """Where it waits."""
+        """Place at which it waits."""
         node = self._graph.nodes[self._next]
         return f"rank {self.told.rank} at {node.op} ({self._graph.line(self._next)})"
 
@@ -251,7 +251,7 @@ class _Run:
             self.told.spans.append(Span("compute", name, begins[0], self._now, line))
 
     def _kernel(self, kernel: Kernel) -> float:
-        """Run a kernel; when it begins. A device is launched upon ahead of what it computes."""
+        """Run a kernel, and return its start. Launches run ahead of a device."""
         host = self._machine.host
         launch, seconds = (
             host.call if kernel.compiled else host.launch,
@@ -268,7 +268,7 @@ class _Run:
         return begin
 
     def _begun(self, number: int) -> bool:
-        """Whether a collective that is waited for at once was launched already."""
+        """Return whether a collective that is waited for at once was launched already."""
         return self._results[number][0] in self._under_way
 
     def _launch(self, number: int) -> None:
@@ -301,7 +301,7 @@ class _Run:
             self._exposed[axis, earlier] += end - max(self._now, begin)
 
     def _is_known(self, axis: str, place: int, runs: Sequence[_Run]) -> bool:
-        """Whether it can be told when a collective ends, and those before it on its axis."""
+        """Return whether the ends of a collective and of those before it on its axis are known."""
         times = self._times[axis]
         launched = [runs[one].launched[axis] for one in set(self._classes[axis])]
         if any(len(at) <= place for at in launched):

@@ -1,4 +1,4 @@
-"""How long each node of a graph computes: its counted work, by the laws of ``machine.prices``.
+"""Seconds of each node of a graph: its counted work, by the laws of ``machine.prices``.
 
 family       law
 matmul       tiles of the result for products of matrices; flops at the machine's rate for others
@@ -7,8 +7,8 @@ pointwise    elements at the rate of the op's kind, or bytes, whichever takes lo
 memory       bytes
 view         nothing
 
-A fused group that is compiled is one kernel: what its members compute one after another, and its
-bytes once. One that is not is a kernel for each member.
+A compiled fused group is one kernel, with the arithmetic of all members and its bytes once. Any
+other is a kernel for each member.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Product(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What one launch computes, on whichever machine.
+    """Work of one launch, for any machine.
 
     Attributes:
-        elements: (one of ``machine.schema.FAMILIES``, how many) for each op that goes through them.
+        elements: (one of ``machine.schema.FAMILIES``, number of elements) for each pointwise op.
         nbytes: read and written.
-        compiled: whether it is a fused group's.
+        compiled: True if it is a fused group's.
     """
 
     products: tuple[Product, ...]
@@ -68,10 +68,10 @@ class Kernel(NamedTuple):
 
 
 def kernels_of(graph: Graph, *, compiled: bool = True) -> list[tuple[Kernel, ...]]:
-    """The kernels of each node; none for views and for what ranks exchange.
+    """List the kernels of each node; none for views and collectives.
 
     Args:
-        compiled: whether fused groups are.
+        compiled: True if fused groups are.
     """
     kernels, metas = [], graph.values
     for node, costs in zip(graph.nodes, member_costs(graph), strict=True):
@@ -86,8 +86,7 @@ def kernels_of(graph: Graph, *, compiled: bool = True) -> list[tuple[Kernel, ...
 
 
 def node_seconds(graph: Graph, machine: Machine) -> list[float]:
-    """Seconds that each node of a graph computes, without its launch; nothing for what ranks
-    exchange."""
+    """Return the seconds of each node without its launch; 0 for collectives."""
     return [sum(kernel.seconds(machine) for kernel in kernels) for kernels in kernels_of(graph)]
 
 
@@ -126,7 +125,7 @@ def _fused(body: Graph, costs: Sequence[Cost]) -> Kernel:
 def _arithmetic(
     members: Iterable[tuple[Node, int]], metas: Sequence[TensorMeta | None]
 ) -> tuple[tuple[Product, ...], tuple[tuple[str, int], ...]]:
-    """What ops compute: their products, and the elements that the others go through."""
+    """Return the matrix products of ops, and the elements of the others."""
     products, elements = [], []
     for node, flops in members:
         kind = family(node)
@@ -149,7 +148,7 @@ def _dtype(operands: Sequence[TensorMeta]) -> str:
 
 
 def pointwise_family(node: Node) -> str:
-    """Which of ``machine.schema.FAMILIES`` an op is of."""
+    """Return the one of ``machine.schema.FAMILIES`` that an op belongs to."""
     name = base_name(node.op)
     usual = "reduction" if family(node) == "reduction" else "add"
     return next((kind for part, kind in _KINDS if part in name), usual)

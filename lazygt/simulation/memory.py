@@ -1,16 +1,16 @@
 r"""Memory of a rank over a run, by kind and by the user's line.
 
 kind         bytes of
-parameters   what optimizers update, and other ``nn.Parameter``\ s, as they are stored
-gradients    what parameters have as ``.grad`` once the run is over, and what that is made of by
-             reducing, casting and adding up
+parameters   values that optimizers update, and other ``nn.Parameter``\ s, as they are stored
+gradients    the ``.grad`` of parameters once the run is over, and the values from which it is made
+             by reducing, casting and adding up
 optimizer    an optimizer's state
 gathered     copies of parameters: of all ranks' blocks, in another dtype, turned
-activations  what a run makes besides, of the forward and of the backward
-other        batches, random states, what an update computes on its way
+activations  other values of a run, of the forward and of the backward
+other        batches, random states, intermediate values of an update
 
-Inputs and outputs of a plan are what the client knows them to be (``lazygt.kinds``). What is made
-between them follows: back from gradients, and on from parameters.
+The client knows the categories of a plan's inputs and outputs (``lazygt.kinds``). Those of values
+between them follow: back from gradients, and on from parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXCHANGES = COLLECTIVES | {LAUNCH, LAUNCH_, WAIT}
 
 
 class Told(NamedTuple):
-    """What the client knows of a plan's values.
+    """The client's knowledge of a plan's values.
 
     Attributes:
         inputs, outputs: their kinds, by position; ``other`` where nothing is known.
@@ -52,7 +52,7 @@ class Told(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is alive of one kind and line.
+    """Live bytes of one category and line.
 
     Attributes:
         line: that made it; empty: it was there before the run.
@@ -64,12 +64,12 @@ class Held(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a rank needs while it runs a plan.
+    """Memory of a rank during the run of a plan.
 
     Attributes:
         peak: the most bytes alive at once.
         line: the user's line that is running then.
-        kinds: what these are, in bytes; they add up to ``peak``.
+        kinds: bytes by category at the peak; they add up to ``peak``.
         lines: the same by kind and line, the largest first.
         history: (node, bytes of each of KINDS) from this node on; a node without a row changes
             nothing.
@@ -83,7 +83,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(graph: Graph, told: Told = Told()) -> Memory:  # noqa: B008 - nothing is known
-    """What a rank needs while it runs a graph, beside what the graph does not read."""
+    """Return the memory of a rank during a graph, without values that the graph does not read."""
     homes = homes_of(graph)
     kind_of = value_kinds(graph, homes, told)
     frees = [
@@ -127,7 +127,7 @@ def _lines(
     changes: Sequence[tuple[Sequence[Change], Sequence[Change]]],
     kind_of: Sequence[str],
 ) -> tuple[Held, ...]:
-    """What is alive at the last of some nodes, by kind and line."""
+    """List the live bytes at the last of some nodes, by category and line."""
     made_by = dict(_makers(graph))
     held: Counter[tuple[str, str]] = Counter()
     came = [change for coming, _ in changes for change in coming]
@@ -169,7 +169,7 @@ def value_kinds(graph: Graph, homes: Sequence[int], told: Told) -> list[str]:
 
 
 def _go_on(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
-    """What is made of parameters alone, and what updates compute of the optimizer's state."""
+    """Propagate categories forwards from parameters and the optimizer's state."""
     for node, results in graph.numbered():
         operands = {kinds[homes[value]] for value in node.refs()}
         kind = _made_of(node, operands)
@@ -179,7 +179,7 @@ def _go_on(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
 
 
 def _made_of(node: Node, operands: set[str]) -> str:
-    """The kind of what a node makes; empty: nothing follows from its operands."""
+    """Return the category of a node's results; empty if none follows from its operands."""
     if not operands.isdisjoint((OPTIMIZER, _UPDATES)):
         return _UPDATES
     moves = node.body is None and (
@@ -189,7 +189,7 @@ def _made_of(node: Node, operands: set[str]) -> str:
 
 
 def _go_back(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
-    """What gradients are made of, as far as it is as large as they are."""
+    """Propagate the category of gradients backwards through values of their size."""
     metas = graph.values
     for node, results in reversed(list(graph.numbered())):
         if GRADIENTS not in {kinds[homes[value]] for value in results} or not _sums(node):
@@ -205,7 +205,7 @@ def _go_back(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
 
 
 def _sums(node: Node) -> bool:
-    """Whether a node moves, casts, scales or adds up."""
+    """Return whether a node moves, casts, scales or adds up."""
     if node.body is not None:
         return all(map(_sums, node.body.nodes))
     return node.op in _EXCHANGES or family(node) == "view" or base_name(node.op) in _SUMS

@@ -1,4 +1,4 @@
-"""What a step of a program takes on a machine, as figures, as tables and as a timeline."""
+"""Prediction of a step on a machine, as figures, tables and a timeline."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SimulatedRun(NamedTuple):
     """A run of a plan.
 
     Attributes:
-        beside: bytes by kind that a rank holds meanwhile beside what the plan reads and makes.
+        beside: bytes by category that a rank holds beside the plan's own values.
     """
 
     plan: str
@@ -104,12 +104,12 @@ class Prediction(Printed):
         mesh: the ranks; None for one.
         runs: of a step, in order.
         recording: seconds in which the client records and sends a step.
-        waits: whether the program reads a value in every step, so that recording and computing
+        waits: True if the program reads a value in every step, so that recording and computing
             take turns.
-        looped: whether the program repeats a step; else it is what came after the last backward
+        looped: True if the program repeats a step; else the step is all after the last backward
             pass but one, or all.
         tokens: of a step on all ranks, as rows of the largest look-up in an embedding; 0: none.
-        reads: the lines of the program that have read what was computed, which was taken as 0.
+        reads: the lines of the program that have read results, which were taken as 0.
         tries: runs the program in other ways, for ``suggestions``.
     """
 
@@ -150,7 +150,7 @@ class Prediction(Printed):
 
     @property
     def host_bound(self) -> bool:
-        """Whether recording takes longer than the ranks."""
+        """True if recording takes longer than the ranks."""
         return self.recording > self.computing
 
     @property
@@ -160,9 +160,11 @@ class Prediction(Printed):
 
     @property
     def mfu(self) -> float:
-        """Model flops utilization: ``flops`` a second over what all ranks could do at most in
-        the dtype that most products are in (Chowdhery et al., PaLM, 2022; flops of values that are
-        computed again count here, too)."""
+        """Model flops utilization (Chowdhery et al., PaLM, 2022).
+
+        ``flops`` a second over the peak of all ranks in the dtype of most products. Flops of values
+        that are computed again count here, too.
+        """
         ranks = 1 if self.mesh is None else self.mesh.world_size
         peak = self.machine.matmul.most(self.dtype) * ranks
         return self.flops / (self.step_seconds * peak) if self.step_seconds else 0.0
@@ -218,13 +220,13 @@ class Prediction(Printed):
         return sorted(times, key=lambda row: (-row.exposed, -row.seconds))
 
     def _sent(self, span: Span) -> int:
-        """Bytes that a rank sends for it in a ring; who receives sends nothing."""
+        """Return the bytes that a rank sends for it in a ring; a receiver sends nothing."""
         ranks = 1 if self.mesh is None else self.mesh.size(span.lane)
         kind = span.name.partition(" ")[0]
         return 0 if kind == "receive" else round(ring_bytes(kind, span.nbytes, ranks))
 
     def by_parallelism(self) -> list[ExchangedRow]:
-        """What that rank exchanges in a step, by axis of the mesh and kind of collective."""
+        """Sum the rank's collectives in a step, by axis of the mesh and kind."""
         return exchanged(
             CollectiveRow(
                 1, row.times, row.kind.partition(" ")[0], None, row.nbytes, row.ring, row.axis,
@@ -235,8 +237,7 @@ class Prediction(Printed):
 
     @property
     def outside(self) -> list[Outside]:
-        """What is reckoned with beyond what the machine was calibrated for, on one rank of each
-        kind: the farthest."""
+        """List the ops farthest beyond the calibrated sizes, on one rank of each class."""
         return farthest(
             row
             for run in self.runs

@@ -1,4 +1,4 @@
-"""From a program to the runs of its steady step: recorded without computing anything, and priced.
+"""Simulation of a program: its steady step, recorded without computing, and priced.
 
 A step is the part of the program that is repeated, in which most of the time is spent; in a program
 that trains, most of the time of runs with a backward pass.
@@ -46,11 +46,11 @@ _EQUAL = 1 + 1e-9
 
 
 class Living(Observer):
-    """Notes what a rank of a dry session holds in each run, and what it is to the program.
+    """Observer of a dry session: values that a rank holds in each run, by category.
 
     Attributes:
         beside: bytes by kind that a run neither reads nor makes, by its number.
-        told: what is known of plans, by their names.
+        told: the client's knowledge of plans, by their names.
     """
 
     def __init__(self, session: Session) -> None:
@@ -110,7 +110,7 @@ def simulate(
     gpus: str | None = None,
     hosts: int | None = None,
 ) -> Prediction:
-    """What a step of a program takes on a machine that need not be there.
+    """Predict a step of a program on a machine that need not be there.
 
     The program is recorded once, with nothing computed; values that it reads are zeros.
 
@@ -119,7 +119,7 @@ def simulate(
         mesh: the ranks, such as ``data=8,model=4``; None: one.
         machine: a name such as ``h100``, or a machine file; None: as ``lazygt.session`` has it.
         device: ``cuda`` or ``cpu``; None: the machine's.
-        compiled: whether fused groups are one kernel each, or one for each of their ops.
+        compiled: True if fused groups are one kernel each, else one for each of their ops.
         gpus: such as ``8xB200``: the machine ``b200``, and a mesh of 8 ranks (without ``mesh`` all
             on the axis ``data``).
         hosts: on which the GPUs are, as many on each; None: each has as many as it has room for.
@@ -154,7 +154,7 @@ def simulate(
 def predict(
     session: Session, machine: Machine, living: Living, *, compiled: bool = True
 ) -> Prediction:
-    """What a step of the program of a dry session takes.
+    """Predict a step of a dry session's program.
 
     Raises:
         ValueError: nothing has been run.
@@ -187,7 +187,7 @@ def predict(
 
 
 def _reads(flushes: Iterable[Flush]) -> tuple[str, ...]:
-    """The lines that have read what was computed, with what for."""
+    """Return the lines that have read results, with the reasons."""
     reads = [flush for flush in flushes if flush.reason.split(":")[0] not in _GOES_ON | _ONLY_WAITS]
     return tuple(dict.fromkeys([
         f"{expand(flush.call_site)} ({flush.reason})" for flush in reads if flush.call_site
@@ -195,7 +195,7 @@ def _reads(flushes: Iterable[Flush]) -> tuple[str, ...]:
 
 
 def _tokens(session: Session, plan: Plan) -> int:
-    """How many rows a run looks up in the table that it looks up the most in, on all ranks."""
+    """Return the rows that a run looks up in its most used table, on all ranks."""
     recorded = dict(session.stages(plan)).get("recorded")
     if recorded is None:
         return 0
@@ -224,8 +224,10 @@ def _spent(plans: Mapping[bytes, Plan], machine: Machine) -> dict[bytes, float]:
 
 
 def repeated(names: Sequence[Any], weights: Sequence[float]) -> tuple[int, int]:
-    """Of the repetitions in a sequence the heaviest: where its last turn begins, and how long a
-    turn is; the shortest of those that weigh the same. All of it where nothing is repeated."""
+    """Find the heaviest repetition in a sequence: start of its last period, and the period.
+
+    Of equal ones it is the shortest. Without a repetition it is the whole sequence.
+    """
     heaviest, place = 0.0, (0, len(names))
     until = [0.0, *itertools.accumulate(weights)]
     for period in range(1, min(_LONGEST, len(names) // 2) + 1):

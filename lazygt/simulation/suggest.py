@@ -40,7 +40,7 @@ _MEMORY = 0.25
 
 
 class Predicted(Protocol):
-    """What is told of a step; see ``Prediction``."""
+    """Figures of a step; see ``Prediction``."""
 
     @property
     def machine(self) -> Machine: ...
@@ -58,12 +58,12 @@ class Trial:
     """A change of a program.
 
     Attributes:
-        what: it says, to whoever is to make it.
+        what: the change, in words for the user.
         knobs: that are forced upon ``fully_shard``.
         mesh: instead of the program's; None: its own.
-        checkpoints: whether repeated blocks are computed again for their backward.
+        checkpoints: True if repeated blocks are computed again for their backward.
         arguments: of the script; None: its own.
-        work: of a step, as a share of what the program does in one now.
+        work: of a step, as a share of the present one.
     """
 
     what: str
@@ -75,7 +75,7 @@ class Trial:
 
     @contextmanager
     def made(self) -> Iterator[Forced]:
-        """What runs meanwhile is changed so, but for its mesh and its arguments."""
+        """Apply the change for a block, but for its mesh and its arguments."""
         with forced_knobs(**self.knobs) as forced, blocks_checkpointed(self.checkpoints):
             yield forced
 
@@ -88,11 +88,11 @@ class Suggestion(NamedTuple):
     """A change that would help, as simulated.
 
     Attributes:
-        what: to change.
-        seconds, peak_bytes: of a step then.
-        faster: by which factor more is done in a second than now.
-        smaller: the peak, as a share of the one now.
-        fits: whether that much memory is there.
+        what: the change.
+        seconds, peak_bytes: of a step with it.
+        faster: the speedup.
+        smaller: the peak, as a share of the present one.
+        fits: True if the memory suffices.
     """
 
     what: str
@@ -111,11 +111,11 @@ class Suggestion(NamedTuple):
 
 
 def trials(mesh: Mesh | None, shards: bool, arguments: Sequence[str] = ()) -> list[Trial]:
-    """What can be tried.
+    """List the changes to try.
 
     Args:
         mesh: of the program.
-        shards: whether it calls ``fully_shard``.
+        shards: True if it calls ``fully_shard``.
         arguments: of the script.
     """
     tried = list(_batches(arguments))
@@ -152,7 +152,7 @@ def _meshes(mesh: Mesh | None) -> Iterator[Mesh]:
 def tried(
     everything: Iterable[Trial], run: Callable[[Trial], P]
 ) -> Iterator[tuple[Trial, P | None]]:
-    """What each of some changes would make of a program."""
+    """Run a program with each of some changes; None where that fails."""
     for trial in everything:
         try:
             yield trial, run(trial)
@@ -163,13 +163,13 @@ def tried(
 def suggestions(
     now: Predicted, tried: Iterable[tuple[Trial, Predicted | None]]
 ) -> tuple[Suggestion, ...]:
-    """The most useful of what was tried.
+    """Rank the changes that were tried, and return the most useful ones.
 
-    What fits comes before what does not. Where both do, a share of memory that is saved counts as
-    a quarter of the same share of time.
+    Changes that fit into memory come first. Where both do, a share of memory that is saved counts
+    as a quarter of the same share of time.
 
     Args:
-        tried: each with what it would take; None: it can't be done.
+        tried: changes with their predictions; None: it can't be done.
     """
     capacity = now.machine.memory.capacity
     scored = []

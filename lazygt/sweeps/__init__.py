@@ -1,4 +1,4 @@
-"""Sweeps: the same program with other knobs of FSDP, measured or simulated, and which is best."""
+"""Sweeps: a program with several settings of FSDP, measured or simulated, and the best."""
 
 from lazygt.sweeps.knobs import FORCED, Combination, combinations, is_knob, matching, parsed
 from lazygt.sweeps.program import sweep

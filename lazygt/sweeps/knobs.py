@@ -1,4 +1,4 @@
-"""What a sweep turns: knobs with their values, and every combination of them.
+"""Knobs of a sweep with their values, and all combinations.
 
 knob                  values             acts on
 wrap                  auto, block, one   every call of ``lazygt.fully_shard`` (``parallel.knobs``)
@@ -71,7 +71,7 @@ class Combination:
 
     @property
     def forced(self) -> dict[str, Any]:
-        """What is forced upon ``fully_shard``; see ``parallel.knobs.forced_knobs``."""
+        """Overrides of ``fully_shard``; see ``parallel.knobs.forced_knobs``."""
         return {
             FORCED[knob][0]: FORCED[knob][1](text)
             for knob, text in self.values.items()
@@ -80,7 +80,7 @@ class Combination:
 
     @property
     def passed(self) -> dict[str, str]:
-        """What goes to the script."""
+        """Arguments of the script."""
         return {knob: text for knob, text in self.values.items() if knob not in FORCED}
 
     def __str__(self) -> str:
@@ -91,8 +91,8 @@ def combinations(knobs: Mapping[str, Sequence[Any] | str]) -> list[Combination]:
     """Every combination of the values, the last knob's turned fastest.
 
     Args:
-        knobs: values by knob; a text with commas is several. Other values count as what ``str``
-            makes of them, and True and False as 1 and 0.
+        knobs: values by knob; a text with commas is several. Other values count as their
+            ``str``, and True and False as 1 and 0.
 
     Raises:
         ValueError: there is no knob, a knob has no values, one of them twice, or one that it can't
@@ -131,7 +131,7 @@ def parsed(arguments: Iterable[str]) -> dict[str, str]:
 
 
 def is_knob(argument: str) -> bool:
-    """Whether it names a knob with its values."""
+    """Return whether an argument names a knob with its values."""
     name, equals, _ = argument.partition("=")
     return bool(equals) and _NAME.fullmatch(name) is not None
 

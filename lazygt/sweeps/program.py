@@ -70,7 +70,7 @@ def sweep(
 
 
 def sweep_title(what: str, count: int, ground: Ground) -> str:
-    """What is swept, and where."""
+    """Return the title of a sweep: program, place and number of combinations."""
     places = [str(ground.settings[key]) for key in ("mesh", "machine") if key in ground.settings]
     where = f" on {', '.join(places)}" if places else ""
     counted = "1 combination" if count == 1 else f"{count} combinations"

@@ -1,4 +1,4 @@
-"""The table of a sweep: a row for each combination, on the terminal, as CSV, as JSON, as a plot."""
+"""Report of a sweep: a row for each combination, as a table, CSV, JSON or a plot."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lazygt.sweeps.verdict import verdict
 
 @dataclass(frozen=True, repr=False)
 class Sweep(Printed):
-    """Rows for combinations, and which is best. Prints as a table.
+    """Rows for combinations, and the best one. Prints as a table.
 
     Attributes:
-        title: what was run, and on what.
+        title: the program and the machine.
         baseline: number of the row that others are compared with.
         target: per cent by which the best has to be better.
     """
@@ -35,7 +35,7 @@ class Sweep(Printed):
 
     @property
     def verdict(self) -> str:
-        """What is best and by how much, or what keeps it from more, in a sentence or two."""
+        """Best combination and its gain, or the bottleneck, in a sentence or two."""
         return verdict(self.rows, self.baseline, self.target)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

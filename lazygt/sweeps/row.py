@@ -1,4 +1,4 @@
-"""What became of a combination: a row of the table."""
+"""Row of the table: the result of a combination."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNKNOWN = "-"
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a combination.
+    """Result of a combination.
 
     Attributes:
         how: ``measured`` or ``simulated``.
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """What rows are compared by: tokens a second, or steps where there are none."""
+        """Rate by which rows are compared: tokens a second, or steps where there are none."""
         if not self.done:
             return 0.0
         return self.tokens_per_second or 1 / self.step_seconds

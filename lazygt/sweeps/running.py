@@ -1,4 +1,4 @@
-"""Goes through the combinations of a sweep: each is simulated, and measured where it can be.
+"""Runs of a sweep: each combination is simulated, and measured where it can be.
 
 Every combination is recorded and planned once without computing. On ranks that are not there that
 is all, and a step of it is simulated. On workers that are there it says how much memory a rank
@@ -45,13 +45,13 @@ class KnobsIgnored(ProgramFailed):
 
 @dataclass(frozen=True)
 class Ground:
-    """Where combinations run.
+    """Settings that all combinations share.
 
     Attributes:
         settings: of every session.
-        simulated: whether the ranks are not there.
+        simulated: True if the ranks are not there.
         memory: bytes that a rank may use; None: 90 % of those that there are.
-        window: which steps are measured.
+        window: the measured steps.
         tick: called after each step, dry or not.
     """
 
@@ -163,7 +163,7 @@ class _Sessions:
         self.all: list[Session] = []
 
     def opened(self, tell: Callable[[Session], object]) -> Callable[[Session], object]:
-        """What notes a session, and tells of it."""
+        """Return a callback that notes a session, and reports it."""
 
         def opened(session: Session) -> None:
             self.all.append(session)
@@ -174,7 +174,7 @@ class _Sessions:
 
 @contextmanager
 def _forced_run(combo: Combination) -> Iterator[_Sessions]:
-    """A run of the program with what the combination forces upon it; no worker survives it."""
+    """Run the program with a combination's overrides; no worker survives it."""
     sessions = _Sessions()
     with ExitStack() as stack:
         forced = stack.enter_context(forced_knobs(**combo.forced))

@@ -1,4 +1,4 @@
-"""What a step's time goes to, of a simulated step and of measured ones."""
+"""Shares of a step's time, of a simulated step and of measured ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Shares(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What decides how long a step takes."""
+        """Bottleneck of a step."""
         if self.host > _STARVED:
             return "host"
         parts = {"compute": self.compute, "exposed bandwidth": self.bandwidth,
@@ -114,11 +114,10 @@ def measured_shares(
 def latency_share(
     machine: Machine, mesh: Mesh, axis: str, name: str, times: int, nbytes: int
 ) -> float:
-    """Which share of the time of collectives does not depend on their bytes, by the machine's
-    figures.
+    """Return the share of the time of collectives that does not depend on their bytes.
 
     Args:
-        name: of their kind, perhaps with what they reduce by.
+        name: of their kind, perhaps with the reduction.
         nbytes: of all of them.
     """
     kind, line = name.split(" ")[0], mesh.lines(axis)[0]
@@ -129,7 +128,7 @@ def latency_share(
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of these was, from begin to end."""
+    """Return the length of the union of intervals."""
     total = until = 0.0
     for begin, end in sorted(spans):
         total += max(end - max(begin, until), 0.0)

@@ -1,5 +1,6 @@
-"""Follows the training steps of a script that knows nothing of it: a step ends when the optimizer
-that steps first has stepped again."""
+"""Training steps of an unmodified script.
+
+A step ends when the optimizer that steps first has stepped again."""
 
 from __future__ import annotations
 
@@ -29,8 +30,10 @@ class StepsDone(BaseException):
 
 
 class Window(NamedTuple):
-    """Which steps of a run are measured: ``steps``, after ``warmup`` others; then ``profiled``
-    are timed op by op, which makes them slower."""
+    """Measured steps of a run: ``steps``, after ``warmup`` others.
+
+    Then ``profiled`` steps are timed op by op, which makes them slower.
+    """
 
     warmup: int = 5
     steps: int = 20
@@ -62,7 +65,7 @@ class Steps:
         self._hook: RemovableHandle | None = None
 
     def opened(self, session: Session) -> None:
-        """A session has been opened: what it does itself after a step comes first."""
+        """Follow a session that has been opened; its own hooks after a step come first."""
         self.close()
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
@@ -96,9 +99,8 @@ class Stopwatch:
 
     Attributes:
         step_seconds: the mean over the window; None: it has not ended.
-        peak_bytes: what values take at most on rank 0. On GPUs as torch's allocator says; on CPUs
-            the most resident memory in the window, without what else the process had when that
-            began.
+        peak_bytes: peak bytes of values on rank 0. On GPUs torch's allocator's; on CPUs the peak of
+            resident memory in the window, without the process's own when that began.
         timeline: of the profiled steps; None: they are not done.
     """
 
@@ -157,9 +159,9 @@ def _memory(session: Session) -> Memory:
 
 
 def _settled(session: Session) -> float:
-    """The time when the workers have done what was sent to them.
+    """Return the time when the workers have done all runs that were sent.
 
-    What is recorded by then is not sent: a step would be cut where it is not otherwise.
+    Ops recorded by then are not sent: that would split a step.
     """
     with session.recorder.lock, DEFER_INTERRUPT:
         session._client.synchronize()

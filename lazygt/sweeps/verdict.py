@@ -1,4 +1,4 @@
-"""The sentence at the end of a sweep: what is best and by how much, or what keeps it from more."""
+"""Verdict of a sweep: the best combination and its gain, or the bottleneck."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lazygt.sweeps.shares import Shares
 
 
 def verdict(rows: Sequence[Row], baseline: int, target: float) -> str:
-    """The best combination against the baseline; below the target also what bounds it.
+    """Compare the best combination with the baseline; below the target, name its bound.
 
     Args:
         baseline: number of a row.
@@ -39,7 +39,7 @@ def verdict(rows: Sequence[Row], baseline: int, target: float) -> str:
 
 
 def _bound(row: Row, shares: Shares) -> str:
-    """What bounds a step, with numbers."""
+    """Return the bottleneck of a step, with numbers."""
     step = row.step_seconds
     waits = f"{duration(shares.exposed * step)} of waiting for collectives"
     words = {
