@@ -73,7 +73,6 @@ RELATIVE = re.compile(r"\b(what|who|whoever|whose|whom)\b", re.IGNORECASE)
 WORD = re.compile(r"[\w']+")
 # Docstrings that begin with such a word, by package. Only ever less may stand here.
 QUESTIONS_LEFT: dict[str, int] = {
-    "checkpoint": 11,
     "cli": 6,
     "graph": 66,
     "observe": 30,
@@ -81,12 +80,10 @@ QUESTIONS_LEFT: dict[str, int] = {
     "passes": 231,
     "pool": 40,
     "record": 153,
-    "serving": 19,
-    "top": 20,
     "transfer": 53,
 }
 # Relative pronouns per 1,000 words of docstrings; the aim is 2.
-RELATIVES_LEFT = 11.3
+RELATIVES_LEFT = 10.6
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

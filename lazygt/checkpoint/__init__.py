@@ -1,1 +1,1 @@
-"""Checkpoints: what a program registers, saved while it runs, resumed when it was killed."""
+"""Checkpoints of registered objects, saved while a program runs, and resumed."""

@@ -1,4 +1,4 @@
-"""States of checkpoints as MessagePack: a closed set of types, of which none can run anything.
+"""States of checkpoints as MessagePack, in a closed set of types that run no code.
 
 None, truth values, numbers, strings and bytes stand for themselves. Everything else is an array of
 a name from `_KINDS` and its fields. A reader makes what that table makes, and nothing else: it

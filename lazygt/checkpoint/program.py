@@ -1,4 +1,4 @@
-"""Checkpoints of a running program: what it registers is written at the moments that it marks.
+"""Checkpoints of a running program: registered objects, written at marked steps.
 
 A moment is saved by a snapshot that the workers take there for recovery anyway; another thread
 writes from the snapshot's memory while the program goes on. Without snapshots (``recover="off"``,
@@ -53,7 +53,7 @@ class CheckpointRecord:
     """A checkpoint that was written.
 
     Attributes:
-        step: what the program called the moment.
+        step: the program's number of the step.
         path: of the file, which may have been replaced by later ones.
         nbytes: of the file.
         seconds: from the mark until it was on the disk.
@@ -88,8 +88,8 @@ class Checkpoints:
         CheckpointError: the folder can't be written, or another session writes there.
 
     Attributes:
-        resumed: whether the program has asked for what is there.
-        records: of what was written.
+        resumed: True if the program has asked for the last checkpoint.
+        records: of the written checkpoints.
     """
 
     def __init__(self, config: Config) -> None:
@@ -122,7 +122,7 @@ class Checkpoints:
         _open.add(self)
 
     def connect(self, recorder: Recorder, client: Client, mesh: VirtualMesh, about: Config) -> None:
-        """Give it the session whose checkpoints they are."""
+        """Connect with the session."""
         self._recorder, self._client, self._mesh = recorder, client, mesh
         self._settings = {
             "mesh": str(mesh.workers),
@@ -160,7 +160,7 @@ class Checkpoints:
         return saved
 
     def resume(self) -> Saved:
-        """Load what there is into what is registered."""
+        """Load the last checkpoint into the registered objects."""
         self._used = True
         file = self.folder.newest()
         saved = Saved(file)
@@ -283,7 +283,7 @@ class Checkpoints:
     # -- what has become of it -----------------------------------------------------------
 
     def _heed(self) -> bool:
-        """Look at what was written; whether it was."""
+        """Look at the write under way, and return whether it has succeeded."""
         if self._client.recovery is None:
             self._pending = None  # of that there will be no snapshot
         writing = self._writing
@@ -314,7 +314,7 @@ class Checkpoints:
         )
 
     def _finish(self) -> bool:
-        """Wait until what is being saved is on the disk; whether it is."""
+        """Wait until the checkpoint under way is on the disk, and return whether it is."""
         if self._pending is not None:
             self._client.wait_snapped()
         if self._writing is not None:
@@ -322,7 +322,7 @@ class Checkpoints:
         return self._heed()
 
     def end_well(self) -> None:
-        """The session ends without an error: what is under way is written."""
+        """Finish the write under way at the end of a session without an error."""
         with self._recorder.lock, DEFER_INTERRUPT:
             self._finish()
         self._tell_of_problem()
@@ -335,7 +335,7 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Wait for what is being written, and let others have the folder."""
+        """Wait for the write under way, and release the folder."""
         self._thread.shutdown()
         for arena in self._arenas.values():
             arena.close()
@@ -369,10 +369,10 @@ def _listed(names: Any) -> str:
 
 
 def resume(folder: str | os.PathLike[str]) -> Saved:
-    """What the last checkpoint in a folder has, inside a session or without one.
+    """Read the last checkpoint in a folder, inside a session or without one.
 
-    ``saved[name]`` is the state of what was registered under a name, ``saved.step`` how far the run
-    was, and ``saved.load(model=model, ...)`` gives objects their states, and the random generators
+    ``saved[name]`` is the state registered under a name, ``saved.step`` the last step of the run,
+    and ``saved.load(model=model, ...)`` gives objects their states, and the random generators
     theirs. A session that goes on with a run says ``session.resume()`` instead.
 
     Raises:

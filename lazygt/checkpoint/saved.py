@@ -1,4 +1,4 @@
-"""A checkpoint that was read: what was registered, by name, and into which objects it may go."""
+"""A checkpoint that was read: states by name, and the objects that may take them."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 def versions() -> dict[str, str]:
-    """What a checkpoint can be resumed with alone: others compute other bits."""
+    """Return the versions that a checkpoint requires: others compute other bits."""
     return {"lazygt": VERSION, "torch": str(torch.__version__)}
 
 
 class Saved(Mapping[str, Any]):
-    """What a run has saved, by the name it was registered under: of a module or an optimizer its
-    ``state_dict()``, with tensors on the CPU.
+    """Saved states of a run by registered name.
+
+    That of a module or an optimizer is its ``state_dict()``, with tensors on the CPU.
 
     Attributes:
         step: the step with which the run was saved; 0: there is nothing, a run begins.
@@ -86,7 +87,7 @@ class Saved(Mapping[str, Any]):
 
     @property
     def objects(self) -> frozenset[str]:
-        """The names of what was registered; the others are values that came with the step."""
+        """Names of registered objects; the others are values that came with the step."""
         return frozenset(self._contents.classes)
 
     def _state(self, name: str, tensor: Callable[[int], Any]) -> Any:
@@ -113,11 +114,12 @@ class Saved(Mapping[str, Any]):
     # -- loading -------------------------------------------------------------------------
 
     def load(self, **objects: Any) -> None:
-        """Give objects the states that were saved under these names, and the random generators
-        theirs. What was on the workers goes to the workers of the open session.
+        """Load objects with the states saved under these names, and the random generators.
+
+        Tensors from workers go to the workers of the open session.
 
         Raises:
-            CheckpointError: they are not what was registered then, and nothing was loaded; or one
+            CheckpointError: they are not the registered objects, and nothing was loaded; or one
                 does not take its state, and then models and optimizers are as they were.
         """
         for name, given in objects.items():

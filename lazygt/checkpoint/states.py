@@ -1,4 +1,4 @@
-"""The states of registered objects: nested containers, told apart from the tensors in them.
+"""States of registered objects: nested containers, and the tensors in them apart.
 
 Each tensor is a *leaf* with a number; `encoding` has the rest as bytes.
 """
@@ -44,7 +44,7 @@ class Leaf(msgspec.Struct, frozen=True):
         return dtype_of(self.dtype)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a tensor of this dtype, shape and stride takes exactly so many bytes."""
+        """Return whether a tensor of this dtype, shape and stride takes exactly so many bytes."""
         if len(self.shape) != len(self.stride):
             return False
         numel = math.prod(self.shape)
@@ -56,7 +56,7 @@ class Leaf(msgspec.Struct, frozen=True):
 
 
 class _Way(NamedTuple):
-    """How the state of a kind of objects is asked for, and given back."""
+    """Getter and setter of the state of a kind of objects."""
 
     kind: type
     get: Callable[[Any], Any]
@@ -109,7 +109,7 @@ def _way(given: Any) -> _Way | None:
 
 
 def check_registered(name: str, given: Any) -> None:
-    """Raise TypeError for what has no state that could be saved and loaded."""
+    """Raise TypeError for an object without a state that could be saved and loaded."""
     if _way(given) is None:
         raise TypeError(
             f"register({name}={given!r:.60}): a {type(given).__name__} has no state_dict() and "
@@ -133,7 +133,7 @@ def load(given: Any, state: Any) -> None:
 
 
 def class_of(given: Any) -> str:
-    """What kind of object it is, as checkpoints have it: of a module in blocks, what it was."""
+    """Return the class name of an object in checkpoints; of a sharded module, its own."""
     if isinstance(given, Tensor):
         return Tensor.__qualname__
     kind: type = getattr(type(given), "__plain_class__", type(given))

@@ -78,11 +78,11 @@ class Captured:
         ]
 
     def leaves(self) -> list[Leaf]:
-        """What is told of each."""
+        """Description of each tensor."""
         return [_leaf(t) for t in self._tensors]
 
     def sources(self) -> list[Tensor | list[Block]]:
-        """Where each lies: here, or with the workers."""
+        """Place of each tensor: here, or with the workers."""
         return [self._source(t) for t in self._tensors]
 
     def _source(self, t: Tensor) -> Tensor | list[Block]:
@@ -127,7 +127,7 @@ def _leaf(t: Tensor) -> Leaf:
 
 
 def placements_of(leaf: Leaf) -> Placements:
-    """How it lay on the mesh."""
+    """Return its placements."""
     return tuple(map(_placement, leaf.placements))
 
 
@@ -167,7 +167,7 @@ def sections(
 
 
 def are_there(sources: Sequence[Tensor | list[Block]], rows: Rows) -> bool:
-    """Whether a snapshot has all values: some may have failed."""
+    """Return whether a snapshot has all values: some may have failed."""
     blocks = (block for source in sources if isinstance(source, list) for block in source)
     return all(block.key in rows[block.rank] for block in blocks)
 
@@ -214,7 +214,7 @@ def tensor_of(leaf: Leaf, data: memoryview) -> Tensor:
 
 
 def memory_of(arenas: Mapping[int, Arena], upload: Arena | None) -> Callable[[int, Copied], Tensor]:
-    """How ``sections`` finds copies: in each rank's memory, or in the client's."""
+    """Return the lookup of copies for ``sections``, in each rank's memory or the client's."""
 
     def memory(rank: int, row: Copied) -> Tensor:
         arena = upload if row.borrowed else arenas[rank]

@@ -1,4 +1,4 @@
-"""What a service of batching stages needs, and how long its requests take. See docs/serving.md.
+"""Capacity of a service of batching stages, and latency of its requests: docs/serving.md.
 
 plan = lazygt.serving.plan(30_000, ["rank:batch=50,infer=80ms"], slo=0.2)
 print(plan)                 tables

@@ -1,4 +1,4 @@
-"""When requests come: at random, in bursts, or as a file says.
+"""Arrival times of requests: at random, in bursts, or from a file.
 
 poisson                                     independent of one another
 bursty:peak=3,share=0.2,burst=500ms         three times the mean for a fifth of the time
@@ -34,7 +34,7 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Bursty:
-    """Poisson arrivals whose rate jumps between two values; both last for random times.
+    """Poisson arrivals with a rate that jumps between two values after random times.
 
     Attributes:
         peak: the rate in a burst, as a multiple of the mean.
@@ -132,7 +132,7 @@ def parse_arrivals(text: str) -> Arrivals:
 
 
 def read_arrivals(path: Path) -> Recorded:
-    """Arrivals of a file: a time a line, in any order; empty lines and those with # are left out.
+    """Read arrivals from a file: a time a line, in any order; # begins a comment.
 
     Raises:
         ValueError: the file can't be read, or has less than two times.
@@ -159,7 +159,7 @@ def read_arrivals(path: Path) -> Recorded:
 
 
 def _uniform(count: int, end: float, rng: np.random.Generator) -> Times:
-    """So many times anywhere before ``end``, in order; made of their gaps, which needs no sort."""
+    """Draw sorted uniform times before ``end``, by exponential gaps instead of a sort."""
     times: Times = np.cumsum(rng.standard_exponential(count + 1))
     times *= end / times[-1]
     return times[:-1]

@@ -1,4 +1,4 @@
-"""What a simulation gave, for so many GPUs and for so many requests a second."""
+"""Results of simulations by number of GPUs and by requests a second."""
 
 from __future__ import annotations
 

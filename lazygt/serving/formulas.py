@@ -71,11 +71,11 @@ def collection_seconds(batch: int, arriving: float) -> float:
 def stage_numbers(
     qps: float, stage: Stage, gpus: int | None = None, shared: bool = False
 ) -> StageNumbers:
-    """A stage by its formulas.
+    """Compute the figures of a stage by its formulas.
 
     Args:
         qps: of the service.
-        gpus: that run it; by default what the stage says, or as few as can.
+        gpus: that run it; by default the stage's number, or the fewest possible.
         shared: they take from one queue.
     """
     come = qps * stage.fan
@@ -93,7 +93,7 @@ def stage_numbers(
 
 
 def busy_gpus(qps: float, stage: Stage) -> float:
-    """How many GPUs are busy on average, with full batches; 0 for a stage without."""
+    """Return the mean number of busy GPUs with full batches; 0 for a stage without."""
     if not stage.on_gpus:
         return 0.0
     return qps * stage.fan / qps_of_gpu(stage.batch, stage.inference)
@@ -105,5 +105,5 @@ def gpus_at_load(qps: float, stage: Stage, load: float) -> int:
 
 
 def ceil(number: float) -> int:
-    """The next whole number, but for what floating point adds to one."""
+    """Round up to a whole number, but for rounding errors."""
     return math.ceil(number * (1 - _SLACK))

@@ -1,11 +1,11 @@
-"""What is asked wrongly: the four mistakes of serving arithmetic, loads, and claims to be judged.
+"""Mistakes of serving arithmetic (four), high loads, and claims to be judged.
 
     1  the wait counted as work: QPS of a GPU is batch / inference, and waiting is no part of it
     2  all requests counted for one queue: a batch is collected at the rate of one GPU
     3  the ring forgotten: an all-reduce sends 2 (N - 1) / N times its bytes (see ``lazygt comm``)
     4  a larger batch taken for a lower latency: it is a higher throughput, and a longer wait
 
-A claim is what somebody has worked out: ``rank:qps=5``, ``rank:collection=1.7ms``.
+A claim is a figure worked out elsewhere: ``rank:qps=5``, ``rank:collection=1.7ms``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MANY = 1.75
 
 
 class Remark(NamedTuple):
-    """What is to be minded.
+    """Remark on a plan.
 
     Attributes:
-        mistake: which of the four; None: none of them.
+        mistake: number of the mistake; None: none of them.
     """
 
     mistake: int | None
@@ -40,7 +40,7 @@ class Remark(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What somebody says of a stage; ``batch``: with batches of so many."""
+    """A figure of a stage worked out elsewhere; ``batch``: for batches of so many."""
 
     stage: str
     batch: int | None
@@ -199,7 +199,7 @@ def _right(numbers: StageNumbers, key: str) -> tuple[float, str]:
 
 
 def _wrong(numbers: StageNumbers, key: str) -> list[tuple[int, float, str]]:
-    """(mistake, what it comes to, what it did) of a claim."""
+    """List mistakes that explain a claim: (mistake, its result, its reasoning)."""
     stage = numbers.stage
     at_once = stage.batch / numbers.qps
     totals = (numbers.first, numbers.mean)

@@ -1,4 +1,4 @@
-"""Plans a service: its formulas, what random arrivals make of them, and the GPUs that it needs."""
+"""Plan of a service: formulas, simulation with random arrivals, and GPUs needed."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def plan(
     seed: int = 0,
     claims: Sequence[Claim | str] = (),
 ) -> ServicePlan:
-    """Say what a service of batching stages needs, and how long its requests take.
+    """Plan a service of batching stages: its GPUs, and the latency of its requests.
 
     Args:
         qps: requests a second; None: those of the file that ``arrivals`` names.
-        stages: what a request goes through, such as ``"rank:batch=50,infer=80ms"``.
+        stages: that a request goes through, such as ``"rank:batch=50,infer=80ms"``.
         slo: seconds within which 99 of 100 requests are to be done.
         arrivals: ``poisson``, ``bursty:peak=3,share=0.2,burst=500ms``, or a file of times.
-        balance: which GPU a request goes to: ``random``, ``round-robin``, or ``shared``: one queue
-            for all of them.
+        balance: choice of the GPU of a request: ``random``, ``round-robin``, or ``shared``: one
+            queue for all of them.
         seconds: that are simulated; by default a minute, if that is neither very many requests
             nor few batches.
         seed: of the random numbers.
-        claims: what somebody has worked out, to be judged: ``"rank:qps=5"``.
+        claims: figures worked out elsewhere, to be judged: ``"rank:qps=5"``.
 
     Raises:
-        ValueError: what can't be, with what to write.
+        ValueError: an impossible argument, with a remedy.
     """
     if isinstance(arrivals, str):
         arrivals = parse_arrivals(arrivals)
@@ -80,7 +80,7 @@ def plan(
 
 
 class _Service:
-    """A service whose simulations are each run once."""
+    """A service with cached simulations."""
 
     def __init__(
         self, qps: float, stages: tuple[Stage, ...], arrivals: Arrivals, balance: str,
@@ -164,7 +164,7 @@ class _Service:
         return points
 
     def _of_formulas(self, first: Choice) -> list[Remark]:
-        """That the formulas are far from what random arrivals do."""
+        """Remark on formulas that are far from the simulation."""
         mean, simulated = sum(each.mean for each in self.numbers), first.run.latency.mean
         if abs(simulated - mean) <= 0.1 * mean or first.load >= 1:
             return []
@@ -174,7 +174,7 @@ class _Service:
 
 
 def _of_slo(slo: float | None, choices: Sequence[Choice]) -> list[Remark]:
-    """Whether the first choice holds the SLO, and whether any does."""
+    """Remark on choices that miss the SLO."""
     if slo is None or not choices[0].load:
         return []
     first, last = choices[0], choices[-1]

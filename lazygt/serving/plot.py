@@ -19,7 +19,7 @@ def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path
     """Draw a curve.
 
     Args:
-        qps: what is asked of the service.
+        qps: the wanted throughput.
         slo: seconds.
     """
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -46,7 +46,7 @@ def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path
 
 
 def _marks(axes: Axes, full: Point, qps: float, slo: float | None) -> None:
-    """What is asked for, what must be held, and where queues begin to build up."""
+    """Mark the wanted throughput, the SLO, and the load at which queues build up."""
     axes.axvline(qps, color="0.3", linewidth=1, label=f"asked: {qps:,g}")
     high = full.qps * HIGH_LOAD / full.load
     axes.axvspan(

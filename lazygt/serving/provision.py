@@ -1,4 +1,4 @@
-"""How many GPUs hold an SLO: the fewest, of those simulated, with which the p99 is within it."""
+"""Provisioning: the fewest simulated GPUs with a p99 within the SLO."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class ServicePlan(Printed):
         choices: numbers of GPUs, simulated.
         chosen: the one of them that the curve is of.
         curve: latency against throughput.
-        remarks: what to mind: loads, mistakes, claims.
+        remarks: on loads, mistakes, claims.
     """
 
     qps: float
@@ -189,7 +189,7 @@ def _latencies(run: Run) -> Sequence[str]:
 
 
 def _batches(run: Run) -> str:
-    """How many requests the batches of each stage had on average."""
+    """Return the mean number of requests in the batches of each stage."""
     return ", ".join(f"{stage.requests:.3g}" for stage in run.stages if stage.requests)
 
 

@@ -48,7 +48,7 @@ class Latency(NamedTuple):
 
 
 class StageRun(NamedTuple):
-    """What a stage did.
+    """Simulated figures of a stage.
 
     Attributes:
         latency: of requests in this stage alone.
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 class Served(NamedTuple):
-    """When requests were done, in their order; and of each batch its size and its seconds."""
+    """End times of requests, in their order; and of each batch its size and seconds."""
 
     done: Times
     sizes: npt.NDArray[np.int64]
@@ -86,7 +86,7 @@ class Served(NamedTuple):
 
 
 def simulated_seconds(qps: float, stages: Sequence[Stage]) -> float:
-    """How long to simulate: a minute, if that is no few requests, nor very many."""
+    """Return the seconds to simulate: a minute, unless that is too few or too many requests."""
     coming = qps * max(stage.fan for stage in stages)
     batches = _INFERENCES * max(stage.inference for stage in stages)
     return max(min(_SECONDS, _MOST / coming), _FEWEST / coming, batches)
@@ -153,7 +153,7 @@ def _latency(took: Times) -> Latency:
 
 
 def _stage(came: Times, numbers: StageNumbers, balance: str, rng: np.random.Generator) -> Served:
-    """When each request has left a stage, in the order in which they are given."""
+    """Return the time at which each request has left a stage, in the given order."""
     stage = numbers.stage
     if not stage.on_gpus:
         return Served(came + stage.delay, np.empty(0, dtype=np.int64), 0.0)
@@ -184,7 +184,7 @@ def _balanced(
 def _shares(
     count: int, gpus: int, balance: str, rng: np.random.Generator
 ) -> list[npt.NDArray[np.int64]]:
-    """Which requests each GPU gets."""
+    """Return the requests of each GPU."""
     if balance == "round-robin":
         return [np.arange(gpu, count, gpus) for gpu in range(gpus)]
     # small numbers are sorted by their digits, in one go

@@ -1,4 +1,4 @@
-"""What a service is made of: stages in a row, and how a command line writes them.
+"""Stages of a service, and their notation on a command line.
 
     rank:batch=50,infer=80ms            batches of at most 50 requests, 80 ms each
     rank:batch=50,infer=20ms,items=200,per_item=6us     and 6 us for each candidate
@@ -40,7 +40,7 @@ class Stage:
         delay: seconds that a request takes besides, without a GPU.
 
     Raises:
-        ValueError: a number that can't be, with what to write.
+        ValueError: an impossible number, with a remedy.
     """
 
     name: str
@@ -76,11 +76,11 @@ class Stage:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether there are batches; else requests only take their ``delay``."""
+        """True if there are batches; else requests only take their ``delay``."""
         return bool(self.infer or self.per_item)
 
     def seconds(self, requests: int) -> float:
-        """What a batch of so many requests takes: infer + requests x items x per_item."""
+        """Return the seconds of a batch: infer + requests x items x per_item."""
         return self.infer + requests * self.items * self.per_item
 
     @property
@@ -105,7 +105,7 @@ def parse_stage(text: str) -> Stage:
 
 
 def parse_settings(text: str, example: str) -> tuple[str, dict[str, str]]:
-    """``NAME:key=value,key=value``: the name, and what each key has.
+    """Parse ``NAME:key=value,key=value`` into the name and the values.
 
     Raises:
         ValueError: it is not written so, or has a key twice.
@@ -128,7 +128,7 @@ def parse_settings(text: str, example: str) -> tuple[str, dict[str, str]]:
 def read_settings(
     whose: str, settings: Mapping[str, str], keys: Mapping[str, Callable[[str], Any]]
 ) -> dict[str, Any]:
-    """The value of each setting, by what reads it.
+    """Parse the value of each setting with the parser of its key.
 
     Raises:
         ValueError: a key that is not there, or a value that can't be read.

@@ -1,1 +1,1 @@
-"""``lazygt top``: what the workers of a session are doing."""
+"""``lazygt top``: a live view of a session's workers."""

@@ -1,4 +1,4 @@
-"""``lazygt top``: what the workers of a session are doing, now."""
+"""``lazygt top``: the command."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _opened(wanted: str, interval: float, key: Path | None) -> Source:
 
 
 def drawn(status: Status) -> RenderableType:
-    """What a terminal shows."""
+    """Return the rendering of a status for a terminal."""
     return Screen(status) if isinstance(status, SessionStatus) else PoolScreen(status)
 
 

@@ -21,8 +21,10 @@ _LEAST_ROWS = 14  # below which a session's own screen does not fit
 
 
 class PoolScreen:
-    """Prints a pool: what is wrong, a row for each session, and what its client does; where a key
-    sees one session alone, that one's screen below."""
+    """Screen of a pool: alerts, a row for each session, and its client's work.
+
+    For a key that sees one session alone, that session's screen follows.
+    """
 
     def __init__(self, status: PoolStatus) -> None:
         self.status = status
@@ -129,7 +131,7 @@ def _state(row: Mapping[str, Any]) -> str:
 
 
 def _ranks(row: Mapping[str, Any], session: SessionStatus | None) -> Text:
-    """How many of its ranks are in each state, by its letter."""
+    """Return the number of ranks in each state, by the state's letter."""
     if session is None:
         return Text(str(row["workers"]), "dim")
     counts = Counter(rank.state for rank in session.ranks)
@@ -138,7 +140,7 @@ def _ranks(row: Mapping[str, Any], session: SessionStatus | None) -> Text:
 
 
 def _of_quota(row: Mapping[str, Any]) -> str:
-    """How much of what the memory of its client's sessions may be this one has."""
+    """Return this session's share of its client's memory quota."""
     limit = row["quota"]["memory"]
     return f"{100 * row['memory'] / limit:.0f} %" if limit else ""
 
@@ -151,7 +153,7 @@ def _numbers(session: SessionStatus | None) -> tuple[str, str, str, str]:
 
 
 def _said(row: Mapping[str, Any], session: SessionStatus | None) -> Iterator[Text]:
-    """What a session's client does."""
+    """Yield lines on the work of a session's client."""
     if session is None or not session.session.pid:
         return
     told, name = session.session, row["session"]

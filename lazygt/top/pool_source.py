@@ -30,7 +30,7 @@ class PoolSource:
         self._pool = Pool(on, key or server_key(Keyring(keys_place())))
 
     def snapshot(self) -> PoolStatus:
-        """What it does now.
+        """Read the pool's present status.
 
         Raises:
             NoSession: it has ended.
@@ -42,7 +42,7 @@ class PoolSource:
         return pool_status(self._on, told, pages)
 
     def settled(self, seconds: float) -> PoolStatus:
-        """What it does, once all its sessions have told since this was asked for.
+        """Read the status once all sessions have reported since the call.
 
         Args:
             seconds: to wait at most.
@@ -61,7 +61,7 @@ class PoolSource:
 
 
 def _is_fresh(status: PoolStatus, seconds: float) -> bool:
-    """Whether all that has workers has told within so many seconds."""
+    """Return whether all sessions with workers have reported within so many seconds."""
     for row in status.told["sessions"]:
         session = status.sessions.get(row["session"])
         if row["places"] and (session is None or not session.session.pid):

@@ -1,4 +1,4 @@
-"""What is shown of a pool: its report, and what the workers of its sessions do."""
+"""Status of a pool: its report, and the status of its sessions' workers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _UNREADABLE = "�"
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """What a pool does.
+    """Status of a pool.
 
     Attributes:
-        at: when this was put together, in seconds since the epoch.
-        on: where it listens.
+        at: time of the status, in seconds since the epoch.
+        on: its address.
         told: its report, as ``lazygt pool status --json`` prints it.
         sessions: by name, those that have workers.
     """
@@ -35,10 +35,10 @@ class PoolStatus(msgspec.Struct, frozen=True):
 
 
 def pool_status(on: str, told: Mapping[str, Any], pages: Mapping[str, Pages]) -> PoolStatus:
-    """A pool's status, from its report and the pages of its sessions.
+    """Build a pool's status from its report and the pages of its sessions.
 
-    What clients and workers write is not trusted: their texts may be for another user's terminal,
-    and a session whose pages make no sense has no status.
+    Texts of clients and workers are not trusted: they may be for another user's terminal, and a
+    session with pages that make no sense has no status.
     """
     sessions = {}
     for row in told["sessions"]:
@@ -61,7 +61,7 @@ def _status(row: Mapping[str, Any], pages: Pages) -> SessionStatus | None:
 
 
 def _client(row: Mapping[str, Any], page: Page | None) -> Page:
-    """The client's page, with what the pool knows better; of one that is not there, what it can."""
+    """Return the client's page, corrected by the pool, or a substitute without one."""
     name, workers = row["session"], row["workers"]
     if page is None:
         nobody = ClientPage(name, 0, workers, "", "", time.time() - row["seconds"])

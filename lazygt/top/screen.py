@@ -1,4 +1,4 @@
-"""A session's status in a terminal: in 80 columns and 24 rows whatever number of ranks it has."""
+"""A session's status in a terminal: 80 columns and 24 rows for any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ _NAMED = 6  # runs of ranks that a line names
 
 
 class Screen:
-    """Prints a status: a table of all ranks where there is room for it, else a grid of letters and
-    a table of those that matter most."""
+    """Screen of a session: a table of all ranks, if there is room for it.
+
+    Else a grid of letters, and a table of the most important ranks.
+    """
 
     def __init__(self, status: SessionStatus) -> None:
         self.status = status
@@ -79,7 +81,7 @@ def _head(status: SessionStatus) -> Iterator[Text]:
 
 
 def _on_hosts(ranks: Sequence[RankStatus]) -> Iterator[str]:
-    """Which ranks are on which host."""
+    """Yield the ranks of each host."""
     there: dict[str, list[int]] = {}
     for rank in ranks:
         there.setdefault(rank.host, []).append(rank.rank)
@@ -88,7 +90,7 @@ def _on_hosts(ranks: Sequence[RankStatus]) -> Iterator[str]:
 
 
 def alerts(status: SessionStatus) -> Iterator[Text]:
-    """What is wrong, if anything is."""
+    """Yield a line for each problem."""
     if status.client != "running":
         yield Text(f"the client is {status.client}", "bold red")
     for host, ranks in _unreachable(status.ranks).items():
@@ -122,7 +124,7 @@ def _unreachable(ranks: Iterable[RankStatus]) -> dict[str, list[RankStatus]]:
 
 
 def _harm(blocked: Collection[int], client_waits: bool) -> str:
-    """Whom ranks that are stuck keep waiting."""
+    """Return the victims of ranks that are stuck, in words."""
     victims = [f"blocks {ranks_text(blocked)}"] if blocked else []
     if client_waits:
         victims.append("keeps the client waiting")
@@ -130,7 +132,7 @@ def _harm(blocked: Collection[int], client_waits: bool) -> str:
 
 
 def _grid(ranks: Sequence[RankStatus]) -> Iterator[Text]:
-    """All ranks as letters, with what they mean."""
+    """Yield all ranks as letters, with a legend."""
     row = 32 if len(ranks) <= 8 * 32 else _LONGEST_ROW
     for start in range(0, len(ranks), row):
         line = Text(f"{start:5} ", "dim")

@@ -1,4 +1,4 @@
-"""Where the status of a session comes from."""
+"""Sources of a session's status."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Source(Protocol):
     """A session that is watched, wherever it is, or the sessions of a pool."""
 
     def snapshot(self) -> Status:
-        """What it does now.
+        """Read the present status.
 
         Raises:
             NoSession: it has ended.
         """
 
     def settled(self, seconds: float) -> Status:
-        """What it does, once all have told since this was asked for.
+        """Read the status once all have reported since the call.
 
         Args:
             seconds: to wait at most.
@@ -76,7 +76,7 @@ class LocalSource:
         return pages
 
     def settled(self, seconds: float) -> SessionStatus:
-        """What it does, once all processes that run have told since this was asked for.
+        """Read the status once all running processes have reported since the call.
 
         Args:
             seconds: to wait at most.
@@ -101,7 +101,7 @@ class LocalSource:
 
 
 def open_source(wanted: str, interval: float = 1.0) -> LocalSource:
-    """The session that a process has opened, or of a name; with neither, the only one there is.
+    """Open the session of a process or of a name; with neither, the only one there is.
 
     Args:
         wanted: number of the process, name of the session, or empty.
@@ -122,8 +122,9 @@ def open_source(wanted: str, interval: float = 1.0) -> LocalSource:
 
 
 def listed(known: list[tuple[str, int]]) -> str:
-    """Sessions, one a line, as they are named on the command line: by process where a name is there
-    twice, as in two pools.
+    """List sessions, one a line, as the command line names them.
+
+    A session is named by its process if its name is there twice, as in two pools.
     """
     names = [name for name, _ in known]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What is shown of a session, put together from its pages."""
+"""Status of a session, put together from its pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SILENT_SECONDS = 2.0
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """What a rank does.
+    """Status of a rank.
 
     Attributes:
         state: one of ``STATES``.
@@ -39,10 +39,10 @@ class RankStatus(msgspec.Struct, frozen=True):
         seconds: for so long it has been acting on the message under way.
         waits_for: ranks that have not come to its collective.
         blocks: ranks that wait for this one, if by way of others; none while it waits itself.
-        done: how many messages it has acted on.
+        done: number of messages that it has acted on.
         living, allocated, peak, resident: bytes.
         age: seconds since it last said so.
-        host: which it is on; empty: the client's.
+        host: its host; empty: the client's.
         unheard: seconds since nothing is heard from there; 0 while something is.
     """
 
@@ -67,12 +67,12 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
-    """What a session does: what ``lazygt top --once --json`` prints.
+    """Status of a session, as ``lazygt top --once --json`` prints it.
 
     Attributes:
-        at: when this was put together, in seconds since the epoch.
+        at: time of the status, in seconds since the epoch.
         client: ``running``, ``frozen``, ``gone`` or ``silent``; age: seconds since it last said so.
-        session: what the client says of itself.
+        session: the client's own page.
         memory: bytes on rank 0 by kind, with ``other``.
         ranks: by rank.
         stuck: ranks that are frozen, gone, silent or unreachable.
@@ -158,7 +158,7 @@ def _process_state(page: Page, else_state: str) -> str:
 
 
 def blocks(waits: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
-    """Whom each rank keeps waiting that does not wait itself, if only by way of others.
+    """Find the ranks that each rank that does not wait itself blocks, even indirectly.
 
     Args:
         waits: rank -> the ranks that it waits for.

@@ -1,8 +1,8 @@
-"""The same for a browser on this machine: a page, and a stream of events that keeps it up to date.
+"""Live view in a browser on this machine: a page, and a stream of server-sent events.
 
-Only this machine is served, and only who knows the address, which has a random token in it. Other
-users of the machine may connect, and get 404 without the token. A page of another origin that sends
-a browser here under a name of its own is refused by the name.
+Only this machine is served, and only clients with the address, which has a random token in it.
+Other users of the machine may connect, and get 404 without the token. A page of another origin that
+sends a browser here under a name of its own is refused by the name.
 """
 
 from __future__ import annotations
