@@ -1,1 +1,1 @@
-"""What a session did and what it costs, for people: reports, timelines, pictures, notebooks."""
+"""Observation of sessions: reports, timelines, pictures and notebook displays."""

@@ -1,4 +1,4 @@
-"""What this machine has, and whether a session works on it: `lazygt doctor`."""
+"""`lazygt doctor`: checks of this machine, and of a session on it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def compiler() -> Check:
 
 
 def recorder() -> Check:
-    """Which recorder this process has, and whether it could have the native one."""
+    """Check this process's recorder, and the native one if it was asked for."""
     choice = native.choice()
     detail = f"{choice.recorder}: {choice.reason}"
     if choice.missing:
@@ -128,7 +128,7 @@ def recorder() -> Check:
 
 
 def plan_code() -> Check:
-    """What runs plans after their first run, if a worker is as this process is."""
+    """Check the code that runs plans after their first run, for workers like this process."""
     wanted = Config.load().plan_code
     loaded = native.load()
     if wanted == "native" and loaded.module is None:

@@ -1,5 +1,4 @@
-"""Collectives in timed runs: how long workers stood still for them, and how long they went beside
-work."""
+"""Collectives in timed runs: exposed seconds, and seconds that overlap with work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""explain: what is going to be computed, at what cost, what is fused and why the rest is not.
+"""Report of ``explain``: work and costs of a graph, its fused groups and the other ops.
 
 All numbers are counted from graphs; nothing is run.
 """
@@ -46,8 +46,8 @@ class Runs(NamedTuple):
     Attributes:
         before: as the fuse pass found it, where that is known.
         collectives: those of one run.
-        decided: how its values were placed, where that is known.
-        machine: whose costs count.
+        decided: the decisions on its placements, where they are known.
+        machine: the cost model.
     """
 
     name: str
@@ -61,13 +61,14 @@ class Runs(NamedTuple):
 
 
 def explain(what: Graph | Plan | Session, machine: str | os.PathLike[str] | None = None) -> Report:
-    """What one run of a graph or plan costs, what is fused in it and why the rest is not; of a
-    session, every run so far of every plan that it keeps.
+    """Report costs and fused groups of one run of a graph or plan.
+
+    Of a session the report is of every run so far of every plan that it keeps.
 
     Costs no sync point. Print it; a notebook shows tables.
 
     Args:
-        machine: whose costs count: a name such as ``h100``, or a machine file. None: the session's
+        machine: the cost model: a name such as ``h100``, or a machine file. None: the session's
             own, by which its plans were made; of a graph or plan, a CPU's.
 
     Raises:
@@ -97,7 +98,7 @@ def explain(what: Graph | Plan | Session, machine: str | os.PathLike[str] | None
 
 
 def runs_of(session: Session, first: int = 0) -> list[Runs]:
-    """The plans that a session keeps, oldest first, but for those that only read the generator.
+    """List a session's plans, oldest first, but for those that only read the generator.
 
     Args:
         first: the number of the oldest; ``lazygt dump`` and ``lazygt viz`` number them so, too.
@@ -119,7 +120,7 @@ def runs_of(session: Session, first: int = 0) -> list[Runs]:
 
 
 def _before_fuse(session: Session, plan: Plan) -> Graph | None:
-    """What the fuse pass was given; None when the session keeps no stages."""
+    """Return the input of the fuse pass; None when the session keeps no stages."""
     if not session.config.keep_stages:
         return None
     stages = session.stages(plan)
@@ -128,11 +129,11 @@ def _before_fuse(session: Session, plan: Plan) -> Graph | None:
 
 
 def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
-    """The report of graphs, each run so many times.
+    """Build the report of graphs, each run so many times.
 
     Args:
-        alternatives: say what the best programs without each collective would cost, which solves
-            the placements again for every one.
+        alternatives: price the best program without each collective, too, which solves the
+            placements again for every one.
     """
     runs = list(runs)
     lines: dict[str, LineCost] = {}
@@ -157,7 +158,7 @@ def _name(plan: Plan) -> str:
 
 
 def _is_bookkeeping(node: Node) -> bool:
-    """Whether a node only seeds, reads or sets the generator."""
+    """Return whether a node only seeds, reads or sets the generator."""
     return node.op.startswith("lazygt.") and node.body is None and family(node) == "random"
 
 
@@ -240,7 +241,7 @@ def _fused(runs: Runs) -> Iterator[Fused]:
 
 
 def _unfused(runs: Runs) -> Iterator[Unfused]:
-    """What the fuse pass leaves alone, and what can't be a member although its like can."""
+    """Yield ops that the fuse pass leaves alone, and pointwise ops that can't be members."""
     graph, prices = runs.before or runs.graph, Prices.of(runs.machine)
     rows: dict[int, Unfused] = {}
     joining: set[int] = set()

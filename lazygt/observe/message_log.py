@@ -1,4 +1,4 @@
-"""What an instruction log comes to: messages, bytes and time by kind, by reason and by line."""
+"""Summary of an instruction log: messages, bytes and time by kind, reason and line."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ class LogSummary:
         return self._totals(lambda row: f"{row.direction} {row.kind}")
 
     def by_reason(self) -> list[Total]:
-        """What was sent, by why: the sync point, or ``limit``, ``recovery``."""
+        """Sum the sent messages by reason: the sync point, or ``limit``, ``recovery``."""
         return self._totals(lambda row: row.why if row.direction == "send" else "")
 
     def by_line(self) -> list[Total]:
-        """What was sent, by the user's ``file:line`` that had it sent."""
+        """Sum the sent messages by the user's ``file:line``."""
         return self._totals(lambda row: row.line if row.direction == "send" else "")
 
     def _totals(self, name_of: Callable[[LoggedMessage], str]) -> list[Total]:

@@ -1,5 +1,6 @@
-"""Displays of notebooks: a tensor's values, as ``print`` shows them, with its card; a session's
-counts, without a sync point."""
+"""Displays of notebooks: a tensor's values with its card, and a session's counts.
+
+A session's counts are shown without a sync point."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def summary(t: LazyTensor) -> dict[str, str]:
 
 
 def _place(t: LazyTensor) -> tuple[str, CallSite | None]:
-    """Where a handle's value is, in words, and the line that made it, as far as known."""
+    """Return the place of a handle's value, in words, and the line that made it, if known."""
     storage, view = storage_of(t), view_of(t)
     state = storage.state
     if state is State.RECORDED:

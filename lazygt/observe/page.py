@@ -1,4 +1,4 @@
-"""What a picture says and where it stands: labels, rows, and one HTML page with both.
+"""Labels and layout of a picture, and one HTML page with both.
 
 The page needs no network and no other file; its own script opens, moves and searches it.
 
@@ -53,14 +53,14 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """How a box looks.
+    """Look of a box.
 
     Attributes:
         text, note: its first and second line.
-        source: what the user wrote, for a box of one line.
+        source: the user's code, for a box of one line.
         colour: its fill.
         scale: 0 for the cheapest box to 1 for the dearest; letters grow with it.
-        mark: ``"sync"``, ``"collective"`` or ``""``: whether its frame stands out.
+        mark: ``"sync"``, ``"collective"`` or ``""``, for its frame.
         tip: lines that show while the mouse is over it.
     """
 
@@ -135,13 +135,13 @@ def _cut(text: str) -> str:
 
 
 def _collective(record: Communication) -> tuple[str, str]:
-    """What a collective does, and with how much."""
+    """Return a collective's kind, and its bytes."""
     kind = f"{record.kind} {record.reduce_op}" if record.reduce_op else record.kind
     return kind, f"{amount(record.nbytes, 'B')} along {record.mesh_dim}"
 
 
 def _sent(record: Communication) -> tuple[str, ...]:
-    """What is known of its way; how many ranks there are is not known of a graph alone."""
+    """Return the known facts on its messages; a graph alone has no number of ranks."""
     if record.ranks == 1:
         return (record.why,)
     ring = f"each of {record.ranks} ranks sends {amount(record.ring_bytes, 'B')} in a ring"
@@ -167,7 +167,7 @@ def _amounts(cost: Cost) -> str:
 
 
 def _source(line: str) -> tuple[str, ...]:
-    """``file:line``, and what the user wrote there when the file can be read."""
+    """Return ``file:line``, and the user's code there if the file can be read."""
     path, _, number = line.rpartition(":")
     text = linecache.getline(path, int(number)).strip() if path and number.isdigit() else ""
     return (line, text) if text else (line,)
@@ -279,5 +279,5 @@ def legend(drawing: nx.DiGraph) -> dict[str, str]:
 
 
 def _embedded(data: Any) -> str:
-    """JSON that can stand inside a ``<script>``: no ``</script>`` nor ``<!--`` can occur in it."""
+    """Encode as JSON that is safe inside ``<script>``: without ``</script>`` and ``<!--``."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

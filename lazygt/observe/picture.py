@@ -4,9 +4,9 @@
               └─ net.py:8 ─────────────┘   └─ train.py:20
 
 Large graphs are drawn with one box a source line. Colours name the families of ``graph.cost``;
-letters grow with the logarithm of the cost. Collectives are hexagons that say how many bytes go
-along which axis of the mesh. What the client waits for (outputs, and ops whose results' shapes
-depend on values) has a double frame.
+letters grow with the logarithm of the cost. Collectives are hexagons with their bytes and axis of
+the mesh. Values that the client waits for (outputs, and results with shapes that depend on values)
+have a double frame.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def to_networkx(
     all fused nodes are ``drawing.graph["groups"]``.
 
     Node attributes: ``kind`` (``"input"``, ``"op"`` or ``"output"``), ``op``, ``family`` (see
-    ``graph.cost``), ``line`` (``file:line``, ``"?"`` when unknown), ``backward`` (whether autograd
-    ran it; its line is that of the op whose gradient it is), ``meta`` (text of the results' metas),
-    ``cost`` (a Cost), ``flops``, ``bytes``, ``sync`` (whether the client waits for it),
+    ``graph.cost``), ``line`` (``file:line``, ``"?"`` when unknown), ``backward`` (True if autograd
+    ran it; its line is that of the forward op), ``meta`` (text of the results' metas),
+    ``cost`` (a Cost), ``flops``, ``bytes``, ``sync`` (True if the client waits for it),
     ``collective`` (the Communication that it launches, or None), ``group`` (id or None). Ids are
     ``in0``, ``n3``, ``n3.1`` (a member of the fused node ``n3``) and ``out0``. The sum of all costs
     is the graph's.

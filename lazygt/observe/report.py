@@ -1,4 +1,4 @@
-"""What a graph or a script costs, as tables: in a terminal, as plain text, and in a notebook."""
+"""Cost reports of graphs and scripts as tables: terminal, plain text and notebook."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Unfused(NamedTuple):
 class CollectiveRow(NamedTuple):
     """Collectives of one kind that one line asked for, in a single run, as one rank has them.
 
-    ``nbytes``: payload, ``ring``: what the rank sends in a ring, ``seconds``: an estimate; all of
-    them together. ``ranks``: how many meet.
+    ``nbytes``: payload, ``ring``: bytes that the rank sends in a ring, ``seconds``: an estimate;
+    all of them together. ``ranks``: their number.
     """
 
     runs: int
@@ -92,10 +92,10 @@ class CollectiveRow(NamedTuple):
 
 
 class ExchangedRow(NamedTuple):
-    """What a rank exchanges along an axis in all runs, by one kind of collective.
+    """A rank's collectives of one kind along an axis, in all runs.
 
-    ``parallelism``: what the axis is named for; empty for another name. ``nbytes``: payload,
-    ``ring``: what the rank sends in a ring.
+    ``parallelism``: the kind that the axis is named for; empty for another name. ``nbytes``:
+    payload, ``ring``: bytes that the rank sends in a ring.
     """
 
     parallelism: str
@@ -108,7 +108,7 @@ class ExchangedRow(NamedTuple):
 
 
 class AlternativeRow(NamedTuple):
-    """What the best program without some collectives would cost; see ``passes.sharding.what_if``.
+    """Cost of the best program without some collectives; see ``passes.sharding.what_if``.
 
     ``extra``: seconds more; None: there is no program without them.
     """
@@ -127,14 +127,14 @@ class AlternativeRow(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Report(Printed):
-    """What is going to be computed, and at what cost. Prints as tables, and shows in a notebook.
+    """Work of a graph and its costs. Prints as tables, and shows in a notebook.
 
     Attributes:
         head: sentences that stand above the tables.
         lines: the dearest first.
         collectives: the collectives, in the order of their first launch.
-        alternatives: what would be in their place, where it was asked for.
-        outside: what is priced beyond what the machine was calibrated for.
+        alternatives: programs without them, where they were asked for.
+        outside: ops beyond the sizes that the machine was calibrated for.
     """
 
     head: tuple[str, ...]
@@ -259,7 +259,7 @@ def exchanged_table(rows: Iterable[ExchangedRow]) -> _Grid:
 
 
 def outside_table(rows: Iterable[Outside]) -> _Grid:
-    """What a prediction reckons with beyond what was measured, as a table."""
+    """Build the table of extrapolations beyond the measured sizes."""
     table = _Grid("what", "farthest", ">size", ">calibrated", ">count", "line")
     for row in rows:
         table.add(row.what, row.op, row.size, row.measured, f"{row.times:,}", shown(row.line))
@@ -283,7 +283,7 @@ def names(ops: Iterable[str]) -> str:
 
 
 def shown(line: str) -> str:
-    """``file:line`` as short as it can be told: below the current folder, or as it is imported."""
+    """Shorten ``file:line``: relative to the current folder, or as it is imported."""
     try:
         here = os.getcwd() + os.sep
     except FileNotFoundError:
@@ -292,7 +292,7 @@ def shown(line: str) -> str:
 
 
 def source(line: str) -> str:
-    """What the user wrote at ``file:line``; empty when the file can't be read."""
+    """Return the user's code at ``file:line``; empty when the file can't be read."""
     path, _, number = line.rpartition(":")
     return _cut(linecache.getline(path, int(number)).strip()) if path and number.isdigit() else ""
 
@@ -337,8 +337,9 @@ class _Grid:
         self.rows.append(tuple(map(str, cells)))
 
     def fitting(self, width: int) -> Table:
-        """The table in so many columns of characters: without what is spare, what the user wrote
-        cut short, other texts going on below.
+        """Build the table in so many columns of characters.
+
+        Spare columns go, the user's code is cut short, and other texts are wrapped.
         """
         shown = list(range(len(self.columns)))
         spare = list(self.spare)

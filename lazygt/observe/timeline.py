@@ -1,4 +1,4 @@
-"""The timeline of a session, in Chrome's trace format: Perfetto and chrome://tracing open it.
+"""Timeline of a session in Chrome's trace format, for Perfetto and chrome://tracing.
 
 All times are nanoseconds of the host's monotonic clock, which its processes share; workers send
 theirs with the answers of timed runs.
@@ -47,7 +47,7 @@ class TimedRun(NamedTuple):
 
 
 class Timeline:
-    """What client and workers did, and when.
+    """Events of client and workers, with their times.
 
     Attributes:
         dropped: events that did not fit.
@@ -67,12 +67,12 @@ class Timeline:
 
     @property
     def full(self) -> bool:
-        """Whether there is no room for more."""
+        """True if there is no room for more."""
         return self._count >= MAX_EVENTS
 
     @property
     def runs(self) -> int:
-        """How many timed runs there are, over all workers."""
+        """Number of timed runs over all workers."""
         return len(self._runs)
 
     @property
@@ -151,7 +151,7 @@ class Timeline:
         )
 
     def beside(self) -> list[tuple[str, int, float]]:
-        """(what, how often, seconds) of what went on beside the runs, if anything did."""
+        """List work beside the runs: (description, count, seconds)."""
         rows = []
         if self.snapshots:
             copied = sum(part.nbytes for part in self.snapshots)
@@ -202,7 +202,7 @@ class Timeline:
 
 @contextmanager
 def profile(session: Session, into: Timeline | None = None) -> Iterator[Timeline]:
-    """Draw what a session does meanwhile into a timeline; ``save`` it for Perfetto.
+    """Draw a session's work during a block into a timeline; ``save`` it for Perfetto.
 
     Workers run plans node by node meanwhile; a compiled group is one node. The end of the block is
     a sync point.
@@ -221,7 +221,7 @@ def profile(session: Session, into: Timeline | None = None) -> Iterator[Timeline
 
 
 class TimelineProbe(Observer):
-    """Draws what one session does into a timeline, from ``attach`` to ``detach``."""
+    """Observer that draws one session's work into a timeline."""
 
     def __init__(self, timeline: Timeline, client: Client) -> None:
         self.timeline, self._client = timeline, client

@@ -1,4 +1,4 @@
-"""What a training step exchanges, as a table, and claims about it judged: `lazygt comm`."""
+"""`lazygt comm`: collectives of a training step as a table, and judged claims."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 class VolumeClaim(NamedTuple):
-    """What somebody says that one kind of parallelism sends."""
+    """Bytes of one kind of parallelism, worked out elsewhere."""
 
     parallelism: str
     nbytes: float
@@ -44,12 +44,12 @@ def parse_volume_claim(text: str) -> VolumeClaim:
 
 @dataclass(frozen=True, repr=False)
 class VolumeReport(Printed):
-    """What a step exchanges. Prints as a table.
+    """Collectives of a step. Prints as a table.
 
     Attributes:
         dtypes: of the parameters, and of activations.
         volumes: the collectives, kind by kind.
-        remarks: what there is to say of claims.
+        remarks: on claims.
     """
 
     step: TransformerStep
@@ -126,7 +126,7 @@ def _bytes(volumes: Sequence[Volume]) -> list[str]:
 
 
 def judged(volumes: Sequence[Volume], claims: Sequence[VolumeClaim]) -> tuple[str, ...]:
-    """What there is to say of each claim.
+    """Judge each claim.
 
     Raises:
         ValueError: a claim of a kind of parallelism that is not there.

@@ -1,7 +1,7 @@
-"""Why lazygt did what it did: flushes, plan misses, fallbacks and compiles, as a printable text.
+"""Report of ``why``: reasons of flushes, plan misses, fallbacks and compiles.
 
-The session notes little while it runs (call sites and steps of the trie); the words are found when
-somebody asks.
+The session notes little while it runs (call sites and steps of the trie); texts are made on
+request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ASKED = "data-dependent: "
 
 
 def why(session: Session) -> Why:
-    """Flushes of a session with who forced them, plan misses, fallbacks and compiles; print it."""
+    """Report a session's flushes with their causes, plan misses, fallbacks and compiles."""
     if not isinstance(session, Session):
         raise TypeError(f"lazygt.why: expected a session, not {type(session).__name__}")
     history = session.history
@@ -41,15 +41,14 @@ def why(session: Session) -> Why:
 
 @dataclass
 class Why:
-    """What a session did and why; prints as a text.
+    """Reasons of a session's work; prints as a text.
 
     Attributes:
         flushes: the latest ones, oldest first.
-        flushed: how many there were in all.
+        flushed: number of all flushes.
         misses: the latest plan misses.
         compiles: the groups for which compiled code was asked.
-        gathers: the ops for which blocks were put together that nobody asked for, the first time
-            of each; shown among the fallbacks.
+        gathers: the first op of each kind with all-gathered operands; shown among the fallbacks.
         cuda_graphs: what became of hot plans on GPUs, by plan and rank.
         recoveries: the times that workers were replaced.
         machine: by whose costs plans are made, where one was named.
