@@ -48,10 +48,10 @@ class Why:
         flushed: number of all flushes.
         misses: the latest plan misses.
         compiles: the groups for which compiled code was asked.
-        gathers: the first op of each kind with all-gathered operands; shown among the fallbacks.
-        cuda_graphs: what became of hot plans on GPUs, by plan and rank.
+        gathers: ops with implicitly all-gathered operands, once each; shown among the fallbacks.
+        cuda_graphs: the CUDA graphs of hot plans, by plan and rank.
         recoveries: the times that workers were replaced.
-        machine: by whose costs plans are made, where one was named.
+        machine: the cost model, where one was named.
         resized: the latest plans that are known programs in other sizes: no pass ran for them.
     """
 
