@@ -1,5 +1,6 @@
-"""Runs an unchanged script as ``python script args`` would, and keeps the sessions that it opens;
-and how the commands take a script, and say that something is wrong."""
+"""Runs of an unchanged script as by ``python script args``, and of its sessions.
+
+Also the commands' script argument, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool as its clients see it: what is published there, and how it is run."""
+"""Client of a pool: published values, and administration."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ LONGEST = MAX_MESSAGE_BYTES + _AROUND
 
 @dataclass(frozen=True, slots=True)
 class PublishedName:
-    """What a pool keeps under a name.
+    """Published value of a pool.
 
     Attributes:
-        client: whose key published it.
+        client: the key that published it.
         shared: other keys may fetch it.
     """
 
@@ -112,8 +112,8 @@ class Pool:
     ``lazygt.session(on=..., key=...)``.
 
     Args:
-        on: where it listens.
-        key: the client's key file, of ``lazygt keys new``, or what is in it.
+        on: its address.
+        key: the client's key file, of ``lazygt keys new``, or its content.
         timeout: seconds that the pool may take to answer.
 
     Raises:
@@ -130,7 +130,7 @@ class Pool:
         self._connection = connect(on, key, timeout)
 
     def names(self) -> list[PublishedName]:
-        """What this key may fetch."""
+        """List the values that this key may fetch."""
         listed = self._ask(Names(), Listed)
         return [PublishedName(*row) for row in listed.rows]
 
@@ -177,7 +177,7 @@ class Pool:
         return tensors[""] if list(tensors) == [""] else tensors
 
     def forget(self, name: str) -> None:
-        """Have what this key has published under a name kept no longer.
+        """Remove the value that this key has published under a name.
 
         Raises:
             PoolError: there is nothing.
@@ -185,13 +185,15 @@ class Pool:
         self._ask(Forget(name), Ok)
 
     def status(self) -> dict[str, Any]:
-        """How the pool is doing. Of other keys' sessions only one that may administer hears more
-        than how many there are."""
+        """Return the pool's report.
+
+        Of other keys' sessions it has the number only, unless this key may administer.
+        """
         told: dict[str, Any] = json.loads(self._ask(Status(), Report).text)
         return told
 
     def look(self) -> tuple[dict[str, Any], dict[str, Pages]]:
-        """`status`, and what the clients and workers of these sessions do, by session.
+        """Return `status`, and the status pages of clients and workers by session.
 
         Raises:
             ProtocolError: the pool has said something else.

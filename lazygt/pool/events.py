@@ -1,4 +1,4 @@
-"""What a pool's policy is told, and what it says is to be done."""
+"""Events and instructions of a pool's policy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """So many bytes are held: by sessions' workers, and by what clients have published."""
+    """So many bytes are held by sessions' workers and by published values."""
 
     sessions: Mapping[str, int]
     published: Mapping[str, int]
@@ -82,7 +82,7 @@ class ClientBack:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Admit nobody any more, and refuse those who wait."""
+    """Admit no session any more, and refuse the waiting ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""The gate of a session: a connection as its agent sees it, where runs wait for their turn.
+"""Admission gate of a session: its agent's connection, in which runs wait for their turn.
 
-Nothing is looked into but what says that a message is a run or the answer to one, and which.
+Of a message only the kind and the number of the run are decoded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _START_SECONDS = 60.0
 
 
 class Gate:
-    """Passes on what a client sends, and counts what its workers answer; see ``Connected``.
+    """Passes a client's messages on, and counts its workers' answers; see ``Connected``.
 
-    All of it is for the gateway's thread, but for ``send``, which is for any: what workers answer
-    goes out on the threads that wait for them.
+    All of it is for the gateway's thread, but for ``send``, which is for any: answers of workers go
+    out on the threads that wait for them.
 
     Args:
         connection: to the client.
-        may_pass: whether the next run may go on, when so many are with the workers.
+        may_pass: returns whether the next run may go on, given the number with the workers.
         changed: called when something was answered, on the thread that sends the answer.
     """
 
@@ -142,7 +142,7 @@ class Gate:
         self._changed()
 
     def _forget(self) -> None:
-        """What the workers were to answer may never come."""
+        """Forget the runs under way: their answers may never come."""
         with self._lock:
             self._count(time.monotonic())
             self._running.clear()
@@ -156,8 +156,7 @@ class Gate:
 
 
 def run_told(frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]] | None:
-    """The number of the run that a message to an agent is about, and for which workers; None: it
-    is about something else.
+    """Return the run's number and the workers of a message to an agent; None for others.
 
     Raises:
         ProtocolError: it is malformed.

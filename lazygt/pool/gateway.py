@@ -1,6 +1,6 @@
-"""The gateway of a pool: takes connections, and hears what clients ask.
+"""Gateway of a pool: connections and requests of clients.
 
-One thread does all of it but waiting for workers and sending what they answer: their links have
+One thread does all of it, but for waiting for workers and sending their answers: their links have
 threads of their own, and so has the end of a session. Nothing here waits for a client.
 """
 
@@ -52,14 +52,14 @@ class Gateway:
     """A pool.
 
     Args:
-        administrates: whether who has the key of this name may administer.
+        administrates: returns whether the key of this name may administer.
         device: ``cpu`` or ``cuda``.
         caches: a folder for compiled code, one inside for each client.
 
     Attributes:
-        refused: how often clients asked for what is not theirs: ``protocol`` (what makes no sense,
-            which ends the connection), ``administration``, ``foreign`` (of no session of theirs),
-            ``connections`` (too many of one key).
+        refused: counts of refused requests: ``protocol`` (malformed, which ends the connection),
+            ``administration``, ``foreign`` (of no session of theirs), ``connections`` (too many of
+            one key).
     """
 
     listener: Listener
@@ -165,7 +165,7 @@ class Gateway:
         )
 
     def _attend(self, visitor: Visitor) -> None:
-        """Take what somebody has said; `accept` has read what has come for all of them."""
+        """Take the messages of a client; `accept` has read those of all."""
         try:
             while visitor.connection.has_mail:
                 self._hear(visitor, visitor.connection.take() or [])

@@ -1,4 +1,4 @@
-"""A session that a pool hosts: its client's connection, its gate, and the agent of its workers."""
+"""Session that a pool hosts: client connection, gate, and agent of its workers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _WATCHED_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a session's workers may be, whatever its client says.
+    """Limits of a session's workers, for any request of its client.
 
     Attributes:
         threads: of each worker.
         device: ``cpu`` or ``cuda``.
         places: of the pool, one for each worker; the GPUs of these numbers are theirs.
-        hidden: whether other processes of the pool's user are kept from looking into them.
-        cache: where the compiled code of this client lies: nobody else's is run for it.
+        hidden: True if other processes of the pool's user are kept from looking into them.
+        cache: folder of this client's compiled code: no other is run for it.
     """
 
     workers: int
@@ -50,10 +50,10 @@ class Terms:
     hidden: bool = False
 
     def apply(self, spec: LinkSpec) -> LinkSpec:
-        """What the workers will be.
+        """Return the specification of the workers.
 
         Raises:
-            PoolError: the client asks for what is not its to ask.
+            PoolError: the client asks for more than it may.
         """
         if spec.world_size != self.workers or sorted(spec.here) != list(range(self.workers)):
             raise PoolError(f"{self.workers} worker(s) were granted, not {spec.world_size}")
@@ -116,8 +116,10 @@ class Hosted:
         return tuple(pid for part in self.gate.pids.values() for pid in part)
 
     def memory(self) -> int:
-        """Bytes that are held for it: its workers' own, shared ones, and what is on its
-        way; code and files do not count."""
+        """Bytes held for it: its workers' own, shared ones, and messages on their way.
+
+        Code and files do not count.
+        """
         private = sum(procfs.resident(pid, "RssAnon") for pid in self.pids)
         shared = sum(procfs.resident(pid, "RssShmem") for pid in self.pids)
         return private + max(shared, self.agent.held) + self.gate.held

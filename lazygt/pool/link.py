@@ -47,20 +47,19 @@ _LEAST_PATIENCE = 10.0
 
 
 class SessionConnection:
-    """A connection to a pool once a session was admitted: what is not for the session's host is
-    dealt with here. See ``Connected``.
+    """Connection to a pool after the admission of a session; see ``Connected``.
 
-    The kernel of a pool that is stopped answers for it, so the pool itself is asked, while
-    somebody waits for what it is to say.
+    It handles the messages that are not for the session's host. The kernel of a pool that is
+    stopped answers for it, so the pool itself is asked while the client waits for a message.
 
     Args:
         endpoint: of the pool.
         patience: seconds that the pool has for an answer.
 
     Attributes:
-        error: why the session has ended.
-        doing: the client's status page, for who watches the pool.
-        leaving: nobody waits for its answers any more, so its end is no error.
+        error: the reason for the session's end.
+        doing: the client's status page, for observers of the pool.
+        leaving: no answers are awaited any more, so its end is no error.
         left: the session has ended, or goes on without us.
     """
 
@@ -201,7 +200,7 @@ class PoolLink(ClusterLink):
 
 
 def _watched_page(pages: StatusFile) -> Page | None:
-    """What the client does, which is to find out more for a while."""
+    """Return the client's status page, with details for a while."""
     pages.watch(_WATCHED_SECONDS)
     return read_client(pages)
 

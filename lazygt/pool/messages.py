@@ -1,4 +1,4 @@
-"""What goes between a pool and its clients, beside what a session's client and its agent say.
+"""Messages between a pool and its clients, beside those of a session's agent.
 
 Tags begin at 32, so that one look at a header tells the two apart.
 """
@@ -36,10 +36,10 @@ class Leave(Part, tag=33):
 
 
 class Publish(Part, tag=34):
-    """A value is to be kept; answered by ``Ok`` before and after its ``Piece``s.
+    """Request to keep a value; answered by ``Ok`` before and after its ``Piece``s.
 
     Attributes:
-        rows: name and meta of each tensor, whose bytes follow one another; "": it is a tensor.
+        rows: name and meta of each tensor, in the order of their bytes; "": it is a tensor.
         shared: other clients may fetch it.
     """
 
@@ -69,11 +69,12 @@ class Forget(Part, tag=38):
 
 
 class Status(Part, tag=39):
-    """Answered by ``Report``. Who may not administer hears of other clients' sessions how many
-    there are.
+    """Request for a ``Report``.
+
+    A key that may not administer hears the number of other clients' sessions only.
 
     Attributes:
-        pages: what the workers and the clients of the sessions do, too.
+        pages: status pages of workers and clients, too.
     """
 
     pages: bool = False
@@ -90,7 +91,7 @@ class EvictOne(Part, tag=41):
 
 
 class Doing(Part, tag=42):
-    """What the client of a session does: the frame that follows is its status page."""
+    """Status of a session's client: the next frame is its status page."""
 
 
 class AreYouThere(Part, tag=46):
@@ -118,7 +119,7 @@ class Admitted(Part, tag=49):
 
 
 class Failed(Part, tag=50):
-    """What was asked can't be, or a session has ended: an error, and what it is made of."""
+    """Error: a request is refused, or a session has ended; its class and arguments."""
 
     kind: str
     given: tuple[Any, ...] = ()
@@ -150,14 +151,13 @@ class Value(Part, tag=52):
 
 
 class Listed(Part, tag=53):
-    """Published values: name, bytes, whose it is, shared."""
+    """Published values: name, bytes, client, shared."""
 
     rows: tuple[tuple[str, Count, str, bool], ...] = ()
 
 
 class Report(Part, tag=54):
-    """How the pool is doing, as JSON; a frame with status pages by session follows, if these were
-    asked for."""
+    """Report of the pool as JSON; a frame with status pages by session follows on request."""
 
     text: str
 
@@ -180,5 +180,5 @@ TO_CLIENT: tuple[type[Part], ...] = (
 
 
 def is_ours(header: Buffer) -> bool:
-    """Whether a message is between pool and client, and not an agent's."""
+    """Return whether a message is between pool and client, and not an agent's."""
     return len(header) > 1 and header[1] >= _FIRST_TAG

@@ -1,8 +1,8 @@
-"""Who gets workers of a pool, who waits, who is refused, and whose session ends: a pure machine.
+"""Admission policy of a pool as a pure state machine: grants, queue, refusals and ends.
 
 Events go in with the time at which they were seen (seconds, any monotonic origin), instructions
-come out. There is no clock, socket or thread here; `gateway` has those. Whose runs go on to their
-workers is decided in `turns`.
+come out. There is no clock, socket or thread here; `gateway` has those. `turns` schedules the runs
+of admitted sessions.
 
 A place is room for one worker process; a session gets as many as it asks for at once, or none. It
 keeps them until its processes are gone (`Released`), so a place never has two.
@@ -83,7 +83,7 @@ class Policy:
 
     @property
     def free(self) -> int:
-        """How many places nobody has."""
+        """Number of free places."""
         return len(self._free)
 
     @property
@@ -94,7 +94,7 @@ class Policy:
         return [row[turn] for turn in range(longest) for row in rows if turn < len(row)]
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """What follows from an event seen at ``now``; times must not run backwards."""
+        """Return the instructions that follow from an event at ``now``, in order of time."""
         match event:
             case Asked():
                 return self._ask(event, now)
@@ -119,7 +119,7 @@ class Policy:
         return []
 
     def seconds_to_next(self, now: float) -> float | None:
-        """How long until the next `Tick` must be given; None: not before another event."""
+        """Return the seconds until the next `Tick` is due; None: not before another event."""
         expiries = [
             max(lease.expires - now, 0.0)
             for lease in self.leases.values()
@@ -145,8 +145,10 @@ class Policy:
         return steps
 
     def _last_of_most(self, newcomer: str) -> str:
-        """Who makes room in a full queue: the last session of the client that has most there, so
-        that nobody keeps others out; the newcomer's where none has more."""
+        """Return the session that leaves a full queue: the last of the client with most.
+
+        So no client keeps others out. It is the newcomer's where none has more.
+        """
         most = max(self._queue, key=lambda name: (len(self._queue[name]), name == newcomer))
         return self._queue[most][-1]
 
@@ -174,7 +176,7 @@ class Policy:
         return [lease for lease in self.leases.values() if lease.asked.client == client]
 
     def _admit(self, now: float) -> list[Instruction]:
-        """Give places to whoever is next, one client after another; nobody overtakes."""
+        """Give places to the waiting clients in turn; no session overtakes."""
         steps: list[Instruction] = []
         while self._queue:
             client, waiting = next(iter(self._queue.items()))

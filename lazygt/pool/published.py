@@ -1,4 +1,4 @@
-"""What clients have published in a pool: named values that outlive the sessions they come from."""
+"""Published values of a pool: named, and outliving the sessions they come from."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PublishedValues:
         return sum(v.nbytes for v in values if v.client == client and v.name != without)
 
     def count(self, client: str, without: str) -> int:
-        """How many values a client has published under other names than this one."""
+        """Count the values that a client has published under other names than this one."""
         return sum(whose == client and name != without for whose, name in self._values)
 
     def by_client(self) -> dict[str, int]:
@@ -84,7 +84,7 @@ class PublishedValues:
         return {client: self.nbytes(client) for client, _ in self._values}
 
     def seen_by(self, client: str) -> list[PublishedValue]:
-        """What a client may fetch: all of its own, and what others share."""
+        """List the values that a client may fetch: its own, and the shared ones of others."""
         return [v for v in self._values.values() if v.client == client or v.shared]
 
     def of(self, client: str, name: str) -> PublishedValue:

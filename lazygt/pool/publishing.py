@@ -1,4 +1,4 @@
-"""What clients ask of published values: that one is kept, told, named or forgotten."""
+"""Requests for published values: publish, fetch, list and forget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Publishing:
         visitors: all that are there.
 
     Attributes:
-        values: what is published.
+        values: the published values.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Publishing:
         self._rules, self._held, self._visitors = rules, held, visitors
 
     def act(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> None:
-        """Do what is asked.
+        """Act on a request.
 
         Raises:
             PoolError: it can't be had.
@@ -96,7 +96,7 @@ class Publishing:
         visitor.sending.append(_messages(self.values.of(visitor.client, name)))
 
     def go_on(self, visitor: Visitor) -> None:
-        """Send what has been asked for, as fast as it is read: what is sent is kept until then."""
+        """Send requested values as fast as the client reads them."""
         while visitor.sending and visitor.connection.pending < _AHEAD_BYTES:
             message = next(visitor.sending[0], None)
             if message is None:

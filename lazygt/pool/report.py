@@ -1,4 +1,4 @@
-"""How a pool is doing, as plain values: what ``lazygt pool status`` prints."""
+"""Report of a pool as plain values, as ``lazygt pool status`` prints it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def report(
     published: PublishedValues,
     whose: str | None = None,
 ) -> dict[str, Any]:
-    """The state of a pool, its sessions in the order in which they were asked for.
+    """Build the report of a pool, with sessions in the order of their requests.
 
     Args:
-        whose: the client whose sessions these are, and who may fetch what is published; of others'
-            it is told how many there are. None: everybody's.
+        whose: the client that asks: of other clients the report has numbers only. None: all
+            clients.
     """
     now = time.monotonic()
     leases = policy.leases.items()
@@ -71,8 +71,11 @@ def _session(
 
 
 def _state(policy: Policy, name: str, lease: Lease) -> str:
-    """``waits`` for workers, ``runs``, ``is held`` back for others, is ``alone`` (its client has
-    gone), or is ``ending``."""
+    """Return the state of a session.
+
+    It ``waits`` for workers, ``runs``, ``is held`` back for others, is ``alone`` (its client has
+    gone), or is ``ending``.
+    """
     if lease.ending:
         return "ending"
     if not lease.places:

@@ -1,4 +1,4 @@
-"""What a pool allows, and what each of its clients may have."""
+"""Limits of a pool, and quotas of its clients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What the sessions of one client may have together; None: as much as there is.
+    """Quota of all sessions of one client; None: no limit.
 
     Attributes:
         sessions: with workers, or waiting for them.
         workers: of these.
         cores: torch threads of these workers.
-        memory: bytes that the workers and what is published may hold.
+        memory: bytes that the workers and the published values may hold.
     """
 
     sessions: int | None = None
@@ -25,7 +25,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a pool allows.
+    """Limits of a pool.
 
     Attributes:
         workers: places.
@@ -33,8 +33,8 @@ class Rules:
         queue: sessions that may wait for places.
         grace: the longest time, in seconds, for which a session's connection may be dead.
         expiry: seconds that a detached session lives without its client.
-        quotas: by client; those who are not here have ``quota``.
-        hidden: whether workers are kept from looking into one another; see ``hidden.hide``.
+        quotas: by client; all others have ``quota``.
+        hidden: True if workers are kept from looking into one another; see ``hidden.hide``.
     """
 
     workers: int

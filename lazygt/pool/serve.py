@@ -1,4 +1,4 @@
-"""A pool as whoever runs it has it: its keys, its quotas, and the process that serves."""
+"""Server of a pool: its keys, its quotas, and the process that serves."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def server_key(keyring: Keyring, endpoint: str = "") -> KeyFile:
 
 
 class Doorkeeper:
-    """Who may come in, and who may administer."""
+    """Admission of keys, for use and for administration."""
 
     def __init__(self, keyring: Keyring) -> None:
         self._keyring = keyring
 
     def allows(self, public: str) -> str | None:
-        """The name of whose public key this is, or None."""
+        """Return the name of a public key, or None."""
         return SERVER if public == self._keyring.server.public else self._keyring.allows(public)
 
     def administrates(self, name: str) -> bool:
-        """Whether the key of this name may administer."""
+        """Return whether the key of this name may administer."""
         return name == SERVER or self._keyring.administrates(name)
 
 
@@ -77,7 +77,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 def quotas(path: Path) -> tuple[Quota, dict[str, Quota]]:
-    """The quota of all clients and those of some, from a TOML file::
+    """Read the default quota and those of some clients from a TOML file::
 
         [default]
         workers = 4
@@ -86,7 +86,7 @@ def quotas(path: Path) -> tuple[Quota, dict[str, Quota]]:
         [client.alice]
         sessions = 2
 
-    What a client's table leaves out is as in ``default``.
+    Entries that a client's table leaves out are those of ``default``.
 
     Raises:
         ValueError: it is something else.

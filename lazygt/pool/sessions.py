@@ -1,4 +1,4 @@
-"""The sessions of a pool: asks the policy, and does with workers what it says."""
+"""Sessions of a pool: carries out the policy's instructions with workers."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Sessions:
 
     Attributes:
         hosted: those with workers.
-        stirred: those for which something has come.
-        refused: how often clients asked for what is not theirs; see `Gateway`.
+        stirred: those with new messages.
+        refused: counts of refused requests; see `Gateway`.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Sessions:
 
     @property
     def done(self) -> bool:
-        """Whether nobody is admitted any more, and the last session has ended."""
+        """True if no session is admitted any more, and the last one has ended."""
         return self.policy.draining and not self.policy.leases
 
     def seconds_to_next(self) -> float | None:
-        """How long until `step` must be called, though nothing happens; None: not at all."""
+        """Seconds until `step` must be called without an event; None: not at all."""
         now = time.monotonic()
         weigh = self._weigh_at - now if self.hosted else None
         waits = (self.policy.seconds_to_next(now), weigh)
@@ -165,7 +165,7 @@ class Sessions:
             self._handle(ClientBack(visitor.session))
 
     def drop(self, visitor: Visitor, error: Exception) -> None:
-        """Have nothing to do any more with who breaks the protocol."""
+        """Disconnect a client that breaks the protocol."""
         expected = isinstance(error, LazyGTError)
         _log.warning("%s broke the protocol: %s", visitor.client, error, exc_info=not expected)
         self.refused["protocol"] += 1
@@ -175,7 +175,7 @@ class Sessions:
             self._handle(Evict(visitor.session))
 
     def client_of(self, session: str) -> str | None:
-        """Whose session it is; None: there is none of that name."""
+        """Return the client of a session; None: there is none of that name."""
         lease = self.policy.leases.get(session)
         return None if lease is None else lease.asked.client
 
@@ -191,12 +191,12 @@ class Sessions:
         self._handle(Evict(session))
 
     def unheard(self, session: str) -> float:
-        """Seconds for which a session's client has been asked what it does in vain."""
+        """Return the seconds for which a session's client has not answered for its status."""
         visitor = self._visitors.get(session)
         return 0.0 if visitor is None else visitor.unheard
 
     def doing(self, sessions: Iterable[str]) -> dict[str, Pages]:
-        """What clients and workers of sessions do, of those that have workers."""
+        """Return the status pages of sessions that have workers."""
         pages = {}
         for session in sessions:
             hosted, visitor = self.hosted.get(session), self._visitors.get(session)
@@ -276,7 +276,7 @@ class Sessions:
     # -- what sessions say ---------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Pass on what may be passed on, until nothing more follows from that."""
+        """Pass messages on as far as they may go, until nothing more follows."""
         while self.stirred:
             session = self.stirred.pop()
             hosted = self.hosted.get(session)

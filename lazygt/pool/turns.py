@@ -1,10 +1,10 @@
-"""Whose runs go on to their workers, where more sessions want to run than there is room for.
+"""Scheduler of runs, where more sessions want to run than there is room for.
 
 A pure state machine, as `policy`, which owns it. Deficit round robin over run-seconds (Shreedhar
 and Varghese, "Efficient Fair Queueing Using Deficit Round Robin", SIGCOMM 1995), with two
-differences: how long a run is shows only when it has ended, so a client may owe time and sits out
-rounds for it; and who is quiet for a moment keeps its place in the round, since most programs wait
-for one answer before they send the next run.
+differences: the length of a run shows only at its end, so a client may owe time and sits out rounds
+for it; and a client that is quiet for a moment keeps its place in the round, since most programs
+wait for one answer before they send the next run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LINGER = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Hold back what the client sends to the workers of a session."""
+    """Hold back the client's messages to the workers of a session."""
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Pass on what was held back, and what comes from now on."""
+    """Pass on the messages held back, and the later ones."""
 
     session: str
 
@@ -106,12 +106,13 @@ class Turns:
         return self.share(now)
 
     def passes(self, session: str) -> bool:
-        """Whether a session's messages go on to its workers."""
+        """Return whether a session's messages go on to its workers."""
         return session in self._parts and self._parts[session].passes
 
     def may_pass(self, session: str, running: int, now: float) -> bool:
-        """Whether the next run may go on to the workers: where somebody waits, one at a time, since
-        what is there can't be called back.
+        """Return whether the next run may go on to the workers.
+
+        Where others wait, runs go on one at a time, since a run can't be called back.
 
         Args:
             running: runs of the session that are with its workers.
@@ -125,7 +126,7 @@ class Turns:
         return self._deficits.get(client, 0.0)
 
     def seconds_to_next(self, now: float) -> float | None:
-        """How long until `share` must be called, though nothing happens; None: not at all."""
+        """Return the seconds until `share` is due without an event; None: not at all."""
         parts = self._parts.values()
         if not any(not part.passes and part.is_live(now) for part in parts):
             return None
@@ -152,7 +153,7 @@ class Turns:
         return part.width <= self._at_once - others
 
     def _end_turns(self, now: float) -> list[Pause | Resume]:
-        """End the turns of those whose time is up, or who do not use them."""
+        """End turns that are used up, or not used."""
         over = [
             session
             for session, part in self._parts.items()
@@ -163,7 +164,7 @@ class Turns:
         return [Pause(session) for session in over]
 
     def _choose(self, now: float) -> str | None:
-        """Who gets the next turn, if anybody waits for one."""
+        """Return the session with the next turn, if one waits."""
         if self._next is not None and not self._waits(self._next, now):
             self._next = None
         if self._next is None:
@@ -187,7 +188,7 @@ class Turns:
             self._deficits.move_to_end(client)
 
     def _renew(self) -> None:
-        """Where nobody waits, time costs nothing."""
+        """Renew the deficits of running clients where no session waits."""
         for part in self._parts.values():
             if part.passes and self._deficits[part.client] <= 0:
                 self._deficits[part.client] = QUANTUM

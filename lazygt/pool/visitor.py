@@ -1,4 +1,4 @@
-"""Who is at the other end of a pool's connection."""
+"""Client connection of a pool."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ class Visitor:
             self.connection.send(encode(message, list(frames)))
 
     def doing(self) -> Page | None:
-        """What the client of its session has said that it does; asks it again. None: nothing since
-        somebody watches."""
+        """Return the last status page of its session's client, and ask for the next.
+
+        None: there was none since observation began.
+        """
         now = time.monotonic()
         if self._asked is None:
             if now - self._told > _STALE_SECONDS:
@@ -67,11 +69,11 @@ class Visitor:
 
     @property
     def unheard(self) -> float:
-        """Seconds for which the client of its session has been asked what it does in vain."""
+        """Seconds for which the client of its session has not answered for its status."""
         return 0.0 if self._asked is None else time.monotonic() - self._asked
 
     def tell(self, frames: Sequence[Frame]) -> None:
-        """The client has said what it does.
+        """Keep the client's status page.
 
         Raises:
             ProtocolError: that makes no sense.
@@ -83,5 +85,5 @@ class Visitor:
         self._page, self._told, self._asked = page, time.monotonic(), None
 
     def fail(self, error: PoolError) -> None:
-        """Say what has gone wrong."""
+        """Send an error."""
         self.say(Failed.of(error))
