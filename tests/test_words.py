@@ -75,13 +75,12 @@ WORD = re.compile(r"[\w']+")
 QUESTIONS_LEFT: dict[str, int] = {
     "cli": 6,
     "graph": 66,
-    "parallel": 37,
     "passes": 231,
     "record": 153,
     "transfer": 53,
 }
 # Relative pronouns per 1,000 words of docstrings; the aim is 2.
-RELATIVES_LEFT = 9.3
+RELATIVES_LEFT = 8.6
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -1,8 +1,8 @@
-"""Batch norm with the statistics of each rank's own samples, as ``DistributedDataParallel`` has it.
+"""Batch norm with statistics of each rank's samples, as in ``DistributedDataParallel``.
 
-By default statistics are those of the whole batch, as on one device, for which ranks meet in each
-batch norm (``SyncBatchNorm``). For local ones they don't, and the numbers depend on how many ranks
-the axis has: each block of samples is normalised for itself, wherever it is computed.
+By default statistics are those of the whole batch, as on one device, and take an all-reduce in each
+batch norm (``SyncBatchNorm``). Local ones take none, and the numbers depend on the number of ranks
+of the axis: each block of samples is normalised by itself, on any rank.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lazygt.session import current
 
 
 def local_batch_norm(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
-    """Have every batch norm in a module take statistics of each rank's block of samples alone.
+    """Make every batch norm in a module use the statistics of each rank's samples alone.
 
-    Batches are those that ``lazygt.distribute(batch, {"data": Shard(0)})`` cuts. Running statistics
-    are of the first block, as DDP keeps those of rank 0. Evaluation is as ever, and so is a session
-    whose mesh does not have the axis.
+    Batches are those that ``lazygt.distribute(batch, {"data": Shard(0)})`` shards. Running
+    statistics are of the first block, as DDP keeps those of rank 0. Evaluation does not change, nor
+    does a session with a mesh without the axis.
 
     Returns:
         The module.
@@ -68,7 +68,7 @@ class _LocalForward:
         return joined
 
     def _blocks(self, x: torch.Tensor) -> int:
-        """How many blocks have statistics of their own."""
+        """Return the number of blocks with statistics of their own."""
         uses_batch = self.norm.training or self.norm.running_mean is None
         if not uses_batch or not is_lazy(x) or self.mesh_dim not in mesh_of(x).names:
             return 1
@@ -90,7 +90,7 @@ class _LocalForward:
         return y
 
     def _factor(self) -> float:
-        """How much the running statistics take of the batch's; counts the batch."""
+        """Count the batch, and return the momentum of the running statistics."""
         norm = self.norm
         if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)

@@ -1,12 +1,12 @@
-"""What a user says about where values lie on the mesh of workers.
+"""Placements of values on the mesh of workers, as users set them.
 
     x = lazygt.distribute(batch.to("lazygt"), {"data": Shard(0)})
     lazygt.parallelize_module(model, parallelize_plan={"blocks.*.qkv.weight": {"model": Shard(0)}})
 
 Placements are ``torch.distributed.tensor``'s (``lazygt.Shard`` is the same class), one for each
-axis of the mesh: a list in its order, or a dict by name. They say where a value is stored. What
-else is cut, and what is exchanged, follows; the numbers never change. Tables for whole modules are
-in ``lazygt.parallel.tensor_parallel``.
+axis of the mesh: a list in its order, or a dict by name. They say where a value is stored. The
+sharding of other values and the collectives follow; the numbers never change. Tables for whole
+modules are in ``lazygt.parallel.tensor_parallel``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def placed(
     """``t`` with an annotation that has been checked; a pinned one is also its gradient's.
 
     Args:
-        behind: how the gradient lies then for what ``t`` was computed of; None: so, too.
+        behind: the placement of the gradient for the ops that computed ``t``; None: the same.
     """
     if meta_of(t).extent < t.numel():
         t = t.contiguous()  # type: ignore[assignment]  # expanded: elements share memory
@@ -81,10 +81,10 @@ def placements_for(
     mesh: Mesh,
     others: Placements | None = None,
 ) -> Placements:
-    """The placements, one an axis, that a user's placements stand for.
+    """Resolve a user's placements to one for each axis.
 
     Args:
-        what: names the tensor in errors.
+        what: the tensor's name in errors.
         rank: its number of dims.
         others: the placements on axes that are not named; None: whole.
 
@@ -148,7 +148,7 @@ def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
 
 
 def drop_hooks(module: nn.Module, kind: type, mesh_dim: str | None = None) -> None:
-    """Forget what is done whenever a module is called: hooks of a kind, along one axis or any."""
+    """Remove a module's hooks of a kind, along one axis or any."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(hook, kind) and mesh_dim in (None, hook.mesh_dim):  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ class _Place(torch.autograd.Function):
 
 
 def fresh_meta(meta: TensorMeta) -> TensorMeta:
-    """The meta of a value of its own: a view's, without what lies before it in memory."""
+    """Return the meta of a value of its own: a view's, without its storage offset."""
     return TensorMeta.of(meta.empty("meta")) if meta.offset else meta
 
 

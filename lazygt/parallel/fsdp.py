@@ -53,18 +53,18 @@ def fully_shard(
     they have. Parameters that an earlier call has taken stay in its unit.
 
     Args:
-        wrap: which parameters are gathered together. ``auto``: those of each repeated block
+        wrap: the parameters that are gathered together. ``auto``: those of each repeated block
             (modules of one class in a ``ModuleList`` or ``Sequential``), and without blocks those
             of each direct child; ``block``: of each repeated block; ``one`` (or ``block2``, as
             some training scripts say): all of the module, in the fewest collectives that
             ``bucket_cap_mb`` allows; or a function of a module's name and the module that says
-            whether it is a unit's root. What lies in no unit is one of its own.
+            if it is a unit's root. Parameters in no unit are one of their own.
         bucket_cap_mb: MiB that are gathered, or reduced, at once. None: the session's, and without
-            one 25, with what takes longer to pack than to launch (on CPUs 512 KiB) alone.
+            one 25; values that take longer to pack than to launch (on CPUs 512 KiB) go alone.
         reshard_after_forward: gather again for the backward, so that whole weights are not kept
             until then. None is True, the number of ranks too, and 1 is False.
-        limit_all_gathers: at most two gathers are under way at a time, and one reduction: what
-            was not reduced yet is freed as the backward goes.
+        limit_all_gathers: at most two gathers are under way at a time, and one reduction:
+            unreduced gradients are freed as the backward goes.
         mesh: the axis as FSDP2 takes it: ``session.mesh["data"]``; of two axes (HSDP) the last is
             meant. None: ``mesh_dim``.
         shard_placement_fn: tells a parameter's ``Shard(dim)``; None for it: as above.
@@ -86,7 +86,7 @@ def fully_shard(
             parameter is no lazygt tensor of its own, or can't be cut as it is told; no parameter
             has been placed then.
         TypeError: ``module`` is no module.
-        NotImplementedError: to reshard to a part of the ranks, or to offload what GPUs compute.
+        NotImplementedError: to reshard to a part of the ranks, or to offload from GPUs.
     """
     _check(module, bucket_cap_mb)
     asked = Knobs(wrap, bucket_cap_mb, reshard_after_forward, limit_all_gathers)
@@ -138,7 +138,7 @@ def _axis(mesh_dim: str, given: Any, mesh: Mesh) -> str:
 
 
 def _reshards(asked: bool | int | None, parts: int) -> bool:
-    """Whether weights are gathered again for the backward."""
+    """Return whether weights are gathered again for the backward."""
     if asked is None or isinstance(asked, bool):
         return asked is not False
     if asked in (1, parts):
@@ -166,7 +166,7 @@ def _check_offload(policy: Any, device_type: str) -> None:
 def _unit(
     module: nn.Module, axis: str, cap_mb: float | None, reshards: bool, limit: bool
 ) -> FSDPUnit:
-    """What the units of a call have in common."""
+    """Build the unit that a call's units share."""
     cap = None if cap_mb is None else round(cap_mb * (1 << 20))
     return FSDPUnit(f"{type(module).__name__}#{next(_calls)}", axis, cap, reshards, limit)
 
@@ -211,7 +211,7 @@ def _rewrap(module: nn.Module, units: Mapping[str, str], unit: FSDPUnit) -> None
 
 
 class _Cut(NamedTuple):
-    """How parameters are cut.
+    """Sharding of parameters.
 
     Attributes:
         at: number of the axis.
@@ -224,10 +224,10 @@ class _Cut(NamedTuple):
     placement_of: Callable[[nn.Parameter], Any] | None
 
     def sharding(self, name: str, parameter: Any, unit: FSDPUnit) -> Sharding:
-        """Where a parameter is to be stored.
+        """Return the sharding in which a parameter is to be stored.
 
         Raises:
-            ValueError: what is told of it is impossible.
+            ValueError: the requested dim is impossible.
         """
         before = stored_now(parameter).placements
         told = None if self.placement_of is None else self.placement_of(parameter)
@@ -276,7 +276,7 @@ def fsdp_units(module: nn.Module, wrap: Wrap) -> dict[str, str]:
 
 
 def _roots(module: nn.Module, wrap: Wrap) -> dict[str, str]:
-    """The modules whose parameters make a unit, by name, and the unit's name."""
+    """Return the modules that are roots of units: module's name -> unit's name."""
     if callable(wrap):
         return {name: name for name, inner in module.named_modules() if name and wrap(name, inner)}
     if wrap in ("one", "block2"):

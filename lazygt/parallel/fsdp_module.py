@@ -1,8 +1,8 @@
-"""What FSDP2 lets scripts say to a sharded module, with the meaning that it has here.
+"""FSDP2's methods of a sharded module, with their meaning in lazygt.
 
-A step is planned as a whole, so most of it needs no saying: what is gathered when, what is gathered
-ahead, and how often gradients are reduced. Such methods check their arguments and do nothing else.
-What would change numbers, or who carries them, raises.
+A step is planned as a whole, so most of them are not needed: the times of gathers, prefetches, and
+the number of reductions follow from the plan. Such methods check their arguments and do nothing
+else. Those that would change numbers, or the collectives' backend, raise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FSDPModule:
     """A module that ``fully_shard`` was called on; its class is a subclass of the one it had."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Parameters are whole to whoever uses them; gathers are launched ahead of their use.
+        """Do nothing: parameters are whole in all ops; gathers are launched ahead of their use.
 
         Returns:
             With ``async_op`` a handle that there is nothing to wait for; else None.
@@ -76,7 +76,7 @@ class FSDPModule:
         """Likewise."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Which backward is the last one is seen in the recorded step."""
+        """Do nothing: the recorded step shows the last backward."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """A backward gathers only weights that it reads."""
@@ -102,7 +102,7 @@ class FSDPModule:
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns."""
+    """Handle that ``unshard(async_op=True)`` returns."""
 
     def wait(self) -> None:
         """Returns at once."""
@@ -169,7 +169,7 @@ def _own_class(fsdp_class: type) -> type[nn.Module]:
 
 
 def _empty(plain_class: type[nn.Module]) -> nn.Module:
-    """A module to be filled with what was copied, or loaded."""
+    """Return an empty module, to be filled by a copy or a load."""
     fsdp_class = _fsdp_class(plain_class)
     return fsdp_class.__new__(fsdp_class)
 

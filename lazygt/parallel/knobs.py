@@ -1,4 +1,4 @@
-"""Arguments of ``fully_shard`` that are forced upon a script, whatever it says: what a sweep turns.
+"""Overrides of ``fully_shard``'s arguments in a script, as sweeps use them.
 
 with forced_knobs(wrap="one", reshard_after_forward=False) as forced:
     ...                     # every call of fully_shard meanwhile gets these
@@ -23,7 +23,7 @@ Wrap = Literal["auto", "block", "one", "block2"] | Roots
 
 
 class Knobs(NamedTuple):
-    """How parameters are gathered; see ``fully_shard``."""
+    """Settings of the gathering of parameters; see ``fully_shard``."""
 
     wrap: Wrap = "auto"
     bucket_cap_mb: float | None = None
@@ -33,12 +33,12 @@ class Knobs(NamedTuple):
 
 @dataclass
 class Forced:
-    """What is forced upon calls, and whether there were any.
+    """Overrides of calls, and counts of these calls.
 
     Attributes:
         calls: of ``fully_shard`` meanwhile.
-        without_blocks: of them those with another ``wrap`` than is forced, since their modules
-            have no repeated blocks.
+        without_blocks: of them those that kept their own ``wrap``, since their modules have no
+            repeated blocks.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class Forced:
 
     @property
     def rewraps(self) -> bool:
-        """Whether a call takes over parameters that are in another call's unit."""
+        """True if a call takes over parameters that are in another call's unit."""
         return "wrap" in self.given
 
     def upon(self, asked: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
-        """What a call gets that has asked for ``asked``.
+        """Return the settings for a call that has asked for ``asked``.
 
         Args:
-            has_blocks: whether its module has repeated blocks.
+            has_blocks: returns whether its module has repeated blocks.
         """
         self.calls += 1
         knobs = asked._replace(**self.given)
@@ -85,12 +85,12 @@ _forced = Forced()
 
 
 def knobs_for(asked: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
-    """What a call of ``fully_shard`` gets; see ``Forced.upon``."""
+    """Return the settings for a call of ``fully_shard``; see ``Forced.upon``."""
     return _forced.upon(asked, has_blocks)
 
 
 def reshards_as_told(asked: bool) -> bool:
-    """What a call of ``set_reshard_after_forward`` gets."""
+    """Return the value for a call of ``set_reshard_after_forward``."""
     return bool(_forced.given.get("reshard_after_forward", asked))
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Slot(NamedTuple):
-    """Where a module has a parameter."""
+    """Module and name of a parameter."""
 
     module: nn.Module
     name: str
@@ -40,8 +40,9 @@ def apply_policy(
     parameters: Collection[Tensor],
     policy: MixedPrecisionPolicy,
 ) -> None:
-    """Have a module compute as a policy says, and so each module in it that is called alone, as a
-    checkpointed one is in the backward.
+    """Make a module compute under a policy, and each module in it that is called alone.
+
+    A checkpointed module is called alone in the backward.
 
     Args:
         units: modules whose inputs are cast, if they have any of the parameters.
@@ -64,7 +65,7 @@ def apply_policy(
 
 
 def _slots(module: nn.Module, taken: Collection[int]) -> list[_Slot]:
-    """Where a module, or one in it, has one of these parameters, tied ones at every place."""
+    """Find these parameters in a module and its submodules, tied ones at every place."""
     return [
         _Slot(inner, name)
         for inner in module.modules()
@@ -81,7 +82,7 @@ class _Casts:
     """The casts of one call's parameters.
 
     Attributes:
-        running: the outermost of its modules that runs, and what its casts stand for.
+        running: the outermost of its modules that runs, and its casts.
     """
 
     param_dtype: torch.dtype | None
@@ -121,8 +122,11 @@ class _Casts:
         return bool(others) and parameter.is_floating_point()
 
     def _cast(self, parameter: nn.Parameter) -> Tensor:
-        """Not seen by modes: what a checkpoint keeps by a policy it counts in both passes, and only
-        the second one casts a block's parameters inside of it."""
+        """Cast a parameter, unseen by dispatch modes.
+
+        A selective checkpoint counts ops in both passes, and only the second one casts a block's
+        parameters inside of it.
+        """
         dtype = self.param_dtype or parameter.dtype
         with _disable_current_modes() if is_lazy(parameter) else nullcontext():
             cast: Tensor = _Cast.apply(parameter, dtype, self.reduce_dtype or dtype)  # type: ignore[no-untyped-call]

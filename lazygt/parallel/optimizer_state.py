@@ -1,4 +1,4 @@
-"""Where an optimizer's state lies: as its parameter does, or in blocks of its own (ZeRO).
+"""Placement of optimizer states: as their parameters, or in blocks of their own (ZeRO).
 
 A step leaves it where its parameter lies. A checkpoint's state comes from the client, whole, and
 is stored as the parameter is at the next step.
@@ -21,11 +21,11 @@ from lazygt.session import current
 def shard_optimizer_state(
     optimizer: torch.optim.Optimizer, mesh_dim: str = "data"
 ) -> torch.optim.Optimizer:
-    """Store what an optimizer keeps of each parameter in blocks along an axis (ZeRO-1 and 2).
+    """Store an optimizer's state in blocks along an axis (ZeRO-1 and 2).
 
     Parameters stay whole there. From the second step on gradients are reduced to blocks, each rank
-    updates its block of every parameter, and the blocks are gathered. What is cut, and along which
-    dim, is as in ``fully_shard``; on other axes the state lies as its parameter does.
+    updates its block of every parameter, and the blocks are gathered. Parameters and dims are
+    chosen as in ``fully_shard``; on other axes the state lies as its parameter does.
 
     Returns:
         The optimizer.

@@ -6,8 +6,8 @@
         (criterion(model(micro)) / 8).backward()
     opt.step()
 
-What is recorded from one update to the next is one program, so the stages work on different
-microbatches at the same time: in the order known as 1F1B. The numbers are those of one device.
+All ops from one update to the next are one program, so the stages work on different microbatches at
+the same time: in the order known as 1F1B. The numbers are those of one device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lazygt.session import current
 
 @dataclass(frozen=True)
 class _Given:
-    """What a session's stages have: the first that each module, parameter and buffer was given to.
+    """First stage of each module, parameter and buffer of a session.
 
     Attributes:
         modules: nn.Module -> stage.
@@ -50,11 +50,11 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
     """Put modules on a stage: one rank of a mesh axis stores what they store and computes them.
 
     Parameters and buffers move there, each still the object that it is; one that an earlier
-    stage has stays there, and the two share it (a tied head). What a module is called with enters
-    the stage, and what is computed from it belongs to the stage, until something enters another.
-    A tensor can be put on a stage by itself, for code without modules: use what is returned.
-    Copies of a module are on its stage too, and so is the module in a later session whose mesh has
-    that stage, unless it is put on another one there.
+    stage has stays there, and the two share it (a tied head). A module's arguments enter the
+    stage, and all results of them belong to the stage, until they enter another.
+    A tensor can be put on a stage by itself, for code without modules: use the returned one.
+    Copies of a module are on its stage too, and so is the module in a later session with that stage
+    in its mesh, unless it is put on another one there.
 
     Args:
         what: a module, several of them, or a lazygt tensor.
@@ -130,7 +130,7 @@ def _own(module: nn.Module) -> list[LazyTensor]:
 
 
 def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
-    """Mark what a module is called with. A slice of layers is never called, but its layers are."""
+    """Mark a module's arguments. A slice of layers is never called, but its layers are."""
     if isinstance(module, nn.Sequential | nn.ModuleList):
         for layer in module:
             _mark_inputs(layer, entry)
@@ -140,7 +140,7 @@ def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
 
 @dataclass(frozen=True)
 class _Entry:
-    """The hook of a module on a stage: what it is called with enters; what it has is there."""
+    """Hook of a module on a stage: its arguments enter; its tensors are there."""
 
     index: int
     mesh_dim: str
@@ -152,13 +152,13 @@ class _Entry:
         return tree_map_only(is_lazy, self._enter, (args, kwargs))
 
     def _has(self, t: LazyTensor) -> bool:
-        """Whether a tensor of the module belongs to this stage, not to one that shares it."""
+        """Return whether a tensor of the module belongs to this stage and not to an earlier one."""
         given = _given.get(storage_of(t).owner)
         first = self.index if given is None else given.tensors.get(t, self.index)
         return self._is_known(t) and first == self.index
 
     def _is_known(self, t: LazyTensor) -> bool:
-        """Whether the tensor's session has this stage."""
+        """Return whether the tensor's session has this stage."""
         mesh = mesh_of(t)
         return self.mesh_dim in mesh.names and self.index < mesh.size(self.mesh_dim)
 
@@ -173,7 +173,8 @@ def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
 class _Enter(torch.autograd.Function):
     """The mark as autograd sees it: the identity. Its gradient leaves the stage again.
 
-    What enters inside a backward pass is computed again, by a checkpoint: no microbatch begins.
+    A value that enters inside a backward pass is computed again by a checkpoint: no microbatch
+    begins.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""What a style does to its module: places what goes in and what comes out, whenever it is called.
+"""Hooks of a style: they place a module's arguments and results in each call.
 
 A placement that a style asks for is pinned, and so is that of the gradient. A value that is pinned
 so already stays the object that it is, and layers that ask the same of one value get one object:
-what they share is gathered once, and the sum of its gradients is reduced once.
+a shared input is gathered once, and the sum of its gradients is reduced once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from lazygt.record.tensor import LazyTensor, Owner, is_lazy, meta_of, storage_of
 
 
 class Layout(NamedTuple):
-    """How a tensor lies that goes into a module or comes out of it.
+    """Placements of an argument or a result of a module.
 
     Attributes:
         placement: of the tensor and of its gradient.
-        desired: how the module gets the tensor; its gradient comes as it comes. None: likewise.
-        behind: of a result, how the module gets its gradient. None: likewise.
+        desired: the one in which the module gets the tensor; its gradient keeps its own. None: the
+            same.
+        behind: of a result, the one in which the module gets its gradient. None: the same.
     """
 
     placement: Placement
@@ -41,13 +42,13 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleLayouts:
-    """What a style says of one module.
+    """Layouts of one module under a style.
 
     Attributes:
-        parameters: how its own lie, by name, others are whole; None: nothing is said of them.
+        parameters: placements of its own by name, others are whole; None: they have no entry.
         inputs: for the arguments of ``forward``, in order; None: as it comes.
         keywords: for those that are given by name.
-        outputs: for what it returns.
+        outputs: for its results.
         counted: there is one for each argument that is given by position, and for each result.
     """
 
@@ -59,10 +60,10 @@ class ModuleLayouts:
 
 
 def apply_style(module: nn.Module, mesh_dim: str, layouts: ModuleLayouts) -> None:
-    """Place what goes into a module, and what comes out, whenever it is called.
+    """Place a module's arguments and results in each call.
 
-    What an earlier style along the axis did is forgotten; where a style says nothing of the
-    parameters, only as far as the new one speaks of the same side.
+    An earlier style along the axis is forgotten; if the new one has no parameters, only on the side
+    (arguments or results) that it has layouts for.
     """
     arguments = layouts.inputs or layouts.keywords
     if layouts.parameters is not None or arguments:
@@ -97,7 +98,7 @@ class _StyleHook:
 
 @dataclass(frozen=True)
 class _InputHook(_StyleHook):
-    """Places what goes in.
+    """Places the arguments.
 
     Attributes:
         names: of the arguments that ``layouts`` are for.
@@ -127,7 +128,7 @@ class _InputHook(_StyleHook):
 
 @dataclass(frozen=True)
 class _OutputHook(_StyleHook):
-    """Places what comes out: the tensors in it, in order."""
+    """Places the results: the tensors in them, in order."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = tree_flatten(output)
@@ -199,7 +200,7 @@ _Laid = dict[tuple[str, Layout], LazyTensor]
 
 
 class _Trace(NamedTuple):
-    """What was laid in one trace: tensor -> (its value then, its place in autograd, what it is)."""
+    """Placed tensors of one trace: tensor -> (its value then, its ``grad_fn``, the copies)."""
 
     serial: int
     tensors: WeakIdKeyDictionary
@@ -209,7 +210,7 @@ _traces: WeakKeyDictionary[Owner, _Trace] = WeakKeyDictionary()
 
 
 def _laid_before(value: LazyTensor) -> _Laid:
-    """What styles have made of a tensor in this trace, for the next one to take as well.
+    """Return the placed copies of a tensor in this trace, for the next style to reuse.
 
     A tensor that was written since, or made a part of another computation, begins anew.
     """

@@ -1,4 +1,4 @@
-"""Styles: how one module lies on an axis of the mesh. ``lazygt.parallelize_module`` applies them.
+"""Parallel styles of a module on an axis of the mesh, for ``lazygt.parallelize_module``.
 
 Names, arguments and meaning are those of ``torch.distributed.tensor.parallel``, whose own objects
 are taken as well. There a module sees the blocks of its rank where ``use_local_output`` says so;
@@ -21,11 +21,11 @@ _LAST = Shard(-1)
 
 
 class ParallelStyle(ABC):
-    """How a module lies on one axis of the mesh."""
+    """Placement of a module on one axis of the mesh."""
 
     @abstractmethod
     def layouts(self, module: nn.Module) -> ModuleLayouts:
-        """What the style says of this module.
+        """Return the layouts of this module.
 
         Raises:
             NotImplementedError: the style is not for such modules.
@@ -73,7 +73,7 @@ class ColwiseParallel(ParallelStyle):
 class RowwiseParallel(ParallelStyle):
     """A linear layer cut by its inputs, or an embedding by its words.
 
-    Each rank adds up, or looks up, what it has; the results are reduced.
+    Each rank multiplies, or looks up, its own block; the results are reduced.
 
     Args:
         input_layouts: how the input, and its gradient, lies; by default, and for ``Shard(-1)``, as
@@ -98,7 +98,7 @@ class RowwiseParallel(ParallelStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class VocabParallel(RowwiseParallel):
-    """``RowwiseParallel`` of an embedding, under the name that says what is cut: the words."""
+    """``RowwiseParallel`` of an embedding, named for the sharded dim: the vocabulary."""
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
         if not isinstance(module, nn.Embedding):
@@ -125,7 +125,7 @@ class SequenceParallel(ParallelStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleInput(ParallelStyle):
-    """How the arguments of any module lie, for layers that share one input.
+    """Placements of the arguments of any module, for layers that share one input.
 
     Args:
         input_layouts: how each argument, and its gradient, lies; None: as it comes. One placement:
@@ -167,7 +167,7 @@ class PrepareModuleInput(ParallelStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleOutput(ParallelStyle):
-    """How what any module returns is to lie.
+    """Placements of the results of any module.
 
     Args:
         output_layouts: for each result, how it lies when it comes; None: it stays as it comes. A
@@ -231,7 +231,7 @@ def _several(placements: Any) -> tuple[Any, ...]:
 
 
 def _layout(given: Any, desired: Any = None, behind: Any = None) -> Layout | None:
-    """The layout of a value that is used as desired, or whose gradient is behind it."""
+    """Return the layout of a value with a desired placement, and one of its gradient."""
     if given is None:
         return None
     placement = _stored(given)

@@ -1,4 +1,4 @@
-"""Tables for whole modules: which style each module has, or how each parameter is stored.
+"""Tables for whole modules: the style of each module, or the placements of parameters.
 
     lazygt.parallelize_module(model, "model", {
         "tokens": lazygt.VocabParallel(),
@@ -6,9 +6,9 @@
         "blocks.*.mlp.0": lazygt.ColwiseParallel(), "blocks.*.mlp.2": lazygt.RowwiseParallel(),
     })
 
-A style says how a module's own parameters are stored, and how what goes into the module and what
-comes out lies on one axis of the mesh; gradients there lie alike. All of it is pinned: who names
-such a style wants its collectives. Styles change where values lie, never the numbers.
+A style gives the placements of a module's own parameters, inputs and outputs on one axis of the
+mesh; gradients there have the same ones. All of them are pinned, so a style has its own
+collectives. Styles change where values lie, never the numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Styled(NamedTuple):
 
     @property
     def parameters(self) -> Mapping[str, Placement]:
-        """How those lie that the style names."""
+        """Placements of the parameters that the style names."""
         return self.layouts.parameters or {}
 
 
@@ -59,10 +59,10 @@ _Styles = dict[str, _Styled]
 
 
 class _Said(NamedTuple):
-    """What is said of a parameter by one of its names.
+    """Placements of a parameter, as the plan has them for one of its names.
 
     Attributes:
-        placements: one an axis; ``Unspecified`` on those that nothing is said of.
+        placements: one an axis; ``Unspecified`` on axes without an entry.
     """
 
     name: str
@@ -104,13 +104,13 @@ def parallelize_module(
             names of parameters -> placements, with ``*`` for any text. The first pattern that fits
             a parameter's name counts; the style of its module does where it names the parameter,
             and along the style's axis also where nothing else speaks of it: it is whole then.
-            Along an axis of which nothing is said a parameter keeps what it has; whole at first.
-            What is said of the names of one parameter (a tied head) is said together.
-        src_data_rank: changes nothing: there is one client, whose values all workers have.
+            Along an axis without an entry a parameter keeps its placement; whole at first.
+            Entries for the names of one parameter (a tied head) are combined.
+        src_data_rank: changes nothing: all workers have the values of the one client.
         pinned: see ``distribute``; of placements only, styles are pinned.
 
-    A module's style is also that of its copies, and counts in later sessions whose mesh has the
-    axis.
+    A module's style is also that of its copies, and counts in later sessions with the axis in
+    their mesh.
 
     Returns:
         The module.
@@ -206,7 +206,7 @@ def _styles(module: nn.Module, plan: _Plan, device_mesh: Any, mesh: Mesh) -> _St
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a module's name fits, each part of it between dots by itself."""
+    """Return whether a module's name fits, each part of it between dots by itself."""
     parts, patterns = name.split("."), pattern.split(".")
     if not name or len(parts) != len(patterns):
         return name == pattern
@@ -272,7 +272,7 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
 def _said(
     module: nn.Module, plan: _Plan, styles: _Styles, pinned: bool, mesh: Mesh
 ) -> Iterator[_Said]:
-    """What the pattern that counts says, for each name of a parameter that has one."""
+    """Yield the placements of each parameter's name that a pattern fits."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         pattern = _pattern(name, plan, styles)
         entry = None if pattern is None else plan[pattern]
@@ -285,7 +285,7 @@ def _said(
 
 
 def _left_whole(module: nn.Module, styles: _Styles, mesh: Mesh) -> Iterator[_Said]:
-    """What a style says of its module's parameters where nothing else does."""
+    """Yield a style's placements of parameters without another entry: whole."""
     for name, styled in styles.items():
         if styled.layouts.parameters is None:
             continue
@@ -314,7 +314,7 @@ def _check_agree(first: _Said, other: _Said, mesh: Mesh) -> None:
 
 
 def _filled(first: _Said, other: _Said) -> _Said:
-    """The first; of what it says nothing of, what the other says."""
+    """Return the first, with the other's placements where it has none."""
     placements = tuple([
         b if isinstance(a, Unspecified) else a
         for a, b in zip(first.placements, other.placements, strict=True)
