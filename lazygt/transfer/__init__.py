@@ -112,7 +112,7 @@ def transfer_weights(
             sender.
         ValueError: none of the ranks of a trainer has a sender, or several have.
         TransferError: it failed; receivers keep their version, and it may be tried again at
-            once. Its subclasses say who and why: see `lazygt.transfer.errors`.
+            once. Its subclasses name the receiver and the reason: see `lazygt.transfer.errors`.
         ExecutionError, WorkerDied, WorkerFrozen: the session could not compute the values, or
             lost a worker; receivers keep their version, too.
     """

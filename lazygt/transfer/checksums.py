@@ -30,7 +30,7 @@ B = TypeVar("B")
 
 
 class Copy(NamedTuple):
-    """What to move between two tensors of one shape; two dtypes make it a cast.
+    """Copy between two tensors of one shape; two dtypes make it a cast.
 
     The target of a source that travels as it is may also be its bytes, flat uint8.
     """
@@ -53,7 +53,7 @@ def wire_bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def travels_as_it_is(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `wire_bytes` would alias the tensor's own memory."""
+    """Return whether `wire_bytes` would alias the tensor's own memory."""
     return (
         tensor.dtype == dtype
         and tensor.is_contiguous()
@@ -142,11 +142,11 @@ class CopyPool:
         return list(self._pool.map(function, given))
 
     def close(self) -> None:
-        """End the threads; what they have begun is done first."""
+        """End the threads after the jobs that they have begun."""
         self._pool.shutdown(cancel_futures=True)
 
     def _all(self, job: Callable[[A], B], parts: Sequence[A]) -> list[B]:
-        """What a job gives for each part; returns when nothing is touched any more."""
+        """Run a job for each part, and return its results when all have ended."""
         if len(parts) == 1:
             return [job(parts[0])]
         jobs = [self._pool.submit(job, part) for part in parts]
@@ -190,7 +190,7 @@ def _copy_bytes(source: Tensor, target: Tensor, check: Checksum | None) -> int:
 
 
 def _copy_with_crc32(source: Tensor, target: Tensor) -> int:
-    """The checksum of what was copied, block by block."""
+    """Copy block by block, and return the checksum."""
     read, written, size = source.data_ptr(), target.data_ptr(), source.nbytes
     value = 0
     for start in range(0, size, _BLOCK):

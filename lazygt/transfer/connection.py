@@ -1,8 +1,8 @@
 """The control connection: small messages beside the data, over a local socket.
 
 A message is 4 bytes of length and a msgpack map with a ``kind``; file descriptors ride along. The
-socket lies in a directory that only its user can enter, and the kernel names the peer's process,
-whose end is noticed at once even if a child that it forked still holds the socket.
+socket lies in a directory that only its user can enter. The kernel names the peer's process, and
+its end is noticed at once even if a child that it forked still holds the socket.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Connection:
 
         Raises:
             PeerGone: there is no one to send it to, or an earlier message was interrupted.
-            TimeoutError: the other end has not read what came before until the deadline.
+            TimeoutError: the other end has not read earlier messages until the deadline.
         """
         body = msgpack.packb(message)
         if self._torn:
@@ -133,7 +133,7 @@ class Connection:
             raise PeerGone
 
     def has_ended(self, seconds: float) -> bool:
-        """Whether the other process has ended; waits at most so long for that."""
+        """Return whether the other process has ended; wait at most so long for that."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         return bool(poller.poll(seconds * 1e3))
@@ -169,7 +169,7 @@ class Connection:
             raise TimeoutError(f"process {self.pid} does not read its messages")
 
     def _fill(self) -> bool:
-        """Read what there is; True when the connection has ended."""
+        """Read all available bytes; True when the connection has ended."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, _FDS_AT_ONCE)

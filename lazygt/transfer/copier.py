@@ -1,6 +1,6 @@
 """Copy requests done in a process that holds blocks: copied, cast, summed, or only compared.
 
-How a place is reached is the affair of its transport's source end.
+A transport's source end knows the way to its places.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Copier:
     def copy(
         self, request: CopyRequest, value_of: Callable[[int], Tensor]
     ) -> tuple[Sequence[int], Sequence[Any]]:
-        """Do what is asked; the checksums of the blocks, and handles.
+        """Act on a request, and return the checksums of the blocks, and handles.
 
         Raises:
             ProtocolError: the request fits neither the place nor the values.
             OSError: the place is not there any more.
-            TransferError: the receivers did not take what was copied.
+            TransferError: the receivers did not take the copies.
         """
         with self._lock:
             for end in self._ends.values():
@@ -207,7 +207,7 @@ class LocalSource:
         self._threads.submit(self._copy, 0, CopyRequest(sender, ()))
 
     def close(self) -> None:
-        """End the threads, after what they have begun."""
+        """End the threads after the copies that they have begun."""
         self._threads.shutdown()
         self._copier.close()
 
@@ -220,7 +220,7 @@ class LocalSource:
 
 
 def _digest(pair: tuple[CopyItem, Tensor]) -> bytes | None:
-    """SHA-256 of a block's bytes as they travel; None for what is not in the host's memory."""
+    """Return SHA-256 of a block's bytes as they travel; None outside of the host's memory."""
     item, block = pair
     if block.device.type != "cpu":
         return None

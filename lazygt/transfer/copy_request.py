@@ -1,7 +1,7 @@
-"""Copy requests: who holds a model's blocks, and what they are asked to copy where. Plain data.
+"""Copy requests as plain data: holders of a model's blocks, and the copies to make.
 
 A block goes to a *place*: memory that the receivers map, a group that it is broadcast in, a buffer
-that is lent by a handle. What a place is, and how it is reached, is in one file of `transports`.
+that is lent by a handle. Each kind of place has its file in `transports`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class CopyItem(NamedTuple):
 
 
 class CopyRequest(NamedTuple):
-    """What one process is to do.
+    """Copies that one process is to make.
 
     Attributes:
         sender: its address.
-        live: inodes of the sender's slots, or numbers of its sets of groups or buffers; all that
-            is known of others is let go.
+        live: inodes of the sender's slots, or numbers of its sets of groups or buffers; all others
+            are released.
         kind: the file of `transports` that knows the place; "": there is nothing to copy.
         place: see there.
         verify: the checksum that is wanted of each block.
         compare: copy nothing, but find out which blocks have the bytes that they had in the last
             version and in the place; these are numbers of transfers, 0 for none.
-        transfer: whose bytes these are; with ``compare`` their digests are kept under it.
+        transfer: number of the transfer; with ``compare`` digests are kept under it.
     """
 
     sender: str
@@ -74,7 +74,7 @@ class CopyRequest(NamedTuple):
 
     @staticmethod
     def read(given: Any) -> CopyRequest:
-        """Read what `packed` holds.
+        """Read the result of `packed`.
 
         Raises:
             ProtocolError: it was made by something else.
@@ -114,11 +114,11 @@ def transport_module(kind: str) -> Any:
 
 
 class CopyReply(NamedTuple):
-    """What was done, or what went wrong.
+    """Results of a request, or its error.
 
     Attributes:
         checks: the checksums of the blocks; of blocks that were compared, flags.
-        handles: what the place gives out; see `transports`.
+        handles: of the place; see `transports`.
     """
 
     rank: int
@@ -132,12 +132,12 @@ class CopyReply(NamedTuple):
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor's value is.
+    """Location of a tensor's value.
 
     Attributes:
-        key: how its holders call it.
+        key: its name with its holders.
         held: an object that keeps the value alive.
-        blocks: what each rank has of it, where no placements say that.
+        blocks: the block of each rank, where no placements say that.
     """
 
     key: int
@@ -162,7 +162,7 @@ class WeightSource(Protocol):
         """Have a rank copy; does not wait."""
 
     def replies(self, seconds: float) -> list[CopyReply]:
-        """What has been done; waits at most so long for it.
+        """Return the replies that have come; wait at most so long for them.
 
         Raises:
             WorkerDied, WorkerFrozen: a rank is gone, or does not answer.
@@ -180,7 +180,7 @@ class RemoteSource(WeightSource, Protocol):
 
 
 class RemoteModel(NamedTuple):
-    """A model that others hold: who they are, and its parameters by position."""
+    """Model that other processes hold: the holders, and its parameters by position."""
 
     source: RemoteSource
     tensors: Mapping[int, Tensor]

@@ -1,4 +1,4 @@
-"""What can go wrong in a transfer. After any of these, every reader still has its old version.
+"""Errors of transfers. After any of these, every reader still has its old version.
 
 TransferError (LazyGTError)
 ├── ManifestMismatch   a receiver expects other parameters, or has a newer version
@@ -74,7 +74,7 @@ class ReceiverFrozen(TransferError):
 
 
 class VersionHeld(TransferError):
-    """Code in a receiver still holds tensors of an old version, whose memory is needed.
+    """Code in a receiver still holds tensors of an old version, and their memory is needed.
 
     Attributes:
         receivers: their names.

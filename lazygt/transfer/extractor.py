@@ -1,4 +1,4 @@
-"""Extractors: what a model is made of. They know no transport and no threshold."""
+"""Extractors: the parameters of a model. They know no transport and no threshold."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Chunk(NamedTuple):
 
 
 class Extractor(Protocol):
-    """Where the weights come from.
+    """Source of the weights.
 
     `chunks` covers every parameter of `manifest` that is no alias, once, in the same order.
     """
 
     def manifest(self) -> Manifest:
-        """What will travel; moves no data."""
+        """Return the manifest of the transfer; moves no data."""
 
     def chunks(self) -> Iterator[Chunk]:
         """The parameters, a module at a time; a fresh pass at each call."""
@@ -107,12 +107,12 @@ class ModuleExtractor:
             yield name, ParamSpec(wire_name, dtype, shape, tie), tensor
 
     def is_elsewhere(self, kinds: Container[str]) -> bool:
-        """Whether the first parameter is on one of these kinds of devices."""
+        """Return whether the first parameter is on one of these kinds of devices."""
         first = next(self._named(), None)
         return first is not None and first[1].device.type in kinds
 
     def is_in_blocks(self) -> bool:
-        """Whether this process is one of the ranks of a trainer that have blocks of the model."""
+        """True if this process is a rank of a trainer with blocks of the model."""
         return any(is_block(tensor) for _, tensor in self._named())
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
@@ -133,7 +133,7 @@ class HeldElsewhere:
     """A model that other processes hold.
 
     Attributes:
-        remote: who they are.
+        remote: the holders.
     """
 
     def __init__(self, manifest: Manifest, remote: RemoteModel) -> None:
@@ -149,7 +149,7 @@ class HeldElsewhere:
 
 
 def is_block(tensor: Any) -> bool:
-    """Whether a tensor is this rank's part of a DTensor; asked without loading those."""
+    """Return whether a tensor is a DTensor, without importing DTensor."""
     return hasattr(tensor, "full_tensor")
 
 

@@ -1,4 +1,4 @@
-"""Layouts: who holds which block of a model, and the routes from one layout to others.
+"""Layouts: the holders of a model's blocks, and the routes from one layout to others.
 
 Pure: layouts in, routes out. No tensor, no transport. The routes of the same layouts are found once
 and kept (`route.cache_info()` tells how often).
@@ -37,12 +37,12 @@ seventh of all the time. Copies with crc32 are cut further, to fit a core's cach
 
 
 class ParamLayout(NamedTuple):
-    """A parameter and how it lies on the mesh that it comes from.
+    """A parameter and its placements on the mesh that it comes from.
 
     Attributes:
         param: its position in the manifest.
         itemsize: bytes of an element, as it travels.
-        blocks: what each rank has of it, where no placements say that; None: nothing.
+        blocks: the block of each rank, where no placements say that; None: it has none.
     """
 
     param: int
@@ -56,8 +56,8 @@ class Route(NamedTuple):
     """One block on its way.
 
     Attributes:
-        rank: who sends it.
-        layout: which of the receivers' layouts it belongs to.
+        rank: the sending rank.
+        layout: number of the receivers' layout that it belongs to.
         source: where it lies within the rank's own block.
         target: where it belongs within that layout's block.
     """
@@ -90,7 +90,7 @@ def slices(bounds: Bounds) -> tuple[slice, ...]:
 
 
 def block(mesh: Mesh, placement: Placements, shape: Sequence[int], rank: int) -> Bounds:
-    """What a rank has of a tensor of ``shape``."""
+    """Return the block that a rank has of a tensor of ``shape``."""
     return tuple((s.start, s.stop) for s in region(mesh, placement, shape, rank))
 
 
@@ -98,7 +98,7 @@ def block(mesh: Mesh, placement: Placements, shape: Sequence[int], rank: int) ->
 def route(
     mesh: Mesh, params: tuple[ParamLayout, ...], layouts: tuple[tuple[Bounds, ...], ...]
 ) -> tuple[Route, ...]:
-    """How every byte of every layout comes from exactly one rank.
+    """Route every byte of every layout from exactly one rank.
 
     Of ranks that have the same block, the one with the fewest bytes so far sends it.
 
@@ -203,7 +203,7 @@ def batched(routes: Iterable[Route], piece: int, threshold: int, unit: int = 1) 
 
 
 def packed(request: Request) -> tuple[list[int], int]:
-    """Where each block begins in one buffer, each aligned, and the bytes of all of it."""
+    """Return the aligned offset of each block in one buffer, and the buffer's bytes."""
     ends = list(itertools.accumulate((aligned(route.nbytes) for route in request), initial=0))
     return ends[:-1], ends[-1]
 
@@ -289,7 +289,7 @@ class ReceiverLayout:
         rank: int,
         placements: Mapping[str, Sequence[Any] | Mapping[str, Any]],
     ) -> ReceiverLayout:
-        """What a user's arguments say.
+        """Build the layout of a user's arguments.
 
         Args:
             mesh: the receivers' grid: ``{"model": 2}`` or ``"model=2"``; not the trainer's.
@@ -314,7 +314,7 @@ class ReceiverLayout:
         rank: int,
         placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None,
     ) -> ReceiverLayout | None:
-        """What a receiver's arguments say; None: all of each parameter. Raises as `of` does."""
+        """Build the layout of a receiver's arguments; None: all of each parameter. See `of`."""
         if (mesh is None) != (placements is None):
             raise ValueError("a receiver that holds blocks needs both mesh= and placements=")
         return (
@@ -357,7 +357,7 @@ class ReceiverLayout:
 
     @staticmethod
     def unpack(given: Any) -> ReceiverLayout | None:
-        """Read what `packed` holds; None for None, a receiver of whole parameters.
+        """Read the result of `packed`; None for None, a receiver of whole parameters.
 
         Raises:
             ProtocolError: it was made by something else.
@@ -386,7 +386,7 @@ def localized(manifest: Manifest, blocks: Sequence[Bounds]) -> Manifest:
 
 
 class Layouts(NamedTuple):
-    """What the receivers of a transfer hold, and where that lies in memory that they share.
+    """Layouts of a transfer's receivers, and their places in shared memory.
 
     Attributes:
         blocks: for each different layout the block of each parameter.

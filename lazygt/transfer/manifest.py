@@ -1,4 +1,4 @@
-"""What a transfer is going to move, without the bytes: names, dtypes, shapes, order and ties."""
+"""Manifest of a transfer: names, dtypes, shapes, order and ties, without the bytes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Manifest:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where each parameter begins in one flat buffer of `extent` bytes."""
+        """Offset of each parameter in one flat buffer of `extent` bytes."""
         return tuple(accumulate((aligned(spec.nbytes) for spec in self.params), initial=0))[:-1]
 
     @cached_property
@@ -153,7 +153,7 @@ class Manifest:
 
     @classmethod
     def unpack(cls, given: object) -> Manifest:
-        """Read what `packed` holds.
+        """Read the result of `packed`.
 
         Raises:
             ProtocolError: it was made by something else.
@@ -176,7 +176,7 @@ def _read_spec(name: Any, dtype: Any, shape: Any, alias_of: Any) -> ParamSpec:
 
 
 def difference(expected: Manifest, offered: Manifest) -> str | None:
-    """What stands between two manifests, in words; None when they are equal."""
+    """Return the difference between two manifests, in words; None when they are equal."""
     if expected.packed == offered.packed:
         return None
     parts = [
@@ -214,7 +214,7 @@ def _listed(what: str, names: Sequence[str], most: int = 4) -> str | None:
 
 
 def check_complete(manifest: Manifest, arrived: Counter[int]) -> str | None:
-    """Which parameters lack bytes, in words; ``arrived`` counts the bytes by position."""
+    """Return the incomplete parameters, in words; ``arrived`` counts bytes by position."""
     short = [
         f"{spec.name} ({arrived[number]} of {spec.nbytes} bytes)"
         for number, spec in enumerate(manifest.params)

@@ -1,4 +1,4 @@
-"""The sender's view of its receivers: who is there, what they have said, and who has gone."""
+"""The sender's view of its receivers: connections, answers, and departures."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ReceiverLink:
 
     Attributes:
         name: as it calls itself; unique among those connected.
-        layout: what it holds of each parameter; None: all of it.
-        version: what it had when the transfer began.
+        layout: its block of each parameter; None: all of it.
+        version: its version when the transfer began.
         transfer: number of the transfer that its answers below belong to.
-        said: what it has answered: kind of message -> the message.
+        said: its answers: kind of message -> the message.
         staged: requests that it has taken in.
         sent: requests that it has been told of.
         holds: it still holds tensors of the version that is to be overwritten.
@@ -57,7 +57,7 @@ class ReceiverLink:
     left: bool = False
 
     def expect(self, transfer: int) -> None:
-        """Forget what was said in earlier transfers."""
+        """Forget the answers to earlier transfers."""
         self.transfer, self.said, self.staged, self.holds = transfer, {}, 0, False
         self.sent = 0
 
@@ -122,7 +122,7 @@ class Receivers:
         Raises:
             ReceiverDied: one has gone. It is dropped.
             ReceiverFrozen: some were not done before the deadline. They are dropped.
-            VersionHeld: the same, but they are alive and say what keeps them.
+            VersionHeld: the same, but they are alive and name the reason.
             ManifestMismatch, ReceiverRefused: one has refused.
         """
         self.pump(0.0)
@@ -132,7 +132,7 @@ class Receivers:
             self.pump(deadline.remaining)
 
     def begin(self, transfer: int) -> list[ReceiverLink]:
-        """Those who are connected take part in a transfer."""
+        """Make all connected receivers take part in a transfer."""
         self.active = list(self.connected)
         self._patience = None
         for receiver in self.active:

@@ -1,5 +1,6 @@
-"""The ranks of a trainer, as the rank with the sender sees them: where they meet, what each has,
-and how it is asked to copy."""
+"""The ranks of a trainer, as seen by the rank with the sender.
+
+Their meeting place, the blocks of each, and copy requests to them."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ LAST_WORD_SECONDS = 5.0
 
 
 class RankPart(NamedTuple):
-    """What one rank has of a model.
+    """One rank's blocks of a model.
 
     Attributes:
         tensors: its blocks, by the parameter's position in the manifest.
-        blocks: where each of them lies in its parameter; None: it has nothing of that.
+        blocks: the bounds of each in its parameter; None: the rank has none.
     """
 
     manifest: Manifest
@@ -40,7 +41,7 @@ class RankPart(NamedTuple):
 
     @staticmethod
     def of(extractor: ModuleExtractor) -> RankPart:
-        """What this rank has. What is no DTensor is the same on every rank, and whole.
+        """Build this rank's part. Other tensors than DTensors are replicated.
 
         Raises:
             TypeError: a parameter can't travel.
@@ -66,7 +67,7 @@ def _local(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
 
 
 class MeetingPlace:
-    """Where the ranks connect: a socket in a directory that only this user can enter.
+    """Socket at which the ranks connect, in a directory that only this user can enter.
 
     Attributes:
         address: its path.
@@ -116,7 +117,7 @@ def _next(connection: Connection, deadline: Deadline) -> dict[str, Any]:
 
 
 def wait_for(connections: Sequence[Connection], seconds: float) -> bool:
-    """Whether there is anything to receive, or somebody has gone, within so many seconds."""
+    """Return whether a message or a departure has come within so many seconds."""
     poller = select.poll()
     for connection in connections:
         for descriptor in connection.descriptors:
@@ -125,10 +126,10 @@ def wait_for(connections: Sequence[Connection], seconds: float) -> bool:
 
 
 class RankSource:
-    """The ranks, as those who have a model's blocks.
+    """The ranks as holders of a model's blocks.
 
     Args:
-        ranks: the connection of each, and what it greeted with.
+        ranks: the connection of each, and its greeting.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class RankSource:
         self._connections = {}
 
     def _blocks(self, number: int) -> tuple[Bounds | None, ...]:
-        """What each rank has of a parameter."""
+        """Return each rank's block of a parameter."""
         return tuple(
             None if (bounds := blocks[number]) is None else tuple(map(tuple, bounds))
             for blocks in self._of_ranks

@@ -2,7 +2,7 @@
 
 Every rank calls `transfer_weights` with its part of one model; one of them has the sender.
 
-    all     gather who has the sender, and who failed already         (torch.distributed)
+    all     gather the sender's rank, and failures so far             (torch.distributed)
     all     connect there, the rank of the sender too: `hello`, with the blocks that they have
     sender  `copy` requests, each to the rank that has the block      -> `copied`
     sender  `end`, with the report or the error                       all return, or raise
@@ -72,10 +72,10 @@ def transfer_from_ranks(
 
 
 def _agree_on_address(word: str, raises: bool = True) -> str:
-    """Where the rank with the sender is to be met.
+    """Agree on the address of the rank with the sender.
 
     Args:
-        word: that place, if it is this rank; else nothing, or what went wrong here.
+        word: the address, if it is this rank; else nothing, or the error here.
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     data = word.encode()[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
@@ -100,7 +100,7 @@ def _agree_on_address(word: str, raises: bool = True) -> str:
 
 
 def _take_part(address: str, part: RankPart, deadline: Deadline) -> TransferReport:
-    """Copy what is asked for, until the transfer is over."""
+    """Act on copy requests until the transfer is over."""
     gone = TransferError("the rank of the trainer that has the sender has gone")
     try:
         connection = connect(address)
@@ -137,7 +137,7 @@ def _copy_until_end(
 
 
 def _copied(copier: Copier, part: RankPart, message: Mapping[str, Any]) -> dict[str, Any]:
-    """What became of a request."""
+    """Act on a request, and return the reply."""
     answer = {"kind": "copied", "number": message["number"], "checks": (), "handles": ()}
     try:
         checks, handles = copier.copy_packed(message["request"], part.tensors.__getitem__)

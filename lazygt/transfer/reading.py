@@ -1,4 +1,4 @@
-"""What readers see of a receiver: one complete version at a time."""
+"""Reading of a receiver's weights: one complete version at a time."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Readings:
 
     @contextmanager
     def reading(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """The current version and its parameters, all of one version for the whole block.
+        """Yield the current version and its parameters, fixed for the whole block.
 
-        Tied names share a tensor. Do not write to the tensors, and clone what must outlive the
-        block: the mapping is emptied at its end, and a tensor that is kept all the same holds
+        Tied names share a tensor. Do not write to the tensors, and clone those that must outlive
+        the block: the mapping is emptied at its end, and a tensor that is kept all the same holds
         back the memory that the next but one transfer needs.
 
         Raises:
