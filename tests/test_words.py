@@ -77,10 +77,9 @@ QUESTIONS_LEFT: dict[str, int] = {
     "graph": 66,
     "passes": 231,
     "record": 153,
-    "transfer": 21,
 }
 # Relative pronouns per 1,000 words of docstrings; the aim is 2.
-RELATIVES_LEFT = 8.1
+RELATIVES_LEFT = 8.0
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -73,7 +73,7 @@ class Receiver(Readings):
 
     @property
     def connected(self) -> bool:
-        """Whether the sender is there and has admitted this receiver."""
+        """True if the sender is there and has admitted this receiver."""
         return self._welcome and self._ended is None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a transfer tells while it runs and when it is done."""
+"""Progress of a transfer, and its report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a transfer has come, in bytes and requests."""
+    """Progress of a transfer, in bytes and requests."""
 
     done: int
     total: int

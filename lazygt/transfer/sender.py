@@ -241,7 +241,7 @@ class Sender:
         transfer.last = self._last(transfer)
 
     def _layouts(self, transfer: Transfer) -> Layouts:
-        """What the receivers hold.
+        """Return the layouts of the receivers.
 
         Raises:
             ManifestMismatch: one has placements that the model can't have.

@@ -133,7 +133,7 @@ class TransferStream:
 
     @property
     def is_local(self) -> bool:
-        """Whether this process has the values."""
+        """True if this process has the values."""
         return self._transfer.remote is None
 
     def settle(self, source: LocalSource) -> None:

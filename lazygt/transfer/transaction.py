@@ -88,7 +88,7 @@ class Transfer:
         return numbers
 
     def report(self, lost: tuple[str, ...]) -> TransferReport:
-        """What has become of it, from what the receivers have said."""
+        """Build the report from the receivers' answers."""
         bytes_of_own = [spec for spec in self.manifest.params if spec.alias_of is None]
         committed = [receiver for receiver in self.receivers if "committed" in receiver.said]
         return TransferReport(
@@ -126,7 +126,7 @@ def alone(busy: Lock) -> Iterator[None]:
 
 
 def remote_model(extractor: Extractor) -> RemoteModel | None:
-    """Who can send a model's parameters themselves; None: this process has to."""
+    """Return the holders that send a model's parameters themselves; None: this process does."""
     if isinstance(extractor, HeldElsewhere):
         return extractor.remote
     if not isinstance(extractor, ModuleExtractor) or not extractor.is_elsewhere(BY_DEVICE):

@@ -82,7 +82,7 @@ class StagedVersion:
         self.new = Version(self.version, self.whole, self.manifest, flat, params)
 
     def block(self, block: Block) -> Tensor:
-        """Where a block belongs in the staging buffer.
+        """Return a block's part of the staging buffer.
 
         Raises:
             ProtocolError: it lies outside its parameter.

@@ -1,1 +1,1 @@
-"""How weights move between processes: one file a transport, see `base`."""
+"""Transports of weights between processes: one file each, see `base`."""

@@ -45,7 +45,7 @@ class SourceEnd(Protocol):
         """
 
     def buffer(self, sender: str, place: Any) -> View:
-        """What gives (offset, bytes) of a place as flat uint8.
+        """Return the function from (offset, bytes) of a place to flat uint8.
 
         Raises:
             ProtocolError, OSError: the place is not there.
@@ -99,7 +99,7 @@ class SenderEnd:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """What of this sender's is in use; see `CopyRequest`."""
+        """Numbers in use of this sender; see `CopyRequest`."""
         raise NotImplementedError
 
     def begin(self, transfer: Transfer) -> None:
@@ -107,14 +107,14 @@ class SenderEnd:
         raise NotImplementedError
 
     def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
-        """What ``begin`` says besides, and file descriptors to go with it."""
+        """Return the transport's part of ``begin``, and file descriptors to go with it."""
         raise NotImplementedError
 
     def expect(self, largest: int) -> None:
         """No request of this transfer will be bigger than so many packed bytes."""
 
     def is_free(self, rank: int) -> bool:
-        """Whether a rank may be given one more request now."""
+        """Return whether a rank may be given one more request now."""
         return True
 
     def open(self, rank: int, number: int, request: Request) -> Any:
@@ -122,7 +122,7 @@ class SenderEnd:
         raise NotImplementedError
 
     def describe(self, receiver: ReceiverLink, reply: CopyReply) -> Message:
-        """What a receiver must know of a request besides."""
+        """Return the transport's description of a request for receivers."""
         return {}
 
     def lay_out(self, request: Request) -> list[tuple[int, tuple[int, ...], Bounds]]:
@@ -187,7 +187,7 @@ class ReceiverEnd:
         """The version on its way in was given up, or the sender has gone."""
 
     def holds_memory(self) -> bool:
-        """Whether tensors of this process may lie in the sender's memory."""
+        """True if tensors of this process may lie in the sender's memory."""
         return False
 
     def close(self) -> None:

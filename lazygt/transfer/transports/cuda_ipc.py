@@ -172,7 +172,7 @@ class BufferLeases(SenderEnd):
             self.number, self.extent, self.known = self.number + 1, largest, {}
 
     def is_free(self, rank: int) -> bool:
-        """Whether everyone has copied what is in the buffer whose turn it is."""
+        """Return whether all receivers have copied the content of the next buffer."""
         readers = self._readers.get((rank, self._packed[rank] % BUFFERS), {})
         return all(receiver.staged >= count for receiver, count in readers.items())
 

@@ -80,7 +80,7 @@ class _Nccl:
 
 
 def finished(works: Sequence[Any]) -> bool:
-    """Whether all broadcasts have ended, well or not."""
+    """True if all broadcasts have ended, well or not."""
     return all(work.is_completed() for work in works)
 
 

@@ -59,7 +59,7 @@ class Broadcast:
         self._transmissions = transmissions
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return all(transmission.done() for transmission in self._transmissions)
 
     def wait(self) -> None:

@@ -201,7 +201,7 @@ def _check(place: Place, deadline: Deadline) -> None:
 
 
 def _too_late(deadline: Deadline) -> str:
-    """What is said, whether this thread or one of a group's sees it first."""
+    """Return the error of a timeout, the same from any thread."""
     return f"receivers did not take it within {deadline.seconds:g} s"
 
 
@@ -256,7 +256,7 @@ class BroadcastGroups(SenderEnd):
         self._transfer = transfer
 
     def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
-        """What a receiver must know to join its groups."""
+        """Return the data that a receiver needs to join its groups."""
         layout = self._layouts[receiver]
         there = [other for other, held in self._layouts.items() if held == layout]
         return {

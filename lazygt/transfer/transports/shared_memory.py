@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 def place_of(arena: Arena, offset: int, extent: int) -> Place:
-    """How another process of this user finds a part of an arena of this process."""
+    """Return the place at which another process of this user maps a part of an arena."""
     return Place(os.getpid(), arena.fd, os.fstat(arena.fd).st_ino, offset, extent)
 
 
