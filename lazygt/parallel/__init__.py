@@ -1,1 +1,1 @@
-"""What users say of a mesh: how values and modules lie on it, and in which stages they run."""
+"""Placement of values and modules on the mesh, and pipeline stages: the user's side."""

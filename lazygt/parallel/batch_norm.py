@@ -1,8 +1,8 @@
-"""Batch norm with the statistics of each rank's own samples, as ``DistributedDataParallel`` has it.
+"""Batch norm with statistics of each rank's own samples, as in ``DistributedDataParallel``.
 
-By default statistics are those of the whole batch, as on one device, for which ranks meet in each
-batch norm (``SyncBatchNorm``). For local ones they don't, and the numbers depend on how many ranks
-the axis has: each block of samples is normalised for itself, wherever it is computed.
+By default the statistics are those of the whole batch, as on one device, so each batch norm
+exchanges them between ranks (``SyncBatchNorm``). Local statistics need no exchange, and the numbers
+depend on the axis's number of ranks: each block of samples is normalised for itself, on any rank.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lazygt.session import current
 
 
 def local_batch_norm(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
-    """Have every batch norm in a module take statistics of each rank's block of samples alone.
+    """Make every batch norm in a module take statistics of each rank's block of samples.
 
-    Batches are those that ``lazygt.distribute(batch, {"data": Shard(0)})`` cuts. Running statistics
-    are of the first block, as DDP keeps those of rank 0. Evaluation is as ever, and so is a session
-    whose mesh does not have the axis.
+    ``lazygt.distribute(batch, {"data": Shard(0)})`` shards the batches. Running statistics are of
+    the first block, as DDP keeps those of rank 0. Evaluation is unchanged, and so is training in a
+    session with a mesh that lacks the axis.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: the mesh has no such axis, or the module no batch norm; later, in training, a
-            batch that the ranks can't share evenly.
+        ValueError: the mesh has no such axis, or the module no batch norm; later, in training, the
+            ranks can't share a batch evenly.
     """
     current().mesh.size(mesh_dim)
     norms = [inner for inner in module.modules() if isinstance(inner, _BatchNorm)]
@@ -61,21 +61,21 @@ class _LocalForward:
                 f"{blocks} ranks of axis {self.mesh_dim!r}; leave the last samples out "
                 f"(DataLoader(drop_last=True)), or use the statistics of the whole batch"
             )
-        # each block's channels stand beside each other: channels of their own to the kernel
+        # the blocks' channels stand side by side: to the kernel they are separate channels
         beside = x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(1, 2)
         y = self._normalised(beside, blocks)
         joined: torch.Tensor = y.unflatten(1, (blocks, -1)).transpose(0, 1).flatten(0, 1)
         return joined
 
     def _blocks(self, x: torch.Tensor) -> int:
-        """How many blocks have statistics of their own."""
+        """Return the number of blocks with statistics of their own."""
         uses_batch = self.norm.training or self.norm.running_mean is None
         if not uses_batch or not is_lazy(x) or self.mesh_dim not in mesh_of(x).names:
             return 1
         return mesh_of(x).size(self.mesh_dim)
 
     def _normalised(self, beside: torch.Tensor, blocks: int) -> torch.Tensor:
-        """The samples of all blocks, normalised; keeps the running statistics of the first."""
+        """Normalise the samples of all blocks; keep the running statistics of the first."""
         norm, factor = self.norm, self._factor()
         mean, var = (
             _repeated(t if norm.training else None, blocks)
@@ -90,7 +90,7 @@ class _LocalForward:
         return y
 
     def _factor(self) -> float:
-        """How much the running statistics take of the batch's; counts the batch."""
+        """Return the weight of the new batch in the running statistics; count the batch."""
         norm = self.norm
         if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)

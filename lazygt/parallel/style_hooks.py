@@ -1,8 +1,8 @@
-"""What a style does to its module: places what goes in and what comes out, whenever it is called.
+"""Hooks that a style registers on its module: they place inputs and outputs at each call.
 
 A placement that a style asks for is pinned, and so is that of the gradient. A value that is pinned
-so already stays the object that it is, and layers that ask the same of one value get one object:
-what they share is gathered once, and the sum of its gradients is reduced once.
+so already is returned itself, and layers that ask the same of one value get one object: a shared
+value is gathered once, and the sum of its gradients is reduced once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from lazygt.record.tensor import LazyTensor, Owner, is_lazy, meta_of, storage_of
 
 
 class Layout(NamedTuple):
-    """How a tensor lies that goes into a module or comes out of it.
+    """Layout of a tensor that goes into a module or comes out of it.
 
     Attributes:
-        placement: of the tensor and of its gradient.
-        desired: how the module gets the tensor; its gradient comes as it comes. None: likewise.
-        behind: of a result, how the module gets its gradient. None: likewise.
+        placement: placement of the tensor and of its gradient.
+        desired: placement in which the module gets the tensor; that of its gradient stays free.
+            None: ``placement``.
+        behind: of a result, placement in which the module gets its gradient. None: ``placement``.
     """
 
     placement: Placement
@@ -41,14 +42,15 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleLayouts:
-    """What a style says of one module.
+    """Layouts that a style gives one module.
 
     Attributes:
-        parameters: how its own lie, by name, others are whole; None: nothing is said of them.
-        inputs: for the arguments of ``forward``, in order; None: as it comes.
-        keywords: for those that are given by name.
-        outputs: for what it returns.
-        counted: there is one for each argument that is given by position, and for each result.
+        parameters: placements of the module's own parameters, by name, others are whole; None: the
+            style says nothing of parameters.
+        inputs: layouts of the arguments of ``forward``, in order; None: unchanged.
+        keywords: layouts of arguments given by name.
+        outputs: layouts of the results.
+        counted: there is one layout for each positional argument, and for each result.
     """
 
     parameters: Mapping[str, Placement] | None = None
@@ -59,10 +61,10 @@ class ModuleLayouts:
 
 
 def apply_style(module: nn.Module, mesh_dim: str, layouts: ModuleLayouts) -> None:
-    """Place what goes into a module, and what comes out, whenever it is called.
+    """Place a module's inputs and outputs whenever it is called.
 
-    What an earlier style along the axis did is forgotten; where a style says nothing of the
-    parameters, only as far as the new one speaks of the same side.
+    The hooks of an earlier style along the axis are removed; a style that says nothing of the
+    parameters removes only those of the sides (inputs, outputs) that it has layouts for.
     """
     arguments = layouts.inputs or layouts.keywords
     if layouts.parameters is not None or arguments:
@@ -81,7 +83,7 @@ def apply_style(module: nn.Module, mesh_dim: str, layouts: ModuleLayouts) -> Non
 
 @dataclass(frozen=True)
 class _StyleHook:
-    """The hook of a module that has a style."""
+    """Hook of a module that has a style."""
 
     mesh_dim: str
     layouts: tuple[Layout | None, ...]
@@ -97,10 +99,10 @@ class _StyleHook:
 
 @dataclass(frozen=True)
 class _InputHook(_StyleHook):
-    """Places what goes in.
+    """Forward pre-hook that places inputs.
 
     Attributes:
-        names: of the arguments that ``layouts`` are for.
+        names: names of the arguments that ``layouts`` are for.
         keywords: layouts of further arguments that are given by name.
     """
 
@@ -127,7 +129,7 @@ class _InputHook(_StyleHook):
 
 @dataclass(frozen=True)
 class _OutputHook(_StyleHook):
-    """Places what comes out: the tensors in it, in order."""
+    """Forward hook that places the tensors in a module's output, in order."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = tree_flatten(output)
@@ -144,11 +146,11 @@ class _OutputHook(_StyleHook):
 
 
 def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> Any:
-    """A tensor pinned on one axis, if its session has that.
+    """Return a tensor pinned on one axis, if its session's mesh has the axis.
 
     Raises:
-        TypeError: it is no tensor.
-        ValueError: it has no such dim.
+        TypeError: the value is no tensor.
+        ValueError: the tensor has no such dim.
     """
     if layout is None:
         return value
@@ -168,7 +170,7 @@ def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> A
 
 
 def _laid(what: str, value: LazyTensor, mesh_dim: str, layout: Layout) -> LazyTensor:
-    """Pinned, unless it is so already."""
+    """Return a tensor pinned as a layout says; one that is so already, itself."""
     mesh, before = mesh_of(value), storage_of(value).placed
     at = mesh.names.index(mesh_dim)
     full = f"{what}, a tensor of {meta_of(value)},"
@@ -192,14 +194,14 @@ def _laid(what: str, value: LazyTensor, mesh_dim: str, layout: Layout) -> LazyTe
     return value
 
 
-# -- what layers share ---------------------------------------------------------------------------
+# -- values that layers share --------------------------------------------------------------------
 
-#: (axis, layout) -> a tensor as it was laid there.
+#: (axis, layout) -> a tensor placed so.
 _Laid = dict[tuple[str, Layout], LazyTensor]
 
 
 class _Trace(NamedTuple):
-    """What was laid in one trace: tensor -> (its value then, its place in autograd, what it is)."""
+    """Tensors placed in one trace: tensor -> (its value then, its grad_fn, its placed forms)."""
 
     serial: int
     tensors: WeakIdKeyDictionary
@@ -209,9 +211,9 @@ _traces: WeakKeyDictionary[Owner, _Trace] = WeakKeyDictionary()
 
 
 def _laid_before(value: LazyTensor) -> _Laid:
-    """What styles have made of a tensor in this trace, for the next one to take as well.
+    """Return the forms of a tensor that styles have placed in this trace, to be shared.
 
-    A tensor that was written since, or made a part of another computation, begins anew.
+    For a tensor that was written since, or has another ``grad_fn`` now, there are none.
     """
     owner = storage_of(value).owner
     with owner.lock:
