@@ -166,7 +166,7 @@ def _check_offload(policy: Any, device_type: str) -> None:
 def _unit(
     module: nn.Module, axis: str, cap_mb: float | None, reshards: bool, limit: bool
 ) -> FSDPUnit:
-    """Return the unit that the units of a call are copies of, but for their names."""
+    """Return the template of a call's units; each is a copy with a name of its own."""
     cap = None if cap_mb is None else round(cap_mb * (1 << 20))
     return FSDPUnit(f"{type(module).__name__}#{next(_calls)}", axis, cap, reshards, limit)
 
