@@ -1,4 +1,4 @@
-"""Batch norm with statistics of each rank's own samples, as in ``DistributedDataParallel``.
+"""Batch norm with each rank's own statistics, as in ``DistributedDataParallel``.
 
 By default the statistics are those of the whole batch, as on one device, so each batch norm
 exchanges them between ranks (``SyncBatchNorm``). Local statistics need no exchange, and the numbers

@@ -33,7 +33,7 @@ class FSDPModule:
         """Do nothing: whole weights are freed after their last use."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """From here on gather weights again for each backward, or keep them whole until then.
+        """Gather weights again for each backward from here on, or keep them whole until then.
 
         Args:
             recurse: include modules inside that ``fully_shard`` was called on.
@@ -69,8 +69,9 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Change no number: the number of reductions of several microbatches' gradients follows
-        from their bytes and ``fully_shard(bucket_cap_mb=)``.
+        """Do nothing: the plan decides how often gradients of microbatches are reduced.
+
+        It does so by their bytes and ``fully_shard(bucket_cap_mb=)``; no number changes.
         """
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:

@@ -101,7 +101,7 @@ def rewraps() -> bool:
 
 @contextmanager
 def forced_knobs(**given: Any) -> Iterator[Forced]:
-    """Force settings upon every call of ``fully_shard`` meanwhile.
+    """Context in which every call of ``fully_shard`` gets these settings.
 
     Args:
         given: fields of ``Knobs``.

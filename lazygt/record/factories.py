@@ -222,7 +222,7 @@ def _note_device(device: Any) -> None:
 
 def _stays_free(kwargs: dict[str, Any]) -> bool:
     """Return whether nothing else decides the new tensor's device."""
-    if not session_stack:  # a module that was imported in a session keeps what it was given there
+    if not session_stack:  # a module that was imported in a session keeps its stand-ins
         return False
     lock: Any = session_stack[-1].recorder.lock
     if lock._is_owned():  # lazygt itself, or torch working for it

@@ -163,7 +163,7 @@ def _from_host(recorder: OpRecorder, source: torch.Tensor, kwargs: Kwargs) -> An
 
 
 def to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``zeros_like(x, device="cpu")``: the result is wanted elsewhere."""
+    """Make the result on another device: ``zeros_like(x, device="cpu")``."""
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
         return NotImplemented

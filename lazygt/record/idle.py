@@ -24,7 +24,7 @@ _autograd: Any = torch.autograd
 
 
 class Idle:
-    """Watch over a session from its making until it is closed; it warns once at most."""
+    """Monitor of a session from its making until it is closed; it warns once at most."""
 
     #: number of sessions entered in this process
     sessions: ClassVar[int] = 0

@@ -353,7 +353,7 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Placeholder that ``connect`` replaces."""
+        """Raise RuntimeError: a placeholder that ``connect`` replaces."""
         raise RuntimeError("device 'lazygt' has not been registered")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
