@@ -76,10 +76,9 @@ QUESTIONS_LEFT: dict[str, int] = {
     "cli": 6,
     "graph": 66,
     "passes": 231,
-    "record": 153,
 }
 # Relative pronouns per 1,000 words of docstrings; the aim is 2.
-RELATIVES_LEFT = 8.0
+RELATIVES_LEFT = 6.1
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

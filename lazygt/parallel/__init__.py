@@ -1,1 +1,1 @@
-"""Users' sharding API: placements of values and modules on the mesh, and stages."""
+"""Placement of values and modules on the mesh, and pipeline stages: the user's side."""

@@ -1,8 +1,8 @@
-"""Batch norm with statistics of each rank's samples, as in ``DistributedDataParallel``.
+"""Batch norm with each rank's own statistics, as in ``DistributedDataParallel``.
 
-By default statistics are those of the whole batch, as on one device, and take an all-reduce in each
-batch norm (``SyncBatchNorm``). Local ones take none, and the numbers depend on the number of ranks
-of the axis: each block of samples is normalised by itself, on any rank.
+By default the statistics are those of the whole batch, as on one device, so each batch norm
+exchanges them between ranks (``SyncBatchNorm``). Local statistics need no exchange, and the numbers
+depend on the axis's number of ranks: each block of samples is normalised for itself, on any rank.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lazygt.session import current
 
 
 def local_batch_norm(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
-    """Make every batch norm in a module use the statistics of each rank's samples alone.
+    """Make every batch norm in a module take statistics of each rank's block of samples.
 
-    Batches are those that ``lazygt.distribute(batch, {"data": Shard(0)})`` shards. Running
-    statistics are of the first block, as DDP keeps those of rank 0. Evaluation does not change, nor
-    does a session with a mesh without the axis.
+    ``lazygt.distribute(batch, {"data": Shard(0)})`` shards the batches. Running statistics are of
+    the first block, as DDP keeps those of rank 0. Evaluation is unchanged, and so is training in a
+    session with a mesh that lacks the axis.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: the mesh has no such axis, or the module no batch norm; later, in training, a
-            batch that the ranks can't share evenly.
+        ValueError: the mesh has no such axis, or the module no batch norm; later, in training, the
+            ranks can't share a batch evenly.
     """
     current().mesh.size(mesh_dim)
     norms = [inner for inner in module.modules() if isinstance(inner, _BatchNorm)]
@@ -61,7 +61,7 @@ class _LocalForward:
                 f"{blocks} ranks of axis {self.mesh_dim!r}; leave the last samples out "
                 f"(DataLoader(drop_last=True)), or use the statistics of the whole batch"
             )
-        # each block's channels stand beside each other: channels of their own to the kernel
+        # the blocks' channels stand side by side: to the kernel they are separate channels
         beside = x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(1, 2)
         y = self._normalised(beside, blocks)
         joined: torch.Tensor = y.unflatten(1, (blocks, -1)).transpose(0, 1).flatten(0, 1)
@@ -75,7 +75,7 @@ class _LocalForward:
         return mesh_of(x).size(self.mesh_dim)
 
     def _normalised(self, beside: torch.Tensor, blocks: int) -> torch.Tensor:
-        """The samples of all blocks, normalised; keeps the running statistics of the first."""
+        """Normalise the samples of all blocks; keep the running statistics of the first."""
         norm, factor = self.norm, self._factor()
         mean, var = (
             _repeated(t if norm.training else None, blocks)
@@ -90,7 +90,7 @@ class _LocalForward:
         return y
 
     def _factor(self) -> float:
-        """Count the batch, and return the momentum of the running statistics."""
+        """Return the weight of the new batch in the running statistics; count the batch."""
         norm = self.norm
         if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)

@@ -1,12 +1,12 @@
-"""Placements of values on the mesh of workers, as users set them.
+"""Placements of values on the mesh of workers, as users give them.
 
     x = lazygt.distribute(batch.to("lazygt"), {"data": Shard(0)})
     lazygt.parallelize_module(model, parallelize_plan={"blocks.*.qkv.weight": {"model": Shard(0)}})
 
 Placements are ``torch.distributed.tensor``'s (``lazygt.Shard`` is the same class), one for each
 axis of the mesh: a list in its order, or a dict by name. They say where a value is stored. The
-sharding of other values and the collectives follow; the numbers never change. Tables for whole
-modules are in ``lazygt.parallel.tensor_parallel``.
+placements of all other values, and the collectives, follow; the numbers never change. Tables for
+whole modules are in ``lazygt.parallel.tensor_parallel``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ UserPlacements = Sequence[Any] | Mapping[str, Any]
 
 
 def distribute(t: torch.Tensor, placements: UserPlacements, pinned: bool = False) -> torch.Tensor:
-    """The same values, stored as ``placements`` say.
+    """Return the same values, stored as ``placements`` say.
 
-    Gradients pass through it as they are; that of a pinned value is pinned as well.
+    Gradients pass through unchanged; the gradient of a pinned value is pinned as well.
 
     Args:
         t: a lazygt tensor.
-        placements: an axis that a dict does not name is ``Replicate()``.
-        pinned: it is also *used* so, and never moved for an op that would run faster otherwise.
+        placements: a list or a dict; an axis that a dict does not name is ``Replicate()``.
+        pinned: ops also *use* it so; it is never moved for an op that would run faster otherwise.
 
     Raises:
-        ValueError: a placement that the tensor or the mesh can't have.
+        ValueError: the tensor or the mesh can't have one of the placements.
         TypeError: ``t`` is no lazygt tensor, or ``placements`` neither a list nor a dict.
     """
     mesh = current().mesh
@@ -52,7 +52,7 @@ def distribute(t: torch.Tensor, placements: UserPlacements, pinned: bool = False
 
 
 def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
-    """The same values, moved to where ``placements`` say.
+    """Return the same values, moved to where ``placements`` say.
 
     Raises:
         ValueError, TypeError: as ``distribute``.
@@ -63,10 +63,10 @@ def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
 def placed(
     t: LazyTensor, sharding: Sharding, with_gradient: bool = True, behind: Sharding | None = None
 ) -> LazyTensor:
-    """``t`` with an annotation that has been checked; a pinned one is also its gradient's.
+    """Return ``t`` with a checked annotation; a pinned one also holds for its gradient.
 
     Args:
-        behind: the placement of the gradient for the ops that computed ``t``; None: the same.
+        behind: the gradient's sharding towards the ops that computed ``t``; None: the same.
     """
     if meta_of(t).extent < t.numel():
         t = t.contiguous()  # type: ignore[assignment]  # expanded: elements share memory
@@ -81,16 +81,16 @@ def placements_for(
     mesh: Mesh,
     others: Placements | None = None,
 ) -> Placements:
-    """Resolve a user's placements to one for each axis.
+    """Return the placements, one an axis, that a user's placements stand for.
 
     Args:
         what: the tensor's name in errors.
-        rank: its number of dims.
-        others: the placements on axes that are not named; None: whole.
+        rank: the tensor's number of dims.
+        others: the placements on axes that are not named; None: replicated.
 
     Raises:
-        ValueError: naming the tensor and the mesh.
-        TypeError: it is neither a list nor a dict.
+        ValueError: a placement is impossible; the message names the tensor and the mesh.
+        TypeError: ``placements`` is neither a list nor a dict.
     """
     rest = others or (Replicate(),) * len(mesh.names)
     if isinstance(placements, str) or not isinstance(placements, Mapping | Sequence):
@@ -129,7 +129,7 @@ def _placement(what: str, rank: int, given: Any, axis: str, mesh: Mesh) -> Place
 
 
 def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
-    """The parameter, if it can be stored in another way.
+    """Return the parameter, if it can be stored in another way.
 
     Raises:
         ValueError: it is not on the workers, or is a view of another tensor.
@@ -148,7 +148,7 @@ def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
 
 
 def drop_hooks(module: nn.Module, kind: type, mesh_dim: str | None = None) -> None:
-    """Remove a module's hooks of a kind, along one axis or any."""
+    """Remove a module's hooks of class ``kind``, along one axis or any."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(hook, kind) and mesh_dim in (None, hook.mesh_dim):  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ def drop_hooks(module: nn.Module, kind: type, mesh_dim: str | None = None) -> No
 
 
 class _Place(torch.autograd.Function):
-    """The annotation as autograd sees it: the identity."""
+    """Annotation as autograd sees it: the identity."""
 
     @staticmethod
     def forward(
@@ -181,10 +181,10 @@ class _Place(torch.autograd.Function):
 
 
 def fresh_meta(meta: TensorMeta) -> TensorMeta:
-    """Return the meta of a value of its own: a view's, without its storage offset."""
+    """Return the meta of a value with memory of its own: a view's, with offset 0."""
     return TensorMeta.of(meta.empty("meta")) if meta.offset else meta
 
 
 def unsaid(mesh: Mesh) -> Placements:
-    """Placements that say nothing of any axis."""
+    """Return placements that are ``Unspecified`` on every axis."""
     return (Unspecified(),) * len(mesh.names)

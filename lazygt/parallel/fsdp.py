@@ -47,36 +47,36 @@ def fully_shard(
     """Store a module's parameters in blocks along an axis of the mesh; ops use them whole.
 
     They are gathered for the forward, and their gradients are reduced to the blocks that the
-    optimizer updates; its state lies as they do. Names and meaning are FSDP2's, and policies are
-    torch's own objects. A parameter is cut along its first dim that has a row for every rank and
-    that no other axis cuts; one without such a dim stays whole. On other axes parameters keep what
-    they have. Parameters that an earlier call has taken stay in its unit.
+    optimizer updates; its state is sharded as they are. Names and meaning are FSDP2's, and policies
+    are torch's own objects. A parameter is cut along its first dim that has a row for every rank
+    and that no other axis cuts; one without such a dim stays whole. On other axes parameters keep
+    their placements. Parameters that an earlier call has taken stay in its unit.
 
     Args:
         wrap: the parameters that are gathered together. ``auto``: those of each repeated block
             (modules of one class in a ``ModuleList`` or ``Sequential``), and without blocks those
             of each direct child; ``block``: of each repeated block; ``one`` (or ``block2``, as
             some training scripts say): all of the module, in the fewest collectives that
-            ``bucket_cap_mb`` allows; or a function of a module's name and the module that says
-            if it is a unit's root. Parameters in no unit are one of their own.
+            ``bucket_cap_mb`` allows; or a predicate of a module's name and the module that is true
+            of a unit's root. Parameters in no unit form one of their own.
         bucket_cap_mb: MiB that are gathered, or reduced, at once. None: the session's, and without
-            one 25; values that take longer to pack than to launch (on CPUs 512 KiB) go alone.
+            one 25; a tensor that takes longer to pack than to launch (on CPUs 512 KiB) goes alone.
         reshard_after_forward: gather again for the backward, so that whole weights are not kept
             until then. None is True, the number of ranks too, and 1 is False.
         limit_all_gathers: at most two gathers are under way at a time, and one reduction:
             unreduced gradients are freed as the backward goes.
         mesh: the axis as FSDP2 takes it: ``session.mesh["data"]``; of two axes (HSDP) the last is
             meant. None: ``mesh_dim``.
-        shard_placement_fn: tells a parameter's ``Shard(dim)``; None for it: as above.
+        shard_placement_fn: function from a parameter to its ``Shard(dim)``, or to None: as above.
         mp_policy: a ``MixedPrecisionPolicy``. ``param_dtype``: while the module runs its parameters
             are casts of the stored ones, and these are gathered; None: as they are stored.
-            ``reduce_dtype``: in which the gradients of each backward are reduced, before they
-            become the parameter's dtype; None: ``param_dtype``. ``cast_forward_inputs``:
+            ``reduce_dtype``: the dtype in which the gradients of each backward are reduced, before
+            they become the parameter's dtype; None: ``param_dtype``. ``cast_forward_inputs``:
             floating-point inputs of the module, and of each unit's, become ``param_dtype``.
             ``output_dtype``: that of the module's floating-point outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer state in
             the host's memory, where those of CPU workers are in any case, pinned or not.
-        ignored_params: these stay as they are.
+        ignored_params: parameters that stay as they are.
 
     Returns:
         The module, which is an ``FSDPModule`` now.
@@ -86,7 +86,7 @@ def fully_shard(
             parameter is no lazygt tensor of its own, or can't be cut as it is told; no parameter
             has been placed then.
         TypeError: ``module`` is no module.
-        NotImplementedError: to reshard to a part of the ranks, or to offload from GPUs.
+        NotImplementedError: to reshard to a part of the ranks, or to offload on GPU workers.
     """
     _check(module, bucket_cap_mb)
     asked = Knobs(wrap, bucket_cap_mb, reshard_after_forward, limit_all_gathers)
@@ -110,7 +110,7 @@ def fully_shard(
     return as_fsdp_module(module)
 
 
-# -- what is asked for -----------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def _check(module: Any, bucket_cap_mb: float | None) -> None:
@@ -124,7 +124,7 @@ def _check(module: Any, bucket_cap_mb: float | None) -> None:
 
 
 def _axis(mesh_dim: str, given: Any, mesh: Mesh) -> str:
-    """The axis of the session's mesh along which parameters are cut."""
+    """Return the axis of the session's mesh along which parameters are cut."""
     if given is None:
         mesh.size(mesh_dim)
         return mesh_dim
@@ -153,7 +153,7 @@ def _reshards(asked: bool | int | None, parts: int) -> bool:
 def _check_offload(policy: Any, device_type: str) -> None:
     if policy is None or device_type == "cpu":
         return
-    # why: whoever has a policy has loaded it, which takes a second
+    # why: the import takes a second, and a caller with a policy has done it already
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     if isinstance(policy, CPUOffloadPolicy):
@@ -166,7 +166,7 @@ def _check_offload(policy: Any, device_type: str) -> None:
 def _unit(
     module: nn.Module, axis: str, cap_mb: float | None, reshards: bool, limit: bool
 ) -> FSDPUnit:
-    """Build the unit that a call's units share."""
+    """Return the template of a call's units; each is a copy with a name of its own."""
     cap = None if cap_mb is None else round(cap_mb * (1 << 20))
     return FSDPUnit(f"{type(module).__name__}#{next(_calls)}", axis, cap, reshards, limit)
 
@@ -178,10 +178,10 @@ def _taken(
     cut: _Cut,
     ignored: Collection[nn.Parameter],
 ) -> list[tuple[LazyTensor, Sharding]]:
-    """The parameters that no call has taken yet, each with where it is to be stored.
+    """Return the parameters that no call has taken yet, each with its new sharding.
 
     Args:
-        units: the unit of each parameter, by name.
+        units: the name of each parameter's unit, by the parameter's name.
 
     Raises:
         ValueError: a parameter is no lazygt tensor of its own, or can't be cut as it is told.
@@ -196,7 +196,7 @@ def _taken(
 
 
 def _rewrap(module: nn.Module, units: Mapping[str, str], unit: FSDPUnit) -> None:
-    """Take parameters over from earlier calls along the same axis; they lie as before.
+    """Take parameters over from earlier calls along the same axis; placements stay.
 
     Args:
         units: as in ``_taken``.
@@ -211,12 +211,12 @@ def _rewrap(module: nn.Module, units: Mapping[str, str], unit: FSDPUnit) -> None
 
 
 class _Cut(NamedTuple):
-    """Sharding of parameters.
+    """Cut of parameters along an axis.
 
     Attributes:
         at: number of the axis.
         parts: ranks along it.
-        placement_of: tells a parameter's ``Shard``, or None where any will do.
+        placement_of: function from a parameter to its ``Shard``, or to None where any will do.
     """
 
     at: int
@@ -224,10 +224,10 @@ class _Cut(NamedTuple):
     placement_of: Callable[[nn.Parameter], Any] | None
 
     def sharding(self, name: str, parameter: Any, unit: FSDPUnit) -> Sharding:
-        """Return the sharding in which a parameter is to be stored.
+        """Return a parameter's new sharding.
 
         Raises:
-            ValueError: the requested dim is impossible.
+            ValueError: ``placement_of`` returns an impossible placement.
         """
         before = stored_now(parameter).placements
         told = None if self.placement_of is None else self.placement_of(parameter)
@@ -253,14 +253,14 @@ class _Cut(NamedTuple):
 
 
 def dim_to_shard(shape: tuple[int, ...], placements: Placements, at: int, parts: int) -> int | None:
-    """The dim of a parameter that is cut along axis ``at`` of ``parts`` ranks; None: whole."""
+    """Return the dim of a parameter to cut along axis ``at`` of ``parts`` ranks; None: whole."""
     taken = [placement for place, placement in enumerate(placements) if place != at]
     free = (dim for dim, size in enumerate(shape) if size >= parts and Shard(dim) not in taken)
     return next(free, None)
 
 
 def fsdp_units(module: nn.Module, wrap: Wrap) -> dict[str, str]:
-    """The unit of each parameter, by name; ``rest`` for those in none.
+    """Return the unit of each parameter, by name; ``rest`` for those in none.
 
     Raises:
         ValueError: see ``fully_shard``.
@@ -276,7 +276,7 @@ def fsdp_units(module: nn.Module, wrap: Wrap) -> dict[str, str]:
 
 
 def _roots(module: nn.Module, wrap: Wrap) -> dict[str, str]:
-    """Return the modules that are roots of units: module's name -> unit's name."""
+    """Return the unit's name of each module that is the root of one, by the module's name."""
     if callable(wrap):
         return {name: name for name, inner in module.named_modules() if name and wrap(name, inner)}
     if wrap in ("one", "block2"):
@@ -297,7 +297,7 @@ def _roots(module: nn.Module, wrap: Wrap) -> dict[str, str]:
 
 
 def repeated_blocks(module: nn.Module) -> list[str]:
-    """The names of modules of one class, with modules inside, that stand in one list."""
+    """Return the names of modules of one class, with modules inside, that share a list."""
     blocks: list[str] = []
     for name, inner in module.named_modules():
         if not isinstance(inner, _LISTS) or any(name.startswith(f"{block}.") for block in blocks):

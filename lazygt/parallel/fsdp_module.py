@@ -1,8 +1,8 @@
 """FSDP2's methods of a sharded module, with their meaning in lazygt.
 
-A step is planned as a whole, so most of them are not needed: the times of gathers, prefetches, and
-the number of reductions follow from the plan. Such methods check their arguments and do nothing
-else. Those that would change numbers, or the collectives' backend, raise.
+A step is planned as a whole, so the plan decides the order of gathers, prefetching and the number
+of reductions of gradients. Methods that ask for these check their arguments and do nothing else.
+Methods that would change numbers, or the collectives' backend, raise.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lazygt.record.tensor import LazyTensor, is_lazy
 
 
 class FSDPModule:
-    """A module that ``fully_shard`` was called on; its class is a subclass of the one it had."""
+    """Module that ``fully_shard`` was called on; its class derives from the original one."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Do nothing: parameters are whole in all ops; gathers are launched ahead of their use.
+        """Do nothing: every use sees whole parameters, and gathers are launched ahead of it.
 
         Returns:
             With ``async_op`` a handle that there is nothing to wait for; else None.
@@ -30,13 +30,13 @@ class FSDPModule:
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """Whole weights are freed after their last use."""
+        """Do nothing: whole weights are freed after their last use."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """From here on gather weights again for each backward, or keep them whole until then.
+        """Gather weights again for each backward from here on, or keep them whole until then.
 
         Args:
-            recurse: also those of modules inside that ``fully_shard`` was called on.
+            recurse: include modules inside that ``fully_shard`` was called on.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
@@ -51,10 +51,10 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Free whole weights after each backward, as is done anyhow.
+        """Free whole weights after each backward, as is done in any case.
 
         Raises:
-            NotImplementedError: not to do so, for modules that are resharded after the forward.
+            NotImplementedError: False is asked of modules that are resharded after the forward.
         """
         kept = not reshard_after_backward
         if kept and any(
@@ -69,20 +69,22 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Changes no number: how often gradients of several microbatches are reduced follows from
-        their bytes and ``fully_shard(bucket_cap_mb=)``."""
+        """Do nothing: the plan decides how often gradients of microbatches are reduced.
+
+        It does so by their bytes and ``fully_shard(bucket_cap_mb=)``; no number changes.
+        """
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Likewise."""
+        """Change nothing, likewise."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing: the recorded step shows the last backward."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """A backward gathers only weights that it reads."""
+        """Do nothing: a backward gathers only weights that it reads."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gathers are launched one ahead, in the order of the recorded ops.
+        """Do nothing: gathers are launched one ahead, in the order of the recorded ops.
 
         Raises:
             ValueError: one of them is not fully sharded.
@@ -90,11 +92,11 @@ class FSDPModule:
         _check_sharded("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Likewise."""
+        """Do nothing, likewise."""
         _check_sharded("set_modules_to_backward_prefetch", modules)
 
     def reset_iter_state(self) -> None:
-        """A step that failed has left nothing behind."""
+        """Do nothing: a failed step leaves no state behind."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
@@ -105,11 +107,11 @@ class UnshardHandle:
     """Handle that ``unshard(async_op=True)`` returns."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 _CARRIED = "the session's collectives carry gradients and weights"
-#: method -> why it has no meaning here
+#: method -> reason why it has no meaning here
 _REFUSED = {
     "set_gradient_divide_factor": "gradients are those of the loss as it is written; divide that",
     "set_reduce_scatter_divide_factor": "gradients are those of the loss as it is written; "
@@ -141,13 +143,13 @@ for _name, _why in _REFUSED.items():
 
 
 def as_fsdp_module(module: nn.Module) -> nn.Module:
-    """The same module, with the methods of ``FSDPModule``."""
+    """Give a module the methods of ``FSDPModule`` and return it."""
     if not isinstance(module, FSDPModule):
         module.__class__ = _fsdp_class(type(module))
     return module
 
 
-#: class of a module -> that with the methods
+#: class of a module -> its subclass with the methods
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -164,18 +166,18 @@ def _fsdp_class(plain_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def _own_class(fsdp_class: type) -> type[nn.Module]:
-    """The class that a module had."""
+    """Return the class that a module had before."""
     return cast("type[nn.Module]", fsdp_class.__plain_class__)  # type: ignore[attr-defined]
 
 
 def _empty(plain_class: type[nn.Module]) -> nn.Module:
-    """Return an empty module, to be filled by a copy or a load."""
+    """Return a module without state, for ``copy`` and ``pickle`` to fill."""
     fsdp_class = _fsdp_class(plain_class)
     return fsdp_class.__new__(fsdp_class)
 
 
 def _sharded(module: nn.Module, recurse: bool) -> Iterator[tuple[LazyTensor, FSDPUnit]]:
-    """The parameters of a module that lie in blocks to be gathered, each with its unit."""
+    """Yield the parameters of a module that lie in blocks to be gathered, each with its unit."""
     inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
     others = set() if recurse else {id(p) for m in inner for p in cast("Any", m).parameters()}
     for parameter in module.parameters():

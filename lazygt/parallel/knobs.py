@@ -1,11 +1,11 @@
-"""Overrides of ``fully_shard``'s arguments in a script, as sweeps use them.
+"""Arguments forced upon every call of ``fully_shard``, for parameter sweeps.
 
 with forced_knobs(wrap="one", reshard_after_forward=False) as forced:
     ...                     # every call of fully_shard meanwhile gets these
 forced.check()              # raises where they had nothing to act upon
 
-A script may call ``fully_shard`` for each block, and for the whole model then. A ``wrap`` that is
-forced upon it is that of the whole: the last call for a parameter decides which unit it is in.
+A script may call ``fully_shard`` for each block, and then for the whole model. A forced ``wrap`` is
+that of the whole: the last call for a parameter decides its unit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-#: Whether a module, of this name, is the root of a unit.
+#: Predicate of a module's name and the module: it is the root of a unit.
 Roots = Callable[[str, nn.Module], bool]
 Wrap = Literal["auto", "block", "one", "block2"] | Roots
 
@@ -33,11 +33,11 @@ class Knobs(NamedTuple):
 
 @dataclass
 class Forced:
-    """Overrides of calls, and counts of these calls.
+    """Arguments forced upon calls, with counts of these.
 
     Attributes:
-        calls: of ``fully_shard`` meanwhile.
-        without_blocks: of them those that kept their own ``wrap``, since their modules have no
+        calls: number of calls of ``fully_shard`` meanwhile.
+        without_blocks: number of those that kept their own ``wrap``, since their modules have no
             repeated blocks.
     """
 
@@ -51,10 +51,10 @@ class Forced:
         return "wrap" in self.given
 
     def upon(self, asked: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
-        """Return the settings for a call that has asked for ``asked``.
+        """Return the settings of a call that asks for ``asked``.
 
         Args:
-            has_blocks: returns whether its module has repeated blocks.
+            has_blocks: function that returns whether the call's module has repeated blocks.
         """
         self.calls += 1
         knobs = asked._replace(**self.given)
@@ -64,10 +64,10 @@ class Forced:
         return knobs
 
     def check(self) -> None:
-        """Raise where nothing was forced upon anything.
+        """Raise if nothing was forced upon anything.
 
         Raises:
-            ValueError: there was no call, or no module of one had blocks to be wrapped.
+            ValueError: there was no call, or no call's module had blocks to be wrapped.
         """
         if self.given and not self.calls:
             names = ", ".join(self.given)
@@ -85,12 +85,12 @@ _forced = Forced()
 
 
 def knobs_for(asked: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
-    """Return the settings for a call of ``fully_shard``; see ``Forced.upon``."""
+    """Return the settings of a call of ``fully_shard``; see ``Forced.upon``."""
     return _forced.upon(asked, has_blocks)
 
 
 def reshards_as_told(asked: bool) -> bool:
-    """Return the value for a call of ``set_reshard_after_forward``."""
+    """Return the value that a call of ``set_reshard_after_forward`` gets."""
     return bool(_forced.given.get("reshard_after_forward", asked))
 
 
@@ -101,7 +101,7 @@ def rewraps() -> bool:
 
 @contextmanager
 def forced_knobs(**given: Any) -> Iterator[Forced]:
-    """Every call of ``fully_shard`` meanwhile gets these, whatever it says.
+    """Context in which every call of ``fully_shard`` gets these settings.
 
     Args:
         given: fields of ``Knobs``.

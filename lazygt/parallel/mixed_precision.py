@@ -1,8 +1,8 @@
 """Mixed precision of FSDP: modules compute with casts of their parameters.
 
 Parameters, their gradients and an optimizer's state keep their dtype. While a module runs, casts
-stand where its parameters are. They are made of blocks, so no more is gathered than they take. A
-gradient is reduced in a dtype of its own, and then comes in the parameter's.
+replace its parameters. Blocks are cast before they are gathered, so a gather moves bytes of the
+casts' dtype. A gradient is reduced in a dtype of its own, and then cast to the parameter's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Slot(NamedTuple):
-    """Module and name of a parameter."""
+    """Place of a parameter: a module and an attribute name."""
 
     module: nn.Module
     name: str
@@ -40,13 +40,14 @@ def apply_policy(
     parameters: Collection[Tensor],
     policy: MixedPrecisionPolicy,
 ) -> None:
-    """Make a module compute under a policy, and each module in it that is called alone.
+    """Make a module compute as a policy says.
 
-    A checkpointed module is called alone in the backward.
+    The policy also holds for each module inside that is called alone, as a checkpointed module is
+    in the backward.
 
     Args:
-        units: modules whose inputs are cast, if they have any of the parameters.
-        parameters: those that are cast; one that an earlier policy has keeps it.
+        units: modules with inputs to cast, if they have any of the parameters.
+        parameters: parameters to cast; one that has an earlier policy keeps it.
     """
     dtype, casts = policy.param_dtype, _Casts(policy.param_dtype, policy.reduce_dtype)
     taken, modules = set(map(id, parameters)), list(module.modules())
@@ -65,7 +66,7 @@ def apply_policy(
 
 
 def _slots(module: nn.Module, taken: Collection[int]) -> list[_Slot]:
-    """Find these parameters in a module and its submodules, tied ones at every place."""
+    """Return the slots of these parameters in a module and those inside, tied ones at each."""
     return [
         _Slot(inner, name)
         for inner in module.modules()
@@ -79,20 +80,20 @@ def _slots(module: nn.Module, taken: Collection[int]) -> list[_Slot]:
 
 @dataclass
 class _Casts:
-    """The casts of one call's parameters.
+    """Casts of one call's parameters.
 
     Attributes:
-        running: the outermost of its modules that runs, and its casts.
+        running: the outermost running module, and the parameters that its casts replace.
     """
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     running: tuple[nn.Module, list[tuple[_Slot, nn.Parameter]]] | None = None
-    #: how often the outermost module runs, inside itself
+    #: recursion depth of the outermost module
     depth: int = 0
 
     def enter(self, module: nn.Module, slots: Collection[_Slot]) -> None:
-        """A module begins to run: unless another does, its parameters become casts."""
+        """Replace a module's parameters by casts as it begins to run, unless another one runs."""
         if self.running is not None:
             self.depth += self.running[0] is module
             return
@@ -108,7 +109,7 @@ class _Casts:
         self.running, self.depth = (module, stands_for), 1
 
     def leave(self, module: nn.Module) -> None:
-        """A module has run, or failed; the outermost one has its parameters again."""
+        """Restore the parameters when the outermost module has run, or failed."""
         if self.running is None or self.running[0] is not module:
             return
         self.depth -= 1
@@ -124,8 +125,8 @@ class _Casts:
     def _cast(self, parameter: nn.Parameter) -> Tensor:
         """Cast a parameter, unseen by dispatch modes.
 
-        A selective checkpoint counts ops in both passes, and only the second one casts a block's
-        parameters inside of it.
+        A checkpoint's policy counts the kept values in both passes, and only the second pass casts
+        a block's parameters inside of it.
         """
         dtype = self.param_dtype or parameter.dtype
         with _disable_current_modes() if is_lazy(parameter) else nullcontext():
@@ -134,7 +135,7 @@ class _Casts:
 
 
 def _set(slot: _Slot, value: Tensor) -> None:
-    """Have a module find a tensor where its parameter is; it need not be one itself."""
+    """Put a tensor in a parameter's place; it need not be a parameter itself."""
     slot.module._parameters[slot.name] = value  # type: ignore[assignment]
     if isinstance(slot.module, nn.RNNBase):  # it has them in a list, too
         at = slot.module._flat_weights_names.index(slot.name)
@@ -142,7 +143,7 @@ def _set(slot: _Slot, value: Tensor) -> None:
 
 
 class _Cast(torch.autograd.Function):
-    """A parameter in another dtype; its gradient is reduced in one of its own."""
+    """Cast of a parameter; its gradient is reduced in a dtype of its own."""
 
     @staticmethod
     def forward(
@@ -209,7 +210,7 @@ class _CastOutputs:
 
 
 def _in_dtype(values: Any, dtype: torch.dtype) -> Any:
-    """The same with each floating-point tensor in a dtype."""
+    """Return the same with each floating-point tensor in a dtype."""
 
     def cast(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point()

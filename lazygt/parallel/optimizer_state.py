@@ -1,7 +1,7 @@
-"""Placement of optimizer states: as their parameters, or in blocks of their own (ZeRO).
+"""Placement of an optimizer's state: its parameter's, or blocks of its own (ZeRO).
 
-A step leaves it where its parameter lies. A checkpoint's state comes from the client, whole, and
-is stored as the parameter is at the next step.
+A step leaves the state where its parameter lies. A checkpoint's state comes from the client, whole,
+and is stored as the parameter is at the next step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lazygt.session import current
 def shard_optimizer_state(
     optimizer: torch.optim.Optimizer, mesh_dim: str = "data"
 ) -> torch.optim.Optimizer:
-    """Store an optimizer's state in blocks along an axis (ZeRO-1 and 2).
+    """Store an optimizer's state of each parameter in blocks along an axis (ZeRO-1 and 2).
 
     Parameters stay whole there. From the second step on gradients are reduced to blocks, each rank
-    updates its block of every parameter, and the blocks are gathered. Parameters and dims are
-    chosen as in ``fully_shard``; on other axes the state lies as its parameter does.
+    updates its block of every parameter, and the blocks are gathered. The choice of the dim to cut
+    is that of ``fully_shard``; on other axes the state lies as its parameter does.
 
     Returns:
         The optimizer.

@@ -1,4 +1,4 @@
-"""Pipeline stages: the layers of a model on one rank of a mesh axis after the other.
+"""Pipeline stages: consecutive layers of a model on consecutive ranks of a mesh axis.
 
     lazygt.stage(model.blocks[0:4], 0)
     lazygt.stage(model.blocks[4:8], 1)
@@ -6,8 +6,8 @@
         (criterion(model(micro)) / 8).backward()
     opt.step()
 
-All ops from one update to the next are one program, so the stages work on different microbatches at
-the same time: in the order known as 1F1B. The numbers are those of one device.
+The ops from one update to the next are one program, so the stages work on different microbatches
+at the same time, in the 1F1B order. The numbers are those of one device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lazygt.session import current
 
 @dataclass(frozen=True)
 class _Given:
-    """First stage of each module, parameter and buffer of a session.
+    """Stages of a session: the first stage that each module, parameter and buffer was put on.
 
     Attributes:
         modules: nn.Module -> stage.
@@ -47,14 +47,14 @@ _given: WeakKeyDictionary[Owner, _Given] = WeakKeyDictionary()
 
 
 def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
-    """Put modules on a stage: one rank of a mesh axis stores what they store and computes them.
+    """Put modules on a stage: one rank of a mesh axis stores and computes them.
 
-    Parameters and buffers move there, each still the object that it is; one that an earlier
-    stage has stays there, and the two share it (a tied head). A module's arguments enter the
-    stage, and all results of them belong to the stage, until they enter another.
-    A tensor can be put on a stage by itself, for code without modules: use the returned one.
-    Copies of a module are on its stage too, and so is the module in a later session with that stage
-    in its mesh, unless it is put on another one there.
+    Parameters and buffers move there and stay the same objects; one that an earlier stage has stays
+    there, and the two share it (a tied head). A module's inputs enter the stage, and values
+    computed from them belong to the stage, until a value enters another. A tensor can be put on a
+    stage by itself, for code without modules: use the returned tensor. Copies of a module are on
+    its stage too, and so is the module in a later session with a mesh that has the stage, unless it
+    is put on another one there.
 
     Args:
         what: a module, several of them, or a lazygt tensor.
@@ -123,14 +123,14 @@ def _check_module(module: nn.Module, given: _Given) -> None:
 
 
 def _own(module: nn.Module) -> list[LazyTensor]:
-    """The parameters and buffers of a module."""
+    """Return the parameters and buffers of a module."""
     return [
         t for t in (*module.parameters(), *module.buffers()) if is_lazy(t)
     ]  # fmt: skip
 
 
 def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
-    """Mark a module's arguments. A slice of layers is never called, but its layers are."""
+    """Register the entry hook; for a list of layers on each, since the list is never called."""
     if isinstance(module, nn.Sequential | nn.ModuleList):
         for layer in module:
             _mark_inputs(layer, entry)
@@ -140,7 +140,7 @@ def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Hook of a module on a stage: its arguments enter; its tensors are there."""
+    """Forward pre-hook of a module on a stage: inputs enter it, and parameters lie there."""
 
     index: int
     mesh_dim: str
@@ -152,7 +152,7 @@ class _Entry:
         return tree_map_only(is_lazy, self._enter, (args, kwargs))
 
     def _has(self, t: LazyTensor) -> bool:
-        """Return whether a tensor of the module belongs to this stage and not to an earlier one."""
+        """Return whether a tensor of the module belongs to this stage, not to one sharing it."""
         given = _given.get(storage_of(t).owner)
         first = self.index if given is None else given.tensors.get(t, self.index)
         return self._is_known(t) and first == self.index
@@ -171,10 +171,9 @@ def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
 
 
 class _Enter(torch.autograd.Function):
-    """The mark as autograd sees it: the identity. Its gradient leaves the stage again.
+    """Stage entry as autograd sees it: the identity. Its gradient leaves the stage again.
 
-    A value that enters inside a backward pass is computed again by a checkpoint: no microbatch
-    begins.
+    An entry inside a backward pass is a checkpoint's recomputation: no microbatch begins.
     """
 
     @staticmethod
@@ -191,12 +190,12 @@ class _Enter(torch.autograd.Function):
 
 
 def _leave(gradient: torch.Tensor, t: torch.Tensor, mesh_dim: str) -> Any:
-    """A gradient, where the tensor is."""
+    """Return a gradient, moved to the tensor's stage."""
     return _Leave.apply(gradient, t, mesh_dim)  # type: ignore[no-untyped-call]
 
 
 class _Leave(torch.autograd.Function):
-    """The way back as autograd sees it, for gradients of gradients: the identity as well."""
+    """Stage exit as autograd sees it, for gradients of gradients: the identity as well."""
 
     @staticmethod
     def forward(ctx: Any, gradient: LazyTensor, t: LazyTensor, mesh_dim: str) -> LazyTensor:

@@ -1,8 +1,8 @@
-"""Hooks of a style: they place a module's arguments and results in each call.
+"""Hooks that a style registers on its module: they place inputs and outputs at each call.
 
 A placement that a style asks for is pinned, and so is that of the gradient. A value that is pinned
-so already stays the object that it is, and layers that ask the same of one value get one object:
-a shared input is gathered once, and the sum of its gradients is reduced once.
+so already is returned itself, and layers that ask the same of one value get one object: a shared
+value is gathered once, and the sum of its gradients is reduced once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lazygt.record.tensor import LazyTensor, Owner, is_lazy, meta_of, storage_of
 
 
 class Layout(NamedTuple):
-    """Placements of an argument or a result of a module.
+    """Layout of a tensor that goes into a module or comes out of it.
 
     Attributes:
-        placement: of the tensor and of its gradient.
-        desired: the one in which the module gets the tensor; its gradient keeps its own. None: the
-            same.
-        behind: of a result, the one in which the module gets its gradient. None: the same.
+        placement: placement of the tensor and of its gradient.
+        desired: placement in which the module gets the tensor; that of its gradient stays free.
+            None: ``placement``.
+        behind: of a result, placement in which the module gets its gradient. None: ``placement``.
     """
 
     placement: Placement
@@ -42,14 +42,15 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleLayouts:
-    """Layouts of one module under a style.
+    """Layouts that a style gives one module.
 
     Attributes:
-        parameters: placements of its own by name, others are whole; None: they have no entry.
-        inputs: for the arguments of ``forward``, in order; None: as it comes.
-        keywords: for those that are given by name.
-        outputs: for its results.
-        counted: there is one for each argument that is given by position, and for each result.
+        parameters: placements of the module's own parameters, by name, others are whole; None: the
+            style says nothing of parameters.
+        inputs: layouts of the arguments of ``forward``, in order; None: unchanged.
+        keywords: layouts of arguments given by name.
+        outputs: layouts of the results.
+        counted: there is one layout for each positional argument, and for each result.
     """
 
     parameters: Mapping[str, Placement] | None = None
@@ -60,10 +61,10 @@ class ModuleLayouts:
 
 
 def apply_style(module: nn.Module, mesh_dim: str, layouts: ModuleLayouts) -> None:
-    """Place a module's arguments and results in each call.
+    """Place a module's inputs and outputs whenever it is called.
 
-    An earlier style along the axis is forgotten; if the new one has no parameters, only on the side
-    (arguments or results) that it has layouts for.
+    The hooks of an earlier style along the axis are removed; a style that says nothing of the
+    parameters removes only those of the sides (inputs, outputs) that it has layouts for.
     """
     arguments = layouts.inputs or layouts.keywords
     if layouts.parameters is not None or arguments:
@@ -82,7 +83,7 @@ def apply_style(module: nn.Module, mesh_dim: str, layouts: ModuleLayouts) -> Non
 
 @dataclass(frozen=True)
 class _StyleHook:
-    """The hook of a module that has a style."""
+    """Hook of a module that has a style."""
 
     mesh_dim: str
     layouts: tuple[Layout | None, ...]
@@ -98,10 +99,10 @@ class _StyleHook:
 
 @dataclass(frozen=True)
 class _InputHook(_StyleHook):
-    """Places the arguments.
+    """Forward pre-hook that places inputs.
 
     Attributes:
-        names: of the arguments that ``layouts`` are for.
+        names: names of the arguments that ``layouts`` are for.
         keywords: layouts of further arguments that are given by name.
     """
 
@@ -128,7 +129,7 @@ class _InputHook(_StyleHook):
 
 @dataclass(frozen=True)
 class _OutputHook(_StyleHook):
-    """Places the results: the tensors in them, in order."""
+    """Forward hook that places the tensors in a module's output, in order."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = tree_flatten(output)
@@ -145,11 +146,11 @@ class _OutputHook(_StyleHook):
 
 
 def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> Any:
-    """A tensor pinned on one axis, if its session has that.
+    """Return a tensor pinned on one axis, if its session's mesh has the axis.
 
     Raises:
-        TypeError: it is no tensor.
-        ValueError: it has no such dim.
+        TypeError: the value is no tensor.
+        ValueError: the tensor has no such dim.
     """
     if layout is None:
         return value
@@ -169,7 +170,7 @@ def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> A
 
 
 def _laid(what: str, value: LazyTensor, mesh_dim: str, layout: Layout) -> LazyTensor:
-    """Pinned, unless it is so already."""
+    """Return a tensor pinned as a layout says; one that is so already, itself."""
     mesh, before = mesh_of(value), storage_of(value).placed
     at = mesh.names.index(mesh_dim)
     full = f"{what}, a tensor of {meta_of(value)},"
@@ -193,14 +194,14 @@ def _laid(what: str, value: LazyTensor, mesh_dim: str, layout: Layout) -> LazyTe
     return value
 
 
-# -- what layers share ---------------------------------------------------------------------------
+# -- values that layers share --------------------------------------------------------------------
 
-#: (axis, layout) -> a tensor as it was laid there.
+#: (axis, layout) -> a tensor placed so.
 _Laid = dict[tuple[str, Layout], LazyTensor]
 
 
 class _Trace(NamedTuple):
-    """Placed tensors of one trace: tensor -> (its value then, its ``grad_fn``, the copies)."""
+    """Tensors placed in one trace: tensor -> (its value then, its grad_fn, its placed forms)."""
 
     serial: int
     tensors: WeakIdKeyDictionary
@@ -210,9 +211,9 @@ _traces: WeakKeyDictionary[Owner, _Trace] = WeakKeyDictionary()
 
 
 def _laid_before(value: LazyTensor) -> _Laid:
-    """Return the placed copies of a tensor in this trace, for the next style to reuse.
+    """Return the forms of a tensor that styles have placed in this trace, to be shared.
 
-    A tensor that was written since, or made a part of another computation, begins anew.
+    For a tensor that was written since, or has another ``grad_fn`` now, there are none.
     """
     owner = storage_of(value).owner
     with owner.lock:

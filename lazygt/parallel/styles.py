@@ -1,8 +1,10 @@
-"""Parallel styles of a module on an axis of the mesh, for ``lazygt.parallelize_module``.
+"""Styles: placement of one module on an axis of the mesh.
 
-Names, arguments and meaning are those of ``torch.distributed.tensor.parallel``, whose own objects
-are taken as well. There a module sees the blocks of its rank where ``use_local_output`` says so;
-here every tensor is the whole value, wherever its blocks lie, so that argument changes nothing.
+``lazygt.parallelize_module`` applies them.
+
+Names, arguments and meaning are those of ``torch.distributed.tensor.parallel``; its own objects are
+accepted as well. There a module sees the blocks of its rank if ``use_local_output`` says so; here
+every tensor is the whole value, wherever its blocks lie, so that argument changes nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def layouts(self, module: nn.Module) -> ModuleLayouts:
-        """Return the layouts of this module.
+        """Return the layouts that the style gives this module.
 
         Raises:
             NotImplementedError: the style is not for such modules.
-            ValueError: a layout that is no placement, or layouts that don't fit together.
+            ValueError: a layout is no placement, or layouts don't fit together.
         """
 
     def _not_for(self, module: nn.Module, kinds: str) -> NotImplementedError:
@@ -41,15 +43,15 @@ class ParallelStyle(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ColwiseParallel(ParallelStyle):
-    """A linear layer cut by its outputs, or an embedding by its features.
+    """Linear layer sharded by its outputs, or embedding sharded by its features.
 
-    Each rank computes some of the features. As the head that gives logits it is cut by words: a
-    cross-entropy of its output exchanges numbers a token, not logits.
+    Each rank computes some of the features. A head that gives logits is sharded by words: a
+    cross-entropy of its output exchanges a few numbers a token, not logits.
 
     Args:
-        input_layouts: how the input, and its gradient, lies; by default whole. ``Shard(1)``: in
+        input_layouts: placement of the input and its gradient; by default whole. ``Shard(1)``: in
             blocks of the sequence, which are gathered here.
-        output_layouts: how the output lies; by default in blocks of features.
+        output_layouts: placement of the output; by default in blocks of features.
         use_local_output: changes nothing, see above.
     """
 
@@ -71,14 +73,14 @@ class ColwiseParallel(ParallelStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class RowwiseParallel(ParallelStyle):
-    """A linear layer cut by its inputs, or an embedding by its words.
+    """Linear layer sharded by its inputs, or embedding sharded by its words.
 
-    Each rank multiplies, or looks up, its own block; the results are reduced.
+    Each rank adds up, or looks up, its own part; the results are reduced.
 
     Args:
-        input_layouts: how the input, and its gradient, lies; by default, and for ``Shard(-1)``, as
-            the weight needs it.
-        output_layouts: how the output, and its gradient, lies; by default whole. ``Shard(1)``: in
+        input_layouts: placement of the input and its gradient; by default, and for ``Shard(-1)``,
+            as the weight needs it.
+        output_layouts: placement of the output and its gradient; by default whole. ``Shard(1)``: in
             blocks of the sequence.
         use_local_output: changes nothing, see above.
     """
@@ -98,7 +100,7 @@ class RowwiseParallel(ParallelStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class VocabParallel(RowwiseParallel):
-    """``RowwiseParallel`` of an embedding, named for the sharded dim: the vocabulary."""
+    """``RowwiseParallel`` for embeddings: sharded by words."""
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
         if not isinstance(module, nn.Embedding):
@@ -108,10 +110,10 @@ class VocabParallel(RowwiseParallel):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel(ParallelStyle):
-    """A norm or dropout on blocks of the sequence; its parameters are whole.
+    """Norm or dropout on blocks of the sequence; its parameters are whole.
 
     Args:
-        sequence_dim: of the input and the output.
+        sequence_dim: the sequence's dim in the input and the output.
         use_local_output: changes nothing, see above.
     """
 
@@ -125,12 +127,12 @@ class SequenceParallel(ParallelStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleInput(ParallelStyle):
-    """Placements of the arguments of any module, for layers that share one input.
+    """Placement of the arguments of any module, for layers that share one input.
 
     Args:
-        input_layouts: how each argument, and its gradient, lies; None: as it comes. One placement:
+        input_layouts: placement of each argument and its gradient; None: unchanged. One placement:
             of the only argument.
-        desired_input_layouts: how the module gets them; of the same length.
+        desired_input_layouts: placements in which the module gets them; of the same length.
         input_kwarg_layouts, desired_input_kwarg_layouts: the same of arguments given by name.
         use_local_output: changes nothing, see above.
     """
@@ -167,12 +169,12 @@ class PrepareModuleInput(ParallelStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleOutput(ParallelStyle):
-    """Placements of the results of any module.
+    """Placement of the results of any module.
 
     Args:
-        output_layouts: for each result, how it lies when it comes; None: it stays as it comes. A
-            value knows by itself where it is, so only None makes a difference.
-        desired_output_layouts: how each result, and its gradient, is to lie; of the same length.
+        output_layouts: the placement that each result has; None: the result is left unchanged. The
+            placement of a value is known anyhow, so only None makes a difference.
+        desired_output_layouts: new placement of each result and its gradient; of the same length.
         use_local_output: changes nothing, see above.
     """
 
@@ -224,14 +226,14 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 def _several(placements: Any) -> tuple[Any, ...]:
-    """One placement, or several, or None for none at all."""
+    """Return one placement, or several, as a tuple; of None an empty one."""
     if placements is None:
         return ()
     return tuple(placements) if isinstance(placements, tuple | list) else (placements,)
 
 
 def _layout(given: Any, desired: Any = None, behind: Any = None) -> Layout | None:
-    """Return the layout of a value with a desired placement, and one of its gradient."""
+    """Return a layout with another placement for the module, or for the gradient, or without."""
     if given is None:
         return None
     placement = _stored(given)
@@ -253,7 +255,7 @@ def _single(given: Any) -> tuple[Layout | None, ...]:
 
 
 def _unless_last(given: Any, desired: Any = None, behind: Any = None) -> tuple[Layout | None, ...]:
-    """No layout for ``Shard(-1)``, which a weight in blocks needs, or gives, by itself."""
+    """Return no layout for ``Shard(-1)``: sharded weights need, or give, it by themselves."""
     if given is None or as_placement(given) == _LAST:
         return ()
     return (_layout(given, desired, behind),)
@@ -265,10 +267,10 @@ _TORCH = "torch.distributed.tensor.parallel"
 
 
 def as_style(given: object) -> ParallelStyle | None:
-    """A style, also from an object of torch's own; None: it is none.
+    """Return a style, also from an object of torch's own; None: it is no style.
 
     Raises:
-        TypeError: a style of torch's, or derived from one, that is not known here.
+        TypeError: a style of torch's, or a class derived from one, is not known here.
     """
     if isinstance(given, ParallelStyle):
         return given
@@ -313,7 +315,7 @@ def _results(style: Any) -> dict[str, Any]:
     }
 
 
-#: What a style of torch's own says, by its name.
+#: Name of a class of torch's styles -> conversion to lazygt's style.
 _READERS: Mapping[str, Callable[[Any], ParallelStyle]] = {
     "ColwiseParallel": lambda style: ColwiseParallel(**_ends(style)),
     "RowwiseParallel": lambda style: RowwiseParallel(**_ends(style)),

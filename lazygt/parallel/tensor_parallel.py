@@ -1,4 +1,4 @@
-"""Tables for whole modules: the style of each module, or the placements of parameters.
+"""Tables for whole modules: the style of each module, or the placements of each parameter.
 
     lazygt.parallelize_module(model, "model", {
         "tokens": lazygt.VocabParallel(),
@@ -7,8 +7,8 @@
     })
 
 A style gives the placements of a module's own parameters, inputs and outputs on one axis of the
-mesh; gradients there have the same ones. All of them are pinned, so a style has its own
-collectives. Styles change where values lie, never the numbers.
+mesh; their gradients are placed alike. All of it is pinned: a user that names such a style wants
+its collectives. Styles change where values lie, never the numbers.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from lazygt.record.tensor import LazyTensor, Storage, meta_of, storage_of
 from lazygt.session import current
 
 _Plan = dict[str, UserPlacements | ParallelStyle]
-#: Names that an error shows of a module's.
+#: Number of a module's names that an error shows.
 _SHOWN = 8
-#: The axis that is meant where a mesh has several, and nobody says which.
+#: Names of the default axis of a mesh of several.
 _USUAL_AXES = ("model", "tp")
 
 
 class _Styled(NamedTuple):
-    """A module's style.
+    """Style of a module in a plan.
 
     Attributes:
-        pattern: that gives it the style.
-        axis: of the mesh.
+        pattern: the pattern that gives the module the style.
+        axis: the mesh axis.
     """
 
     pattern: str
@@ -59,10 +59,10 @@ _Styles = dict[str, _Styled]
 
 
 class _Said(NamedTuple):
-    """Placements of a parameter, as the plan has them for one of its names.
+    """Placements that one of a parameter's names gives it.
 
     Attributes:
-        placements: one an axis; ``Unspecified`` on axes without an entry.
+        placements: one an axis; ``Unspecified`` on axes that the plan leaves open.
     """
 
     name: str
@@ -72,9 +72,9 @@ class _Said(NamedTuple):
 
 
 def data_parallel(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
-    """Pin a module's parameters whole along an axis: gradients are summed, once each.
+    """Replicate a module's parameters along an axis, pinned: gradients are summed, once each.
 
-    Batches are cut with ``lazygt.distribute(batch, {"data": Shard(0)})``.
+    Shard batches with ``lazygt.distribute(batch, {"data": Shard(0)})``.
 
     Returns:
         The module.
@@ -93,7 +93,7 @@ def parallelize_module(
     src_data_rank: int | None = 0,
     pinned: bool = False,
 ) -> nn.Module:
-    """Store a module's parameters as a plan says; each stays the object that it is.
+    """Store a module's parameters as a plan says; they stay the same objects.
 
     Args:
         device_mesh: the axis of the session's mesh that styles are for: its name, or a mesh of this
@@ -102,25 +102,25 @@ def parallelize_module(
         parallelize_plan: names of modules -> styles, lazygt's or torch's own, with ``*`` for any
             text between two dots; ``""`` is the module itself, and a style alone is for that. Or
             names of parameters -> placements, with ``*`` for any text. The first pattern that fits
-            a parameter's name counts; the style of its module does where it names the parameter,
-            and along the style's axis also where nothing else speaks of it: it is whole then.
-            Along an axis without an entry a parameter keeps its placement; whole at first.
-            Entries for the names of one parameter (a tied head) are combined.
-        src_data_rank: changes nothing: all workers have the values of the one client.
+            a parameter's name counts; that of its module's style does if the style names the
+            parameter. A parameter that nothing else places is whole along the axis of its module's
+            style. Along other axes a parameter keeps its placement; whole at first. The
+            placements by all names of one parameter (a tied head) are joined.
+        src_data_rank: changes nothing: there is one client, and all workers get its values.
         pinned: see ``distribute``; of placements only, styles are pinned.
 
-    A module's style is also that of its copies, and counts in later sessions with the axis in
-    their mesh.
+    A module's style is also that of its copies, and holds in later sessions with a mesh that has
+    the axis.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: a pattern that counts for nothing, a placement that a parameter can't have, or
-            several for one parameter, layouts that don't fit together, or a mesh that is none of
-            the session's; nothing has been placed then.
-        TypeError: no plan, or one of neither placements nor styles.
-        NotImplementedError: a style for a module that it does not fit.
+        ValueError: a pattern has no effect, a parameter can't have a placement or gets several,
+            layouts don't fit together, or the mesh is none of the session's; nothing has been
+            placed then.
+        TypeError: there is no plan, or one of neither placements nor styles.
+        NotImplementedError: a style does not fit its module.
     """
     mesh = current().mesh
     plan = _plan(parallelize_plan)
@@ -141,11 +141,11 @@ def parallelize_module(
     return module
 
 
-# -- what is meant -------------------------------------------------------------------------------
+# -- arguments ----------------------------------------------------------------------------------
 
 
 def _plan(given: Any) -> _Plan:
-    """The table that a plan is, with lazygt's own styles."""
+    """Return a plan as a table, with lazygt's own styles."""
     style = as_style(given)
     if style is not None:
         return {"": style}
@@ -170,7 +170,7 @@ def _entry(pattern: str, given: object) -> UserPlacements | ParallelStyle:
 
 
 def _axis(given: Any, mesh: Mesh) -> str:
-    """The axis of the session's mesh that is meant by ``device_mesh``."""
+    """Return the axis of the session's mesh that ``device_mesh`` means."""
     usual = [name for name in _USUAL_AXES if name in mesh.names]
     if given is None and (len(mesh.names) == 1 or usual):
         return (*usual, *mesh.names)[0]
@@ -188,11 +188,11 @@ def _axis(given: Any, mesh: Mesh) -> str:
     )
 
 
-# -- what counts ---------------------------------------------------------------------------------
+# -- matching patterns --------------------------------------------------------------------------
 
 
 def _styles(module: nn.Module, plan: _Plan, device_mesh: Any, mesh: Mesh) -> _Styles:
-    """The style of each module that has one, by name."""
+    """Return the style of each module that has one, by name."""
     tables = {pattern: style for pattern, style in plan.items() if isinstance(style, ParallelStyle)}
     if not tables and device_mesh is None:
         return {}
@@ -206,7 +206,7 @@ def _styles(module: nn.Module, plan: _Plan, device_mesh: Any, mesh: Mesh) -> _St
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Return whether a module's name fits, each part of it between dots by itself."""
+    """Return whether a module's name fits a pattern, part by part between dots."""
     parts, patterns = name.split("."), pattern.split(".")
     if not name or len(parts) != len(patterns):
         return name == pattern
@@ -229,7 +229,7 @@ def _layouts(name: str, module: nn.Module, style: ParallelStyle) -> ModuleLayout
 
 
 def _pattern(name: str, plan: _Plan, styles: _Styles) -> str | None:
-    """The pattern that counts for a parameter of this name; None: none speaks of it."""
+    """Return the pattern that counts for a parameter of this name; None: none fits."""
     path, _, last = name.rpartition(".")
     styled = styles.get(path)
     for pattern, entry in plan.items():
@@ -266,13 +266,13 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
     return f"the nearest names are: {', '.join(shown)}" if shown else "there is none"
 
 
-# -- what is said --------------------------------------------------------------------------------
+# -- placements of parameters --------------------------------------------------------------------
 
 
 def _said(
     module: nn.Module, plan: _Plan, styles: _Styles, pinned: bool, mesh: Mesh
 ) -> Iterator[_Said]:
-    """Yield the placements of each parameter's name that a pattern fits."""
+    """Yield the placements by the pattern that counts, for each name with one."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         pattern = _pattern(name, plan, styles)
         entry = None if pattern is None else plan[pattern]
@@ -285,7 +285,7 @@ def _said(
 
 
 def _left_whole(module: nn.Module, styles: _Styles, mesh: Mesh) -> Iterator[_Said]:
-    """Yield a style's placements of parameters without another entry: whole."""
+    """Yield whole placements for the parameters of styled modules, as a fallback."""
     for name, styled in styles.items():
         if styled.layouts.parameters is None:
             continue
@@ -303,7 +303,7 @@ def _of(
 
 
 def _check_agree(first: _Said, other: _Said, mesh: Mesh) -> None:
-    """Raise ValueError where two names of one parameter are to lie differently."""
+    """Raise ValueError where two names of one parameter give it different placements."""
     for axis, a, b in zip(mesh.names, first.placements, other.placements, strict=True):
         if a != b and not isinstance(a, Unspecified) and not isinstance(b, Unspecified):
             raise ValueError(
@@ -314,7 +314,7 @@ def _check_agree(first: _Said, other: _Said, mesh: Mesh) -> None:
 
 
 def _filled(first: _Said, other: _Said) -> _Said:
-    """Return the first, with the other's placements where it has none."""
+    """Return the first with its ``Unspecified`` placements taken from the other."""
     placements = tuple([
         b if isinstance(a, Unspecified) else a
         for a, b in zip(first.placements, other.placements, strict=True)

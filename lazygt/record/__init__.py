@@ -1,1 +1,1 @@
-"""How torch reaches the graph: device, tensors, traces."""
+"""Recording of torch's ops as a graph: device, tensors, traces."""

@@ -1,8 +1,8 @@
 """torch's accelerator: lazygt in threads with a session, CUDA in all others.
 
-torch has one accelerator a process, a private backend before CUDA. Autograd asks its streams of the
-accelerator alone, so that a backward pass of CUDA tensors fails wherever device lazygt is there
-(pytorch/pytorch#161129). The extension has torch decide by thread instead (``accelerator.cpp``).
+torch has one accelerator a process, a private backend before CUDA. Autograd takes its streams from
+the accelerator alone, so a backward pass of CUDA tensors fails wherever device lazygt is registered
+(pytorch/pytorch#161129). The extension makes torch decide by thread instead (``accelerator.cpp``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from lazygt.errors import LazyGTError
 from lazygt.record.tensor import NATIVE
 
-#: What the engine says of a node on a device that is not the accelerator.
+#: The engine's assertion about a node on a device that is not the accelerator.
 _ASSERT = "opt_ready_stream && opt_parent_stream"
 
 
 def _shared() -> bool:
-    """Have torch decide by thread; False where it can't, or has no CUDA to decide for."""
+    """Make torch decide by thread; return False where it can't, or has no CUDA."""
     return bool(torch.backends.cuda.is_built() and NATIVE and NATIVE.share_accelerator())
 
 
@@ -28,17 +28,17 @@ SHARED = _shared()
 
 
 def take(ours: bool) -> None:
-    """Make lazygt the accelerator in this thread, or what torch has without it."""
+    """Make lazygt this thread's accelerator, or restore the one that torch has without it."""
     if SHARED:
         NATIVE.take_accelerator(ours)
 
 
 @contextmanager
 def taken(ours: bool) -> Iterator[None]:
-    """For a while; see ``take``.
+    """Context in which ``take`` holds.
 
     Raises:
-        LazyGTError: a backward pass of CUDA tensors, where torch can't decide by thread.
+        LazyGTError: CUDA tensors have a backward pass, and torch can't decide by thread.
     """
     if SHARED:
         before = NATIVE.take_accelerator(ours)

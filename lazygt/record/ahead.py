@@ -1,10 +1,10 @@
-"""Ahead: what will most likely follow a new step, added before the trace comes to it.
+"""Steps added to the trie ahead of the trace, by an earlier trace in other sizes.
 
-A trace that is an earlier one in other sizes (``record.repeats``) most likely goes on like it. So
-the steps that followed there are made here in one go: called with the sizes that stand for those,
-and with results by the rules of ``graph.shapes``. That is what recording them would have made; and
-nothing is taken for granted, since each is reached by its own key alone. What the trace does not
-come to is forgotten again (``TraceTrie.reached``).
+A trace that repeats an earlier one in other sizes (``record.repeats``) most likely goes on like it.
+So the steps that followed there are added here in one go: called with the corresponding sizes, and
+with results by the rules of ``graph.shapes``. Recording would make the same steps; and nothing is
+assumed, since each is reached by its own key alone. Steps that the trace does not reach are removed
+again (``TraceTrie.reached``).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from lazygt.record.repeats import Call, Repeat, counts
 from lazygt.record.tensor import NATIVE
 from lazygt.record.trie import TraceTrie, TrieNode
 
-#: Size of the earlier trace -> of this one; None: one stands for several.
+#: Size in the earlier trace -> size in this one; None: it corresponds to several.
 Sizes = Mapping[int, int | None]
 
 
 class Recording(Protocol):
-    """What is needed of a trace."""
+    """Interface of a trace, as far as this module needs it."""
 
     inference: Inference
     trie: TraceTrie
 
     @property
     def repeat(self) -> Repeat:
-        """The earlier trace that it is in other sizes."""
+        """The earlier trace that this one repeats in other sizes."""
 
 
 def go_ahead(trace: Recording) -> None:
-    """Add what followed the step that the newest one is in other sizes, as far as that is clear."""
+    """Add the steps that followed the newest step's counterpart, as far as they are clear."""
     repeat, trie = trace.repeat, trace.trie
     if repeat.here is None or repeat.step is None:
         return
@@ -61,7 +61,7 @@ def go_ahead(trace: Recording) -> None:
 def _following(
     inference: Inference, repeat: Repeat, here: TrieNode, old: TrieNode
 ) -> TrieNode | None:
-    """The step below ``here`` that does what ``old`` does; None: it is left to the trace."""
+    """Return the counterpart of ``old`` below ``here``; None: it is left to the trace."""
     node, differences = old.node, repeat.differences
     if old.placed:
         return None
@@ -92,7 +92,7 @@ def _inferred(
     old: TrieNode,
     called_alike: bool,
 ) -> TrieNode | None:
-    """So, of an op whose results perhaps look otherwise; None where no rule is sure of them."""
+    """Return it for an op with perhaps other results; None where no rule is sure of them."""
     node, f = old.node, old.facts
     assert node is not None
     if f is None or old.moves or f.dynamic or f.name in MASKABLE:
@@ -122,7 +122,7 @@ def _inferred(
 
 
 def _resized(meta: TensorMeta, sizes: Sizes) -> TensorMeta | None:
-    """What looks as a tensor does, in other sizes; None where these are not clear."""
+    """Return a tensor's meta in other sizes; None where these are not clear."""
     shape = tuple([sizes.get(size, size) for size in meta.shape])
     if None in shape or not meta.plain:
         return None
@@ -130,7 +130,7 @@ def _resized(meta: TensorMeta, sizes: Sizes) -> TensorMeta | None:
 
 
 def _call(node: Node, key: tuple[Any, ...], sizes: Sizes) -> tuple[tuple[Any, ...], Call] | None:
-    """How a node is called in other sizes, and the key of that; None where these are not clear."""
+    """Return a node's key and call in other sizes; None where these are not clear."""
     places = sized(node.op)
     args, kwargs, said = list(node.args), list(node.kwargs), list(key)
     for place, arg in enumerate(node.args):
@@ -152,7 +152,7 @@ def _call(node: Node, key: tuple[Any, ...], sizes: Sizes) -> tuple[tuple[Any, ..
 
 
 def _argument(arg: Arg, sizes: Sizes) -> Arg:
-    """An argument with other sizes, itself if it has none; None where these are not clear."""
+    """Return an argument in other sizes, itself if it has none; None where they are unclear."""
     if type(arg) is int:
         return sizes.get(arg, arg)
     if type(arg) is not tuple or not any(type(item) is int and item in sizes for item in arg):
@@ -164,8 +164,7 @@ def _argument(arg: Arg, sizes: Sizes) -> Arg:
 
 
 def _samples(node: Node, key: tuple[Any, ...]) -> list[Any] | None:
-    """A number of each kind that an op is given when it runs, by number; None: some kind is not
-    known."""
+    """Return a sample of each run-time number of an op, by number; None: a kind is unknown."""
     kinds: dict[int, Any] = {}
     said = iter(key[1:])
     for arg in node.args:

@@ -1,6 +1,6 @@
-"""Where a tensor is to lie: an annotation of what is recorded, remembered by the tensor's storage.
+"""Recorded annotations of placement, which the tensor's storage remembers.
 
-So what gets other values later, from the client or by ``.data = ...``, lies where it lay.
+So a tensor that gets other values later, from the client or by ``.data = ...``, stays where it was.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lazygt.record.tensor import LazyTensor, meta_of, storage_of, view_of
 
 
 def mesh_of(t: LazyTensor) -> Mesh:
-    """The mesh of the session that a tensor belongs to."""
+    """Return the mesh of the session that a tensor belongs to."""
     return storage_of(t).owner.mesh
 
 
 def is_placed(t: LazyTensor) -> bool:
-    """Whether a tensor is stored in another way than whole on every worker, or is to be."""
+    """Return whether a tensor is, or will be, stored other than whole on every worker."""
     storage = storage_of(t)
     return storage.placed is not None or (
         storage.remote is not None and storage.remote.sharding is not None
@@ -29,22 +29,22 @@ def is_placed(t: LazyTensor) -> bool:
 
 
 def is_everywhere(t: LazyTensor) -> bool:
-    """Whether every worker has the whole tensor and nobody asked for that, as after a loading.
+    """Return whether every worker has the whole tensor unasked, as after a loading.
 
-    A view of a larger tensor lies as that does.
+    A view of a larger tensor is placed as that is; for it the answer is False.
     """
     return view_of(t) is None and storage_of(t).remote is not None and not is_placed(t)
 
 
 def stored_now(t: LazyTensor) -> Sharding:
-    """How a tensor is to be kept, as far as it has been said; else how it lies."""
+    """Return a tensor's annotated sharding; without one the sharding that it has."""
     storage = storage_of(t)
     lies = None if storage.remote is None else storage.remote.sharding
     return storage.placed or lies or Sharding((Replicate(),) * len(mesh_of(t).names))
 
 
 def set_sharding(t: LazyTensor, sharding: Sharding) -> None:
-    """Keep a tensor's values as ``sharding`` says from here on; it stays the object that it is."""
+    """Store a tensor's values as ``sharding`` says from here on; it stays the same object."""
     owner = storage_of(t).owner
     with owner.lock:
         owner.own(storage_of(t), record_place(t, meta_of(t), sharding))
@@ -52,7 +52,7 @@ def set_sharding(t: LazyTensor, sharding: Sharding) -> None:
 
 
 def assign_stage(t: LazyTensor, index: int, axis: str) -> None:
-    """From here on the stage has the tensor, and nobody else."""
+    """Move a tensor to a stage, which alone has it from here on."""
     owner, before = storage_of(t).owner, stored_now(t)
     placements = list(before.placements)
     placements[mesh_of(t).names.index(axis)] = SingleRank(index)
@@ -74,14 +74,14 @@ def restore_sharding(t: LazyTensor, sharding: Sharding) -> None:
 
 
 def record_place(t: LazyTensor, meta: TensorMeta, sharding: Sharding) -> int:
-    """Record where a tensor's value is; returns the number of the new value, of this meta."""
+    """Record a tensor's placement; return the number of the new value, of this meta."""
     owner = storage_of(t).owner
     index = owner.index_of(t)
     return owner.internal((PLACE, index, sharding), place_node(index, meta, sharding))
 
 
 def reduce_as(gradient: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """A gradient in another dtype, in which it is reduced where ranks have parts of it."""
+    """Return a gradient in another dtype, in which partial sums of ranks are reduced."""
     owner = storage_of(gradient).owner
     with owner.lock:
         index = owner.index_of(gradient)
@@ -94,7 +94,7 @@ def reduce_as(gradient: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 def record_mark(
     op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...], meta: TensorMeta
 ) -> int:
-    """Record the mark of a stage on the first operand; returns the number of the new value."""
+    """Record a stage's mark on the first operand; return the number of the new value."""
     owner = storage_of(operands[0]).owner
     numbers = [owner.index_of(t) for t in operands]
     node = Node(op, (*map(Ref, numbers), *rest), (), (meta,))

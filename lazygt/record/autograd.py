@@ -1,8 +1,8 @@
-"""Backward passes, and how what is raised in one reaches the user.
+"""Backward passes, and the delivery of exceptions raised in them.
 
 torch's device guard for a Python device calls Python in a noexcept destructor. When a Python
 exception passes that, the process ends: one raised by a backward op, a hook, or the hook that
-unpacks a saved tensor. So what is raised there goes aside, what is left of the pass is skipped,
+unpacks a saved tensor. So an exception raised there is put aside, the rest of the pass is skipped,
 and ``run_backward`` raises it when the engine has returned. Ctrl-C is not raised there at all: see
 ``runtime.launch.interrupts``.
 """
@@ -37,9 +37,9 @@ _set_up_saved_hooks = _saved_hooks.__init__
 
 
 def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every backward pass comes here: ``Tensor.backward``, ``autograd.backward`` and ``grad``.
+    """Run a backward pass: of ``Tensor.backward``, ``autograd.backward`` or ``grad``.
 
-    It runs on the caller's thread, as one of CPU tensors does: the user's frames are on the stack.
+    It runs on the caller's thread, as for CPU tensors, so the user's frames are on the stack.
     """
     if not (session_stack and any(is_lazy(t) for t in outputs)):
         with accelerator.taken(False):
@@ -64,7 +64,7 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def called_by_engine() -> bool:
-    """Whether the autograd engine itself runs this op, with no Python of the user's between."""
+    """Return whether the autograd engine runs this op, with no user's Python between."""
     if _autograd_node() is None:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -74,17 +74,18 @@ def called_by_engine() -> bool:
 
 
 def deferred_error(active: Recorder, error: BaseException) -> Any:
-    """How an error leaves a backward op: aside.
+    """Put a backward op's error aside.
 
-    What is returned can't be made a tensor of, so that C++ raises an error of its own, whose text
-    is this class's name, and the pass ends.
+    Returns:
+        An object that can't become a tensor, so C++ raises an error with its class's name as text,
+        and the pass ends.
     """
     active.backward_error = error
     return type(f"{type(error).__name__}: {error}", (), {})()
 
 
 def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable[..., Any]:
-    """A hook whose exceptions go aside while autograd runs; it returns ``instead()`` then."""
+    """Wrap a hook: under autograd its exceptions are put aside, and ``instead()`` returned."""
 
     if getattr(hook, "is_deferring", False):
         return hook
@@ -112,7 +113,7 @@ def _defer(active: Recorder, error: BaseException) -> None:
 
 
 def deferring(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook whose exceptions go aside while autograd runs; it changes no gradient then."""
+    """Wrap a hook: under autograd its exceptions are put aside, and the gradient kept."""
     return _deferring(hook, lambda: None)
 
 
@@ -140,7 +141,7 @@ PATCHES = (
 
 
 def hand_on_hooks(t: torch.Tensor) -> None:
-    """Give a tensor that changed its TensorImpl the hooks registered on it before."""
+    """Move the hooks of a tensor that changed its TensorImpl to the new one."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(t, name)
         if hooks is not None:

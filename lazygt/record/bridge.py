@@ -1,7 +1,7 @@
-"""The Python side of the native recorder (``lazygt/native``).
+"""Python side of the native recorder (``lazygt/native``).
 
-Hits are recorded in C++. A miss, and whatever is more than a step of the graph, comes here: it is
-done by the recorder written in Python, on cells, views and steps that C++ shares.
+C++ records hits. A miss, and anything more than a step of the graph, comes here: the recorder
+written in Python does it, on cells, views and steps that C++ shares.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lazygt.record.trie import TraceTrie, TrieNode
 
 
 class Road(IntEnum):
-    """How C++ records an op: see ``facts.h``, which has the same numbers."""
+    """C++'s ways of recording an op: see ``facts.h``, which has the same numbers."""
 
     PYTHON = 0
     ORDINARY = 1
@@ -76,8 +76,11 @@ _ROADS: dict[Any, Road] = {
 
 
 def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
-    """What C++ has to know of an op: its road, an argument that decides, its facts, and those
-    for when that argument is set."""
+    """Return an op's description for C++.
+
+    Returns:
+        Its road, the place of a deciding argument, its facts, and its facts when that is set.
+    """
     f = facts(func)
     handler, _ = handlers.handler_of(f)
     asks = f.dynamic and handler is not handlers.item
@@ -99,7 +102,7 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
 
 
 class NativeTrace(Trace):
-    """A trace of which C++ has the newest part, until the next one begins."""
+    """Trace with its newest part in C++, until the next one begins."""
 
     __slots__ = ("_call_sites", "_ids", "_native", "_params", "_serial", "_step")
 
@@ -116,7 +119,7 @@ class NativeTrace(Trace):
         native.begin(self._serial, trie.root, self)
 
     def seal(self) -> None:
-        """It has ended, and C++ begins another one."""
+        """Take the trace's data over from C++, which begins another one."""
         self._step, self._serial = self.step, self.serial
         self._ids, params, sites, self.shown = self._native.end()
         self._native = None
@@ -126,21 +129,21 @@ class NativeTrace(Trace):
 
     @property
     def untouched(self) -> bool:
-        """Whether Python has noted nothing in it: C++ may end it and begin another in its place."""
+        """True if Python has noted nothing in it: C++ may end it and begin another in its place."""
         noted = self._params or self._call_sites or self.forward_ops or self.split
         return not noted and self.first_miss is None and self._repeat is None
 
-    # -- what C++ and Python both add to: C++ hands over what it has when Python asks --------------
+    # -- shared with C++, which hands its part over when Python asks ------------------------------
 
     @property
     def serial(self) -> int:  # type: ignore[override]
-        """Its number."""
+        """The trace's number."""
         serial: int = self._serial if self._native is None else self._native.serial
         return serial
 
     @property
     def step(self) -> TrieNode:
-        """The step of the trie that it has reached."""
+        """The step of the trie that the trace has reached."""
         if self._native is not None:
             self._step = self._native.step
         return self._step
@@ -151,14 +154,14 @@ class NativeTrace(Trace):
 
     @property
     def params(self) -> list[Any]:  # type: ignore[override]
-        """The numbers that its run gets."""
+        """The run-time numbers of the trace."""
         if self._native is not None:
             self._params += self._native.take_params()
         return self._params
 
     @property
     def call_sites(self) -> Any:  # type: ignore[override]
-        """The user's frame of each op, by op number: a list, or C++'s own when it has ended."""
+        """The user's frame of each op, by op number: a list, or C++'s own after the end."""
         if self._native is not None:
             self._call_sites += self._native.take_marks()
         return self._call_sites
@@ -166,46 +169,46 @@ class NativeTrace(Trace):
     # -- values ------------------------------------------------------------------------------------
 
     def index_of(self, t: LazyTensor) -> int:
-        """The number of a handle's current value; it enters if need be."""
+        """Return the number of a handle's current value, which becomes an input if need be."""
         number: int = self._native.index_of(t)
         return number
 
     def enter(self, storage: Storage) -> None:
-        """A value from before this trace becomes an input of it."""
+        """Make a value from before this trace an input of it."""
         self.make_enterable(storage)
         self._native.enter(storage)
 
     def own(self, storage: Storage, index: int) -> None:
-        """The storage shows value ``index`` from here on."""
+        """Make the storage show value ``index`` from here on."""
         self._native.own(storage, index)
 
     def show(self, index: int, meta: TensorMeta) -> LazyTensor:
-        """A handle with a storage of its own for a value."""
+        """Return a handle with a storage of its own for a value."""
         t: LazyTensor = self._native.show(index, meta)
         return t
 
     def show_views(self, source: LazyTensor) -> list[LazyTensor]:
-        """A handle for each view that the step reached makes of another."""
+        """Return a handle for each view that the current step makes of another."""
         handles: list[LazyTensor] = self._native.show_views(source)
         return handles
 
-    # -- its end: C++ keeps what Python has not asked for -----------------------------------------
+    # -- its end: C++ keeps the parts that Python has not asked for --------------------------------
 
     def alive(self) -> Living:
-        """What is still shown of it."""
+        """Return the trace's values that handles still show."""
         living: Living = self._native.alive()
         return living
 
     def let_go_of_inputs(self) -> Collection[int]:
-        """It has ended; the ids of its inputs, which C++ has let go of."""
+        """Return the ids of the ended trace's inputs, which C++ has let go of."""
         return self._ids
 
     def bytes_alive(self) -> int:
-        """Bytes of what this trace made and handles still show; autograd's count, too."""
+        """Return the bytes of this trace's values that handles, autograd's too, still show."""
         return sum(storage.meta.nbytes for storage in self._native.made())
 
     def rebind(self, kept: Any, living: Any, values: Any, backward: CallSite | None) -> None:
-        """What is shown of it are the outputs of its run from here on."""
+        """Turn the trace's shown values into outputs of its run."""
         if type(values) is list:  # in blocks
             super().rebind(kept, living, values, backward)
             return
@@ -217,22 +220,22 @@ class NativeTrace(Trace):
     # -- steps -------------------------------------------------------------------------------------
 
     def reach(self, step: TrieNode) -> None:
-        """Go on to the step of an op."""
+        """Advance to the step of an op."""
         self._native.advance(step)
 
     def reserve(self, step: TrieNode) -> None:
-        """Have room for the storages of its values."""
+        """Reserve room for the storages of a step's values."""
         self._native.reserve()
 
     @property
     def room(self) -> int:
-        """How many values there is room for."""
+        """The number of values that there is room for."""
         room: int = self._native.room
         return room
 
     @property
     def entered(self) -> list[Any]:
-        """What workers hold of its inputs, until it ends."""
+        """The workers' references of the trace's inputs, until it ends."""
         entered: list[Any] = self._native.entered
         return entered
 
@@ -241,7 +244,7 @@ class NativeTrace(Trace):
         if self._native is not None:
             self._native.settle()
 
-    # -- what C++ asks for on a miss ---------------------------------------------------------------
+    # -- C++'s calls on a miss ---------------------------------------------------------------------
 
     def view_again(
         self, view: ViewChain, op: ViewOp, number: int, index: int, meta: TensorMeta
@@ -260,12 +263,12 @@ class NativeTrace(Trace):
         return number
 
     def write_back(self, t: LazyTensor, index: int) -> None:
-        """A view was written: its storage has another value."""
+        """Give a view's storage another value after a write to the view."""
         views.write(self, t, index)
 
 
 class NativeGenerator(SessionGenerator):
-    """Tells C++ when draws are steps like others."""
+    """Generator that tells C++ when draws are ordinary steps."""
 
     def __init__(self, owner: TraceOwner, device_type: str, native: Any) -> None:
         self._native = native
@@ -273,7 +276,7 @@ class NativeGenerator(SessionGenerator):
 
     @property
     def holds(self) -> bool:
-        """Whether the workers have the state that the next draw starts from."""
+        """True if the workers have the state that the next draw starts from."""
         holds: bool = self._native.draws
         return holds
 
@@ -283,7 +286,7 @@ class NativeGenerator(SessionGenerator):
 
 
 class NativeRecorder(Recorder):
-    """A recorder whose hits are C++'s."""
+    """Recorder with hits recorded in C++."""
 
     trace: NativeTrace
 
@@ -300,7 +303,7 @@ class NativeRecorder(Recorder):
         return NativeTrace(self, self.trie, self.inference, self.native)
 
     def next_trace(self) -> None:
-        """Begin anew at the root."""
+        """Begin a new trace at the root."""
         self.shipped_ops += self.trace.step.ops
         self.trace.seal()
         self.trace = NativeTrace(self, self.trie, self.inference, self.native)
@@ -310,7 +313,7 @@ class NativeRecorder(Recorder):
 
     @property
     def closed(self) -> bool:
-        """Whether its session is."""
+        """True if the session is closed."""
         closed: bool = self.native.closed
         return closed
 
@@ -330,10 +333,10 @@ class NativeRecorder(Recorder):
         self.native.anchor = 0 if call_site is None else call_site[1]
         self.native.anchored = anchor is not None
 
-    # -- what C++ leaves to Python -----------------------------------------------------------------
+    # -- C++'s calls of Python ---------------------------------------------------------------------
 
     def step_for(self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrieNode:
-        """The step of an op that C++ does not know yet; its numbers are noted already."""
+        """Return the step of an op that C++ does not know yet; its numbers are noted already."""
         params = self.trace.params
         noted = params[self.trace.step.params :]
         before = len(params)
@@ -346,7 +349,7 @@ class NativeRecorder(Recorder):
         return on_miss(self.trace, key, f, args, kwargs) if step is None else step
 
     def results(self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the user gets of the step that was reached."""
+        """Return the user's results of the step that was reached."""
         trace = self.trace
         step = trace.step
         if step.make is not None:
@@ -377,7 +380,7 @@ class NativeRecorder(Recorder):
         return self.results(f, args, named)
 
     def _meets_host(self, args: tuple[Any, ...]) -> bool:
-        """Whether an argument is a number of the client, or a list that begins with one."""
+        """Return whether an argument is a client's number, or a list that begins with one."""
         for a in args:
             first = a[0] if type(a) is list and a else a
             if is_lazy(first):
@@ -389,7 +392,7 @@ class NativeRecorder(Recorder):
     def _path_key(
         self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """An op as it stands in the trie; notes its numbers."""
+        """Return an op's key in the trie; note its numbers."""
         key: list[Any] = [f]
         key += [self._key(a, hoist, f) for a, hoist in zip(args, f.hoist, strict=False)]
         for name, a in kwargs.items():
@@ -398,28 +401,28 @@ class NativeRecorder(Recorder):
 
 
 class _ClosedOwner:
-    """What owns storages whose recorder is gone."""
+    """Owner of storages after their recorder is gone."""
 
     closed = True
     serial = 0
 
 
 def connect() -> None:
-    """Tell C++ whom it asks; done once, when the device is registered."""
+    """Register Python's callbacks in C++; called once, when the device is registered."""
     NATIVE.connect(learn, chains.view_ops, is_library, _ClosedOwner())
 
 
 def shown_of(
     numbers: tuple[int, ...], makers: tuple[int, ...], shardings: tuple[Sharding | None, ...]
 ) -> Any:
-    """What C++ has to know of a plan's outputs, to show handles those of a run."""
+    """Return a plan's outputs in C++'s form, for handles to show those of a run."""
     return None if NATIVE is None else NATIVE.Outputs(numbers, makers, shardings)
 
 
 def new_recorder(
     trie: TraceTrie, worker_device: str, ship_code: bool, heeds_threads: bool
 ) -> Recorder:
-    """The recorder of a session.
+    """Return a new recorder for a session.
 
     Args:
         heeds_threads: workers use as many threads as the program has set in torch.

@@ -1,4 +1,4 @@
-"""Chains of views: what leads from a storage to a handle, made longer and taken anew."""
+"""Chains of view ops, from a storage to a handle: extended, and taken again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lazygt.record.trie import TrieNode
 
 
 def view_ops(step: TrieNode) -> tuple[ViewOp, ...]:
-    """What the handles of a view op's results keep of it; made once a step."""
+    """Return the ops that handles of a view op's results keep; made once a step."""
     if step.view_ops is None:
         node, f = step.node, step.facts
         assert node is not None
@@ -33,7 +33,7 @@ def view_ops(step: TrieNode) -> tuple[ViewOp, ...]:
 def longer(
     trace: StepTaker, before: ViewChain | None, storage: Storage, op: ViewOp, index: int
 ) -> ViewChain:
-    """A chain in which there are positions, with one op more, whose result is value ``index``."""
+    """Return a chain of views with one op more, with value ``index`` as its result."""
     chain = ViewChain((), trace.serial, storage.index, index)
     if before is not None:
         chain.ops, chain.numbers = before.ops, before.numbers
@@ -43,7 +43,7 @@ def longer(
 
 
 def _add(chain: ViewChain, op: ViewOp, trace: StepTaker, param: int) -> None:
-    """Add an op, whose position, if it has one, is the trace's number ``param``."""
+    """Append an op; its position, if it has one, is the trace's number ``param``."""
     chain.ops = (*chain.ops, op)
     if op.pitch is not None:
         number = trace.params[param]
@@ -54,7 +54,7 @@ def _add(chain: ViewChain, op: ViewOp, trace: StepTaker, param: int) -> None:
 
 
 def steps(view: ViewChain) -> tuple[ViewStepKey, ...]:
-    """The chain as it stands in a graph of the trace in which it was taken last."""
+    """Return the chain as it stands in a graph of the trace in which it was taken last."""
     params = iter(view.params)
 
     def step(op: ViewOp) -> ViewStepKey:
@@ -65,14 +65,14 @@ def steps(view: ViewChain) -> tuple[ViewStepKey, ...]:
 
 
 def _with(args: tuple[Arg, ...], param: Param) -> tuple[Arg, ...]:
-    """The arguments with another run-time number."""
+    """Return the arguments with another run-time number."""
     return tuple([param if type(arg) is Param else arg for arg in args])
 
 
 def missing_step(
     trace: StepTaker, view: ViewChain, op: ViewOp, key: Key, index: int, meta: TensorMeta
 ) -> TrieNode:
-    """The step of a view op that the trie does not have under this key, for value ``index``."""
+    """Add the step of a view op of value ``index`` that the trie lacks under this key."""
     f, metas, change = op.facts, {index: meta}, None
     if op.pitch is None and not any(other.facts.beginning_matters for other in view.ops):
         change = moving(trace, f, key, meta)
@@ -94,7 +94,7 @@ def missing_step(
 
 
 def _added(trace: StepTaker, step: TrieNode) -> TrieNode:
-    """A new step, which is in the trie from here on."""
+    """Add a new step to the trie."""
     assert step.node is not None
     trace.repeat.follow(step, trace.repeat.internal(trace.step, step.key, step.node))
     trace.trie.add(step)
@@ -103,7 +103,7 @@ def _added(trace: StepTaker, step: TrieNode) -> TrieNode:
 
 
 def take_note(trace: StepTaker, view: ViewChain, taken: list[TrieNode], first: int) -> None:
-    """Have a chain say what was taken, with the trace's numbers from ``first`` on."""
+    """Update a chain to the steps taken, with the trace's numbers from ``first`` on."""
     again = ViewChain((), trace.serial, 0, 0)
     for before, step in zip(view.ops, taken, strict=True):
         _add(again, view_ops(step)[before.which], trace, first)

@@ -1,4 +1,4 @@
-"""The open sessions: which recorder an op goes to."""
+"""Stack of open sessions: the innermost one's recorder gets the ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "lazygt"
 
 
 class OpenSession(Protocol):
-    """What the device needs of a session."""
+    """Interface of a session, as far as the device needs it."""
 
     config: Config
     mesh: Mesh
@@ -24,10 +24,10 @@ class OpenSession(Protocol):
     idle: Idle
 
     def synchronize(self) -> None:
-        """Ship what is recorded and wait for it."""
+        """Ship the recorded ops and wait for them."""
 
 
-#: Innermost last.
+#: Open sessions, innermost last.
 session_stack: list[OpenSession] = []
 _used = False
 
@@ -39,20 +39,20 @@ def note_use() -> None:
 
 
 def was_used() -> bool:
-    """Whether this process, or one that it was forked from, has opened a session."""
+    """Return whether this process, or an ancestor by fork, has opened a session."""
     return _used
 
 
 def current_session() -> OpenSession | None:
-    """The innermost open session, or None."""
+    """Return the innermost open session, or None."""
     return session_stack[-1] if session_stack else None
 
 
 def recorder() -> Recorder:
-    """The recorder of the open session.
+    """Return the recorder of the open session.
 
     Raises:
-        NoSession: with what to do about it.
+        NoSession: no session is open; the message gives the remedy.
     """
     if not session_stack:
         raise NoSession(
@@ -62,10 +62,10 @@ def recorder() -> Recorder:
 
 
 def workers_device() -> str:
-    """What the open session's workers compute on."""
+    """Return the type of device that the open session's workers compute on."""
     return session_stack[-1].device_type if session_stack else "cpu"
 
 
 def computes_values() -> bool:
-    """Whether the open session computes values, so that one can be asked for."""
+    """Return whether the open session computes values, so that one can be asked for."""
     return bool(session_stack) and session_stack[-1].config.launcher != "dry"

@@ -1,4 +1,4 @@
-"""Copies of lazy tensors: deep ones, and those on the host that are saved."""
+"""Deep copies of lazy tensors, and copies on the host for saving."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _make_subclass = torch.Tensor._make_subclass
 
 
 def deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
-    """What ``copy.deepcopy`` gives.
+    """Return the result of ``copy.deepcopy``.
 
     Raises:
-        RuntimeError: it is no leaf of the autograd graph.
+        RuntimeError: ``t`` is no leaf of the autograd graph.
     """
     if id(t) in memo:
         return memo[id(t)]  # type: ignore[no-any-return]
@@ -48,7 +48,7 @@ def deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
 
 
 def saved_form(t: LazyTensor) -> torch.Tensor:
-    """An ordinary CPU tensor of the same class on the host, with what the user has set on it."""
+    """Return an ordinary CPU tensor of the same class, with the attributes the user has set."""
     twin: torch.Tensor = _make_subclass(host_class(t), host_copy(t), t.requires_grad)
     twin.__dict__.update(attributes(t))
     twin.__dict__.pop("_is_param", None)
@@ -56,7 +56,7 @@ def saved_form(t: LazyTensor) -> torch.Tensor:
 
 
 def _copied(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
-    """A handle like ``t`` on a copied storage; handles that shared a storage share the copy."""
+    """Return a handle like ``t`` on a copied storage; handles of one storage share the copy."""
     storage = storage_of(t)
     twin = memo.get(id(storage))
     if twin is None:
@@ -72,9 +72,9 @@ def _copied(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
 
 
 def host_copy(t: LazyTensor) -> torch.Tensor:
-    """A CPU tensor with the values, shape and strides of ``t``, for saving.
+    """Return a CPU tensor with the values, shape and strides of ``t``, for saving.
 
-    Handles that share a storage get tensors that share one, so they are tied in the file too.
+    Handles that share a storage get tensors that share one, so the file ties them too.
     """
     storage, meta = storage_of(t), TensorMeta.of(t)
     if view_of(t) is not None and (meta.conj or meta.neg or meta.dtype != storage.meta.dtype):
@@ -94,7 +94,7 @@ def host_copy(t: LazyTensor) -> torch.Tensor:
 
 
 def _saved(storage: Storage) -> torch.UntypedStorage | None:
-    """The CPU storage that another handle was saved with, in the same ``torch.save``."""
+    """Return the CPU storage that another handle was saved with, in the same ``torch.save``."""
     reference, remote = getattr(storage, "saved", (None, None))
     if reference is None or remote is None or remote is not storage.remote:
         return None

@@ -1,8 +1,8 @@
-"""DataLoaders with worker processes over a dataset that lies in the session.
+"""DataLoaders with worker processes over a dataset in the session.
 
 Such a process has no session. While a loader starts its processes, the lazy tensors that it holds
-are CPU tensors, and the processes inherit those; what they send back goes to the session, where
-the dataset is, as it does of a loader without processes.
+are CPU tensors, and the processes inherit those; their batches go to the session, where the dataset
+is, as those of a loader without processes do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lazygt.record.tensor import DEVICE_0, LazyTensor, is_lazy
 _iterator: Any = dataloader._MultiProcessingDataLoaderIter
 _start: Any = _iterator.__init__
 _process_data: Any = _iterator._process_data
-#: Lazy tensors are sought among so many objects; a dataset holds them near its top.
+#: Number of objects searched for lazy tensors; a dataset holds them near its top.
 _MOST_OBJECTS = 100_000
 _ENDS = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
 
@@ -45,7 +45,7 @@ def _processing(self: Any, data: Any, worker_id: int) -> Any:
 
 
 def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
-    """Those that objects hold, by whatever attributes, lists and closures."""
+    """Return the lazy tensors that objects hold, by any attributes, lists and closures."""
     lazy, seen, waiting = [], {id(root) for root in roots}, deque(roots)
     while waiting and len(seen) < _MOST_OBJECTS:
         for held in _held_by(waiting.popleft()):

@@ -1,6 +1,6 @@
-"""Device ``lazygt`` for torch: the only file that touches torch's private-backend API.
+"""torch device ``lazygt``: the only file that touches torch's private-backend API.
 
-Registered once, at import. What an op does then depends on the open session; without one, any
+Registered once, at import. The effect of an op then depends on the open session; without one, any
 use raises NoSession.
 """
 
@@ -66,12 +66,12 @@ _libraries: list[torch.library.Library] = []
 _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 
-#: While no session is open, too: what torch asks here is answered as torch itself would then.
+#: Also active while no session is open: the patches then answer as torch itself would.
 _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *dataloader.PATCHES,
                   *optimizers.PATCHES, *autocast.PATCHES, *registry.PATCHES, *sending.PATCHES,
                   *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
 _IN_SESSIONS = Patches(*swap.IN_SESSIONS, *other_devices.IN_SESSIONS, *flag_changes.IN_SESSIONS)
-#: Of the stack of sessions, and of what follows from it.
+#: Lock of the stack of sessions, and of the patches that follow from it.
 _adapting = threading.RLock()
 
 
@@ -79,10 +79,10 @@ _adapting = threading.RLock()
 
 
 def open_session(session: OpenSession) -> None:
-    """Make a session the one that ops go to; inside itself, one more time.
+    """Direct ops to a session; it may be opened inside itself once more.
 
     Raises:
-        BaseException: Ctrl-C, or an error of a module that factories are replaced in. Torch is as
+        BaseException: Ctrl-C, or an error of a module in which factories are replaced. Torch is as
             it was before.
     """
     try:
@@ -100,7 +100,7 @@ def open_session(session: OpenSession) -> None:
 
 @functools.cache
 def _prepare_for_gpus() -> None:
-    """Register what only sessions on GPUs need, once in a process."""
+    """Register the parts that only sessions on GPUs need, once in a process."""
     _libraries.append(register_for_gpus(_fallback if NATIVE is None else None))
     if NATIVE is not None:
         for name in KERNELS_ON_GPUS:
@@ -125,7 +125,7 @@ def close_session(session: OpenSession) -> None:
 
 
 def _adapt() -> None:
-    """Replace what the open sessions need replaced in torch; restore all else."""
+    """Apply the patches of torch that the open sessions need; undo all others."""
     defaulting = any(s.config.default_device for s in session_stack)
     on_cpus = any(s.device_type == "cpu" for s in session_stack)
     with ExitStack() as rest:  # each is done, though another raises
@@ -137,17 +137,17 @@ def _adapt() -> None:
 
 
 def _activate() -> None:
-    """Tell C++ whose recorder ops go to, and torch how to go back through views."""
+    """Set the recorder that C++ sends ops to, and torch's way back through views."""
     if NATIVE is not None:
         session = session_stack[-1] if session_stack else None
         recorder: Any = session and session.recorder
         NATIVE.activate(recorder and recorder.native)
-        # by taking them again, as for Python subclasses: strides say nothing of blocks on a mesh
+        # by view replay, as for Python subclasses: strides say nothing of blocks on a mesh
         torch._C._set_view_replay_enabled(session is not None and session.mesh.world_size > 1)
 
 
 def _after_fork() -> None:
-    """A forked child (a DataLoader's worker) has no session: its tensors are CPU tensors."""
+    """Drop all sessions in a forked child (a DataLoader's worker): its tensors are on the CPU."""
     global _adapting
     _adapting = threading.RLock()  # another thread of the parent may have it
     session_stack.clear()
@@ -165,7 +165,7 @@ def _torch_dispatch(
     cls: type, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Every op on a LazyTensor comes here, on whatever thread."""
+    """Record an op on a LazyTensor, on any thread: ``__torch_dispatch__``."""
     if not session_stack:
         if func in _NEEDS_NO_SESSION:
             return args[0]
@@ -188,12 +188,12 @@ def _torch_dispatch(
 def _dispatch(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    """The same for an op that reaches lazygt in another way."""
+    """Record an op that reaches lazygt in another way."""
     return _torch_dispatch(LazyTensor, func, (), args, kwargs)
 
 
 def _without_session(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What C++ does with an op while no session is open."""
+    """Handle an op from C++ while no session is open."""
     if not any(map(is_lazy, tree_leaves((args, kwargs)))):
         recorder()
     return _dispatch(func, args, kwargs)
@@ -203,20 +203,23 @@ _NEEDS_NO_SESSION = frozenset({torch.ops.aten.detach_.default})
 
 
 def _fallback(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Ops that reach the backend without a LazyTensor among their arguments: factories."""
+    """Record an op without a LazyTensor among its arguments: a factory."""
     recorder()
     return _dispatch(func, args, kwargs)
 
 
 def _zero_tensor(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
                  pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    """Zeros with memory: the ones without work only where all of torch's dispatcher is on."""
+    """Return zeros with memory: those without work only with all of torch's dispatcher on."""
     return torch.zeros(size, dtype=dtype, device=device or tensor.DEVICE_0)
 
 
 def _empty_permuted(size: Any, physical_layout: Any, *, dtype: Any = None, layout: Any = None,
                     device: Any = None, pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    """Memory of its own: torch would make a view, and ``empty_like`` of a meta tensor with it."""
+    """Return a tensor with memory of its own, strided by ``physical_layout``.
+
+    torch would make a view, and ``empty_like`` of a meta tensor with it.
+    """
     meta = torch.empty_permuted(size, physical_layout, dtype=dtype, layout=layout, device="meta")
     device = device or tensor.DEVICE_0
     return torch.empty_strided(meta.shape, meta.stride(), dtype=dtype, device=device)
@@ -227,10 +230,10 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 
 def _pin_memory(source: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """``pin_memory()`` of a CPU tensor: itself.
+    """Return a CPU tensor itself for ``pin_memory()``.
 
     Uploads go through shared memory, so pinning would gain nothing; torch itself would ask this
-    device for an allocator of pinned memory, which Python can't give it.
+    device for an allocator of pinned memory, and Python can't provide one.
     """
     return source
 
@@ -247,43 +250,43 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
 
 
 class DeviceModule(ModuleType):
-    """``torch.lazygt``: what torch asks of a device's module."""
+    """``torch.lazygt``: the device module that torch expects of a backend."""
 
     #: torch.utils.checkpoint asks for it before it keeps the generator's state
     _initialized = True
 
     def is_initialized(self) -> bool:
-        """True: there is nothing to initialise."""
+        """Return True: there is nothing to initialise."""
         return True
 
     def is_available(self) -> bool:
-        """True: a session can always be opened."""
+        """Return True: a session can always be opened."""
         return True
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
     def device_count(self) -> int:
-        """1 inside a session, which shows its workers as one device; else 0."""
+        """Return 1 inside a session, which shows its workers as one device; else 0."""
         return 1 if session_stack else 0
 
     def current_device(self) -> int:
-        """0."""
+        """Return 0."""
         return 0
 
     def set_device(self, device: Any) -> None:
-        """There is only device 0."""
+        """Raise RuntimeError for a device other than 0."""
         index = torch.device(device).index if not isinstance(device, int) else device
         if index not in (None, 0):
             raise RuntimeError(f"lazygt has one device, lazygt:0; got {device!r}")
 
     def synchronize(self, device: Any = None) -> None:
-        """Ship what is recorded and wait for it."""
+        """Ship the recorded ops and wait for them."""
         if session_stack:
             session_stack[-1].synchronize()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """The dtypes that ``torch.autocast("lazygt")`` may use."""
+        """Return the dtypes that ``torch.autocast("lazygt")`` may use."""
         return [torch.bfloat16, torch.float16]
 
     def manual_seed(self, seed: int) -> None:
@@ -292,14 +295,14 @@ class DeviceModule(ModuleType):
             session_stack[-1].recorder.generator.manual_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
-        """What ``torch.manual_seed`` calls."""
+        """Seed the generator of every device, as ``torch.manual_seed`` asks."""
         self.manual_seed(seed)
 
     def get_rng_state(self, device: Any = NAME) -> torch.Tensor:
-        """The generator's state as a lazy tensor of bytes (no sync point).
+        """Return the generator's state as a lazy tensor of bytes (no sync point).
 
-        Without a session there is none: an empty state, for code that keeps and restores the
-        state of every device around something on the CPU.
+        Without a session the state is empty, for code that keeps and restores the state of every
+        device around something on the CPU.
         """
         if not session_stack:
             return torch.empty(0, dtype=torch.uint8)
@@ -312,7 +315,7 @@ class DeviceModule(ModuleType):
         recorder().generator.set_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """One state: there is one device."""
+        """Return a list of one state: there is one device."""
         return [self.get_rng_state()]
 
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
@@ -320,7 +323,7 @@ class DeviceModule(ModuleType):
         self.set_rng_state(states[0])
 
     class device:  # noqa: N801 - torch's own name
-        """A context manager that selects a device; there is only one."""
+        """Context manager that selects a device; there is only one."""
 
         def __init__(self, device: Any) -> None:
             self.idx = 0
@@ -336,20 +339,20 @@ class DeviceModule(ModuleType):
 
 
 class _LoadedStorage(torch.UntypedStorage):
-    """A CPU storage on its way to the workers.
+    """CPU storage on its way to the workers.
 
-    torch.load makes an empty tensor on its device and calls ``set_`` with it; there the bytes are
-    uploaded, once a storage, so that tensors which share one in the file share a storage.
+    torch.load makes an empty tensor on its device and calls ``set_`` with the storage; the bytes
+    are uploaded there, once a storage, so tensors that share one in the file share one here.
     """
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the tensors made of it are to be."""
+        """Device of the tensors that will be made of the storage."""
         return tensor.DEVICE_0
 
 
 def _deserialize(storage: Any, location: str) -> Any:
-    """What torch.load asks each device: whether it takes a storage with such a location."""
+    """Take a storage for lazygt if its location says so, else return None: for torch.load."""
     if location != NAME and not location.startswith(f"{NAME}:"):
         return None
     recorder()
@@ -359,7 +362,7 @@ def _deserialize(storage: Any, location: str) -> Any:
 
 
 def _no_tag(storage: Any) -> str | None:
-    """Nothing is ever saved as lying on lazygt: checkpoints are made of CPU tensors."""
+    """Return no tag: nothing is saved as lying on lazygt, checkpoints have CPU tensors."""
     return None
 
 
@@ -367,7 +370,7 @@ def _no_tag(storage: Any) -> str | None:
 
 
 def register() -> None:
-    """Tell torch of the device; done once, at import."""
+    """Register the device with torch; called once, at import."""
     module = DeviceModule(f"torch.{NAME}")
     rename_privateuse1_backend(NAME)
     generate_methods_for_privateuse1_backend()

@@ -1,8 +1,8 @@
-"""Draws through a generator of the user's own: in the client, by the CPU's kernels, and uploaded.
+"""Draws through a user's own generator: in the client, by the CPU's kernels, and uploaded.
 
-Such a generator is an object of this process that others may draw from, set and read at any time,
-so its stream stays here. Operands that an op reads are fetched, which is a sync point; ops that
-only fill a tensor (``normal_``, ``randperm``) read none.
+Such a generator is an object of this process that other code may draw from, set and read at any
+time, so its stream stays here. Operands that an op reads are fetched, which is a sync point; ops
+that only fill a tensor (``normal_``, ``randperm``) read none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lazygt.record.handlers import OpRecorder
 
 aten: Any = torch.ops.aten
-#: Ops that read of their first operand its shape alone.
+#: Ops that read only the shape of their first operand.
 _SHAPED = ("aten.rand_like", "aten.randn_like", "aten.randint_like")
 
 

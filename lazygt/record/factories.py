@@ -1,9 +1,9 @@
-"""Factories inside a session: new tensors are lazy unless something else says where they go.
+"""Factories inside a session: new tensors are lazy by default.
 
 The functions are replaced in ``torch``, and wherever a module has imported one by name
 (``from torch import randn``) or holds it in a dict (a library's table of functions).
-``torch.Tensor(...)``, ``torch.FloatTensor(...)`` and its like make tensors, too: what they say
-names no device, so torch makes CPU tensors of it; these are uploaded.
+``torch.Tensor(...)``, ``torch.FloatTensor(...)`` and the like make tensors, too: their arguments
+name no device, so torch makes CPU tensors; these are uploaded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _builtins: Any = torch.jit._builtins
 _TYPES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 _torch_new: Any = torch._C.TensorBase.__new__
 _torch_set_default_type: Any = torch.set_default_tensor_type
-#: (namespace, name, torch's own, what stands in for it)
+#: (namespace, name, torch's own, its stand-in)
 _replaced: list[tuple[dict[Any, Any], Any, Any, Any]] = []
-#: Constructors of what lazygt has none of: they go on making CPU tensors.
+#: Constructors of layouts that lazygt does not have: they still make CPU tensors.
 _NOT_STRIDED = frozenset(
     {
         "empty_quantized",
@@ -40,17 +40,17 @@ _NOT_STRIDED = frozenset(
         "sparse_bsc_tensor",
     }
 )
-#: Packages that know which function they call, or none of torch's.
+#: Packages that call no factory of torch's, or mean torch's own function.
 _SKIPPED = sys.stdlib_module_names | {"torch", "lazygt"}
-#: Made from torch's list once, before anything is patched (torch caches that list as well).
+#: Copy of torch's list from before the first patch (torch caches that list as well).
 _constructors: list[Callable[..., Any]] = []
 
 
 def patch() -> None:
-    """Have torch's factories default to ``lazygt``.
+    """Make torch's factories default to ``lazygt``.
 
-    ``torch.set_default_device`` does the same with a TorchFunctionMode, through which every
-    call of every torch function goes: 1.5 to 3 us an op, measured, where recording one takes 5.
+    ``torch.set_default_device`` does the same with a TorchFunctionMode, which every call of every
+    torch function passes: 1.5 to 3 us an op, measured, against 5 for recording one.
     """
     if _replaced:
         return
@@ -101,7 +101,7 @@ def _patch_imported(standins: dict[int, Any]) -> None:
 
 @functools.cache
 def _holders() -> Callable[[list[dict[str, Any]], list[Any]], list[dict[str, Any]]]:
-    """Return the search for the dicts that have one of some objects as a value."""
+    """Return the search for dicts that have one of some objects as a value."""
     extension = native.load().module
     return _holding if extension is None else extension.holders
 
@@ -112,7 +112,7 @@ def _holding(namespaces: list[dict[str, Any]], wanted: list[Any]) -> list[dict[s
 
 
 def unpatch() -> None:
-    """Give torch its own factories back."""
+    """Restore torch's own factories."""
     _TENSOR.undo()
     while _replaced:
         namespace, name, own, standin = _replaced.pop()
@@ -138,7 +138,7 @@ def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _defaulting_normal(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.normal`` is a factory only when it is given a size."""
+    """Wrap ``torch.normal``, which is a factory only with a size."""
     factory = _defaulting(function)
 
     @functools.wraps(function)
@@ -161,7 +161,7 @@ def _placed(fresh: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _new_tensor(*args: Any, **kwargs: Any) -> Any:
-    """``torch.Tensor.__new__``; torch.compile takes no narrower signature for it."""
+    """Make a tensor: ``torch.Tensor.__new__``; torch.compile takes no narrower signature."""
     fresh = _torch_new(*args, **kwargs)
     return _placed(fresh, args[1:], kwargs) if args[0] is torch.Tensor else fresh
 
@@ -170,7 +170,7 @@ _TENSOR = Patches(Patch(torch.Tensor, "__new__", _new_tensor, "its arguments nam
 
 
 class _Typed(type):
-    """Stands for a tensor type, such as ``torch.FloatTensor``."""
+    """Stand-in for a tensor type, such as ``torch.FloatTensor``."""
 
     own: Any
     dtype: torch.dtype
@@ -191,7 +191,7 @@ class _Typed(type):
 
 @functools.cache
 def _typed() -> dict[str, Any]:
-    """Stand-ins of the tensor types of ``torch``, by their names there."""
+    """Return stand-ins for the tensor types of ``torch``, by their names there."""
     standins = {}
     for name in _TYPES:
         own = getattr(torch, f"{name}Tensor")
@@ -203,7 +203,7 @@ def _typed() -> dict[str, Any]:
 
 
 def _set_default_type(given: Any) -> None:
-    """``torch.set_default_tensor_type``, which knows torch's own types only."""
+    """Set the default tensor type: torch's function knows its own types only."""
     named = _typed().get(given.removeprefix("torch."), given) if isinstance(given, str) else given
     _torch_set_default_type(named.own if isinstance(named, _Typed) else named)
 
@@ -217,12 +217,12 @@ def _note_device(device: Any) -> None:
             session.idle.made_elsewhere = True
 
 
-# -- where a new tensor goes ---------------------------------------------------------------
+# -- device of a new tensor ----------------------------------------------------------------
 
 
 def _stays_free(kwargs: dict[str, Any]) -> bool:
-    """Return whether nothing else says where the tensor is to be."""
-    if not session_stack:  # a module that was imported in a session keeps what it was given there
+    """Return whether nothing else decides the new tensor's device."""
+    if not session_stack:  # a module that was imported in a session keeps its stand-ins
         return False
     lock: Any = session_stack[-1].recorder.lock
     if lock._is_owned():  # lazygt itself, or torch working for it

@@ -1,7 +1,7 @@
-"""Changes of torch's flags while sessions are open: what was recorded before one is shipped first.
+"""Changes of torch's flags while sessions are open: ops recorded before are shipped first.
 
-torch tells nobody of them, so its setters are watched. Nothing is read while ops are recorded or
-traces are shipped.
+torch has no callback for them, so its setters are wrapped. No flag is read while ops are recorded
+or traces are shipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lazygt.graph.flags import flushes_denormals
 from lazygt.record.context import session_stack
 from lazygt.record.patches import Patch
 
-#: Setters of ``torch._C`` that set what the getter of their name says.
+#: Flags with a setter ``_set_NAME`` and a getter ``_get_NAME`` in ``torch._C``.
 _NAMED = (
     "cublas_allow_bf16_reduced_precision_reduction",
     "cublas_allow_fp16_accumulation",
@@ -38,10 +38,10 @@ _WHY = "what was recorded before a flag changes runs under the flags that it was
 
 
 def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Callable[..., Any]:
-    """A setter that has the open sessions ship first, and heed the flags then.
+    """Wrap a setter: the open sessions ship first, and then heed the new flags.
 
     Args:
-        unchanged: of the setter's arguments: the flag has this value already.
+        unchanged: predicate of the setter's arguments: the flag has this value already.
     """
 
     @functools.wraps(setter)
@@ -70,7 +70,7 @@ def _certain(unchanged: Callable[..., bool], args: Any, kwargs: Any) -> bool:
 
 
 def _has(getter: Callable[[], Any]) -> Callable[..., bool]:
-    """Whether a getter says what a setter is called with."""
+    """Return a predicate: the getter returns the setter's arguments."""
     return lambda *args: bool(getter() == (args[0] if len(args) == 1 else args))
 
 

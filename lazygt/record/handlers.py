@@ -1,7 +1,7 @@
-"""Ops that are more than a step of the graph: they move values, or change what a handle shows.
+"""Handlers of ops that move values, or change the view that a handle shows.
 
-A handler gets (recorder, op, args, kwargs) and returns what the user sees, or NotImplemented to
-have the op recorded in the ordinary way.
+A handler gets (recorder, op, args, kwargs) and returns the user's result, or NotImplemented for the
+op to be recorded in the ordinary way.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Kwargs = dict[str, Any]
 
 
 class OpRecorder(TraceOwner, Protocol):
-    """What handlers need of the recorder that calls them."""
+    """Interface of the recorder, as far as handlers need it."""
 
     definitions: ForeignOps
     generator: SessionGenerator
     worker_device: str
 
     def record(self, func: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        """Record an op; what the user sees."""
+        """Record an op; return the user's result."""
 
     def record_plain(self, func: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        """Record an op as it is, past its handler."""
+        """Record an op as it is, bypassing its handler."""
 
     def foreign_op(self, f: OpFacts, args: Args, kwargs: Kwargs | None = None) -> Any:
         """Record an op that torch alone does not have."""
@@ -56,8 +56,9 @@ aten = torch.ops.aten
 
 
 def handler_of(f: OpFacts) -> tuple[Handler | None, str | None]:
-    """The handler of an op, or None for an ordinary one; and the keyword without which it has
-    nothing to do, if there is one.
+    """Return an op's handler and the keyword that it acts on.
+
+    The handler is None for an ordinary op; the keyword is None if the handler always acts.
     """
     handler = _HANDLERS.get(f.func)
     if handler is None and _other_kind(f.func):
@@ -74,17 +75,17 @@ def handler_of(f: OpFacts) -> tuple[Handler | None, str | None]:
 
 
 def is_whole(t: Any) -> bool:
-    """Whether a handle shows all of its storage, in the storage's own layout."""
+    """Return whether a handle shows all of its storage, in the storage's own layout."""
     return is_lazy(t) and view_of(t) is None
 
 
 def either(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of an op that is ordinary but for writing only when a flag is set."""
+    """Return NotImplemented, for an op that writes more only when a flag is set."""
     return NotImplemented
 
 
 def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """An op of the user's or of a library: which one it is may change from call to call."""
+    """Record an op of the user's or of a library; its definition may change between calls."""
     f = recorder.definitions.facts(func)
     if f.beginning_matters:
         args = tuple([pieces.place_fixed(recorder, a) for a in args])
@@ -96,7 +97,7 @@ def refuse_layout(recorder: OpRecorder | None, func: Any, args: Args, kwargs: Kw
 
 
 def _other_kind(func: Any) -> str:
-    """The kind of tensors that an op is for, where lazygt has none of them; else ""."""
+    """Return the kind of tensors that an op is for, if lazygt has none of it; else ""."""
     name = str(func)
     return next((kind for kind, begins in _OTHER_KINDS.items() if name.startswith(begins)), "")
 
@@ -129,7 +130,7 @@ _INSTEAD = {
 }
 
 
-# -- values that come and go ---------------------------------------------------------------
+# -- uploads and fetches ------------------------------------------------------------------
 
 
 def item(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -151,7 +152,7 @@ def to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _from_host(recorder: OpRecorder, source: torch.Tensor, kwargs: Kwargs) -> Any:
-    """``cpu.to("lazygt")``, where torch lets the op reach the device that it names."""
+    """Upload for ``cpu.to("lazygt")``, where torch lets the op reach the device it names."""
     host = source.cpu()
     dtype = kwargs.get("dtype") or host.dtype
     form = kwargs.get("memory_format") or torch.preserve_format
@@ -162,7 +163,7 @@ def _from_host(recorder: OpRecorder, source: torch.Tensor, kwargs: Kwargs) -> An
 
 
 def to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``zeros_like(x, device="cpu")``: the result is wanted elsewhere."""
+    """Make the result on another device: ``zeros_like(x, device="cpu")``."""
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
         return NotImplemented
@@ -200,15 +201,15 @@ def copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``pack_padded_sequence``: the runs of steps with as many samples in each, one after another.
+    """Pack padded sequences: runs of steps with equally many samples, concatenated.
 
-    The lengths are numbers of the client, as with CUDA; lazy ones are fetched.
+    The lengths are on the client, as with CUDA; lazy ones are fetched.
     """
     source, lengths, batch_first = args
     if is_lazy(lengths):
         lengths = recorder.fetch(lengths, "pack_padded_sequence")
     metas = TensorMeta.of(source).empty("cpu"), lengths, batch_first
-    # torch's own kernel says what is wrong with the lengths, and how many samples a step has
+    # torch's own kernel checks the lengths, and counts the samples of each step
     batch_sizes = aten._pack_padded_sequence.default(*metas)[1]
     steps = aten.transpose.int(source, 0, 1) if batch_first else source
     runs, start = [], 0
@@ -220,11 +221,11 @@ def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
     return aten.cat.default(runs), batch_sizes
 
 
-# -- memory that nothing is in yet ------------------------------------------------------------
+# -- uninitialised memory -----------------------------------------------------------------------
 
 
 def empty(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.empty``: no step until something is done with it."""
+    """Make uninitialised memory (``torch.empty``): no step until an op uses it."""
     layout, form = kwargs.get("layout"), kwargs.get("memory_format")
     if layout not in (None, torch.strided):
         raise RuntimeError(f"device 'lazygt' has strided tensors only, not {layout}")
@@ -235,12 +236,12 @@ def empty(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def empty_strided(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.empty_strided``: the same."""
+    """Make uninitialised memory with strides (``torch.empty_strided``)."""
     return _memory(recorder, args[0], args[1], kwargs.get("dtype"))
 
 
 def _memory(recorder: OpRecorder, shape: Any, stride: Any, dtype: torch.dtype | None) -> Any:
-    """New memory; recorded at once where torch fills it (``fill_uninitialized_memory``)."""
+    """Make memory; recorded at once where torch fills it (``fill_uninitialized_memory``)."""
     t = blank(recorder, shape, stride, dtype)
     if fills_new_memory():
         recorder.trace.enter(storage_of(t))
@@ -255,7 +256,7 @@ def same(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _inplace_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``t_``, ``squeeze_`` ...: the handle becomes a view of what it showed."""
+    """Make the handle a view of its former value: ``t_``, ``squeeze_`` ..."""
     target = args[0]
     view = recorder.record(_out_of_place(func), args, kwargs)
     rebind(target, TensorMeta.of(view), storage_of(view), view_of(view))
@@ -263,7 +264,7 @@ def _inplace_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -
 
 
 def _out_of_place(func: Any) -> Any:
-    """The view op that an in-place view op is named after, with the same arguments."""
+    """Return the view op that an in-place view op is named after, with the same arguments."""
     packet = getattr(aten, func._schema.name.split("::")[1].removesuffix("_"))
     wanted = [str(argument.type) for argument in func._schema.arguments]
     for name in packet.overloads():
@@ -293,7 +294,7 @@ def _set_source(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _set_storage(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.load(map_location="lazygt")`` builds its tensors so, over CPU storages."""
+    """Set a tensor to a CPU storage, as ``torch.load(map_location="lazygt")`` does."""
     target, source = args[0], args[1]
     if isinstance(source, LazyStorage):
         raise NotImplementedError(
@@ -316,10 +317,10 @@ def _set_storage(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
 def _uploaded(
     recorder: OpRecorder, source: Any, flat: torch.Tensor, shown: torch.Tensor
 ) -> Storage:
-    """What a CPU storage is in the session: tensors that share the one share the other.
+    """Return a CPU storage's counterpart in the session; tensors that share one share both.
 
-    It has the shape of the first of them if that shows the storage from end to end in order:
-    nearly all do, and are no views then.
+    It has the shape of the first tensor if that shows the storage from end to end in order: nearly
+    all do, and are no views then.
     """
     known = getattr(source, "_lazygt_storages", None)
     if known is None:
@@ -333,11 +334,11 @@ def _uploaded(
     return storage
 
 
-# -- what depends on the kind of device ------------------------------------------------------
+# -- ops that depend on the kind of device --------------------------------------------------
 
 
 def _histc(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Whole numbers: torch counts them on GPUs only, and libraries do so on all but the CPU."""
+    """Count whole numbers as float64 on CPUs: torch counts them itself on GPUs only."""
     dtype = args[0].dtype
     if recorder.worker_device != "cpu" or dtype not in _INTEGERS:
         return NotImplemented
@@ -350,7 +351,7 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 
 def _group_norm(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Note by its statistics what the layout was: the backward formula makes all row-major."""
+    """Note the input's layout by the statistics: the backward formula makes all row-major."""
     results = recorder.record_plain(func, args, kwargs)
     form = suggest_memory_format(args[0])
     if recorder.worker_device == "cpu" and form != torch.contiguous_format:
@@ -359,7 +360,7 @@ def _group_norm(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _group_norm_backward(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """On a CPU torch's formula keeps the layout of what was normalised."""
+    """Compute the gradient in the layout of the norm's input, as torch does on a CPU."""
     grad, source, mean, *rest = args
     form = _CHANNELS_LAST.get(storage_of(mean))
     if form is None:
@@ -370,17 +371,17 @@ def _group_norm_backward(recorder: OpRecorder, func: Any, args: Args, kwargs: Kw
     return recorder.record_plain(func, (*laid, mean, *rest), kwargs)
 
 
-#: Storage of a group norm's means -> the layout of what was normalised.
+#: Storage of a group norm's means -> the memory format of its input.
 _CHANNELS_LAST: WeakKeyDictionary[Storage, torch.memory_format] = WeakKeyDictionary()
 
 
-# -- what only values tell -------------------------------------------------------------------
+# -- data-dependent results ------------------------------------------------------------------
 
 
 def data_dependent(
     recorder: OpRecorder, trace: Trace, f: OpFacts, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Results that only the values can tell: ship the trace and ask."""
+    """Ship the trace and wait for results that only the values can tell."""
     reply = recorder.sink.submit(trace, f"data-dependent: {f.name}", None, True)
     targets = list(written_tensors(f, args, kwargs))
     results = sum(kind[0] != "w" for kind in f.outputs)
@@ -393,7 +394,7 @@ def data_dependent(
             storage_of(target).set_remote(remote)
         else:
             value = remote_tensor(recorder, meta, remote)
-            recorder.index_of(target)  # a new trace has begun: what it is a view of enters
+            recorder.index_of(target)  # a new trace has begun: the viewed storage enters
             write(recorder.trace, target, recorder.index_of(value))
     out: list[Any] = []
     fresh = iter(reply.returned)
@@ -409,7 +410,7 @@ def data_dependent(
 
 
 def _received(recorder: OpRecorder, item: Any) -> Any:
-    """A result of a dynamic op: a tensor (meta and value), a list, or a Python value."""
+    """Return a result of a dynamic op: a tensor (meta and value), a list, or a value."""
     if isinstance(item, list):
         return [_received(recorder, each) for each in item]
     if isinstance(item, tuple):

@@ -1,7 +1,7 @@
-"""The client's side of the random stream: what draws or asks on the CPU while a session is open.
+"""Client's side of the random stream: draws and queries on the CPU during a session.
 
-Kernels that draw on CPU tensors are wrapped for as long as a session with CPU workers is open: each
-first brings the state of the stream back, if the workers have it. Nothing is wrapped otherwise.
+Kernels that draw on CPU tensors are wrapped while a session with CPU workers is open: each first
+brings the state of the stream back, if the workers have it. Nothing is wrapped otherwise.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lazygt.record import rng
 from lazygt.record.recorder import recorder_of
 from lazygt.record.tensor import is_lazy
 
-#: Modules of torch that read the state in order to set it again: they are given a lazy one.
+#: Modules of torch that read the state in order to set it again: they get a lazy one.
 _RESTORING = frozenset({"torch.random", "torch.utils.checkpoint"})
 
-#: Draw, and take no generator.
+#: Ops that draw, and take no generator.
 _WITHOUT_ARGUMENT = ("aten::native_dropout",)
 
 _wrapped: list[torch.library.Library] = []
@@ -55,7 +55,7 @@ def _set_default(generator: Any) -> None:
 
 @cache
 def _kernels() -> dict[Overload, Callable[..., Any]]:
-    """For each op that draws on CPU tensors the kernel that stands in for torch's own."""
+    """Return, for each op that draws on CPU tensors, the kernel that replaces torch's own."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     drawing = [name for name in names if name.startswith("aten::") and _takes_generator(name)]
     ops = [overload(_full(name)) for name in (*drawing, *_WITHOUT_ARGUMENT)]
@@ -68,7 +68,7 @@ def _takes_generator(name: str) -> bool:
 
 
 def _full(name: str) -> str:
-    """An overload's name as ``graph.ops.overload`` knows it."""
+    """Return an overload's name as ``graph.ops.overload`` knows it."""
     name = name.replace("::", ".")
     return name if name.count(".") == 2 else f"{name}.default"
 
@@ -86,10 +86,10 @@ def _joined(func: Overload) -> Callable[..., Any]:
 
 
 class _Client:
-    """What ``torch.random`` takes for the client's CPU generator.
+    """``torch.random``'s generator of the client's CPU while sessions are open.
 
-    ``torch.manual_seed``, ``seed``, ``initial_seed``, ``get_rng_state`` and ``set_rng_state`` ask
-    it, by whatever name and however early they were imported.
+    ``torch.manual_seed``, ``seed``, ``initial_seed``, ``get_rng_state`` and ``set_rng_state`` use
+    it, by any name and however early they were imported.
     """
 
     def manual_seed(self, seed: int) -> torch.Generator:
@@ -107,9 +107,9 @@ class _Client:
         return torch.default_generator.initial_seed()
 
     def get_state(self) -> torch.Tensor:
-        """A CPU tensor; a sync point if the workers have the state.
+        """Return the state as a CPU tensor; a sync point if the workers have the state.
 
-        Activation checkpointing and ``fork_rng`` are given a lazy tensor then, at no sync point.
+        Activation checkpointing and ``fork_rng`` get a lazy tensor then, without a sync point.
         """
         holder = rng.holder()
         caller = sys._getframe(2).f_globals.get("__name__")
@@ -119,7 +119,7 @@ class _Client:
         return torch.default_generator.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Takes lazy tensors, too; no sync point."""
+        """Set the state, from a lazy tensor, too; no sync point."""
         if is_lazy(state):
             recorder_of(state).generator.set_state(state)
         else:

@@ -1,8 +1,9 @@
-"""Values of the client among lazy ones: uploads, single numbers that are computed here, and CPU
-tensors that an op may not take, for which the error gives the line to write.
+"""Client's values among lazy ones: uploads, single numbers, and misplaced CPU tensors.
 
-A single number that has met no worker data is computed here, at no message. An optimizer's step
-counter is one: a 0-dim tensor that torch reads back after every increment.
+For a CPU tensor that an op may not take, the error gives the line to write.
+
+Ops on single numbers of the client's alone are computed here, without a message. An optimizer's
+step counter is one: a 0-dim tensor that torch reads back after every increment.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _CPU_INDICES = frozenset(
 
 
 def blank(owner: Owner, shape: Any, stride: Any, dtype: torch.dtype | None) -> LazyTensor:
-    """``torch.empty``: memory that is only asked for when something is done with it."""
+    """Return a tensor for ``torch.empty``, with memory only from its first use on."""
     sizes = tuple(int(size) for size in shape)
     negative = next((size for size in sizes if size < 0), None)
     if negative is not None:
@@ -62,7 +63,7 @@ def blank(owner: Owner, shape: Any, stride: Any, dtype: torch.dtype | None) -> L
 
 
 def remote_tensor(owner: Owner, meta: TensorMeta, remote: RemoteValue) -> LazyTensor:
-    """A handle for a value that the workers hold already."""
+    """Return a handle for a value that the workers hold already."""
     base = intern(meta.shape, meta.stride, meta.dtype)
     storage = new_storage(owner, 0, 0, base)
     storage.set_remote(remote)
@@ -70,7 +71,7 @@ def remote_tensor(owner: Owner, meta: TensorMeta, remote: RemoteValue) -> LazyTe
 
 
 def host_tensor(owner: Owner, value: torch.Tensor) -> LazyTensor:
-    """A handle for a single number kept on the host."""
+    """Return a handle for a single number kept on the host."""
     storage = new_storage(owner, 0, 0, TensorMeta.of(value))
     storage.set_host(value)
     return wrapper(storage.meta, storage, None)
@@ -108,13 +109,13 @@ def fill(t: LazyTensor, source: torch.Tensor) -> None:
 
 
 class _NotHost(Exception):
-    """An argument is not a number of the host."""
+    """Signal that an argument is not a number of the host."""
 
 
 def compute(
     owner: Owner, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """An op on single numbers that have met no worker data; else NotImplemented."""
+    """Compute an op on single numbers of the host alone; else return NotImplemented."""
     known: dict[int, LazyTensor] = {}
 
     def leaf(a: Any) -> Any:
@@ -147,14 +148,18 @@ def compute(
 
 
 def foreign(owner: Owner, t: torch.Tensor, f: OpFacts) -> LazyTensor:
-    """A CPU tensor as an op's argument: torch lets 0-dim ones mix, and CPU indices."""
+    """Upload a CPU tensor as an op's argument: torch lets 0-dim ones mix, and CPU indices.
+
+    Raises:
+        RuntimeError: torch takes no such mix of devices.
+    """
     if t.device.type == "cpu" and (t.dim() == 0 or f.name in _CPU_INDICES):
         return to_lazy(owner, t)
     raise mixed_error(t, f)
 
 
 def mixed_error(t: torch.Tensor, f: OpFacts) -> RuntimeError:
-    """What is raised where torch's own error for tensors of two devices would be."""
+    """Return the error that takes the place of torch's for tensors of two devices."""
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, "
         f"lazygt:0 and {t.device}! {f.name} got a {TensorMeta.of(t)} on {t.device}; "
@@ -175,7 +180,7 @@ def _advice(t: torch.Tensor) -> str:
 
 
 def _name_of(t: torch.Tensor) -> tuple[str, str] | None:
-    """What the outermost of the user's functions that has the tensor calls it, and its line."""
+    """Return a tensor's name in the outermost of the user's frames that has it, and the line."""
     frame: FrameType | None = sys._getframe(1)
     outermost = None
     while frame is not None:

@@ -1,8 +1,8 @@
-"""Says once when a session is there, and the client does the work that it was opened for.
+"""Warnings, once a session, that the client does the work meant for the workers.
 
-Nothing tells the CPU ops that somebody wants from those that should have gone to the workers. But
-it is likely where optimizers step on the CPU again and again, where a session is never entered, and
-where one ends that has recorded nothing while gradients or new tensors were asked of the CPU.
+Intended CPU ops look like those that should have gone to the workers. But a mistake is likely if
+optimizers step on the CPU again and again, if a session is never entered, and if one ends that has
+recorded nothing while gradients or new tensors were asked of the CPU.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from lazygt.errors import IdleWarning
 from lazygt.graph.source import expand, user_call_site
 
-#: Steps on the CPU that are taken for a comparison, or for something small aside; after as many on
-#: the workers, one after the other, nobody looks any more.
+#: Number of steps on the CPU that are taken for a comparison, or for a small side job; after as
+#: many on the workers, one after the other, the watch ends.
 _MOST_STEPS = 3
 _autograd: Any = torch.autograd
 
 
 class Idle:
-    """Watches a session from the time it is made until it is closed; says one thing at most."""
+    """Monitor of a session from its making until it is closed; it warns once at most."""
 
-    #: entered in this process
+    #: number of sessions entered in this process
     sessions: ClassVar[int] = 0
 
     def __init__(self, session: object, default_device: bool) -> None:
@@ -34,26 +34,26 @@ class Idle:
         self.entered = self._said = False
         #: a tensor was made in the session on a device of torch's own
         self.made_elsewhere = False
-        #: how many nodes autograd had made on this thread, and how many sessions this process had
-        #: entered, when this one was
+        #: number of autograd's nodes on this thread, and of sessions entered in this process, when
+        #: this one was entered
         self._nodes = self._sessions = 0
         self._made = expand(user_call_site(1))
         self._owner = os.getpid()
         self._session = weakref.ref(session)
-        #: of optimizers in one place, since one in the other
+        #: number of steps of optimizers in one place since the last in the other
         self._steps = 0
         self._here = True
         self._end = weakref.finalize(session, self.close)
 
     def enter(self) -> None:
-        """The session is entered, maybe once more."""
+        """Note that the session is entered, maybe once more."""
         if not self.entered:
             Idle.sessions += 1
             self._sessions, self._nodes = Idle.sessions, _autograd._get_sequence_nr()
         self.entered = True
 
     def ended_unused(self) -> None:
-        """The session has ended well, and has neither recorded nor uploaded anything."""
+        """Warn, if need be, of a session that ended well and neither recorded nor uploaded."""
         alone = Idle.sessions == self._sessions  # else nodes may be of the other one's ops
         graded = alone and _autograd._get_sequence_nr() > self._nodes
         if self._default_device and (self.made_elsewhere or graded):
@@ -67,7 +67,7 @@ class Idle:
             )
 
     def used(self) -> None:
-        """A method was called that makes sense in a session only."""
+        """Warn, unless the session was entered, of a method that makes sense in one only."""
         if not self.entered:
             self._say(
                 f"the session made at {self._made} was never entered: nothing goes to its workers, "
@@ -75,12 +75,12 @@ class Idle:
             )
 
     def close(self) -> None:
-        """The session ends, or is collected."""
+        """Note that the session ends, or is collected."""
         self.used()
         self._end.detach()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer has stepped; whether there is nothing more to look for."""
+        """Note an optimizer's step; return whether the watch has ended."""
         if self._session() is None or not self._default_device:
             return True
         here = all(p.device.type == "cpu" for p in optimizer.param_groups[0]["params"][:1])

@@ -1,5 +1,6 @@
-"""What an op's results will look like: by rule (``graph.shapes``), or found by running it on meta
-tensors (``graph.shapes.meta_run``), once a signature.
+"""Inference of an op's results: by rule, or by a run on meta tensors.
+
+Rules are in ``graph.shapes``, runs in ``graph.shapes.meta_run``: one a signature.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from lazygt.graph.source import with_line
 from lazygt.record.trie import TraceTrie, TrieNode
 
 _LIMIT = 50_000
-#: An op, its arguments, and the metas and numbers that they name.
+#: (op, its positional and keyword arguments, the metas and numbers that they name).
 _Call = tuple[
     OpFacts, tuple[Arg, ...], tuple[tuple[str, Arg], ...], dict[int, TensorMeta], list[Any]
 ]
 
 
 class Inference:
-    """Rules, and a bounded memory of inferred results.
+    """Rules, and a bounded cache of inferred results.
 
     Attributes:
-        quick, runs: how often a rule answered, and how often a meta kernel had to.
+        quick, runs: number of answers by a rule, and of runs of a meta kernel.
     """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._shapes = Shapes()
         self._seen: OrderedDict[Any, Results | None] = OrderedDict()
-        #: what workers found out; the same signature is never corrected twice
+        #: corrections by workers; the same signature is never corrected twice
         self._corrected: dict[Any, Results] = {}
         self.quick = self.runs = 0
 
@@ -50,10 +51,10 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
-        """What an op's results will look like; None when only values can tell.
+        """Return the metas of an op's results; None when only values can tell.
 
         Args:
-            args, kwargs: with Ref for tensors and Param for run-time numbers.
+            args, kwargs: the arguments, with Ref for tensors and Param for run-time numbers.
             metas: the meta of every Ref.
             params: the value of every Param.
 
@@ -85,7 +86,7 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
-        """The same where no meta kernel has to run for it, else None. Raises nothing."""
+        """Return the same if no meta kernel has to run for it, else None. Raise nothing."""
         if self._corrected:
             known = self._corrected.get(_key(f, args, kwargs, metas, params))
             if known is not None:
@@ -95,13 +96,13 @@ class Inference:
         return quick
 
     def correct(self, node: Node, graph: Graph, strides: Mapping[int, tuple[int, ...]]) -> bool:
-        """Take note of the strides that a kernel gave to results of a node.
+        """Note the strides that a kernel gave to results of a node.
 
         Args:
             strides: fresh result -> its strides.
 
         Returns:
-            Whether other strides were inferred before.
+            True if other strides were inferred before.
         """
         f = op_facts(node)
         if f is None or len(self._corrected) >= _LIMIT:
@@ -138,14 +139,14 @@ class Inference:
             raise self._refusal(error, call) from None
 
     def _refusal(self, error: Exception, call: _Call) -> Exception:
-        """A refusal as torch's kernel on the workers' device tells it, with the user's line."""
+        """Return torch's refusal on the workers' device, with the user's line."""
         refusal = cpu_error(*call) if self._device_type == "cpu" else None
         refusal = refusal or error
         refusal.args = (with_line(str(refusal)),)
         return refusal.with_traceback(None)
 
 
-#: A number of each kind that a graph's params may be of.
+#: Type of a graph's params -> a sample.
 SAMPLES: dict[type, Any] = {int: 1, float: 1.0, bool: True, complex: 1j}
 _NAMED = {kind.__name__: sample for kind, sample in SAMPLES.items()}
 
@@ -157,7 +158,7 @@ def _key(
     metas: dict[int, TensorMeta],
     params: list[Any],
 ) -> tuple[Any, ...]:
-    """All that an op's results are inferred from."""
+    """Return the cache key: all that an op's results are inferred from."""
     return f, _signature(args, metas, params), _signature(kwargs, metas, params)
 
 
@@ -172,8 +173,8 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
     return exact(arg)
 
 
-# -- what runs teach -----------------------------------------------------------------------
-# A worker compares what it makes in a plan's first run with what was recorded. A result of other
+# -- corrections by runs -------------------------------------------------------------------
+# A worker compares the results of a plan's first run with the recorded metas. A result of other
 # strides stays as its kernel laid it out, for later sums to have eager torch's bits, unless a later
 # view needs the recorded strides (``runtime.executors.kernel_layouts``); outputs are laid out as
 # was recorded. The worker reports the strides, the client infers those from then on, and forgets
@@ -184,7 +185,7 @@ Relaid = tuple[int, int, tuple[int, ...]]
 
 
 class _Stale(NamedTuple):
-    """A result that was recorded with other strides than the kernel's."""
+    """Result that was recorded with other strides than the kernel's."""
 
     op: str
     position: int
@@ -194,10 +195,10 @@ class _Stale(NamedTuple):
 def learn(
     inference: Inference, trie: TraceTrie, reports: Iterable[tuple[Graph, Iterable[Relaid]]]
 ) -> list[Any]:
-    """Take in what workers have reported; only while nothing is recorded.
+    """Take in the workers' reports; only while nothing is recorded.
 
     Returns:
-        The plans that are of no use any more.
+        The plans that are useless now.
     """
     stale: set[_Stale] = set()
     for graph, results in reports:
@@ -215,7 +216,7 @@ def learn(
 
 
 def _corrected(inference: Inference, graph: Graph, results: Iterable[Relaid]) -> set[_Stale]:
-    """Correct what is inferred of a plan's nodes; what was recorded wrong."""
+    """Correct the inference of a plan's nodes; return the results that were recorded wrong."""
     by_node: dict[int, dict[int, tuple[int, ...]]] = {}
     for number, position, strides in results:
         by_node.setdefault(number, {})[position] = strides

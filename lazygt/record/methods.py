@@ -1,7 +1,7 @@
-"""Methods of torch.Tensor for handles of C++: they are of torch's own class.
+"""Methods of torch.Tensor for handles of C++, which are of torch's own class.
 
-Each is what ``LazyTensor`` does, for a lazy tensor, and torch's own for any other. Only what torch
-refuses to a tensor without memory, or does in another way than the docs say, stands here.
+Each is ``LazyTensor``'s method for a lazy tensor, and torch's own for any other. Only methods that
+torch refuses to a tensor without memory, or that differ from lazygt's docs, are here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lazygt.record.tensor import LazyTensor, is_lazy
 _NO_MEMORY = "torch asks a tensor on this device for memory in this process"
 _WHOLE_STORAGE = "handles that share a storage share the copy"
 _MANY_PLANS = "torch computes what it prints op by op, each a plan of its own"
-#: attribute of torch.Tensor -> why
+#: attribute of torch.Tensor -> reason
 _METHODS = {
     "numpy": _NO_MEMORY,
     "__array__": _NO_MEMORY,
@@ -31,9 +31,9 @@ _METHODS = {
     "is_shared": _NO_MEMORY,
     "share_memory_": _NO_MEMORY,
 }
-#: Of those, what nn.Parameter has of its own.
+#: Those of them that nn.Parameter overrides.
 _OF_PARAMETERS = ("__deepcopy__", "__reduce_ex__", "__repr__")
-#: What torch.Tensor has not, and lazy tensors have.
+#: Attributes of lazy tensors that torch.Tensor lacks.
 _ONLY_LAZY = ("placements", "_repr_html_", "_repr_mimebundle_")
 
 

@@ -1,4 +1,4 @@
-"""Misses: an op that the trie does not know yet at this place becomes a new step."""
+"""Misses: an op that the trie does not know at this place becomes a new step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lazygt.record.tensor import graph_meta, is_lazy
 from lazygt.record.trace import Trace, written_tensors
 from lazygt.record.trie import TrieNode
 
-#: Types of Python numbers that are given to a plan when it runs.
+#: Types of Python numbers that a plan gets when it runs.
 NUMBERS = frozenset({int, float, bool, complex})
 
 
@@ -29,7 +29,7 @@ def on_miss(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> TrieNode:
-    """Infer an op's results, and remember it below the step that the trace has reached.
+    """Infer an op's results, and add a step below the one that the trace has reached.
 
     Raises:
         Exception: torch's own, when the op can't take such arguments.
@@ -61,12 +61,12 @@ def on_miss(
 
 
 def _all_lazy(args: tuple[Any, ...]) -> bool:
-    """Whether there is no tensor of another device among arguments."""
+    """Return whether no tensor of another device is among the arguments."""
     return all(is_lazy(a) for a in args if isinstance(a, torch.Tensor))
 
 
 def _metas(trace: Trace, args: tuple[Any, ...]) -> dict[int, TensorMeta]:
-    """The metas of the tensors among arguments."""
+    """Return the metas of the tensors among the arguments."""
     tensors = [a for a in args if is_lazy(a)]
     return {trace.index_of(t): graph_meta(t) for t in tensors}
 
@@ -99,10 +99,10 @@ def _again(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Node, tuple[int, ...]] | None:
-    """The same as ``_node``, of an op that is known in other sizes; None where it is to be asked.
+    """Return the same as ``_node`` for an op known in other sizes; None: it must be inferred.
 
     Args:
-        step: the op that this one is in other sizes.
+        step: the counterpart of this op in other sizes.
     """
     known, call = step.node, call_of(step, key)
     if known is None or call is None:
@@ -123,7 +123,7 @@ def _again(
 def _node(
     trace: Trace, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Node, tuple[int, ...]]:
-    """The op with its results' metas, and the ints it returns; dynamic where only values tell."""
+    """Return the op with its results' metas, and its ints; dynamic where only values tell."""
     metas: dict[int, TensorMeta] = {}
     params = itertools.count(trace.step.params)
 
@@ -157,7 +157,7 @@ def _link_backward(forward: dict[int, int], number: int) -> int:
 
     Args:
         forward: autograd's sequence number -> op of the trace.
-        number: of the op.
+        number: the op's number.
 
     Returns:
         The forward op of a backward op, or -1.
@@ -171,7 +171,7 @@ def _link_backward(forward: dict[int, int], number: int) -> int:
 
 
 def _masked_index(f: OpFacts, args: tuple[Any, ...]) -> bool:
-    """Whether an index contains a mask, so that the result's size depends on its values."""
+    """Return whether an index contains a mask, so that the result's size depends on values."""
     if f.name not in MASKABLE:
         return False
     return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])

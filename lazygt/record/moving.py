@@ -1,4 +1,4 @@
-"""Steps whose position is given when they run: when there is one, and how it is made."""
+"""Steps that get their position at run time: when they are used, and their making."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lazygt.record.trie import TraceTrie, TrieNode
 
 
 class StepTaker(Protocol):
-    """What is needed of a trace."""
+    """Interface of a trace, as far as this module needs it."""
 
     inference: Inference
     serial: int
@@ -26,29 +26,30 @@ class StepTaker(Protocol):
 
     @property
     def params(self) -> list[Any]:
-        """The numbers that its run gets."""
+        """The run-time numbers of the trace."""
 
     @property
     def repeat(self) -> Repeat:
-        """The earlier trace that it is in other sizes."""
+        """The earlier trace that this one repeats in other sizes."""
 
     def note_miss(self, key: Any, f: OpFacts | None, call_site: CallSite | None) -> None:
-        """A step is about to be added."""
+        """Note that a step is about to be added."""
 
     def reach(self, step: TrieNode) -> None:
-        """Go on to a step of an op that the user did not write."""
+        """Advance to the step of an op that the user did not write."""
 
     def settle(self) -> None:
         """Make all agree with the step that was reached, after an exception."""
 
 
 def moving(trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
-    """How an op that has no step here is recorded with its position as a number; None: it is not,
-    since there was but one position so far.
+    """Return an op that has no step here in the form with its position as a number.
+
+    None: it is not recorded so, since there was but one position so far.
 
     Args:
-        key: of the step that it has otherwise.
-        source: the meta of its first argument.
+        key: key of the step that it has otherwise.
+        source: meta of its first argument.
     """
     op = moved(f, key, source)
     if op is None or op.key in trace.step.children or f is NARROW:
@@ -58,31 +59,31 @@ def moving(trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None) ->
 
 
 def changes(trace: StepTaker, what: Key, numbers: tuple[int, ...]) -> bool:
-    """Whether the op that is being recorded is called with positions that change.
+    """Return whether the op being recorded is called with positions that change.
 
-    A place is the user's line and how many ops come before it: a loop that is recorded as one
-    trace has as many places as it has turns, since it has the same positions every time.
+    A place is the user's line and the number of ops before it: a loop that is recorded as one trace
+    has as many places as iterations, since it has the same positions every time.
 
     Args:
-        what: the op, and what it is called with besides its tensors and positions.
+        what: the op, and its arguments besides tensors and positions.
     """
     place = user_call_site(1), trace.step.ops - trace.split, what
     return trace.trie.places.change(place, numbers)
 
 
 def known_step(trace: StepTaker, op: Moved) -> TrieNode | None:
-    """The step of such an op, if there is one; its numbers are the trace's from here on."""
+    """Return the step of such an op, if any; its numbers are the trace's from here on."""
     trace.params.extend(op.numbers)
     return trace.step.children.get(op.key)
 
 
 def new_step(trace: StepTaker, op: Moved, metas: Mapping[int, TensorMeta]) -> TrieNode:
-    """The step of such an op, whose numbers are the trace's already; not in the trie yet.
+    """Return a new step of such an op, not in the trie yet; the trace has its numbers.
 
-    The steps of single positions give way to it.
+    It supersedes the steps of single positions.
 
     Args:
-        metas: of the values that it takes.
+        metas: metas of its operands.
     """
     f, first = op.facts, trace.step.params
     args, source = op.args(first), metas[op.key[1]]
@@ -100,7 +101,7 @@ def new_step(trace: StepTaker, op: Moved, metas: Mapping[int, TensorMeta]) -> Tr
 
 
 def _single(parent: TrieNode, op: Moved, source: TensorMeta) -> list[TrieNode]:
-    """The steps after ``parent`` that do the same at one position."""
+    """Return the steps after ``parent`` that do the same at one position."""
     steps = []
     for key, child in parent.children.items():
         f, node = child.facts, child.node
@@ -113,6 +114,6 @@ def _single(parent: TrieNode, op: Moved, source: TensorMeta) -> list[TrieNode]:
 
 
 def pitch(key: Key, source: TensorMeta) -> int:
-    """Bytes from one position of a view of ``source`` to the next."""
+    """Return the bytes from one position of a view of ``source`` to the next."""
     step: int = source.stride[key[2]] * source.dtype.itemsize
     return step

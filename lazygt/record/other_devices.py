@@ -1,7 +1,7 @@
-"""Errors for programs that are written for torch's own devices: what to write in a session instead.
+"""Errors for programs written for torch's own devices, with the code for a session.
 
-``.cuda()`` and ``device="cuda"`` where there is no GPU, and torch's wrappers of modules for several
-of its devices. ``torch.cuda.synchronize()`` means what it says.
+``.cuda()`` and ``device="cuda"`` without a GPU raise them, and torch's wrappers of modules for
+several of its devices. ``torch.cuda.synchronize()`` waits for the workers' GPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CUDA = (
 
 @functools.wraps(_init_cuda)
 def _init_cuda_or_say() -> None:
-    """``torch.cuda._lazy_init``: whatever needs CUDA in this process calls it first."""
+    """Initialise CUDA (``torch.cuda._lazy_init``); an error names the session's device."""
     try:
         _init_cuda()
     except (AssertionError, RuntimeError) as error:
@@ -40,7 +40,7 @@ _synchronize_cuda: Any = torch.cuda.synchronize
 
 @functools.wraps(_synchronize_cuda)
 def _synchronize_workers(device: Any = None) -> None:
-    """``torch.cuda.synchronize``: the GPUs of a session's processes are waited for, too."""
+    """Wait for the GPUs of a session's processes, too (``torch.cuda.synchronize``)."""
     session = current_session()
     if session is not None and session.device_type == "cuda" and not _is_inline(session):
         session.synchronize()
@@ -50,12 +50,12 @@ def _synchronize_workers(device: Any = None) -> None:
 
 
 def _is_inline(session: OpenSession) -> bool:
-    """Whether the worker is in this process: it calls ``torch.cuda.synchronize`` itself."""
+    """Return whether the worker is in this process: it calls ``torch.cuda.synchronize``."""
     return session.config.launcher == "inline"
 
 
 def _refusing(wrapper: Any) -> Any:
-    """``__init__`` of a wrapper for modules that are on several devices, one process or many."""
+    """Wrap ``__init__`` of DataParallel or DDP: it refuses lazy modules."""
     init = wrapper.__init__
 
     @functools.wraps(init)
@@ -73,7 +73,7 @@ def _refusing(wrapper: Any) -> Any:
 
 
 def _would_be_lazy(wrapper: Any, module: nn.Module) -> bool:
-    """Whether it is a lazy module that a wrapper would have to do with."""
+    """Return whether the wrapper would get a lazy module, or make it one."""
     moves = wrapper is nn.DataParallel and _device_type() == NAME
     return moves or any(map(is_lazy, module.parameters()))
 

@@ -1,4 +1,4 @@
-"""Outlines: whether a trace is an earlier one in other sizes, found without building its graph."""
+"""Outlines: comparison of traces that differ in sizes, without building their graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Steps = Sequence[TrieNode]
 
 
 def outline_key(steps: Steps) -> tuple[Any, ...]:
-    """What two traces have in common that may be one in several sizes: ops and inputs, in order."""
+    """Return the common key of traces that may differ in sizes only: ops and input dtypes."""
     return tuple([
         step.input.dtype if step.node is None and step.input is not None else step.node.op  # type: ignore[union-attr]
         for step in steps
@@ -24,7 +24,7 @@ def outline_key(steps: Steps) -> tuple[Any, ...]:
 
 
 class Outline:
-    """A trace that was planned, to be compared with others."""
+    """Planned trace, to be compared with others."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = [step.input if step.node is None else step.node for step in steps]
@@ -32,12 +32,12 @@ class Outline:
         self._inside = [_inside(step) for step in self._steps]
 
     def resized(self, steps: Steps) -> dict[int, int] | None:
-        """The sizes that a trace has in the place of this one's; None: it is another program.
+        """Return this trace's sizes -> the other's; None: it is another program.
 
-        Two of this one's may have become equal, where that makes no two tensors or calls equal.
+        Two of this one's may have become equal, if that makes no two tensors or calls equal.
 
         Args:
-            steps: with the same ``outline_key``.
+            steps: the other trace, with the same ``outline_key``.
         """
         match = _Match()
         for mine, sizes, inside, step in zip(
@@ -67,7 +67,7 @@ def _told_apart(steps: Sequence[TensorMeta | Node | None]) -> int:
 
 
 def _inside(step: TensorMeta | Node | None) -> frozenset[int]:
-    """All sizes in a node, or none of an input."""
+    """Return all sizes in a node, or none of an input."""
     if not isinstance(step, Node):
         return frozenset()
     metas = [meta for meta in step.results if meta is not None]
@@ -76,7 +76,7 @@ def _inside(step: TensorMeta | Node | None) -> frozenset[int]:
 
 
 class _Match:
-    """Finds the size that stands in the place of each, one and the same everywhere.
+    """Match of old sizes to new ones, one and the same everywhere.
 
     Attributes:
         sizes: old -> new.
@@ -85,24 +85,24 @@ class _Match:
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
         self._metas: dict[int, TensorMeta] = {}
-        #: sizes that stand for themselves
+        #: sizes that match themselves
         self._same: set[int] = set()
 
     def unchanged(self, sizes: frozenset[int]) -> bool:
-        """Whether these may stand for themselves."""
+        """Return whether these sizes may match themselves."""
         if sizes <= self._same:
             return True
         self._same |= sizes
         return all(map(self.size, sizes, sizes))
 
     def size(self, old: int, new: int) -> bool:
-        """Whether a number may stand where another did."""
+        """Return whether a number may stand in another's place."""
         if old < LEAST or new < LEAST:
             return old == new
         return self.sizes.setdefault(old, new) == new
 
     def meta(self, old: TensorMeta | None, new: TensorMeta | None) -> bool:
-        """Whether a tensor may stand where another did."""
+        """Return whether a tensor may stand in another's place."""
         if old is None or new is None:
             return old is new
         known = self._metas.get(id(old))
@@ -119,10 +119,10 @@ class _Match:
         )
 
     def node(self, old: Node, sizes: tuple[int, ...], new: Node) -> bool:
-        """Whether a node may stand where another did.
+        """Return whether a node may stand in another's place.
 
         Args:
-            sizes: in the arguments of the old one.
+            sizes: sizes in the old node's arguments.
         """
         if old.args is new.args and old.kwargs is new.kwargs:
             alike = all(map(self.size, sizes, sizes))

@@ -1,7 +1,7 @@
-"""What of torch's has lazygt's own in its place, why, and how it is put back.
+"""Patches of torch: attributes replaced by lazygt's own, with reasons, and their undoing.
 
 torch has hooks for nearly all that a device does. Where it has none, one of its attributes is
-replaced: each is a ``Patch`` beside the function that stands in, and ``device`` applies them all.
+replaced: each is a ``Patch`` beside the replacing function, and ``device`` applies them all.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One attribute of torch's that is replaced.
+    """Replacement of one attribute of torch's.
 
     Attributes:
         owner: the module or class that has it.
-        ours: what stands there instead.
-        why: what torch has no hook for.
+        ours: the replacement.
+        why: the reason: the behaviour that torch has no hook for.
     """
 
     owner: Any
@@ -32,22 +32,22 @@ class Patch:
 
 
 class Patches:
-    """Patches that are made and undone together; nothing happens to those that are made already."""
+    """Patches that are applied and undone together; applying them again changes nothing."""
 
     def __init__(self, *patches: Patch) -> None:
         self.patches = patches
-        #: patch -> what stood there in the owner's own namespace; those alone that are made
+        #: applied patch -> the original in the owner's own namespace
         self._originals: dict[Patch, Any] = {}
 
     def apply(self) -> None:
-        """Put ours there."""
+        """Set lazygt's attributes."""
         for patch in self.patches:
             if patch not in self._originals:
                 self._originals[patch] = vars(patch.owner).get(patch.name, _INHERITED)
                 setattr(patch.owner, patch.name, patch.ours)
 
     def undo(self) -> None:
-        """Put torch's own back."""
+        """Restore torch's own attributes."""
         while self._originals:
             patch, original = self._originals.popitem()
             if original is _INHERITED:

@@ -1,6 +1,7 @@
-"""Ops whose position is two numbers, or decides what they may do: written as ops that take one.
+"""Ops rewritten so that a changing position is one run-time number.
 
-Where positions change (``moving.changes``), that is; elsewhere they are recorded as they are.
+Their own position is two numbers, or decides their validity. They are rewritten only where
+positions change (``moving.changes``); elsewhere they are recorded as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lazygt.record.tensor import is_lazy, meta_of, rebind, storage_of, view_of, 
 from lazygt.record.trace import Trace, TraceOwner
 
 aten = torch.ops.aten
-#: Whole numbers up to here are exact in whatever torch counts the elements of an ``arange`` in.
+#: Limit of whole numbers that are exact in any dtype in which torch counts an ``arange``.
 _EXACT = 1 << 31
 
 
@@ -27,17 +28,17 @@ Kwargs = dict[str, Any]
 
 
 class PieceRecorder(TraceOwner, Protocol):
-    """What is needed of the recorder."""
+    """Interface of the recorder, as far as this module needs it."""
 
     def record(self, func: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        """Record an op; what the user sees."""
+        """Record an op; return the user's result."""
 
     def record_plain(self, func: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        """Record an op as it is, past its handler."""
+        """Record an op as it is, bypassing its handler."""
 
 
 def arange(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``arange(i, i + 4)``: from 0 on, and ``i`` more."""
+    """Record ``arange(i, i + 4)`` as a range from 0, plus ``i``."""
     numbers = (0, *args) if len(args) == 1 else args
     start, end, step = (*numbers, 1)[:3]
     whole = all(type(n) is int and abs(n) < _EXACT for n in (start, end, step))
@@ -60,7 +61,7 @@ def arange(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> An
 
 
 def slice_backward(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A gradient among zeros."""
+    """Record the gradient of a slice as a copy into zeros."""
     grad, sizes, *cut = args
     piece = _piece(recorder, func, tuple(sizes), *cut)
     if piece is None:
@@ -71,7 +72,7 @@ def slice_backward(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwarg
 
 
 def slice_scatter(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A copy with a piece of it replaced."""
+    """Record a copy with a piece of it replaced."""
     target, source, *cut = args
     if not is_lazy(target) or not target.is_contiguous():
         return NotImplemented
@@ -96,7 +97,7 @@ def _piece(
     end: int | None = None,
     step: int = 1,
 ) -> tuple[int, int, int] | None:
-    """Dim, start and length of a piece whose start changes."""
+    """Return dim, start and length of a piece with a changing start; None for any other."""
     if step != 1 or not -len(sizes) <= dim < len(sizes):
         return None
     dim %= len(sizes)
@@ -115,10 +116,10 @@ def _put(recorder: PieceRecorder, whole: Any, piece: tuple[int, int, int], sourc
 
 
 def as_strided(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A part of a storage: strides are over all of it, not over a view of it.
+    """Record a part of a storage: strides are over all of it, not over a view of it.
 
-    A backward pass through a write into a part asks for that part so. Where its beginning changes,
-    the elements from there on are taken, and windows of them, a dim at a time.
+    A backward pass through a write into a part asks for that part so. If its offset changes, the
+    elements from there on are taken by ``narrow``, and windows of them by ``unfold``, a dim each.
     """
     t, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else None
@@ -137,7 +138,7 @@ def as_strided(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -
 
 
 def _extent(whole: TensorMeta, size: Sequence[int], stride: Sequence[int], where: int) -> int:
-    """How many elements of a row-major tensor a part of it spans; 0: it is no such part."""
+    """Return the number of elements that a part of a row-major tensor spans; 0: no such part."""
     if not whole.plain or 0 in size or 0 in stride:
         return 0
     extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
@@ -145,7 +146,7 @@ def _extent(whole: TensorMeta, size: Sequence[int], stride: Sequence[int], where
 
 
 def _all_of(t: Any) -> Any:
-    """A handle for the whole storage, where that has the dtype that ``t`` shows."""
+    """Return a handle for the whole storage, if it has the dtype of ``t``; else ``t``."""
     storage = storage_of(t)
     if view_of(t) is None or storage.meta.dtype != t.dtype:
         return t
@@ -154,14 +155,14 @@ def _all_of(t: Any) -> Any:
 
 @contextmanager
 def _split(trace: Trace, count: int = 1) -> Iterator[None]:
-    """What is recorded within counts as ``count`` ops where places are told apart."""
+    """Context that counts the ops recorded within as ``count``, for telling places apart."""
     before = trace.step.ops
     yield
     trace.split += trace.step.ops - before - count
 
 
 def at_one_place(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of a view that asks where its operand begins: a step for each position."""
+    """Record a view op that depends on its operand's offset: a step for each position."""
     t = args[0]
     fixed = place_fixed(recorder, t)
     if fixed is t:
@@ -170,7 +171,7 @@ def at_one_place(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs)
 
 
 def place_fixed(recorder: PieceRecorder, t: Any) -> Any:
-    """The same view, whose position is part of the step; ``t`` itself where it is so already."""
+    """Return the same view with its position part of the step; ``t`` itself if it is so."""
     view = view_of(t) if is_lazy(t) else None
     if view is None:
         return t

@@ -1,12 +1,12 @@
-"""Positions: ints that say where something is, and shape nothing (``graph.ops.POSITIONS``).
+"""Positions: ints that locate an element, and shape nothing (``graph.ops.POSITIONS``).
 
 The first one at a place of the program is part of the step, like any other int: ``x[:, -1]`` never
-changes, and passes know best what they can read. When another one comes to the same place, the step
-gives way to one that takes the position as a number of its run (``moving``), as do all that follow.
+changes, and constants serve passes best. When another one comes to the same place, a step that
+takes the position as a run-time number (``moving``) supersedes the first, for all later positions.
 
-In a graph such a number is a Param, and metas are those of position 1: neither where the memory
-begins nor all of it, so that nobody takes the view for the whole. What a user asks of a handle is
-answered for the position that it was made with (``ViewChain.shift``).
+In a graph such a number is a Param, and metas are those of position 1: neither the beginning of the
+memory nor all of it, so that no pass takes the view for the whole. A user's queries of a handle are
+answered for its actual position (``ViewChain.shift``).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lazygt.graph.node import Arg, Param, Ref
 from lazygt.graph.ops import OpFacts, facts
 
 Key = tuple[Any, ...]
-#: What inference takes for every position.
+#: Position that inference assumes for all.
 SAMPLE = 1
-#: Of so many places the positions are remembered.
+#: Number of places with remembered positions.
 _MOST_PLACES = 20_000
 
 
 class Moved(NamedTuple):
-    """An op whose position is given when it runs.
+    """Op that gets its position at run time.
 
     Attributes:
-        facts: of the op that does it: a slice is a ``narrow``, whose length is an argument.
-        key: of its step: as that of the op, with the type in the place of each number.
+        facts: facts of the op that does it: a slice is a ``narrow``, with its length an argument.
+        key: key of its step: that of the op, with the type in place of each number.
         numbers: the positions, counted from the front.
-        tensors: how many of its first arguments are tensors.
+        tensors: number of its first arguments that are tensors.
     """
 
     facts: OpFacts
@@ -43,7 +43,7 @@ class Moved(NamedTuple):
     tensors: int = 1
 
     def args(self, first: int) -> tuple[Arg, ...]:
-        """The arguments of its node, with the run-time numbers from ``first`` on."""
+        """Return its node's arguments, with the run-time numbers from ``first`` on."""
         params = iter(range(first, first + len(self.numbers)))
 
         def arg(item: Any) -> Arg:
@@ -56,14 +56,14 @@ class Moved(NamedTuple):
 
 
 class Places:
-    """What positions have come to which places of the program."""
+    """Positions seen at places of the program."""
 
     def __init__(self) -> None:
         #: place -> the first positions there, or None: several were
         self._seen: dict[Key, tuple[int, ...] | None] = {}
 
     def change(self, place: Key, numbers: tuple[int, ...]) -> bool:
-        """Take note of positions; whether others have been at that place."""
+        """Note positions; return whether others have been at that place."""
         if len(self._seen) >= _MOST_PLACES:
             self._seen.clear()
         first = self._seen.setdefault(place, numbers)
@@ -73,12 +73,13 @@ class Places:
 
 
 def moved(f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
-    """How an op takes its position when it runs; None where it can't: it is out of range, or the
-    only one that there is.
+    """Return an op in the form that takes its position at run time; None if there is none.
+
+    There is none if the position is out of range, or the only one possible.
 
     Args:
-        key: of the step that the op has otherwise.
-        source: the meta of its first argument.
+        key: key of the step that the op has otherwise.
+        source: meta of its first argument.
     """
     rule = _RULES.get(f.name)
     return None if rule is None or source is None else rule(f, key, source)
@@ -130,9 +131,9 @@ def _roll(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
     return Moved(f, (*key[:2], (int,) * len(shifts), *key[3:]), shifts)
 
 
-#: What a slice is cut along and where, unless it says so.
+#: Defaults of a slice's dim, start, end and step.
 _WHOLE: Key = (0, None, None, 1)
-#: Recorded by lazygt only: of torch's own, a ``slice`` arrives.
+#: Recorded by lazygt only: torch dispatches ``narrow`` as a ``slice``.
 NARROW = facts(torch.ops.aten.narrow.default)
 _RULES: dict[str, Callable[[OpFacts, Key, TensorMeta], Moved | None]] = {
     "aten.narrow.default": _narrow,

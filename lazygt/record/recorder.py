@@ -1,8 +1,8 @@
-"""The hot path: the stream of ops, step by step through the trie; on a miss, a new step.
+"""Hot path: ops go through the trie step by step; a miss adds a new step.
 
-``Recorder.record`` is what every op comes to. On a hit it does a dictionary look-up and makes the
-wrappers; on a miss (``miss``) the results' metas are inferred, where a wrong shape or dtype
-raises torch's own exception on the user's line.
+Every op comes to ``Recorder.record``. On a hit it does a dictionary look-up and makes the wrappers;
+on a miss (``miss``) the results' metas are inferred, and a wrong shape or dtype raises torch's own
+exception on the user's line.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from lazygt.record.trie import TraceTrie
 #: Frames between the user's and ``user_call_site`` at least: _record, record, the dispatch.
 _CALLER = 4
 _ref = weakref.ref
-#: Types whose values stand in a step's key as they are.
+#: Types of values that are in a step's key unchanged.
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format})
 
 
 class Recorder:
-    """Records ops into the current trace, and says when it has to be shipped."""
+    """Recorder of ops into the current trace; it decides when to ship that."""
 
-    #: who submits the traces; takes its place itself
+    #: the session that submits the traces; it sets this attribute itself
     sink: TraceSink
-    #: its other half, where C++ records
+    #: its counterpart in C++, where that records
     native: Any = None
 
     def __init__(
@@ -69,18 +69,18 @@ class Recorder:
     ) -> None:
         self.definitions = ForeignOps(worker_device, ship_code)
         self.trie = trie
-        #: what the workers compute on
+        #: type of the device that the workers compute on
         self.worker_device = worker_device
         #: torch's flags under which the trace is recorded
         self.flags: Flags = ()
         self._heeds_threads = heeds_threads
-        #: of each of these flags that were met
+        #: inference under each of the flags that were met
         self._inferences: dict[Flags, Inference] = {(): Inference(worker_device)}
         self.lock = self._make_lock()
         self.generator = self._make_generator(worker_device)
         self.closed = self.has_numbers = False
         self.trace = self._make_trace()
-        #: is told of storages that got another value by no op of a trace
+        #: callback for storages that got another value by no op of a trace
         self.on_overwritten: Callable[[Storage, Held], None] | None = None
         #: ops of the traces before this one
         self.shipped_ops = 0
@@ -104,10 +104,10 @@ class Recorder:
     def record(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
-        """Record one op; returns what the user sees.
+        """Record one op; return the user's result.
 
         Raises:
-            NoSession: after the session closed.
+            NoSession: the session is closed.
             Exception: torch's own, when the op can't take such arguments.
         """
         try:
@@ -137,7 +137,7 @@ class Recorder:
     def record_plain(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
-        """Record an op as it is, past what ``handlers`` do with it."""
+        """Record an op as it is, bypassing ``handlers``."""
         return self._record(facts(func), func, args, kwargs)
 
     def _record(
@@ -217,7 +217,7 @@ class Recorder:
     def foreign_op(
         self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record an op that torch alone does not have, in the midst of ``record``."""
+        """Record an op that torch alone does not have, inside ``record``."""
         if f.random:
             args, kwargs = self.generator.before_draw(args, kwargs)
         return self._record(f, f.func, args, kwargs)
@@ -241,7 +241,7 @@ class Recorder:
         return known
 
     def _key(self, a: Any, hoist: int, f: OpFacts) -> Any:
-        """One argument as it stands in a step's key."""
+        """Return one argument's part of a step's key."""
         kind = type(a)
         if kind is LazyTensor:
             return self.trace.index_of(a)
@@ -268,7 +268,7 @@ class Recorder:
         return index
 
     def _list_key(self, items: Any, hoist: int, f: OpFacts) -> tuple[Any, ...]:
-        """A list argument as it stands in a step's key; a schema's list is all of one kind."""
+        """Return a list argument's part of a step's key; a schema's list is all of one kind."""
         first = type(items[0]) if items else None
         if hoist == 2:
             kinds = tuple(map(type, items))
@@ -289,7 +289,7 @@ class Recorder:
             )
         return tuple([self._key(item, 1 if hoist == 2 else 0, f) for item in items])
 
-    # -- what storages and handles ask for -----------------------------------------------
+    # -- Owner: for storages and handles -------------------------------------------------
 
     @property
     def serial(self) -> int:
@@ -322,13 +322,15 @@ class Recorder:
         return self.sink.upload(source, meta)
 
     def overwritten(self, storage: Storage, before: Held) -> None:
-        """A storage has got another value as a whole, by no op of a trace."""
+        """Note that a storage has got another value as a whole, by no op of a trace."""
         if self.on_overwritten is not None:
             self.on_overwritten(storage, before)
 
     def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
-        """Lay a handle's values as the user has laid another storage's of that shape, unless
-        something else was said of them."""
+        """Store a handle's values as the user has placed another storage of that shape.
+
+        A handle with a placement of its own keeps that.
+        """
         storage = storage_of(t)
         alike = view_of(t) is None and storage.meta.shape == before.meta.shape
         here = before.owner is self and not self.closed
@@ -338,15 +340,15 @@ class Recorder:
     # -- sync points ---------------------------------------------------------------------
 
     def flush(self, reason: str) -> None:
-        """Ship what is recorded, without waiting for it."""
+        """Ship the recorded ops, without waiting for them."""
         with self.lock:
             self.sink.submit(self.trace, reason, None, False)
 
     def fetch(self, t: LazyTensor, reason: str, as_number: bool = False) -> Any:
-        """The values of a handle as a CPU tensor of its own: ship, run, wait.
+        """Return a handle's values as a CPU tensor of its own: ship, run, wait.
 
         Args:
-            as_number: a Python number will do, where it is a single one.
+            as_number: a Python number will do for a single value.
         """
         with self.lock:
             storage = storage_of(t)
@@ -361,38 +363,38 @@ class Recorder:
             return self.sink.submit(self.trace, reason, storage, False, as_number)
 
     def before_backward(self) -> None:
-        """Remember the user's line: it is the one that torch's backward ops are recorded at."""
+        """Note the user's line, to record torch's backward ops at."""
         self._backward_call_site = user_call_site(1)
         self.backward_error = None
 
     def raise_backward_error(self) -> None:
-        """Raise what a backward op or a hook could not raise in the midst of the pass."""
+        """Raise the error that a backward op or a hook put aside during the pass."""
         error, self.backward_error = self.backward_error, None
         if error is not None:
             raise error from None
 
     def after_backward(self) -> None:
-        """The sync point at the end of ``.backward()``."""
+        """Make the sync point at the end of ``.backward()``."""
         self.sink.after_backward()
 
     @property
     def inference(self) -> Inference:
-        """The results of ops under the flags that there are."""
+        """Inference of results under the current flags."""
         return self._inferences[self.flags]
 
     @property
     def ops_inferred(self) -> int:
-        """How often a meta kernel had to run."""
+        """Number of runs of meta kernels."""
         return sum(inference.runs for inference in self._inferences.values())
 
     def ship_before_flags_change(self) -> None:
-        """Ship what was recorded under the flags that there are."""
+        """Ship the ops recorded under the current flags."""
         with self.lock:
             if self.trace.step.depth and not self.closed:
                 self.flush("torch flag changed")
 
     def take_flags(self) -> None:
-        """Record under torch's flags as they are now."""
+        """Read torch's flags, and record under them from here on."""
         flags = read_flags(self._heeds_threads)
         if flags == self.flags or self.closed:
             return
@@ -404,22 +406,22 @@ class Recorder:
             self.next_trace()
 
     def next_trace(self) -> None:
-        """Begin anew at the root."""
+        """Begin a new trace at the root."""
         self.shipped_ops += self.trace.step.ops
         self.trace = self._make_trace()
 
     @property
     def ops(self) -> int:
-        """Ops recorded since the session opened."""
+        """Number of ops recorded since the session opened."""
         return self.shipped_ops + self.trace.step.ops
 
     def overflow(self) -> None:
         """Flush a trace that has become too long, at a place that comes again.
 
-        Cut at a fixed length, a loop would be cut at another point of its body every time, and
-        each cut would be a new plan. So the first cut looks for the line that the trace came
-        by least often, but more than once (once an iteration, most likely), and from then on
-        traces end where that line comes round.
+        Cut at a fixed length, a loop would be cut at another point of its body every time, and each
+        cut would be a new plan. So the first cut looks for the line that the trace passed least
+        often, but more than once (once an iteration, most likely), and from then on traces end at
+        that line.
         """
         step = self.trace.step
         if step.full:
@@ -431,23 +433,23 @@ class Recorder:
         self.flush("trace too long")
 
     def call_site_of(self, index: int) -> CallSite | None:
-        """Where the user called the op that makes value ``index`` of the trace."""
+        """Return the user's call of the op that makes value ``index`` of the trace."""
         return self.trace.call_site_of(index) or self._backward_call_site
 
     @property
     def backward_call_site(self) -> CallSite | None:
-        """Where the user called ``.backward()`` last."""
+        """The user's last call of ``.backward()``."""
         return self._backward_call_site
 
 
 def _begins_on_host(items: list[Any]) -> bool:
-    """Whether a list begins with a single number that is kept in the client."""
+    """Return whether a list begins with a single number that is kept in the client."""
     first = items[0] if items else None
     return is_lazy(first) and first._storage.host is not None
 
 
 def recorder_of(t: LazyTensor) -> Recorder:
-    """The recorder of the session that a tensor belongs to."""
+    """Return the recorder of the session that a tensor belongs to."""
     owner = storage_of(t).owner
     assert isinstance(owner, Recorder)
     return owner

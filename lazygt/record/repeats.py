@@ -1,10 +1,10 @@
-"""Repeats: a new step that is one of an earlier trace in other sizes.
+"""Repeats: traces that do the ops of an earlier one in other sizes.
 
 Where the ints of one call differ from those of every call before (a smaller batch, a longer
-sequence), the trie has nothing below it, though most of what follows is known: the same ops take
-the same values. So a trace that has come to a new step follows the earlier one that goes on like
-it. What is taken over is how ops are called; what their results look like is inferred anew, unless
-all that an op takes looks as it did there: then the step is the same.
+sequence), the trie has nothing below it, though most of the rest is known: the same ops take the
+same values. So a trace that has come to a new step follows the earlier one that goes on like it.
+The calls of ops are taken over; the metas of their results are inferred anew, unless all operands
+of an op have the same metas as there: then the step is the same.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from lazygt.graph.ops import OpFacts
 from lazygt.record.tensor import graph_meta, is_lazy
 from lazygt.record.trie import TraceTrie, TrieNode
 
-#: So many steps that follow one are looked at, to find one that differs in its ints alone: the
-#: newest and the oldest ones.
+#: Numbers of the newest and the oldest steps below one that are searched for a step that differs in
+#: its ints alone.
 _NEWEST, _OLDEST = 4, 2
-#: How many steps are added ahead at first: twice as many whenever all were reached, and far less
-#: when they were not.
+#: Number of steps added ahead at first: twice as many whenever all were reached, and far less when
+#: they were not.
 _WANTED = 16
 
 Call = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
-#: Whether a step of an earlier trace is the new one but for sizes.
+#: Predicate of a step of an earlier trace: it equals the new one but for sizes.
 Fits = Callable[[TrieNode], bool]
 
 
 class Differences:
-    """What looks otherwise in one trace than in another, which it is in other sizes.
+    """Differences between a trace and the earlier one that it repeats in other sizes.
 
     Attributes:
-        values: numbers of the values that do.
-        sizes: of their shapes: size there -> here; None: one stands for several.
-        resized: those of them that are others here, or several.
+        values: numbers of the values with other metas.
+        sizes: size in their shapes there -> here; None: it corresponds to several.
+        resized: those of these sizes that are others here, or several.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Differences:
         self.resized: set[int] = set()
 
     def note(self, new: TrieNode, old: TrieNode) -> None:
-        """Add those of a new step."""
+        """Add the differences of a new step."""
         if new.node is None:
             self._note(-new.inputs, new.input, old.input)
         elif new.node is not old.node:
@@ -69,14 +69,14 @@ class Differences:
 
 
 class Repeat:
-    """The earlier trace that one is in other sizes, followed step by step.
+    """Earlier trace that a new one repeats in other sizes, followed step by step.
 
     Attributes:
-        here: up to where this trace was followed.
-        step: the step of the earlier one where it has come to then; None: there is none like it.
-        differences: what looks otherwise than there.
+        here: the last step of this trace that was followed.
+        step: its counterpart in the earlier trace; None: there is none.
+        differences: differences from the earlier trace.
         ahead: (here, step) of the step from which others were added ahead, and of these.
-        wanted: how many are to be added.
+        wanted: number of steps to add.
     """
 
     __slots__ = ("_metas", "_trie", "ahead", "differences", "here", "step", "wanted")
@@ -88,28 +88,28 @@ class Repeat:
         self.wanted = _WANTED
         self._trie = trie
         self.differences = Differences()
-        #: of the values of this trace, once somebody asks
+        #: metas of this trace's values, once they are needed
         self._metas: dict[int, TensorMeta | None] | None = None
 
     def op(self, parent: TrieNode, key: tuple[Any, ...], f: OpFacts) -> TrieNode | None:
-        """The op that a new one below ``parent`` is in other sizes."""
+        """Return the counterpart, in other sizes, of a new op below ``parent``."""
         return self._next(
             parent, key, lambda step: step.facts is f and call_of(step, key) is not None
         )
 
     def input(self, parent: TrieNode, key: Any, meta: TensorMeta) -> TrieNode | None:
-        """The input that a new one below ``parent`` is in other sizes."""
+        """Return the counterpart, in other sizes, of a new input below ``parent``."""
         return self._next(parent, key, lambda step: _shows_alike(step, meta))
 
     def internal(self, parent: TrieNode, key: Any, node: Node) -> TrieNode | None:
-        """The op that one which the user did not write is in other sizes, most likely."""
+        """Return the likely counterpart of an op that the user did not write."""
         return self._next(parent, key, lambda step: _does(step, node))
 
     def same(self, parent: TrieNode, key: tuple[Any, ...], step: TrieNode) -> TrieNode | None:
-        """The new step, where all that it takes looks as it did in ``step``; else None.
+        """Return the new step, if all its operands have the metas of ``step``'s; else None.
 
         Args:
-            step: what ``op`` gave.
+            step: the result of ``op``.
         """
         node = step.node
         assert node is not None
@@ -118,14 +118,14 @@ class Repeat:
         return step.again(parent)
 
     def follow(self, new: TrieNode, step: TrieNode | None) -> None:
-        """This trace has a new step, which is ``step`` of the earlier one in other sizes."""
+        """Note a new step of this trace with its counterpart ``step`` in the earlier one."""
         if step is None or counts(new) != counts(step):
             self.here, self.step = new, None
         else:
             self.go_on(new, step)
 
     def go_on(self, new: TrieNode, step: TrieNode) -> None:
-        """So, where as many values, numbers and inputs lead to either."""
+        """Do so for steps with equal counts of values, numbers and inputs."""
         self.here, self.step = new, step
         if new.node is not step.node or new.input is not step.input:
             self.differences.note(new, step)
@@ -133,7 +133,7 @@ class Repeat:
             _add_results(new, self._metas)
 
     def metas(self, node: Node) -> dict[int, TensorMeta] | None:
-        """The metas of the values of this trace that a node takes; None: there are none of one."""
+        """Return the metas of a node's operands in this trace; None: one has none."""
         if self._metas is None:
             assert self.here is not None
             self._metas = {}
@@ -156,7 +156,7 @@ class Repeat:
         return self._anew(parent, key, fits)
 
     def _come_to(self, parent: TrieNode) -> None:
-        """This trace has come to a step, perhaps by some that were added ahead."""
+        """Note that this trace has come to a step, perhaps by some that were added ahead."""
         if not self.ahead:
             return
         came_true = self.here is parent
@@ -167,7 +167,7 @@ class Repeat:
         self.ahead = []
 
     def _anew(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
-        """Look for an earlier trace that goes on like this one, where the way forked last."""
+        """Search, at the last fork, for an earlier trace that goes on like this one."""
         way: list[TrieNode] = []
         fork = parent
         while fork.parent is not None and len(fork.children) <= len(way[-1:]):
@@ -188,17 +188,17 @@ class Repeat:
 
 
 def _tried(fork: TrieNode, besides: list[TrieNode]) -> Iterator[TrieNode]:
-    """The newest and the oldest steps below a fork."""
+    """Yield the newest and the oldest steps below a fork."""
     children = fork.children.values()
     some = [*islice(reversed(children), _NEWEST), *islice(children, _OLDEST)]
     return (step for step in dict.fromkeys(some) if step not in besides)
 
 
 def _along(step: TrieNode, way: list[TrieNode], differences: Differences) -> TrieNode | None:
-    """The step where a way ends that begins with ``step`` and is, in other sizes, this one.
+    """Return the end of the path that begins with ``step`` and is ``way`` in other sizes.
 
     Args:
-        differences: gets what looks otherwise.
+        differences: filled with the differences.
     """
     other: TrieNode | None = step
     for number, own in enumerate(way):
@@ -214,7 +214,7 @@ def _along(step: TrieNode, way: list[TrieNode], differences: Differences) -> Tri
 
 
 def _below(step: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
-    """The step below one that has this key, or else one that fits."""
+    """Return the step below one that has this key, or else one that fits."""
     known = step.children.get(key)
     if known is not None:
         return known
@@ -222,7 +222,7 @@ def _below(step: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
 
 
 def _fits(own: TrieNode) -> Fits:
-    """Whether a step is, perhaps, one of another trace in other sizes."""
+    """Return a predicate: a step is, perhaps, the counterpart of ``own`` in other sizes."""
     node, meta = own.node, own.input
     if node is not None:
         return lambda step: _does(step, node)
@@ -240,12 +240,12 @@ def _shows_alike(step: TrieNode, meta: TensorMeta) -> bool:
 
 
 def counts(step: TrieNode) -> tuple[int, int, int]:
-    """How many values, numbers and inputs there are up to a step."""
+    """Return the numbers of values, run-time numbers and inputs up to a step."""
     return step.values, step.params, step.inputs
 
 
 def _add_results(step: TrieNode, metas: dict[int, TensorMeta | None]) -> None:
-    """Add the metas of what a step makes, by number."""
+    """Add the metas of a step's results, by number."""
     if step.node is None:
         metas[-step.inputs] = step.input
     else:
@@ -253,15 +253,14 @@ def _add_results(step: TrieNode, metas: dict[int, TensorMeta | None]) -> None:
 
 
 def call_of(step: TrieNode, key: tuple[Any, ...]) -> Call | None:
-    """How an op with this key is called, which a step is but for ints; None: it is another one."""
+    """Return the call of an op with this key, if a step equals it but for ints; else None."""
     return None if step.node is None else _call(step.node, step.key, key)
 
 
 def metas_of(
     node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, TensorMeta] | None:
-    """The metas of the values that a node reads, as it is called; None where a CPU tensor is among
-    the arguments."""
+    """Return the metas of a node's operands; None if a CPU tensor is among the arguments."""
     metas: dict[int, TensorMeta] = {}
     for arg, given in zip(node.args, args, strict=True):
         if not _add_metas(arg, given, metas):
@@ -285,7 +284,7 @@ def _add_metas(arg: Arg, given: Any, metas: dict[int, TensorMeta]) -> bool:
 
 
 def _call(node: Node, known: tuple[Any, ...], key: tuple[Any, ...]) -> Call | None:
-    """A node's arguments with the ints of another key; None where the keys differ in more.
+    """Return a node's arguments with the ints of another key; None if more differs.
 
     Args:
         known: the node's own key.
@@ -310,10 +309,10 @@ _OTHER = object()
 
 
 def _argument(arg: Arg, old: Any, new: Any) -> Arg:
-    """What a new key says in the place of an argument; ``_OTHER``: more than other ints.
+    """Return an argument with the ints of a new key; ``_OTHER``: more than ints differs.
 
     Args:
-        old: what the argument's own key says.
+        old: the argument's part of its own key.
     """
     if type(old) is type(new) and old == new:
         return arg

@@ -1,8 +1,8 @@
-"""The random stream: what a CPU draws and what a session draws are one stream, as in eager torch.
+"""Random stream: the draws of the CPU and of a session are one stream, as in eager torch.
 
 Its state is in one place at a time: the client's CPU generator has it, or the workers of a session
 have. The first lazy draw takes it to the workers, which costs no sync point. A draw on a CPU tensor
-(see ``host_rng``), whoever reads the state, and a session that ends well bring it back, which does.
+(see ``host_rng``), a read of the state, and a session that ends well bring it back, which does.
 
 Workers on GPUs have a stream of their own, as GPUs do.
 """
@@ -23,18 +23,18 @@ from lazygt.record.trace import TraceOwner
 
 _SEED, _GET, _SET = "lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set_rng_state"
 _GPU_STATE_BYTES = 16
-#: The ops by which workers are handed the stream.
+#: Ops that hand the stream to the workers.
 SEEDS = frozenset({_SEED, _SET})
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-#: The session whose CPU workers have the state of the stream; none: the client's generator has it.
+#: The generator of the session with the stream's state on its CPU workers; none: the client has it.
 _holders: list[SessionGenerator] = []
 
 
 def is_state(meta: TensorMeta | None) -> bool:
-    """Whether a tensor looks as the state of a CPU generator does."""
+    """Return whether a tensor has the dtype and shape of a CPU generator's state."""
     return meta is not None and meta.dtype is torch.uint8 and meta.shape == _state_shape()
 
 
@@ -44,10 +44,10 @@ def _state_shape() -> tuple[int, ...]:
 
 
 class SessionGenerator:
-    """A session's part in the stream: seeding, reading and setting the state.
+    """Session's part in the stream: seeding, reading and setting the state.
 
     Attributes:
-        holds: whether the workers have the state that the next draw starts from.
+        holds: True if the workers have the state that the next draw starts from.
     """
 
     def __init__(self, owner: TraceOwner, device_type: str) -> None:
@@ -58,10 +58,10 @@ class SessionGenerator:
         self._taken: torch.Tensor | None = None
 
     def before_draw(self, args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:
-        """A draw is about to be recorded: the workers need the state.
+        """Hand the state to the workers, if need be, before a draw is recorded.
 
         Returns:
-            Its arguments, without a generator that the client's draws would use anyway.
+            The draw's arguments, without a generator that the client's draws would use anyway.
         """
         if not self.holds:
             self.take()
@@ -73,7 +73,7 @@ class SessionGenerator:
         return args, kwargs
 
     def is_elsewhere(self, args: Args, kwargs: Kwargs | None) -> bool:
-        """Whether a draw goes through a generator that is not the session's."""
+        """Return whether a draw goes through a generator that is not the session's."""
         given = kwargs.get("generator") if kwargs else None
         if given is None and torch.Generator in map(type, args):
             given = next(a for a in args if type(a) is torch.Generator)
@@ -89,7 +89,7 @@ class SessionGenerator:
             self.manual_seed(torch.initial_seed())
 
     def take_back(self) -> None:
-        """The workers were not handed the state after all: the op that does so is undone."""
+        """Take the state back: the op that hands it to the workers is undone."""
         if self._on_cpu and self._taken is not None:
             torch.default_generator.set_state(self._taken)
             drop()
@@ -99,7 +99,7 @@ class SessionGenerator:
         """Begin a stream; no sync point. The seed is data, not part of a plan.
 
         Raises:
-            RuntimeError: torch's own, when it does not fit into 64 bits.
+            RuntimeError: torch's own, when the seed does not fit into 64 bits.
         """
         if self._on_cpu:
             torch.default_generator.manual_seed(seed)
@@ -112,7 +112,7 @@ class SessionGenerator:
             trace.internal((_SEED,), Node(_SEED, (DEVICE, trace.hoist(checked))))
 
     def get_state(self) -> LazyTensor:
-        """The state as a lazy tensor of bytes; no sync point."""
+        """Return the state as a lazy tensor of bytes; no sync point."""
         owner = self._owner
         with owner.lock:
             if not self.holds:
@@ -123,7 +123,7 @@ class SessionGenerator:
             return owner.show(index, meta)
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Set the state; no sync point, wherever the new one is."""
+        """Set the state; no sync point, whether the new one is lazy or on the CPU."""
         if self._on_cpu and state.device.type == "cpu":
             torch.default_generator.set_state(state)
             drop()
@@ -149,35 +149,35 @@ class SessionGenerator:
             try:
                 state = self._owner.fetch(self.get_state(), "generator")
             except (WorkerDied, WorkerFrozen):
-                drop()  # it is lost, and this says so; later draws need not say it again
+                drop()  # the state is lost: this call raises, later draws need not
                 raise
             torch.default_generator.set_state(state)
             drop()
 
     def close(self) -> None:
-        """The workers end, and what they have with them."""
+        """Drop the workers' state with the workers."""
         if self in _holders:
             drop()
 
     def is_own(self, given: torch.Generator) -> bool:
-        """Whether an argument ``generator=`` says no more than would leaving it out."""
+        """Return whether an argument ``generator=`` is as good as none."""
         return self._on_cpu and is_default(given)
 
     def is_recording(self) -> bool:
-        """Whether this thread is at work for the session, not for the user."""
+        """Return whether this thread is at work for the session, not for the user."""
         owned: bool = self._owner.lock._is_owned()  # type: ignore[attr-defined]
         return owned
 
 
 def is_default(given: torch.Generator) -> bool:
-    """Whether it is the client's CPU generator; torch makes new Python objects for it."""
+    """Return whether a generator is the client's default; torch makes new objects for it."""
     host: Any = host_generator(given)
     same: bool = host._cdata == torch.default_generator._cdata  # type: ignore[attr-defined]
     return same
 
 
 def host_generator(given: torch.Generator) -> torch.Generator:
-    """The generator of the CPU by which one draws: of device ``lazygt``, that beneath it."""
+    """Return the CPU generator that a generator draws by: beneath a lazygt one, its own."""
     if given.device.type != "lazygt":
         return given
     host: torch.Generator = NATIVE.host_generator(given)
@@ -185,7 +185,7 @@ def host_generator(given: torch.Generator) -> torch.Generator:
 
 
 def holder() -> SessionGenerator | None:
-    """Whose workers have the state of the stream, where the user may ask for it."""
+    """Return the generator of the session with the state, where the user may ask for it."""
     for generator in _holders:
         return None if generator.is_recording() else generator
     return None
@@ -199,7 +199,7 @@ def to_client() -> None:
 
 
 def drop() -> None:
-    """What the workers have is no longer the state of the stream."""
+    """Invalidate the workers' state of the stream."""
     for generator in _holders:
         generator.holds = False
     _holders.clear()

@@ -1,8 +1,8 @@
-"""Lazy tensors sent by ``multiprocessing``: they arrive as CPU tensors with the values of now.
+"""Lazy tensors sent by ``multiprocessing``: they arrive as CPU tensors with their values.
 
-Another process has no part in the session, so the values are fetched where a tensor is pickled: a
-sync point. A queue pickles in a thread of its own, where an error reaches nobody and the reader
-waits for good; what holds lazy tensors is pickled by ``put`` itself.
+Another process has no part in the session, so the values are fetched when a tensor is pickled: a
+sync point. A queue pickles in a thread of its own, where an error is lost and the reader waits for
+good; so ``put`` itself pickles objects that hold lazy tensors.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lazygt.record.dataloader import lazy_tensors
 from lazygt.record.patches import Patch
 from lazygt.record.tensor import LazyTensor, is_lazy
 
-#: A process that is being started -> the CPU tensors among its arguments.
+#: Process that is being started -> the CPU tensors among its arguments.
 _handed_on: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def register_reducers() -> None:
-    """Tell ``multiprocessing`` how tensors are pickled, lazy ones among them."""
+    """Register ``multiprocessing``'s reducers of tensors, lazy ones among them."""
     for cls in (torch.Tensor, Parameter, LazyTensor):
         ForkingPickler.register(cls, _reduce)
 
@@ -55,7 +55,7 @@ def _reduce(t: torch.Tensor) -> Any:
 
 
 class _Pickled:
-    """What was pickled already; unpickled, it is the object itself."""
+    """Object that was pickled already; unpickling gives the object itself."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -65,10 +65,10 @@ class _Pickled:
 
 
 def _sendable(queue: Any, item: Any) -> Any:
-    """An item for the thread of a queue to send.
+    """Return an item for the thread of a queue to send.
 
     Raises:
-        Exception: it can't be pickled, and the queue would tell nobody.
+        Exception: the item can't be pickled, and the queue would tell nobody.
     """
     if not was_used() or not lazy_tensors(((item,),)):
         return item
@@ -77,7 +77,7 @@ def _sendable(queue: Any, item: Any) -> Any:
     except Exception:
         base: Any = queues.Queue
         if type(queue)._on_queue_feeder_error is not base._on_queue_feeder_error:
-            return item  # it tells whoever waits, as that of concurrent.futures does
+            return item  # the queue tells the waiting thread, as that of concurrent.futures does
         raise
 
 

@@ -1,7 +1,7 @@
-"""What an optimizer keeps in the client: noted before a step, for when that is undone.
+"""Optimizers' state in the client: saved before a step, for when that is undone.
 
-Steps are counted in CPU tensors (Adam's ``step``), and a first step makes the state that there is
-for a parameter. Workers know of neither.
+Steps are counted in CPU tensors (Adam's ``step``), and a first step creates a parameter's state.
+Workers know of neither.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 
 
 class Stepped(NamedTuple):
-    """An optimizer as it was before a step.
+    """Optimizer's state before a step.
 
     Attributes:
-        numbers, values: its CPU tensors, and copies of them, stacked where all are alike.
+        numbers, values: the optimizer's CPU tensors, and copies of them, stacked where all are
+            alike.
         known: the parameters that had a state; None: all had.
     """
 
@@ -26,7 +27,7 @@ class Stepped(NamedTuple):
     known: list[torch.Tensor] | None
 
     def restore(self) -> None:
-        """Have it as it was."""
+        """Restore the optimizer's state."""
         optimizer = self.optimizer()
         if optimizer is None:
             return
@@ -40,7 +41,7 @@ class Stepped(NamedTuple):
 
 
 class Watched:
-    """The optimizers that step, and which of their tensors are the client's."""
+    """Optimizers that step, with their tensors in the client."""
 
     def __init__(self) -> None:
         #: optimizer -> its state's identity and length, and the CPU tensors in it
@@ -49,7 +50,7 @@ class Watched:
         ] = weakref.WeakKeyDictionary()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> Stepped:
-        """Note what a step may change in the client."""
+        """Save the state in the client that a step may change."""
         state: dict[Any, Any] = optimizer.state
         total = sum(len(group["params"]) for group in optimizer.param_groups)
         known = list(state) if len(state) < total else None
@@ -61,7 +62,7 @@ class Watched:
     def _numbers_of(
         self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]
     ) -> tuple[list[torch.Tensor], bool]:
-        """The CPU tensors, and whether there are any, all of one shape and dtype."""
+        """Return the CPU tensors, and True if there are any, all of one shape and dtype."""
         identity, length, numbers, alike = self._numbers.get(optimizer, (0, 0, [], False))
         if (identity, length) != (id(state), len(state)):
             numbers = [

@@ -1,7 +1,7 @@
-"""Lazy tensors of the user's tensor classes: ``as_subclass``, and subclasses of ``nn.Parameter``.
+"""Lazy tensors of users' classes: ``as_subclass``, and subclasses of ``nn.Parameter``.
 
-A tensor's Python class decides what its methods and ``__torch_function__`` do. A lazy one of class
-``Image`` is of a class made here, which is both an ``Image`` and a ``LazyTensor``.
+A tensor's Python class gives it its methods and ``__torch_function__``. A lazy one of class
+``Image`` is of a class made here, a subclass of both ``Image`` and ``LazyTensor``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _tensor: Any = torch.Tensor
 _make_subclass = _tensor._make_subclass
 _as_subclass = _tensor.as_subclass
 _new_parameter = Parameter.__new__
-#: What nn.Parameter defines too, and a lazy one does in another way.
+#: Methods of nn.Parameter that a lazy one overrides.
 _OURS = ("__deepcopy__", "__repr__", "__reduce_ex__")
 
 
 class Subclassed(LazyTensor):
-    """Joined with users' classes: ``super().__torch_function__`` in them is torch's own."""
+    """Base joined with users' classes: their ``super().__torch_function__`` is torch's."""
 
 
 # here, because torch turns off that of a class with __torch_dispatch__ when it is made
@@ -34,8 +34,10 @@ _subclassed.__torch_function__ = inspect.getattr_static(torch.Tensor, "__torch_f
 
 
 def is_convertible(cls: type) -> bool:
-    """Whether a tensor of a class can become lazy and stay of that class: it leaves its ops to
-    torch, and keeps what it knows besides in the tensor's ``__dict__``."""
+    """Return whether a tensor of a class can become lazy and stay of that class.
+
+    It must leave its ops to torch, and keep its own attributes in the tensor's ``__dict__``.
+    """
     ops: Any = cls
     layout = cls.__basicsize__ == torch.Tensor.__basicsize__
     return layout and ops.__torch_dispatch__ is _tensor.__torch_dispatch__
@@ -47,10 +49,10 @@ def _host_class(cls: Any) -> type:
 
 
 def lazy_class(cls: type) -> type[torch.Tensor]:
-    """The class of lazy tensors that are of class ``cls`` too.
+    """Return the class of lazy tensors that are of class ``cls`` too.
 
     Raises:
-        TypeError: when ``cls`` takes its ops in its own hands, or has slots.
+        TypeError: ``cls`` handles its ops itself, or has slots.
     """
     if NATIVE is not None and (cls is torch.Tensor or cls is Parameter):
         return cls
@@ -86,12 +88,12 @@ def _joined(cls: type) -> type[LazyTensor]:
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """``type(t)(values)`` makes what the user's own class makes."""
+    """Make a tensor of the user's own class, for ``type(t)(values)``."""
     return cls._host_class(*args, **kwargs)
 
 
 def become(t: torch.Tensor, cls: type) -> None:
-    """``t.__class__ = cls`` of a tensor whose values are lazy."""
+    """Set the class of a tensor with lazy values (``t.__class__ = cls``)."""
     object.__setattr__(t, "__class__", lazy_class(cls))
     if issubclass(cls, Parameter):
         t._is_param = True
@@ -105,7 +107,7 @@ def _set_attribute(self: torch.Tensor, name: str, value: Any) -> None:
 
 
 def as_subclass(self: torch.Tensor, cls: type) -> Any:
-    """``Tensor.as_subclass``: the same values, of class ``cls``; autograd goes through it."""
+    """Return the same values as class ``cls``; autograd goes through it (``as_subclass``)."""
     if not is_lazy(self):
         return _as_subclass(self, _host_class(cls))
     twin = torch.ops.aten.alias.default(self)
@@ -114,9 +116,9 @@ def as_subclass(self: torch.Tensor, cls: type) -> Any:
 
 
 def make_subclass(*args: Any, **kwargs: Any) -> Any:
-    """``Tensor._make_subclass``, with which subclasses make themselves, of lazy data too.
+    """Make a tensor of a subclass, of lazy data too (``Tensor._make_subclass``).
 
-    Without names for its arguments, because torch._dynamo compares them with its own.
+    Its arguments have no names, because torch._dynamo compares them with its own.
     """
     cls, data = args[:2]
     if not is_lazy(data):
@@ -129,7 +131,7 @@ def make_subclass(*args: Any, **kwargs: Any) -> Any:
 
 
 def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
-    """``nn.Parameter.__new__``: parameters of lazy values are of the user's class too."""
+    """Make a parameter; of lazy values it is of the user's class too."""
     if is_lazy(data) and cls is not Parameter:
         return make_subclass(cls, data, requires_grad)
     parameter: Any = _new_parameter(_host_class(cls), data, requires_grad)

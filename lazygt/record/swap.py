@@ -1,8 +1,8 @@
-"""A tensor that moves to the workers or back stays the object that it is, as with CUDA.
+"""Moves of tensors to the workers and back that keep the Python object, as with CUDA.
 
 ``module.to("lazygt")``, ``.cpu()`` and ``p.data = value`` put another TensorImpl under the same
 Python object: weights that are shared stay shared, and optimizers, hooks and weak references made
-before go on. While a session is open, what torch asks and does here is asked and done of lazygt.
+before stay valid. ``IN_SESSIONS`` are the patches that hold only while a session is open.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ _moving = _Moving()
 
 
 def has_compatible_type(*args: Any) -> bool:
-    """``torch._has_compatible_shallow_copy_type``: whether ``t.data = value`` can be done.
+    """Return whether ``t.data = value`` can be done.
 
-    ``nn.Module._apply`` asks it, and makes a new Parameter where it can't. Without names for its
-    arguments, because torch._dynamo compares them with its own.
+    ``nn.Module._apply`` calls it (``torch._has_compatible_shallow_copy_type``), and makes a new
+    Parameter if it is False. Its arguments have no names, because torch._dynamo compares them with
+    its own.
     """
     t, value = args
     if is_lazy(t) == is_lazy(value) or _moving.scripted:
@@ -59,7 +60,7 @@ def has_compatible_type(*args: Any) -> bool:
 
 
 def _is_movable(t: torch.Tensor) -> bool:
-    """Whether CUDA's ``.data = ...`` would take such a tensor to another device."""
+    """Return whether CUDA's ``.data = ...`` would take such a tensor to another device."""
     if is_lazy(t):
         return True
     dense = t.layout is torch.strided and t.device.type in ("cpu", "cuda")
@@ -67,7 +68,7 @@ def _is_movable(t: torch.Tensor) -> bool:
 
 
 def _apply_scripted(self: ScriptModule, fn: Any, recurse: bool = True) -> Any:
-    """``_apply`` of a TorchScript module: it holds TensorImpls, no objects, so it gets new ones."""
+    """Apply to a TorchScript module: it holds TensorImpls, no objects, so it gets new ones."""
     before, _moving.scripted = _moving.scripted, True
     try:
         return Module._apply(self, fn, recurse)
@@ -76,7 +77,7 @@ def _apply_scripted(self: ScriptModule, fn: Any, recurse: bool = True) -> Any:
 
 
 def _set_host_data(t: torch.Tensor, value: torch.Tensor) -> None:
-    """``t.data = value`` of a tensor that is not lazy."""
+    """Set ``t.data = value`` of a tensor that is not lazy."""
     if is_lazy(value) and t.is_leaf and _is_movable(t):
         _to_workers(t, value)
     else:
@@ -84,7 +85,7 @@ def _set_host_data(t: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _get_data(t: torch.Tensor) -> torch.Tensor:
-    """``t.data``: of a lazy tensor that C++ records what ``LazyTensor`` has else."""
+    """Return ``t.data``: for a lazy tensor recorded by C++ as ``LazyTensor.data``."""
     data: torch.Tensor = (_lazy_data if is_lazy(t) else _host_data).__get__(t)
     return data
 
@@ -97,7 +98,7 @@ def _set_any_data(t: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def move_to_host(t: LazyTensor, value: torch.Tensor) -> bool:
-    """``t.data = value`` of a lazy tensor, for a value of the host; False: it can't be done."""
+    """Set a lazy tensor's data to a value of the host; return False if it can't be done."""
     if not (t.is_leaf and _is_movable(value)):
         return False
     _to_host(t, value)
@@ -105,7 +106,7 @@ def move_to_host(t: LazyTensor, value: torch.Tensor) -> bool:
 
 
 def _check(t: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse what can't be done before anything is moved."""
+    """Raise for a move that can't be done, before anything is moved."""
     if t.grad is not None and not _is_movable(t.grad):
         raise NotImplementedError(
             f"a tensor of shape {list(t.shape)} can't be moved to {value.device} with its gradient "
@@ -145,7 +146,7 @@ def _to_host(t: LazyTensor, value: torch.Tensor) -> None:
 
 @contextmanager
 def on_host(tensors: list[LazyTensor]) -> Iterator[None]:
-    """Have lazy tensors be CPU tensors with the same values for the length of a block."""
+    """Context in which lazy tensors are CPU tensors with the same values."""
     pairs = [(t, host_copy(t)) for t in tensors]
     lazy = [(type(t), {name: t.__dict__[name] for name in OF_LAZY}) for t in tensors]
     swapped = 0
@@ -172,7 +173,7 @@ def _swap(t: torch.Tensor, twin: torch.Tensor, cls: type) -> None:
 def _exchange(
     t: torch.Tensor, twin: torch.Tensor, cls: type, moved_grad: torch.Tensor | None
 ) -> None:
-    """Put ``twin``'s TensorImpl under ``t``, with all that autograd is to know of ``t``."""
+    """Put ``twin``'s TensorImpl under ``t``, and keep its gradient, requires_grad and hooks."""
     grad, needs_grad = t.grad, t.requires_grad
     _swap(t, twin, cls)
     t.requires_grad, twin.grad = needs_grad, None
@@ -180,7 +181,7 @@ def _exchange(
     if needs_grad:
         twin.register_hook(_left_behind)
     if grad is not None and moved_grad is not None:
-        if not grad.is_leaf:  # made with create_graph=True: its graph is of what is left behind
+        if not grad.is_leaf:  # made with create_graph=True: its graph is of the old TensorImpl
             grad.detach_()
         grad.data = moved_grad
         t.grad = grad

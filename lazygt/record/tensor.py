@@ -1,4 +1,4 @@
-"""LazyTensor: the user's handle. Shape, dtype and a place in a Storage; no logic of its own."""
+"""LazyTensor: the user's handle, with a shape, a dtype and a storage, but no logic."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from lazygt.runtime.values import RemoteValue
 
 
-#: The C++ extension, where it records; else None.
+#: The C++ extension, if it records; else None.
 NATIVE: Any = native.recording()
 
 
 class State(Enum):
-    """Where the value of a storage is."""
+    """Location of a storage's value."""
 
     RECORDED = "recorded, not computed yet"
     REMOTE = "on the workers"
@@ -41,11 +41,11 @@ class State(Enum):
 
 
 class Owner(Protocol):
-    """What storages and handles need of the recorder that they belong to."""
+    """Interface of the recorder, as far as its storages and handles need it."""
 
     closed: bool
     lock: threading.RLock
-    #: whether it was ever given a single number to keep
+    #: True if it was ever given a single number to keep
     has_numbers: bool
 
     @property
@@ -57,44 +57,43 @@ class Owner(Protocol):
         """The workers as a grid with named axes."""
 
     def index_of(self, t: LazyTensor) -> int:
-        """The number of a handle's value in the trace."""
+        """Return the number of a handle's value in the trace."""
 
     def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
-        """Record an op that the user did not write; its first result's number."""
+        """Record an op that the user did not write; return its first result's number."""
 
     def own(self, storage: Storage, index: int) -> None:
-        """Have a storage show a value of the trace from here on."""
+        """Make a storage show a value of the trace from here on."""
 
     def show(self, index: int, meta: TensorMeta) -> LazyTensor:
-        """A new handle for a value of the trace."""
+        """Return a new handle for a value of the trace."""
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
         """Take a copy of a CPU tensor for the workers."""
 
     def overwritten(self, storage: Storage, before: Held) -> None:
-        """A storage has got another value as a whole, by no op of a trace."""
+        """Note that a storage has got another value as a whole, by no op of a trace."""
 
     def flush(self, reason: str) -> None:
-        """Ship what is recorded, without waiting for it."""
+        """Ship the recorded ops, without waiting for them."""
 
     def fetch(self, t: LazyTensor, reason: str, as_number: bool = False) -> Any:
-        """The values of a handle as a CPU tensor of its own, or as a Python number."""
+        """Return a handle's values as a CPU tensor of its own, or as a Python number."""
 
     def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
-        """Lay a handle's values as the user has laid another storage's."""
+        """Store a handle's values as the user has placed another storage's."""
 
 
 class Storage:
-    """The value that one or more handles look at: what torch calls a storage.
+    """Value that one or more handles view, like a storage of torch's.
 
     Attributes:
-        serial, index: of the trace that its value is in, and the value's number there (an input's
-            is negative).
+        serial, index: serial of the trace that its value is in, and the value's number there (an
+            input's is negative).
         remote: its value on the workers.
         host: its value, a single number that has met no worker data yet and so is computed here.
         blank: made by ``torch.empty``, not yet written.
-        placed: how the user has said that it is stored, or None; other values that it is given
-            lie so too.
+        placed: the user's sharding for it, or None; later values are stored so too.
     """
 
     __slots__ = ("__weakref__", "_addresses", "blank", "host", "index", "meta", "owner", "placed",
@@ -115,7 +114,7 @@ class Storage:
 
     @property
     def state(self) -> State:
-        """Where the value is now."""
+        """Location of the value now."""
         owner = self.owner
         if owner.closed:
             return State.CLOSED
@@ -128,31 +127,31 @@ class Storage:
         return State.BLANK if self.blank else State.LOST
 
     def set_recorded(self, serial: int, index: int) -> None:
-        """An op of the trace has made its value."""
+        """Set the value to one that an op of the trace makes."""
         self.blank, self.index, self.serial, self.remote = False, index, serial, None
 
     def set_remote(self, remote: RemoteValue) -> None:
-        """Its value is the workers'."""
+        """Set the value to one on the workers."""
         self.blank, self.serial, self.host, self.remote = False, 0, None, remote
 
     def set_host(self, value: torch.Tensor) -> None:
-        """Its value is a number that is computed here."""
+        """Set the value to a number that is computed here."""
         self.blank, self.serial, self.host, self.remote = False, 0, value, None
 
     @property
     def addresses(self) -> AddressRange:
-        """Where torch is told that it is."""
+        """Address range that torch is told."""
         if not hasattr(self, "_addresses"):
             self._addresses = new_range(self.meta.extent * self.meta.dtype.itemsize)
         return self._addresses
 
 
 class Held(NamedTuple):
-    """What a storage shows that no op of the trace has made.
+    """Value of a storage that no op of the trace has made.
 
     Attributes:
-        key, sharding: the workers' value.
-        host: or the client's.
+        key, sharding: id and sharding of a value on the workers.
+        host: a value in the client.
     """
 
     key: int | None
@@ -161,12 +160,12 @@ class Held(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether it is anything."""
+        """True if there is a value."""
         return self.key is not None or self.host is not None
 
     @staticmethod
     def of(storage: Storage) -> Held:
-        """What it shows now."""
+        """Return a storage's present value."""
         remote = storage.remote
         if remote is None:
             return Held(None, None, storage.host)
@@ -174,12 +173,12 @@ class Held(NamedTuple):
 
 
 if NATIVE is None:
-    #: Makes a storage: ``(owner, serial, index, meta)``.
+    #: Constructor of storages: ``(owner, serial, index, meta)``.
     new_storage: Callable[..., Storage] = Storage
 else:
 
     class NativeStorage(NATIVE.Cell):  # type: ignore[misc]
-        """What C++ has as a storage."""
+        """C++'s storage."""
 
         __slots__ = ()
 
@@ -193,11 +192,11 @@ else:
 
 
 class ViewOp:
-    """One view op between a storage and a handle: everything but the tensor it is applied to.
+    """View op between a storage and a handle: all of it but its operand.
 
     Attributes:
-        meta: of its result number ``which``, in a graph.
-        pitch: where its position is given when it runs: bytes from one position to the next.
+        meta: meta of its result number ``which``, in a graph.
+        pitch: bytes from one position to the next, if the position is a run-time number.
     """
 
     __slots__ = ("args", "facts", "key", "kwargs", "meta", "pitch", "position", "which")
@@ -219,19 +218,19 @@ class ViewOp:
 
     @property
     def absolute(self) -> bool:
-        """Whether it begins where it says, whatever it is a view of."""
+        """True if its offset is absolute, whatever it is a view of."""
         return self.facts.func is torch.ops.aten.as_strided.default
 
 
 class ViewChain:
-    """How a handle looks at its storage, and where its value stands in the current trace.
+    """Chain of views from a storage to a handle, with its value in the current trace.
 
     Attributes:
-        ops: what leads from the storage to the handle.
-        serial, base, index: of the trace, the storage's value, the view's value.
-        numbers: the positions of those ops that take one when they run.
-        params: the run-time numbers of the trace in which they are.
-        shift: bytes from where the metas of graphs say that it begins to where it does.
+        ops: the view ops from the storage to the handle.
+        serial, base, index: numbers of the trace, the storage's value, and the view's value.
+        numbers: positions of those ops that take one at run time.
+        params: numbers of these positions among the trace's run-time numbers.
+        shift: bytes from the view's offset in the metas of graphs to its actual one.
     """
 
     __slots__ = ("base", "index", "numbers", "ops", "params", "serial", "shift")
@@ -252,16 +251,16 @@ class ViewChain:
 
     @property
     def meta(self) -> TensorMeta:
-        """What the handle shows."""
+        """The handle's meta."""
         return moved_by(self.ops[-1].meta, self.shift)
 
     def copy(self) -> ViewChain:
-        """The same way to look at another storage."""
+        """Return the same chain for another storage."""
         return ViewChain(self.ops, 0, 0, 0, self.numbers, (), self.shift)
 
 
 def moved_by(meta: TensorMeta, shift: int) -> TensorMeta:
-    """The meta of a view so many bytes further on."""
+    """Return the meta of a view so many bytes further on."""
     if not shift:
         return meta
     offset = meta.offset + shift // meta.dtype.itemsize
@@ -269,7 +268,7 @@ def moved_by(meta: TensorMeta, shift: int) -> TensorMeta:
 
 
 class _NativeClass(torch._C._TensorMeta):
-    """Of ``LazyTensor`` where C++ records: handles are of torch's class or the user's own then."""
+    """Metaclass of ``LazyTensor`` where C++ records: handles are then of torch's own class."""
 
     def __instancecheck__(self, t: Any) -> bool:
         return is_lazy(t)
@@ -279,11 +278,11 @@ _LAZY_CLASS: Any = torch._C._TensorMeta if NATIVE is None else _NativeClass
 
 
 class Above(NamedTuple):
-    """What LazyTensor does with the help of what stands above this file."""
+    """LazyTensor's functions from modules above this one."""
 
     #: ``t.data = value`` for a value of the host; False: it can't be done
     move_to_host: Callable[[LazyTensor, torch.Tensor], bool]
-    #: a hook whose exceptions go aside while autograd runs
+    #: wrapper of a hook that puts exceptions aside while autograd runs
     deferring: Callable[[Callable[..., Any]], Callable[..., Any]]
     #: ``copy.deepcopy``, with its memo
     deep_copy: Callable[[LazyTensor, dict[int, Any]], LazyTensor]
@@ -295,10 +294,10 @@ _above: Above
 
 
 def connect(dispatch: Callable[..., Any], above: Above) -> None:
-    """Give LazyTensor what stands above this file; done once, when the device is registered.
+    """Set LazyTensor's functions from above; called once, when the device is registered.
 
     Args:
-        dispatch: every op comes to it. It becomes the method itself: one that called it would cost
+        dispatch: handler of every op. It becomes the method itself: one that called it would cost
             a Python call an op.
     """
     global _above
@@ -307,25 +306,25 @@ def connect(dispatch: Callable[..., Any], above: Above) -> None:
 
 
 class Viewer(Protocol):
-    """Shows tensors and sessions in a notebook."""
+    """Notebook view of tensors and sessions."""
 
     def tensor_html(self, t: LazyTensor, /) -> str:
-        """Values and card of a tensor."""
+        """Return values and card of a tensor."""
 
     def tensor_bundle(self, t: LazyTensor, /) -> dict[str, str]:
-        """Text of ``repr``, and the same with the card."""
+        """Return the text of ``repr``, and the same with the card."""
 
     def session_html(self, session: Any, /) -> str:
-        """A session's counts."""
+        """Return a session's counts."""
 
 
 def viewer() -> Viewer:
-    """What shows tensors and sessions; it stands above both, and is loaded when a notebook asks."""
+    """Return the notebook viewer, loaded when a notebook asks: it is above this module."""
     return _load_viewer()
 
 
 def show_with(load: Callable[[], Viewer]) -> None:
-    """Say what ``viewer`` loads."""
+    """Set the function that loads the viewer."""
     global _load_viewer
     _load_viewer = load
 
@@ -334,14 +333,14 @@ _load_viewer: Callable[[], Viewer]
 
 
 class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass]
-    """A tensor on device ``lazygt``: a handle for a value that workers hold or will compute.
+    """Tensor on device ``lazygt``: a handle for a value that workers hold or will compute.
 
-    It has no slots, so that a CPU tensor's object can become one (``swap``).
+    The class has no slots, so that a CPU tensor's object can become one (``swap``).
     """
 
     _storage: Storage
     _view: ViewChain | None
-    #: of the same tensor on the host; subclasses set it
+    #: class of the same tensor on the host; subclasses set it
     _host_class: ClassVar[type] = torch.Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -354,13 +353,13 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replaced by ``connect``."""
+        """Raise RuntimeError: a placeholder that ``connect`` replaces."""
         raise RuntimeError("device 'lazygt' has not been registered")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A parameter: ``type(p)(values, requires_grad=...)`` is how libraries make one like p.
+        """Make a parameter: libraries call ``type(p)(values, requires_grad=...)``.
 
-        Of sizes or a list ``type(t)(...)`` makes a tensor.
+        With sizes or a list ``type(t)(...)`` makes a tensor.
         """
         make = torch.Tensor if args and not _is_values(args[0]) else torch.nn.Parameter
         return make(*args, **kwargs)
@@ -375,10 +374,10 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """How the value lies on the mesh: one ``torch.distributed.tensor`` placement an axis.
+        """Placements of the value: one ``torch.distributed.tensor`` placement an axis of the mesh.
 
-        A value that is only recorded is shipped: where it lies is decided then. For a view, where
-        a copy of it would lie.
+        A value that is only recorded is shipped: its placements are decided then. A view has those
+        of its copy.
         """
         if view_of(self) is not None:
             copy: LazyTensor = self.detach().clone()  # type: ignore[assignment]
@@ -390,14 +389,14 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
         return tuple(map(placement_to_torch, remote.sharding.placements))
 
     def tolist(self) -> Any:
-        """The values as nested Python lists; a sync point."""
+        """Return the values as nested Python lists; a sync point."""
         return self.detach().cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as a NumPy array of its own; a sync point.
+        """Return the values as a NumPy array of its own; a sync point.
 
         Raises:
-            RuntimeError: when the tensor requires grad, unless ``force`` is set (as in torch).
+            RuntimeError: the tensor requires grad, and ``force`` is not set (as in torch).
         """
         if self.requires_grad and not force:
             raise RuntimeError(
@@ -433,10 +432,10 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
 
     @property
     def data(self) -> torch.Tensor:
-        """The same values without autograd history; what is pending of them is shipped.
+        """The same values without autograd history; if only recorded, they are shipped.
 
-        Values that it is set to lie where those before lay, if they have its shape and no place
-        of their own.
+        Newly set values keep the placement of those before, if they have the same shape and no
+        placement of their own.
         """
         _ship_pending(self, "data")
         return alias(self)
@@ -460,37 +459,37 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
         return _above.deep_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as an ordinary CPU tensor, so that a checkpoint needs no lazygt to be read."""
+        """Reduce to an ordinary CPU tensor, so that a checkpoint needs no lazygt to be read."""
         return _above.saved_form(self).__reduce_ex__(protocol)
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        """As torch's; what it raises reaches the user when the backward pass has ended."""
+        """Register a hook; its exceptions are raised when the backward pass has ended."""
         return _register_hook(self, _above.deferring(hook))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
-        """As torch's; what it raises reaches the user when the backward pass has ended."""
+        """Register a hook; its exceptions are raised when the backward pass has ended."""
         return _register_accumulated_hook(self, _above.deferring(hook))
 
     def untyped_storage(self) -> LazyStorage:
-        """An identity and a size: no memory that could be read here."""
+        """Return a storage with an identity and a size: no memory that could be read here."""
         return untyped_storage_of(self, storage_of(self).addresses)
 
     def data_ptr(self) -> int:
-        """Where the first element is in the storage's range of addresses; 0 of an empty tensor."""
+        """Return the first element's address in the storage's range; 0 for an empty tensor."""
         if not self.numel():
             return 0
         return storage_of(self).addresses.first + meta_of(self).offset * self.dtype.itemsize
 
     def is_shared(self) -> bool:
-        """False: the memory is a worker's."""
+        """Return False: the memory is a worker's."""
         return False
 
     def is_pinned(self, device: Any = None) -> bool:
-        """False: the memory is a worker's."""
+        """Return False: the memory is a worker's."""
         return False
 
     def share_memory_(self) -> LazyTensor:
-        """A no-op, as for CUDA tensors."""
+        """Do nothing, as for CUDA tensors."""
         return self
 
 
@@ -502,11 +501,11 @@ def _ship_pending(t: LazyTensor, reason: str) -> None:
 
 
 def _is_values(given: Any) -> bool:
-    """Whether it is what a parameter is made of."""
+    """Return whether a parameter can be made of an argument."""
     return given is None or isinstance(given, torch.Tensor)
 
 
-#: What a lazy tensor has in its ``__dict__`` and one of the host has not.
+#: Attributes that only a lazy tensor has in its ``__dict__``.
 OF_LAZY = frozenset({"_storage", "_view"} if NATIVE is None else ())
 _register_hook: Any = torch.Tensor.register_hook
 _register_accumulated_hook: Any = torch.Tensor.register_post_accumulate_grad_hook
@@ -516,7 +515,7 @@ STRIDED = torch.strided
 
 
 def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyTensor:
-    """A new handle."""
+    """Return a new handle."""
     if NATIVE is not None:
         shown: LazyTensor = NATIVE.handle(meta, storage, view)
         return shown
@@ -536,17 +535,17 @@ def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyT
 
 
 def is_lazy(t: object) -> TypeIs[LazyTensor]:
-    """Whether it is a handle."""
+    """Return whether an object is a handle."""
     return isinstance(t, LazyTensor)
 
 
 def storage_of(t: LazyTensor) -> Storage:
-    """What a handle looks at."""
+    """Return the storage that a handle views."""
     return t._storage
 
 
 def view_of(t: LazyTensor) -> ViewChain | None:
-    """How a handle looks at its storage; None: it shows all of it."""
+    """Return a handle's chain of views; None: it shows all of its storage."""
     return t._view
 
 
@@ -555,13 +554,13 @@ if NATIVE is not None:
 
 
 def _show(t: LazyTensor, storage: Storage, view: ViewChain | None) -> None:
-    """Have a handle whose data was set look at what that looks at; a native one does."""
+    """Make a handle with newly set data show its storage; a native one does so itself."""
     if NATIVE is None:
         t._storage, t._view = storage, view
 
 
 def host_class(t: LazyTensor) -> type:
-    """The class of the same tensor on the host."""
+    """Return the class of the same tensor on the host."""
     if NATIVE is not None:
         return type(t)
     if type(t) is LazyTensor and getattr(t, "_is_param", False):
@@ -570,18 +569,18 @@ def host_class(t: LazyTensor) -> type:
 
 
 def attributes(t: LazyTensor) -> dict[str, Any]:
-    """What the user has set on a tensor."""
+    """Return the attributes that the user has set on a tensor."""
     return {name: a for name, a in t.__dict__.items() if name not in OF_LAZY}
 
 
 def meta_of(t: LazyTensor) -> TensorMeta:
-    """What a handle shows: ``TensorMeta.of`` without asking torch."""
+    """Return a handle's meta: ``TensorMeta.of`` without asking torch."""
     view = view_of(t)
     return storage_of(t).meta if view is None else view.meta
 
 
 def graph_meta(t: LazyTensor) -> TensorMeta:
-    """What stands in graphs for it: of a view at some position, that at another."""
+    """Return a handle's meta in graphs: a view with a run-time position has ``SAMPLE``'s."""
     view = view_of(t)
     return storage_of(t).meta if view is None else view.ops[-1].meta
 
@@ -595,5 +594,5 @@ def rebind(t: LazyTensor, meta: TensorMeta, storage: Storage, view: ViewChain | 
 
 
 def alias(t: LazyTensor) -> LazyTensor:
-    """Another handle for the same values, with a version counter of its own."""
+    """Return another handle for the same values, with a version counter of its own."""
     return wrapper(meta_of(t), storage_of(t), view_of(t))

@@ -1,8 +1,8 @@
 """``torch.compile`` in a session: functions run as if they were not compiled.
 
-Dynamo would trace them for a compiler that has no code for this device. What they do is recorded
-instead, and the workers compile the plans that come of it. ``torch._dynamo`` takes seconds to load,
-so its patches wait until a program loads it.
+Dynamo would trace them for a compiler that has no code for this device. Instead their ops are
+recorded, and the workers compile the resulting plans. ``torch._dynamo`` takes seconds to load, so
+its patches wait until a program loads it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lazygt.record.context import session_stack, workers_device
 from lazygt.record.patches import Patch, Patches
 from lazygt.record.tensor import NATIVE, LazyTensor, is_lazy
 
-#: Parts of torch that compile on their own account, to trace what they are given.
+#: Parts of torch that compile on their own account, to trace given functions.
 _TRACING = ("torch._higher_order_ops", "torch.nn.attention.flex_attention")
 _NO_CODE = "no compiler of torch's has code for this device"
 _warned = False
 
 
 def patch_dynamo() -> None:
-    """Have compiled functions run uncompiled in sessions, however early they were compiled."""
+    """Make compiled functions run uncompiled in sessions, however early they were compiled."""
     for name, patches in _PATCHES.items():
         if name in sys.modules:
             patches(sys.modules[name]).apply()
@@ -39,7 +39,7 @@ def patch_dynamo() -> None:
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Patches a module when it has been loaded."""
+    """Import hook that patches a module when it has been loaded."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,7 +47,7 @@ class _WhenLoaded(MetaPathFinder):
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's own spec; None of any other."""
+        """Return the module's own spec; None for any other."""
         spec = PathFinder.find_spec(name, path, target) if name == self._name else None
         if spec is None:
             return None
@@ -67,7 +67,7 @@ def _of_calls(eval_frame: Any) -> Patches:
     callback_from_stance = eval_frame._callback_from_stance
 
     def callback(given: Any) -> Any:
-        """The compiler that the next frames go to, or None."""
+        """Return the compiler of the next frames, or None."""
         if not session_stack:
             return callback_from_stance(given)
         if given not in (None, False):
@@ -90,7 +90,7 @@ def _of_flex_attention(module: Any) -> Patches:
     validate_device = module._validate_device
 
     def validate(*operands: torch.Tensor) -> None:
-        """Refuse what the workers' device would refuse."""
+        """Raise for operands that the workers' device would refuse."""
         if is_lazy(operands[0]):
             if workers_device() != "cpu":
                 return
@@ -110,8 +110,7 @@ def _of_frames(module: Any) -> Patches:
     convert = module.CatchErrorsWrapper.__call__
 
     def convert_unless_lazy(self: Any, frame: Any, *more: Any) -> Any:
-        """Leave the frames as they are that a compiled function calls to open a session, and in
-        it."""
+        """Leave frames unconverted that a compiled function calls to open a session, or in it."""
         if session_stack or frame.f_code.co_filename.startswith(PACKAGE):
             return module.ConvertFrameReturn(apply_to_code=False)
         return convert(self, frame, *more)
@@ -128,7 +127,7 @@ _PATCHES: dict[str, Callable[[Any], Patches]] = {
 
 
 def _warn() -> None:
-    """Say once a process that a function is not compiled."""
+    """Warn once a process that a function is not compiled."""
     global _warned
     caller = sys._getframe(3).f_globals.get("__name__", "")
     if _warned or caller.startswith(_TRACING):

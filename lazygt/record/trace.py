@@ -1,4 +1,4 @@
-"""Trace: what has been recorded since the last flush, and the values in it."""
+"""Trace: the ops recorded since the last flush, and their values."""
 
 from __future__ import annotations
 
@@ -35,46 +35,46 @@ from lazygt.record.tensor import (
 )
 from lazygt.record.trie import TraceTrie, TrieNode, makers
 
-#: An op and the user's frame that it was recorded at.
+#: (op, the user's frame that it was recorded at).
 TracePoint = tuple[OpFacts | None, CallSite | None]
-#: Shared by all sessions, so that no other session's storage looks like one of this trace; 0 is
-#: the serial of a storage that belongs to none.
+#: Serials of traces, shared by all sessions, so that no other session's storage looks like one of
+#: this trace; 0 is the serial of a storage that belongs to none.
 _SERIALS = itertools.count(1)
 _PID = os.getpid()
 
 
 def new_serial() -> int:
-    """The number of a trace that begins."""
+    """Return the number of a new trace."""
     serial: int = next(_SERIALS) if NATIVE is None else NATIVE.new_serial()
     return serial
 
 
 class TraceSink(Protocol):
-    """What the recorder needs of the session."""
+    """Interface of the session, as far as the recorder needs it."""
 
     mesh: Mesh
 
     def submit(
         self, trace: Trace, reason: str, fetch: Any, ask: bool, as_number: bool = False
     ) -> Any:
-        """Turn a trace into a run; returns the reply when something is fetched or asked."""
+        """Turn a trace into a run; return the reply when something is fetched or asked."""
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:
-        """Take a copy of a CPU tensor for the workers now; returns its RemoteValue."""
+        """Take a copy of a CPU tensor for the workers now; return its RemoteValue."""
 
     def after_backward(self) -> None:
-        """The sync point at the end of ``.backward()``."""
+        """Make the sync point at the end of ``.backward()``."""
 
 
 class Living(NamedTuple):
-    """The storages that still show a value of a trace, and those values' numbers."""
+    """Storages that still show a value of a trace, and those values' numbers."""
 
     storages: list[Storage]
     numbers: tuple[int, ...]
 
 
 class Shown:
-    """The storages that have shown the values and the inputs of a trace, by their numbers."""
+    """Storages that have shown the values and the inputs of a trace, by their numbers."""
 
     def __init__(
         self,
@@ -85,37 +85,37 @@ class Shown:
 
     @property
     def values(self) -> list[Storage | None]:
-        """Of its values; None: it is gone, or nothing has."""
+        """Storages of the values; None: it is gone, or there was none."""
         return [None if shown_by is None else shown_by() for shown_by in self._values]
 
     @property
     def inputs(self) -> list[Storage | None]:
-        """Of its inputs; None: it is gone."""
+        """Storages of the inputs; None: it is gone."""
         return [entered() for entered in self._inputs]
 
 
 class TraceOwner(Owner, Protocol):
-    """What those need of a recorder who record besides it."""
+    """Interface of a recorder, as far as the modules that record by it need it."""
 
     trace: Trace
     sink: TraceSink
 
 
 class Trace:
-    """What has been recorded since the last flush.
+    """Ops recorded since the last flush.
 
     Attributes:
-        owner: of the storages of its values.
+        owner: owner of the storages of its values.
         step: the step of the trie that it has reached.
         storages: value number -> the storage that shows it (None: nothing of the user's ever does).
         inputs: (storage, remote value) a slot; input k is value number ~k.
-        params: the numbers that its run gets.
+        params: its run-time numbers.
         call_sites: the user's frame of each op, by op number.
         first_miss: (step, key, facts, call site) of the first step that the trie did not know.
         forward_ops: autograd's sequence number -> op.
         uploaded: id of a CPU tensor that an op was called with -> number and meta of its upload.
-        split: how many ops more there are since some are written as several.
-        shown: which storages have shown it, once it has ended.
+        split: number of ops in excess, since some are recorded as several.
+        shown: the storages that have shown its values, once it has ended.
     """
 
     __slots__ = ("_repeat", "call_sites", "first_miss", "forward_ops", "inference", "inputs",
@@ -139,20 +139,20 @@ class Trace:
 
     @property
     def repeat(self) -> Repeat:
-        """The earlier trace that it is in other sizes."""
+        """The earlier trace that this one repeats in other sizes."""
         if self._repeat is None:
             self._repeat = Repeat(self.trie)
         return self._repeat
 
     @property
     def untouched(self) -> bool:
-        """Whether Python has noted nothing in it: C++ may end it and begin another in its place."""
+        """True if Python has noted nothing in it: C++ may end it and begin another in its place."""
         return False
 
     # -- values --------------------------------------------------------------------------
 
     def index_of(self, t: LazyTensor) -> int:
-        """The number of a handle's current value; it enters if need be."""
+        """Return the number of a handle's current value, which becomes an input if need be."""
         storage = storage_of(t)
         if storage.serial != self.serial:
             self.enter(storage)
@@ -164,7 +164,7 @@ class Trace:
         return view.index
 
     def enter(self, storage: Storage) -> None:
-        """A value from before this trace becomes an input of it."""
+        """Make a value from before this trace an input of it."""
         self.make_enterable(storage)
         if storage.blank:
             self.write_blank(storage)
@@ -180,7 +180,7 @@ class Trace:
         storage.index, storage.serial = ~(step.inputs - 1), self.serial
 
     def make_enterable(self, storage: Storage) -> None:
-        """See that a storage's value is the workers', or not written yet."""
+        """Ensure that a storage's value is on the workers, or not written yet."""
         self.check(storage)
         if storage.host is not None:
             storage.set_remote(self.owner.upload(storage.host, storage.meta))
@@ -190,7 +190,7 @@ class Trace:
             )
 
     def input_step(self, meta: TensorMeta, sharding: Sharding | None) -> TrieNode:
-        """The step of an input that enters here."""
+        """Return the step of an input that enters here."""
         key = meta if sharding is None else (meta, sharding)
         step = self.step.children.get(key)
         if step is None:
@@ -202,13 +202,13 @@ class Trace:
         return step
 
     def check(self, storage: Storage) -> None:
-        """Refuse a storage of another session, or of a closed one."""
+        """Raise NoSession for a storage of another session, or of a closed one."""
         owner = storage.owner
         if owner is not self.owner or owner.closed:
             raise closed_error() if owner.closed else _other_session()
 
     def write_blank(self, storage: Storage) -> None:
-        """The memory of ``torch.empty`` is needed after all: record the op that makes it."""
+        """Record the op that makes the memory of ``torch.empty``: it is needed now."""
         meta = storage.meta
         f = facts(torch.ops.aten.empty_strided.default)
         key = (f, meta.shape, meta.stride, "dtype", meta.dtype)
@@ -217,7 +217,7 @@ class Trace:
         self.own(storage, self.internal(key, node, f))
 
     def _replay(self, view: ViewChain, storage: Storage) -> None:
-        """The storage was written or a new trace began: take the view again."""
+        """Take a view again, after a write to its storage or in a new trace."""
         base = index = storage.index
         meta, first = storage.meta, len(self.params)
         numbers, taken = iter(view.numbers), []
@@ -241,11 +241,11 @@ class Trace:
     def step_again(
         self, view: ViewChain, op: ViewOp, number: int, index: int, meta: TensorMeta
     ) -> TrieNode:
-        """The step of an op of a chain that is taken of value ``index``.
+        """Return the step of a chain's op, taken of value ``index``.
 
         Args:
-            number: its position, where that is given when it runs; the trace's from here on.
-            meta: of the value.
+            number: its position, if that is a run-time number; it is added to the trace's.
+            meta: meta of the value.
         """
         at = op.position + 1
         key = (*op.key[:at], index, *op.key[at + 1 :])
@@ -255,12 +255,12 @@ class Trace:
         return chains.missing_step(self, view, op, key, index, meta) if step is None else step
 
     def own(self, storage: Storage, index: int) -> None:
-        """The storage shows value ``index`` from here on."""
+        """Make the storage show value ``index`` from here on."""
         self.storages[index] = weakref.ref(storage)
         storage.set_recorded(self.serial, index)
 
     def show(self, index: int, meta: TensorMeta) -> LazyTensor:
-        """A handle with a storage of its own for a value."""
+        """Return a handle with a storage of its own for a value."""
         storage = new_storage(self.owner, self.serial, index, meta)
         self.storages[index] = weakref.ref(storage)
         return wrapper(meta, storage, None)
@@ -268,7 +268,7 @@ class Trace:
     # -- steps ---------------------------------------------------------------------------
 
     def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
-        """Advance by an op that the user did not write; returns its first result's number."""
+        """Advance by an op that the user did not write; return its first result's number."""
         try:
             step = self.step.children.get(key)
             if step is None:
@@ -284,22 +284,22 @@ class Trace:
         return step.first
 
     def reach(self, step: TrieNode) -> None:
-        """Go on to a step of an op that the user did not write."""
+        """Advance to the step of an op that the user did not write."""
         self.step = step
         self.call_sites.append(user_call_site(2))
         self.reserve(step)
 
     def reserve(self, step: TrieNode) -> None:
-        """Have room for the storages of its values."""
+        """Reserve room for the storages of a step's values."""
         self.storages.extend([None] * (step.values - len(self.storages)))
 
     def hoist(self, number: Any) -> Param:
-        """Make a number one that the run is given; the next step has to take it."""
+        """Make a number a run-time number of the trace; the next step has to take it."""
         self.params.append(number)
         return Param(len(self.params) - 1)
 
     def note_miss(self, key: Any, f: OpFacts | None, call_site: CallSite | None) -> None:
-        """A step is about to be added; only the first one is of interest."""
+        """Note that a step is about to be added; only the first such note is kept."""
         if self.first_miss is None:
             self.first_miss = self.step, key, f, call_site or user_call_site(1)
 
@@ -307,7 +307,7 @@ class Trace:
         """Make the lists agree with the step that was reached, after an exception in an op.
 
         Numbers and inputs are noted before a step is reached, call sites and storages after it, so
-        that the step always tells what belongs to the trace.
+        the step always determines the trace's entries.
         """
         step = self.step
         del self.params[step.params :]
@@ -317,18 +317,18 @@ class Trace:
 
     @property
     def room(self) -> int:
-        """How many values there is room for."""
+        """The number of values that there is room for."""
         return len(self.storages)
 
     @property
     def entered(self) -> list[Any]:
-        """What workers hold of its inputs."""
+        """The workers' references of its inputs."""
         return [remote for _, remote in self.inputs]
 
     # -- its end -------------------------------------------------------------------------
 
     def alive(self) -> Living:
-        """What is still shown of it."""
+        """Return the trace's values that handles still show."""
         storages, indices = [], []
         serial = self.serial
         for index, shown_by in enumerate(self.storages):
@@ -339,10 +339,10 @@ class Trace:
         return Living(storages, tuple(indices))
 
     def plan(self, outputs: tuple[int, ...]) -> Any | None:
-        """The plan of a trace that ended here and needs ``outputs``, if there is one.
+        """Return the plan of a trace that ended here and needs ``outputs``, if there is one.
 
-        A plan with more outputs will do: what is not needed is freed with the next message. When
-        a value dies is up to Python's garbage collector, and must not cost a miss.
+        A plan with more outputs will do: unneeded ones are freed with the next message. Python's
+        garbage collector decides when a value dies, and this must not cost a miss.
         """
         step = self.step
         kept = step.plans.get(outputs)
@@ -354,7 +354,7 @@ class Trace:
         return kept
 
     def let_go_of_inputs(self) -> Collection[int]:
-        """It has ended: an input that nobody else holds is freed with its run.
+        """End the trace's hold of its inputs: one that nobody else holds is freed with its run.
 
         Returns:
             The ids of all their blocks.
@@ -374,12 +374,12 @@ class Trace:
     def rebind(
         self, kept: Any, living: Living, values: Iterable[Any], backward: CallSite | None
     ) -> None:
-        """What is shown of it are the outputs of its run from here on.
+        """Turn the trace's shown values into outputs of its run.
 
         Args:
             kept: the plan.
-            values: its outputs.
-            backward: the user's line of ops that have none of their own.
+            values: the plan's outputs.
+            backward: the user's line for ops that have none of their own.
         """
         outputs = list(values)
         for storage, index in zip(living.storages, living.numbers, strict=True):
@@ -390,23 +390,23 @@ class Trace:
             storage.set_remote(value)
 
     def bytes_alive(self) -> int:
-        """Bytes of what this trace made and handles still show; autograd's count, too."""
+        """Return the bytes of this trace's values that handles, autograd's too, still show."""
         entered = {id(storage()) for storage, _ in self.inputs}
         storages = self.alive().storages
         return sum(storage.meta.nbytes for storage in storages if id(storage) not in entered)
 
     def call_site_of(self, index: int) -> CallSite | None:
-        """Where the user called the op that makes a value; None of an input, or in a backward."""
+        """Return the user's call of the op that makes a value; None of an input or a backward."""
         if index < 0:
             return None
         return self.call_sites[makers(self.step.path())[index]]
 
     def here(self) -> TracePoint:
-        """Where the trace stands now."""
+        """Return the place where the trace is now."""
         return self.step.facts, self.call_sites[-1] if self.call_sites else None
 
     def rarest_repeated(self) -> TracePoint | None:
-        """The place that the trace came by least often, but more than once."""
+        """Return the place that the trace passed least often, but more than once."""
         ops = [step for step in self.step.path() if step.node is not None]
         seen = Counter(
             (step.facts, call_site) for step, call_site in zip(ops, self.call_sites, strict=True)
@@ -416,7 +416,7 @@ class Trace:
 
 
 def written_tensors(f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors an op writes, in schema order (lists flattened, missing ones skipped)."""
+    """Return the tensors an op writes, in schema order: lists flattened, None skipped."""
     written = [args[position] for position in f.writes if position < len(args)]
     written += [kwargs[name] for name in f.writes_named if name in kwargs]
     flat: list[Any] = []
@@ -435,7 +435,7 @@ def returned(
     fresh: list[Any],
     ints: tuple[int, ...] = (),
 ) -> Any:
-    """What an op returns, out of its fresh handles, the tensors it wrote, and its numbers."""
+    """Return an op's result, made of its fresh handles, written tensors and ints."""
     if f.outputs == ("fl",):
         return fresh
     out: list[Any] = []
@@ -459,7 +459,7 @@ def returned(
 
 
 def closed_error() -> NoSession:
-    """The error for a tensor of a session that has ended, or of another process."""
+    """Return the error for a tensor of a session that has ended, or of another process."""
     if os.getpid() != _PID:
         return NoSession(
             "this lazygt tensor belongs to the process that this one was forked from, and can't be "

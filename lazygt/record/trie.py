@@ -1,9 +1,9 @@
-"""The trie of recorded steps: shape cache, plan cache and proof that nothing changed, in one.
+"""Trie of recorded steps: shape cache, plan cache and guard in one.
 
-Each node is one step of a trace: an input that enters, or an op. Its key says all that is
-structural: the op, which earlier results feed it, the ints and flags it was called with, the
-*types* of its Python numbers. Since Python really runs every step, reaching a node proves that
-the program up to there is the one that was seen before.
+Each node is one step of a trace: an input that enters, or an op. Its key has all that is
+structural: the op, the earlier results that feed it, its int and flag arguments, the *types* of its
+Python numbers. Since Python really runs every step, reaching a node proves that the program up to
+there is the one that was seen before.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lazygt.record.tensor import NATIVE, ViewOp
 
 
 class TrieNode:
-    """One remembered step.
+    """Recorded step.
 
     Attributes:
         make: the meta of the result, for the common op that returns one new tensor.
         itself: it writes its first argument, keeps its shape, and returns it.
-        view_ops: for an op that returns views: what its handles keep of it, once some were made.
-        pitch: of a view whose position is given when it runs: bytes from one position to the next.
+        view_ops: for an op that returns views: its part of their chains, once some were made.
+        pitch: of a view with a run-time position: bytes from one position to the next.
         full: the trace is so long here that it has to be flushed.
         node: the op with Ref numbers as in the trace (inputs negative); None for an input.
         numbers: ints that the op returns besides tensors.
@@ -40,13 +40,13 @@ class TrieNode:
         key: see above; of a root the flags under which traces begin there.
         forward: for a backward op, the number of the forward op in the same trace, or -1.
         backward: autograd ran it.
-        nbytes: bytes that what was made up to here may hold on a rank, those of handles that are
-            gone since they were last counted included.
-        placed: something up to here is laid out on the mesh.
-        moves: it takes its position when it runs.
+        nbytes: bytes that the values made up to here may hold on a rank, including those of handles
+            that are gone since the last count.
+        placed: a value up to here is placed on the mesh.
+        moves: its position is a run-time number.
         native: the same step in the native recorder, once it has been there.
         first: number of the op's first result.
-        ops, values, params, inputs: how many of each there are up to here, this step included.
+        ops, values, params, inputs: number of each up to here, this step included.
     """
 
     __slots__ = (
@@ -93,10 +93,10 @@ class TrieNode:
                 self.make = node.fresh[0]
 
     def again(self, parent: TrieNode) -> TrieNode:
-        """The same op below another step: there it takes what looks the same."""
+        """Return the same op below another step, with operands of the same metas there."""
         before = self.parent
         assert before is not None
-        # without ``__init__``, which has to find out what is known here: many at a time are made
+        # without ``__init__``, which would compute known values again: many are made at a time
         step = TrieNode.__new__(TrieNode)
         step.parent, step.key, step.node, step.facts = parent, self.key, self.node, self.facts
         step.input, step.children, step.plans, step.native = self.input, {}, {}, None
@@ -113,13 +113,13 @@ class TrieNode:
         return step
 
     def forget(self, child: TrieNode) -> None:
-        """Lead to a step no more."""
+        """Remove a step below this one."""
         del self.children[child.key]
         if NATIVE is not None:
             NATIVE.forget(self, child)
 
     def path(self) -> list[TrieNode]:
-        """The steps from the root (excluded) to here."""
+        """Return the steps from the root (excluded) to here."""
         steps: list[TrieNode] = []
         step: TrieNode = self
         while step.parent is not None:
@@ -130,13 +130,13 @@ class TrieNode:
 
 
 class TraceTrie:
-    """The steps, with the plans at the places where traces ended; bounded, oldest plan out.
+    """Steps, with plans where traces ended; bounded, with least recently used plans evicted.
 
     Args:
-        max_plans, max_plan_bytes: of all plans together.
-        max_steps: of all traces together.
-        max_depth, max_bytes: steps of one trace, and bytes that their results hold on a rank.
-        ranks: among which what is laid out on the mesh is shared.
+        max_plans, max_plan_bytes: limits of all plans together.
+        max_steps: limit of all traces together.
+        max_depth, max_bytes: limits of one trace: its steps, and bytes of their results on a rank.
+        ranks: number of ranks that share the values placed on the mesh.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class TraceTrie:
         max_bytes: int,
         ranks: int = 1,
     ) -> None:
-        #: where traces begin under each of torch's flags that were met
+        #: torch's flags -> the root of the traces under them
         self._roots: dict[Flags, TrieNode] = {}
         self.begin_under(())
         self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
@@ -159,22 +159,23 @@ class TraceTrie:
         #: steps to forget when the trace that is recorded now has its plan
         self.superseded: list[TrieNode] = []
         self._max_steps = max_steps
-        #: a plan's id -> the step where it stands, and its outputs
+        #: a plan's id -> its step and its outputs
         self._recent: Recent[int, tuple[TrieNode, tuple[int, ...]]] = Recent(
             max_plans, max_plan_bytes
         )
-        #: says that the plan of this id was used
+        #: mark the plan of this id as used
         self.touch = self._recent.touch
 
     def begin_under(self, flags: Flags) -> None:
-        """Have traces begin where those under these flags did."""
+        """Make traces begin at the root for these flags."""
         self.root = self._roots.setdefault(flags, TrieNode(None, flags))
 
     def add(self, step: TrieNode, alive: Callable[[], int] | None = None) -> TrieNode:
-        """Remember a step below its parent.
+        """Add a step below its parent.
 
         Args:
-            alive: counts the bytes of what the trace has made before it and handles still show.
+            alive: function that counts the bytes of the trace's earlier values that handles still
+                show.
         """
         assert step.parent is not None
         fresh = () if step.node is None else step.node.fresh
@@ -188,8 +189,10 @@ class TraceTrie:
         return step
 
     def add_ahead(self, step: TrieNode) -> bool:
-        """Remember a step that the trace has not come to, below the last such one or where it is;
-        unless the trace would perhaps have to be flushed there."""
+        """Add a step that the trace has not reached, below the last such one or the trace's.
+
+        Return False, and add nothing, if the trace might have to be flushed there.
+        """
         parent, node = step.parent, step.node
         assert parent is not None
         nbytes = parent.nbytes
@@ -204,7 +207,7 @@ class TraceTrie:
         return True
 
     def reached(self, step: TrieNode) -> None:
-        """A trace is at this step and goes no further ahead: what was added below is forgotten."""
+        """Note that a trace is at this step; remove the steps ahead that it did not reach."""
         ahead, self._ahead = self._ahead, []
         if not ahead:
             return
@@ -217,26 +220,26 @@ class TraceTrie:
                 self._forget(top)
 
     def half_full(self, step: TrieNode, alive: Callable[[], int]) -> bool:
-        """Whether a trace that ends here is at least half as long as one may be."""
+        """Return whether a trace that ends here is at least half as long as one may be."""
         if 2 * step.depth >= self.max_depth:
             return True
         perhaps = 2 * step.nbytes >= self.max_bytes
         return perhaps and 2 * self._on_a_rank(step, alive()) >= self.max_bytes
 
     def _on_a_rank(self, step: TrieNode, nbytes: int) -> int:
-        """What of so many bytes is on one rank.
+        """Return a rank's share of so many bytes.
 
-        In a trace that is laid out on the mesh they count as cut among all ranks: how each value
-        lies is decided only when the trace is planned.
+        In a trace that is placed on the mesh they count as sharded among all ranks: the placement
+        of each value is decided only when the trace is planned.
         """
         return nbytes // self._ranks if step.placed else nbytes
 
     def kept(self) -> list[Any]:
-        """All plans, least recently used first."""
+        """Return all plans, least recently used first."""
         return [step.plans[outputs] for _, (step, outputs) in self._recent.items()]
 
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
-        """Remember a plan of so many bytes; returns the plans that were dropped to make room."""
+        """Store a plan of so many bytes; return the plans that were dropped to make room."""
         self.reached(step)
         step.plans[outputs] = plan
         forgotten = self._recent.keep(id(plan), (step, outputs), nbytes)
@@ -248,7 +251,7 @@ class TraceTrie:
         return dropped
 
     def cut(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
-        """Forget the steps for which ``stale`` holds, and all below; the plans that stood there."""
+        """Remove the steps for which ``stale`` holds, and all below; return their plans."""
         todo, dropped = [*self._roots.values()], []
         while todo:
             step = todo.pop()
@@ -261,7 +264,7 @@ class TraceTrie:
         return dropped
 
     def _forget_superseded(self, keep: TrieNode) -> list[Any]:
-        """Forget what other steps have taken the place of, but for the way to ``keep``."""
+        """Remove the superseded steps, except for the path to ``keep``; return their plans."""
         way = {id(keep), *map(id, keep.path())}
         superseded, self.superseded = self.superseded, []
         dropped = []
@@ -273,7 +276,7 @@ class TraceTrie:
         return dropped
 
     def _forget(self, top: TrieNode) -> list[Any]:
-        """Take a step that nothing leads to any more, and all below it, out of the counts."""
+        """Subtract a removed step, and all below it, from the counts; return their plans."""
         todo, dropped = [top], []
         while todo:
             step = todo.pop()
@@ -286,7 +289,7 @@ class TraceTrie:
         return dropped
 
     def _drop(self, place: tuple[TrieNode, tuple[int, ...]], keep: TrieNode) -> Any:
-        """Take a plan from where it stands, and the steps that led there alone."""
+        """Remove a plan, and the steps that led to it alone; return it."""
         step, outputs = place
         plan = step.plans.pop(outputs)
         self._prune(step, keep)
@@ -302,14 +305,14 @@ class TraceTrie:
 
 
 def _is_placed(node: Node | None, key: Any) -> bool:
-    """Whether a step is a mark, or an input that enters with how it is stored."""
+    """Return whether a step is a mark, or an input that enters with a sharding."""
     return type(key) is tuple if node is None else node.op in MARKS
 
 
 def build_graph(
     steps: list[TrieNode], outputs: tuple[int, ...], lines: tuple[str, ...], kinds: tuple[str, ...]
 ) -> Graph:
-    """The graph of a path through the trie: inputs first, then the results of the ops in order."""
+    """Build the graph of a path through the trie: inputs first, then the ops' results."""
     inputs = tuple([step.input for step in steps if step.input is not None])
     recorded = [step.node for step in steps if step.node is not None]
     shift, results = len(inputs), sum([len(node.results) for node in recorded])
@@ -320,7 +323,7 @@ def build_graph(
 
 
 def flags_of(steps: list[TrieNode]) -> Flags:
-    """torch's flags under which a path through the trie was recorded."""
+    """Return torch's flags under which a path through the trie was recorded."""
     root = steps[0].parent
     assert root is not None
     flags: Flags = root.key
@@ -328,17 +331,17 @@ def flags_of(steps: list[TrieNode]) -> Flags:
 
 
 def makers(steps: list[TrieNode]) -> list[int]:
-    """For each value that a trace's ops make, the number of the op."""
+    """Return, for each value that a trace's ops make, the number of the op."""
     nodes = [step.node for step in steps if step.node is not None]
     return [number for number, node in enumerate(nodes) for _ in node.results]
 
 
-# -- who wrote a step ----------------------------------------------------------------------
+# -- source lines of steps -----------------------------------------------------------------
 
 
 @dataclass(slots=True)  # not frozen: it is made in every flush
 class Provenance:
-    """Says which op a step of a run is, and who wrote it; expanded only for an error."""
+    """Recorded op and user's line of each step of a run; expanded only for an error."""
 
     step: TrieNode
     call_sites: Sequence[CallSite | None]
@@ -347,11 +350,11 @@ class Provenance:
     origins: tuple[tuple[int, ...], ...]
 
     def is_last(self, number: int) -> bool:
-        """Whether a step of the plan is the op that was recorded last."""
+        """Return whether a step of the plan is the op that was recorded last."""
         return self.op_of(number, 0) == len(self.call_sites) - 1
 
     def op_of(self, number: int, rank: int) -> int:
-        """The recorded op behind a step of a rank's plan."""
+        """Return the recorded op behind a step of a rank's plan."""
         origins = self._origins(rank)
         try:
             return origins[number] if origins else range(len(self.call_sites))[number]
@@ -364,7 +367,7 @@ class Provenance:
         return self.origins[rank if len(self.origins) > 1 else 0]
 
     def lines(self, rank: int) -> tuple[str, ...]:
-        """The user's line of each step of a rank's plan."""
+        """Return the user's line of each step of a rank's plan."""
         lines = lines_of(self.step.path(), self.call_sites, self.backward)
         origins = self._origins(rank)
         return tuple(lines[origin] for origin in origins) if origins else lines
@@ -391,7 +394,7 @@ class Provenance:
 def sites_of(
     steps: list[TrieNode], call_sites: Sequence[CallSite | None], backward: CallSite | None
 ) -> tuple[CallSite | None, ...]:
-    """Where the user called each op; a backward op has its forward op's place."""
+    """Return the user's call of each op; a backward op has its forward op's."""
     sites = []
     ops = [step for step in steps if step.node is not None]
     for step, call_site in zip(ops, call_sites, strict=True):
@@ -404,12 +407,12 @@ def sites_of(
 def lines_of(
     steps: list[TrieNode], call_sites: Sequence[CallSite | None], backward: CallSite | None
 ) -> tuple[str, ...]:
-    """The user's file:line of each op; a backward op has its forward op's."""
+    """Return the user's file:line of each op; a backward op has its forward op's."""
     return tuple(map(expand, sites_of(steps, call_sites, backward)))
 
 
 def line_of(step: TrieNode) -> str:
-    """The user's line of a step that was recorded earlier, as some kept plan has it, or "?"."""
+    """Return the user's line of a step recorded earlier, from some kept plan, or "?"."""
     if step.node is None:
         return "?"
     number = sum(passed.node is not None for passed in step.path()) - 1

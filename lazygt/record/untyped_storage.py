@@ -1,7 +1,7 @@
-"""What ``untyped_storage()`` of a lazy tensor gives: an identity and a size, no memory.
+"""``untyped_storage()`` of lazy tensors: an identity and a size, no memory.
 
-Libraries ask a storage's address whether tensors share it, as safetensors and accelerate do of tied
-weights. Each storage has an address that no process can read, as one of a GPU can't be read here.
+Libraries compare addresses of storages to find shared ones, as safetensors and accelerate do for
+tied weights. Each storage has an address that no process can read, like a GPU's in this process.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 
 #: The device by the name it has before device.py renames it.
 DEVICE_0 = torch.device("privateuseone", 0)
-#: Beyond what an x86 or ARM processor can address, so that whoever reads there fails at once.
+#: Beyond the addresses of an x86 or ARM processor, so that a read there fails at once.
 _FIRST = 1 << 60
-#: What CUDA's allocator rounds to as well.
+#: Alignment of addresses, as of CUDA's allocator.
 _ALIGNMENT = 512
 
 
 class AddressRange(NamedTuple):
-    """Where a storage's bytes would be."""
+    """Addresses that a storage's bytes would have."""
 
     first: int
     nbytes: int
 
 
 class LazyStorage(torch.UntypedStorage):
-    """What ``t.untyped_storage()`` gives: equal addresses mean the same storage."""
+    """Result of ``t.untyped_storage()``: equal addresses mean the same storage."""
 
     range: AddressRange
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: torch would go on with a storage that has no memory, and crash."""
+        """Raise: torch would go on with a storage that has no memory, and crash."""
         raise NotImplementedError(
             "a lazygt storage can't be made or copied: clone the tensor that shows it, or fetch "
             "that with .cpu() and take the storage of the copy"
@@ -40,7 +40,7 @@ class LazyStorage(torch.UntypedStorage):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """``lazygt:0``."""
+        """The device ``lazygt:0``."""
         return DEVICE_0
 
     @property
@@ -48,18 +48,18 @@ class LazyStorage(torch.UntypedStorage):
         return self.range.first
 
     def data_ptr(self) -> int:
-        """An address that nobody can read; 0 of an empty storage, as in torch."""
+        """Return an address that nobody can read; 0 for an empty storage, as in torch."""
         return self.range.first if self.range.nbytes else 0
 
     def nbytes(self) -> int:
-        """Bytes from the first to the last element."""
+        """Return the bytes from the first to the last element."""
         return self.range.nbytes
 
     size = nbytes
     __len__ = nbytes
 
     def resize_(self, size: int) -> NoReturn:
-        """Refused: it would expose memory that no op has written."""
+        """Raise: it would expose memory that no op has written."""
         raise NotImplementedError(
             f"resize_ of a lazygt storage from {self.nbytes()} to {size} bytes: its memory is the "
             f"workers'; give the tensor another value with .data = ..."
@@ -67,7 +67,7 @@ class LazyStorage(torch.UntypedStorage):
 
 
 class _Addresses:
-    """Hands out ranges of addresses one after the other; none comes twice."""
+    """Allocator of address ranges, one after the other; none is reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,12 +84,12 @@ _ADDRESSES = _Addresses()
 
 
 def new_range(nbytes: int) -> AddressRange:
-    """Addresses for so many bytes, which nothing else has or will have."""
+    """Return addresses for so many bytes, which nothing else has or will have."""
     return _ADDRESSES.take(nbytes)
 
 
 def untyped_storage_of(t: torch.Tensor, addresses: AddressRange) -> LazyStorage:
-    """The storage of a lazy tensor."""
+    """Return the storage of a lazy tensor."""
     storage: Any = torch.UntypedStorage(0, device="cpu")
     storage.__class__ = LazyStorage
     storage.range = addresses

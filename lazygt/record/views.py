@@ -1,4 +1,4 @@
-"""What an op's results are to the user: new handles, views of a storage, and tensors written."""
+"""Users' results of ops: new handles, views of a storage, and written tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lazygt.record.trie import TrieNode
 def results(
     trace: Trace, step: TrieNode, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What the user gets of a step that is not just one fresh tensor."""
+    """Return the user's results of a step that is not just one fresh tensor."""
     node = step.node
     assert node is not None
     trace.reserve(step)
@@ -50,12 +50,12 @@ def results(
 
 
 def resize(t: LazyTensor, meta: TensorMeta) -> None:
-    """``out=`` gave a tensor another shape: it shows a storage of its own from here on."""
+    """Give a tensor of ``out=`` another shape: it shows a storage of its own from here on."""
     rebind(t, meta, new_storage(storage_of(t).owner, 0, 0, meta), None)
 
 
 def write(trace: Trace, t: LazyTensor, index: int) -> None:
-    """The handle ``t`` was written: its new version is value ``index``."""
+    """Note that a handle was written: its new version is value ``index``."""
     storage, view = storage_of(t), view_of(t)
     if view is None:
         trace.own(storage, index)
@@ -72,7 +72,7 @@ def write(trace: Trace, t: LazyTensor, index: int) -> None:
 
 
 def handle(trace: Trace, step: TrieNode, args: tuple[Any, ...]) -> LazyTensor:
-    """The handle that an op with one view as its result returns."""
+    """Return the handle of an op with one view as its result."""
     ops = step.view_ops
     if ops is None:
         ops = chains.view_ops(step)
@@ -88,7 +88,7 @@ def handle(trace: Trace, step: TrieNode, args: tuple[Any, ...]) -> LazyTensor:
 
 
 def handles(trace: Trace, f: OpFacts, step: TrieNode, args: tuple[Any, ...]) -> list[LazyTensor]:
-    """The handles that an op with a list of views as its result returns."""
+    """Return the handles of an op with a list of views as its result."""
     ops = step.view_ops
     if ops is None:
         ops = chains.view_ops(step)
@@ -107,11 +107,11 @@ def handles(trace: Trace, f: OpFacts, step: TrieNode, args: tuple[Any, ...]) -> 
 
 
 def same_view(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handler of ``detach`` and ``alias``: another handle for the same, which needs no step."""
+    """Return another handle for the same, without a step (``detach``, ``alias``)."""
     return alias(args[0])
 
 
 def same_shape_view(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handler of ``view``: to the shape that it has, it is an alias."""
+    """Return an alias for a ``view`` to the same shape, else NotImplemented."""
     t = args[0]
     return alias(t) if tuple(t.shape) == tuple(args[1]) else NotImplemented

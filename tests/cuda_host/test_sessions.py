@@ -101,3 +101,13 @@ def test_a_profile_times_each_op(gpu: Control) -> None:
         with lazygt.profile(session):
             train(session, 1)
         assert gpu.waits > waits + 10
+
+
+def test_recurrent_layers_are_recorded_as_cudnns_op(gpu: Control) -> None:
+    with lazygt.session(device="cuda", launcher="dry", compile="off") as session:
+        output, _ = nn.LSTM(4, 3)(torch.randn(5, 2, 4))
+        output.sum().backward()
+        session.flush()
+        ops = [node.op for plan in session.plans() for node in plan.steps.graph.nodes]
+    assert ops.count("aten._cudnn_rnn.default") == 1
+    assert ops.count("aten._cudnn_rnn_backward.default") == 1

@@ -1,1 +1,1 @@
-"""Code that torch alone does not have: users' ops and functions, found here for the workers."""
+"""Users' ops and functions, not part of torch: their code is found here for the workers."""

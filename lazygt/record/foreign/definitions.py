@@ -1,8 +1,8 @@
-"""Definitions: where the code of an op is that torch alone does not have, for the workers.
+"""Definitions of ops that torch alone does not have, for the workers.
 
-A worker imports the modules that define the op, where it can get them; else the op's kernel is
-pickled by its content. That content is looked at whenever the op is recorded: an op that is
-defined anew, or that refers to something that has changed, is another op.
+A worker imports the modules that define the op, if it can; else the op's kernel is pickled by
+value. Its content is checked whenever the op is recorded: an op that is defined anew, or that
+refers to a changed object, is another op.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ONLY_VALUES_TELL = (
 
 @dataclass(slots=True)
 class _Known:
-    """An op as it was recorded last.
+    """Op as it was recorded last.
 
     Attributes:
-        modules: that workers import for it; none: its code travels.
-        witness: what that code depends on; None: on something that may change without a trace.
+        modules: modules that workers import for it; None: its code is sent.
+        witness: dependencies of that code; None: one of them may change unnoticed.
     """
 
     func: Any
@@ -48,7 +48,7 @@ class _Known:
     witness: Witness | None
 
     def is_current(self) -> bool:
-        """Whether the op is still that one."""
+        """Return whether the op's definition is unchanged."""
         if self.fake is not _fake_kernel(self.func):
             return False
         if self.modules is not None:
@@ -57,23 +57,23 @@ class _Known:
 
 
 class ForeignOps:
-    """The foreign ops of a session.
+    """Foreign ops of a session.
 
     Args:
-        ship_code: whether code may be pickled for the workers.
+        ship_code: True if code may be pickled for the workers.
     """
 
     def __init__(self, device_type: str, ship_code: bool) -> None:
         self.device_type, self.ship_code = device_type, ship_code
         self._known: dict[int, _Known] = {}
-        #: of ``lazygt.apply``, by code: what they were seen to depend on, and what stands for them
+        #: functions of ``lazygt.apply``, by code: their witnesses and their ops
         self.functions: dict[Any, tuple[Witness, Foreign]] = {}
 
     def facts(self, func: Any) -> OpFacts:
-        """The facts of a foreign op as it is defined now.
+        """Return the facts of a foreign op as it is defined now.
 
         Raises:
-            CodeError: its code can't be brought to the workers.
+            CodeError: the op's code can't be brought to the workers.
         """
         known = self._known.get(id(func))
         if known is None or not known.is_current():
@@ -131,7 +131,7 @@ def _no_kernel(title: str, module: str, device_type: str) -> Exception:
 
 
 def _fake_kernel(func: Any) -> Any:
-    """What tells an op's results without values; None: nothing does."""
+    """Return the op's fake kernel; True: torch can run it without values; None: none."""
     qualname = func.name()
     defined: CustomOpDef | None = OPDEFS.get(qualname)
     if defined is not None:
@@ -147,7 +147,7 @@ def _fake_kernel(func: Any) -> Any:
 
 
 def known_op(definition: Definition, infer: Callable[..., Any] | None) -> Foreign:
-    """What stands for an op in graphs: the one there is for this definition, or a new one."""
+    """Return the op of a definition in graphs: the known one, or a new one."""
     try:
         known: Foreign = overload(definition.name)
     except KeyError:
@@ -162,7 +162,7 @@ def known_op(definition: Definition, infer: Callable[..., Any] | None) -> Foreig
 
 @dataclass(frozen=True, slots=True)
 class _Infer:
-    """Runs an op's fake kernel."""
+    """Inference by running an op's fake kernel."""
 
     func: Any
     fake: Any

@@ -1,4 +1,4 @@
-"""Functions: a plain Python function run on the workers' tensors, as one op of the graph."""
+"""Plain Python functions run on the workers' tensors, as one op of the graph."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from lazygt.runtime.foreign.calls import Gradient, Operand, PlainFunction, struc
 from lazygt.runtime.foreign.schema import Definition, code_name
 
 _SCHEMA = "(Tensor[] operands, bool tell) -> Tensor[]"
-#: Functions, and signatures of one function, that are remembered.
+#: Number of functions, and of signatures of one function, that are remembered.
 _FUNCTIONS = _SIGNATURES = 1_000
 
 Metas = tuple[TensorMeta, ...]
 
 
 def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What ``fn(*args, **kwargs)`` returns, computed by the workers as one op.
+    """Return the result of ``fn(*args, **kwargs)``, computed by the workers as one op.
 
-    ``fn`` gets the workers' own tensors in the place of lazygt's, and may do with them whatever
-    Python can: NumPy, SciPy, loops over values. Its code travels pickled, with all that it refers
-    to; what workers can import, they import. It returns new values and does not write into its
-    arguments; what it changes elsewhere stays on the worker.
+    ``fn`` gets the workers' own tensors in place of lazygt's, and may use them as any Python code:
+    NumPy, SciPy, loops over values. Its code is sent pickled, with all that it refers to; workers
+    import the modules that they can. It returns new values and does not write into its arguments;
+    other side effects stay on the worker.
 
-    ``fn`` is first run here on tensors without values, to learn the shapes of what it returns.
-    Where that fails, the workers run it at each call while the client waits for the shapes.
+    ``fn`` is first run here on tensors without values, to learn the shapes of its results. Where
+    that fails, the workers run it at each call while the client waits for the shapes.
 
     Gradients flow through it: the backward pass runs ``fn`` again, with the same random numbers.
 
     Args:
-        fn: takes tensors, and anything that can be pickled.
+        fn: function of tensors, and of any objects that can be pickled.
         args, kwargs: its arguments; tensors may stand in lists, tuples and dicts. A number is part
             of the program: give one that changes with every step as a tensor.
 
     Raises:
-        CodeError: its code can't be pickled, or ``ship_code=False`` forbids that.
+        CodeError: the code can't be pickled, or ``ship_code=False`` forbids that.
         NoSession: no session is open.
     """
     active = recorder()
@@ -77,17 +77,17 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Structure:
-    """How what a function returned is put together.
+    """Structure of a function's result: a pytree with tensors left out.
 
     Attributes:
-        leaves: the metas of tensors, and the other values, in order.
+        leaves: metas of the tensors, and the other values, in order.
     """
 
     leaves: tuple[Any, ...]
     spec: Any
 
     def put_together(self, tensors: Sequence[Any]) -> Any:
-        """The value, with these tensors in it."""
+        """Return the value with these tensors in it."""
         left = iter(tensors)
         leaves = [next(left) if isinstance(x, TensorMeta) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -95,10 +95,10 @@ class Structure:
 
 @dataclass(frozen=True)
 class _Call:
-    """A function that is to be recorded.
+    """Call of a function, to be recorded.
 
     Attributes:
-        parts: all that ``plain`` is made of besides tensors.
+        parts: all parts of ``plain`` besides tensors.
     """
 
     active: Recorder
@@ -106,7 +106,7 @@ class _Call:
     parts: tuple[Any, ...]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Structure]:
-        """Record it; the tensors that it returns, and what they are part of."""
+        """Record the call; return the resulting tensors and the structure around them."""
         active = self.active
         with active.lock:
             op = self._op()
@@ -122,13 +122,13 @@ class _Call:
         return [x for x in leaves if is_lazy(x)], Structure(shown, spec)
 
     def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> _Call:
-        """Its backward pass."""
+        """Return the call of the backward pass."""
         assert isinstance(self.plain, PlainFunction)
         plain = Gradient(self.plain, wanted, given)
         return _Call(self.active, plain, (*self.parts, wanted, given))
 
     def _op(self) -> Foreign:
-        """What stands for it in graphs: one op for one content."""
+        """Return the function's op in graphs: one op for one content."""
         definitions, plain = self.active.definitions, self.plain
         definitions.check_shipping(plain.name, plain.module)
         key = type(plain), getattr(self.parts[0], "__code__", None)
@@ -151,10 +151,10 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Results:
-    """What a function returns for tensors without values; remembered by signature and flags.
+    """Results of a function for tensors without values, cached by signature and flags.
 
     Attributes:
-        name: by which one is told from another.
+        name: the function's identity.
     """
 
     name: str
@@ -163,7 +163,7 @@ class _Results:
     _known: dict[tuple[Flags, Metas], Structure | None] = field(default_factory=dict, compare=False)
 
     def structure(self, metas: Metas) -> Structure | None:
-        """How what it returns is put together; None: only values can tell."""
+        """Return the structure of the function's result; None: only values can tell."""
         key = recorder().flags, metas
         if key not in self._known:
             if len(self._known) >= _SIGNATURES:
@@ -187,7 +187,7 @@ class _Results:
         return Structure(shown, spec)
 
     def __call__(self, operands: list[torch.Tensor], tell: bool) -> list[torch.Tensor]:
-        """Its results as fake tensors."""
+        """Return the function's results as fake tensors."""
         structure = self.structure(tuple(map(TensorMeta.of, operands)))
         if tell or structure is None:
             raise NotImplementedError(f"only values can tell what {self.plain.name} returns")
@@ -195,7 +195,7 @@ class _Results:
 
 
 def _meta(value: torch.Tensor) -> TensorMeta:
-    """The meta of a result: it has memory of its own."""
+    """Return the meta of a result, which has memory of its own."""
     meta = TensorMeta.of(value)
     return TensorMeta(meta.shape, meta.stride, meta.dtype)
 
@@ -205,7 +205,7 @@ def _rows(meta: TensorMeta) -> TensorMeta:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A function whose backward pass runs it again."""
+    """Function with a backward pass that runs it again."""
 
     @staticmethod
     def forward(

@@ -1,5 +1,4 @@
-"""Pickling of code: functions by their content where no worker could import them, with the ops that
-they may call."""
+"""Pickling of code: functions that no worker can import by value, with the ops they call."""
 
 from __future__ import annotations
 
@@ -37,13 +36,13 @@ from lazygt.runtime.foreign.loader import (
 
 
 def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...], tuple[str, ...]]:
-    """``value`` pickled, with the ops that it may call.
+    """Pickle ``value`` with the ops that it may call.
 
     Returns:
-        It, and the modules and shared libraries that define other such ops.
+        The pickle, and the modules and shared libraries that define other such ops.
 
     Raises:
-        CodeError: something of it can't be pickled.
+        CodeError: a part of it can't be pickled.
     """
     main = pickled(value, title, module, _reduced)
     inner: dict[str, bytes] = {}
@@ -67,7 +66,7 @@ def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...],
 
 
 def _named_in(text: bytes) -> Iterator[OpOverload]:
-    """The ops defined in Python whose names stand in pickled code: it may call them."""
+    """Yield the ops defined in Python that are named in pickled code: it may call them."""
     for qualname in {**dict(OPDEFS), **defined()}:
         space, _, name = qualname.partition("::")
         if space.encode() in text and name.encode() in text and space not in ("prims", "aten"):
@@ -86,7 +85,7 @@ def _inner(func: OpOverload) -> InnerOp:
 
 
 def _reduced(operation: Any) -> Any:
-    """What stands for a torch op, or a namespace of them, in pickled code."""
+    """Return the reduction of a torch op, or a namespace of them, in pickled code."""
     if isinstance(operation, OpOverload):
         return NamedOp, (operation.name(), operation._overloadname)
     if isinstance(operation, OpOverloadPacket):
@@ -97,7 +96,7 @@ def _reduced(operation: Any) -> Any:
 
 
 def kernel_function(obj: Any) -> FunctionType | None:
-    """The function that a Triton kernel is made of; None for anything else."""
+    """Return the function of a Triton kernel; None for anything else."""
     kind = type(obj)
     if (kind.__module__, kind.__name__) != ("triton.runtime.jit", "JITFunction"):
         return None
@@ -106,14 +105,14 @@ def kernel_function(obj: Any) -> FunctionType | None:
 
 
 def pickled(value: Any, title: str, module: str, operation: Callable[[Any], Any]) -> bytes:
-    """``value`` pickled, with all code in it that no worker could import.
+    """Pickle ``value`` with all code in it that no worker could import.
 
     Args:
-        title, module: what it is, for an error.
-        operation: what stands for a torch op that it refers to.
+        title, module: names for an error.
+        operation: function from a torch op, or a namespace of ops, to its reduction.
 
     Raises:
-        CodeError: something in it can't be pickled.
+        CodeError: a part of it can't be pickled.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, operation)
@@ -139,7 +138,7 @@ _OPERATIONS = (CustomOpDef, OpOverload, OpOverloadPacket, _OpNamespace)
 
 
 class _Refused(Exception):
-    """Why something is not pickled."""
+    """Refusal to pickle an object, with the reason."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -172,7 +171,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _look_at(self, name: str | None) -> None:
-        """Have what is of a module pickled by its content if workers can't import that."""
+        """Pickle a module's objects by value if workers can't import it."""
         module = sys.modules.get(name or "")
         if module is None or name == "__main__" or importable(module.__name__):
             return

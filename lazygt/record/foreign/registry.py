@@ -1,7 +1,7 @@
-"""Who has defined an op that torch alone does not have, and with which functions or libraries.
+"""Registry of ops that torch alone does not have: their modules, functions and libraries.
 
-torch keeps such functions in C++, where nobody finds them again, so they are noted as they are
-registered: from lazygt's import on.
+torch keeps such functions in C++, out of Python's reach, so they are noted as they are registered:
+from lazygt's import on.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from lazygt.record.tensor import NATIVE
 #: Dispatch keys of kernels that compute on any device.
 ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional",
               "CompositeImplicitAutograd")  # fmt: skip
-#: Those that torch takes before a backend's fallback.
+#: Those of them that torch takes before a backend's fallback.
 _BEFORE_FALLBACK = ANY_DEVICE[:2]
 #: Namespaces of ops that every process has.
 _TORCHS_OWN = ("aten", "prim", "prims")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-#: What a library names that is linked with torch's.
+#: Names in a library that is linked with torch's.
 _LINKED = (b"libc10", b"libtorch")
 _REGISTERED_AT = re.compile(r"registered at (.+?):\d+")
-#: module -> (its spec, its file) when it was first asked about, and whether workers can import it
+#: module -> its spec when it was first asked about, and True if workers can import it
 _modules: dict[str, tuple[Any, bool]] = {}
 
 
-# -- what is registered ---------------------------------------------------------------------
+# -- registrations --------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Noted:
-    """What has been registered for an op.
+    """Registrations of an op.
 
     Attributes:
         kernels: dispatch key -> function.
-        modules: that registered something, in order.
-        times: how often it was defined.
+        modules: modules that registered something, in order.
+        times: number of its definitions.
     """
 
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Noted:
     times: int = 0
 
     def by(self, module: str) -> None:
-        """A module has registered something."""
+        """Note a registration by a module."""
         global _count
         _count += 1
         if module not in self.modules:
@@ -73,22 +73,22 @@ _impl: Any = Library.impl
 
 
 def noted(qualname: str) -> Noted:
-    """What has been registered for ``namespace::op`` or ``namespace::op.overload``."""
+    """Return the registrations of ``namespace::op`` or ``namespace::op.overload``."""
     return _noted.get(qualname) or Noted()
 
 
 def defined() -> dict[str, Noted]:
-    """All ops of which something was noted."""
+    """Return all ops with noted registrations."""
     return _noted
 
 
 def count() -> int:
-    """How many registrations have been noted."""
+    """Return the number of registrations noted."""
     return _count
 
 
 def note_defined() -> None:
-    """Note what was defined before lazygt was imported; torch does not tell by whom."""
+    """Note the ops defined before lazygt's import; torch does not tell their modules."""
     for qualname in torch.library._defs:
         _noted[qualname] = Noted(times=1)
     if NATIVE is not None:
@@ -99,12 +99,12 @@ def note_defined() -> None:
 
 
 def _foreign(qualname: str) -> bool:
-    """Whether an op is none of torch's own."""
+    """Return whether an op is none of torch's own."""
     return qualname.partition("::")[0] not in _TORCHS_OWN
 
 
 def _record_whole(qualname: str) -> None:
-    """Have C++ record an op that torch would compute there by its kernel for any device."""
+    """Make C++ record an op that torch would run there by its kernel for any device."""
     if NATIVE is not None and _foreign(qualname):
         space, _, op = qualname.partition("::")
         NATIVE.record_whole(space, op)
@@ -149,18 +149,18 @@ def _qualname(library: Library, op: Any) -> str:
 
 
 def _registering_module() -> str:
-    """The module that is being run: to import it is to register this again."""
+    """Return the module that is being run: importing it registers the op again."""
     frame = sys._getframe(2)
     while frame.f_code.co_name != "<module>" and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
 
 
-# -- where an op comes from -------------------------------------------------------------------
+# -- sources of ops --------------------------------------------------------------------------
 
 
 def is_foreign(func: Any) -> bool:
-    """Whether an overload is one that a process has only once somebody has defined it."""
+    """Return whether an overload exists only after somebody has defined it."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCHS_OWN:
         return False
     qualname = func.name()
@@ -171,14 +171,14 @@ def is_foreign(func: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the code of an op is.
+    """Source of an op's code.
 
     Attributes:
         kernel: the Python function that computes it on the workers' device; None: it has none, or
             it is not known.
-        modules: that have registered something for it.
+        modules: modules that have registered something for it.
         libraries: shared libraries that may have.
-        again: it was defined more than once, so what a module defines may be another one.
+        again: it was defined more than once, so a module may define another version.
     """
 
     kernel: Callable[..., Any] | None
@@ -188,16 +188,15 @@ class Source:
 
     @property
     def can_be_imported(self) -> bool:
-        """Whether a worker that loads all of it knows the op as it is here."""
+        """True if a worker that loads all of it has the same op."""
         named = bool(self.modules or self.libraries)
         return named and not self.again and all(map(importable, self.modules))
 
 
 def source_of(func: Any, device_type: str) -> Source:
-    """Where the code of a foreign op is.
+    """Return the source of a foreign op's code.
 
-    Raises:
-        CodeError: nobody knows.
+    All parts are empty where nobody knows it; ``ForeignOps.facts`` raises CodeError then.
     """
     qualname = func.name()
     note, defined = noted(qualname), OPDEFS.get(qualname)
@@ -218,7 +217,7 @@ def source_of(func: Any, device_type: str) -> Source:
 
 
 def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
-    """The Python functions that compute an op, by type of device; None: on any."""
+    """Return the Python functions that compute an op, by type of device; None: on any."""
     defined = OPDEFS.get(func.name())
     if defined is not None:
         return {kind: _plain(kernel) for kind, kernel in defined._backend_fns.items()}
@@ -233,7 +232,7 @@ def _opname(func: Any) -> str:
 
 
 def _plain(kernel: Any) -> Any:
-    """The user's function inside what ``CustomOpDef.register_kernel`` keeps."""
+    """Return the user's function inside the wrapper of ``CustomOpDef.register_kernel``."""
     inner = getattr(kernel, "__wrapped__", kernel)
     names = getattr(inner, "__code__", None)
     if names is None or "fn" not in names.co_freevars:
@@ -242,7 +241,7 @@ def _plain(kernel: Any) -> Any:
 
 
 def _registered_by(qualname: str) -> list[str]:
-    """Modules that have registered an op before lazygt was imported, as far as torch says so."""
+    """Return modules that registered an op before lazygt's import, as far as torch tells."""
     files = _REGISTERED_AT.findall(torch._C._dispatch_dump(qualname))
     ours = {file for file in files if not file.startswith(_TORCH)}
     holder = fake_kernels.find(qualname).fake_impl.kernel
@@ -256,13 +255,13 @@ def _registered_by(qualname: str) -> list[str]:
 
 
 def libraries_with(namespace: str, op: str) -> tuple[str, ...]:
-    """The loaded libraries, besides torch's own, that have these names in them."""
+    """Return the loaded libraries, besides torch's own, that contain these names."""
     wanted = namespace.encode(), op.encode()
     return tuple(path for path in _loaded() if _linked(path) and _names_all(path, wanted))
 
 
 def module_of(path: str) -> str:
-    """The Python module that a library is; empty if it is none."""
+    """Return the Python module that a library is; empty if it is none."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file and os.path.realpath(file) == path:
@@ -278,7 +277,7 @@ def _loaded() -> list[str]:
 
 @cache
 def _of_torch() -> frozenset[str]:
-    """Paths of torch's own libraries as ``/proc/self/maps`` lists them, without symbolic links."""
+    """Return the real paths of torch's own libraries, as in ``/proc/self/maps``."""
     files = (os.path.join(_TORCH, "lib", "*"), os.path.join(_TORCH, "*.so"))
     return frozenset(os.path.realpath(file) for pattern in files for file in glob(pattern))
 
@@ -297,10 +296,10 @@ def _names_all(path: str, names: tuple[bytes, ...]) -> bool:
 
 
 def importable(name: str) -> bool:
-    """Whether workers that import a module get what the client has.
+    """Return whether workers that import a module get the same as the client has.
 
     They do not for a script, for a module that was made by hand, and for one that has been loaded
-    again since it was first used: its file may have changed in between.
+    again since its first use: its file may have changed in between.
     """
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
@@ -313,7 +312,7 @@ def importable(name: str) -> bool:
 
 
 def is_imported(obj: Any) -> bool:
-    """Whether workers get a function, class or kernel by importing its module, by its name."""
+    """Return whether workers get a function, class or kernel by an import and its name."""
     reached: Any = sys.modules.get(obj.__module__)
     for name in obj.__qualname__.split("."):
         reached = getattr(reached, name, None)

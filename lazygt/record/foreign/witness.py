@@ -1,4 +1,4 @@
-"""Witness: all that the pickled code of a function depends on, to tell whether it has changed."""
+"""Witnesses: dependencies of a function's pickled code, compared to detect changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lazygt.record.foreign import registry
 from lazygt.record.foreign.pickling import kernel_function
 from lazygt.record.foreign.registry import importable, is_imported
 
-#: What never changes, and refers to nothing that may.
+#: Immutable types without references to mutable objects.
 _ATOMS = frozenset(
     {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.layout,
      torch.memory_format, BuiltinFunctionType, type(Ellipsis)}
@@ -25,11 +25,11 @@ _ATOMS = frozenset(
 
 
 class _Mutable(Exception):
-    """Something that may have changed without a trace: a list, a tensor, an object."""
+    """Object that may change unnoticed: a list, a tensor, an instance."""
 
 
 class Witness:
-    """The objects that a function was seen to refer to, in order."""
+    """Objects that a function was seen to refer to, in order."""
 
     def __init__(self, value: Any, seen: list[Any]) -> None:
         self._value, self._seen = value, seen
@@ -43,14 +43,14 @@ class Witness:
 
     @staticmethod
     def of(value: Any) -> Witness | None:
-        """The witness of a function; None when something that it refers to may change itself."""
+        """Return a function's witness; None if an object that it refers to is mutable."""
         try:
             return Witness(value, _seen(value))
         except _Mutable:
             return None
 
     def holds(self) -> bool:
-        """Whether the function still refers to the same objects."""
+        """Return whether the function still refers to the same objects."""
         try:
             return _same(_seen(self._value), self._seen)
         except _Mutable:
@@ -71,7 +71,7 @@ def _seen(value: Any) -> list[Any]:
 def _walk(value: Any, seen: list[Any], known: set[int]) -> None:
     kind = type(value)
     if kind not in (FunctionType, tuple) or id(value) in known:
-        seen.append(value)  # of a function what it is made of says more than which one it is
+        seen.append(value)  # of a function its parts say more than its identity
     if kind in _ATOMS or id(value) in known:
         return
     known.add(id(value))
@@ -106,7 +106,7 @@ def _walk_function(fn: FunctionType, seen: list[Any], known: set[int]) -> None:
     for cell in fn.__closure__ or ():
         try:
             contents = cell.cell_contents
-        except ValueError:  # what it is for is defined later
+        except ValueError:  # its variable is defined later
             seen.append(cell)
         else:
             _walk(contents, seen, known)
@@ -126,7 +126,7 @@ def _walk_all(values: Iterable[Any], seen: list[Any], known: set[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """All names in a function and in those inside it; some are attributes, and no globals."""
+    """Return all names in a function and in those inside; some are attributes, no globals."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType)
              for name in _names(const)]  # fmt: skip
     return tuple(dict.fromkeys((*code.co_names, *inner)))

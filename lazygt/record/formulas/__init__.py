@@ -1,1 +1,1 @@
-"""Which formula torch takes: the one that eager torch takes on the workers' device."""
+"""torch's choice of formulas: the one that eager torch makes on the workers' device."""

@@ -1,7 +1,7 @@
 """Attention: the kernel that eager torch would choose on the workers' device.
 
-On GPUs the choice is that of torch's ``sdp_utils``, by the conditions that its versions from 2.11
-on have in common: a kernel is taken where all of them would take it.
+On GPUs the choice is that of torch's ``sdp_utils``, by the conditions that torch's versions from
+2.11 on have in common: a kernel is taken where all of them would take it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten: Any = torch.ops.aten
 
 
 class Call(NamedTuple):
-    """The arguments of ``scaled_dot_product_attention``."""
+    """Arguments of ``scaled_dot_product_attention``."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -39,13 +39,13 @@ class Call(NamedTuple):
 
     @property
     def differentiates(self) -> bool:
-        """Whether a gradient of query, key, value or mask may be asked for."""
+        """True if a gradient of query, key, value or mask may be asked for."""
         tensors = self.operands if self.mask is None else (*self.operands, self.mask)
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
     @property
     def additive(self) -> torch.Tensor | None:
-        """The mask as what is added to the scores."""
+        """The mask as a term that is added to the scores."""
         mask = self.mask
         if mask is None or mask.dtype != torch.bool:
             return mask
@@ -70,7 +70,8 @@ def attention(
     """Record a fused kernel where eager torch would take it, else plain matmuls.
 
     Raises:
-        RuntimeError: there is a mask and a causal one, or all kernels that fit are switched off.
+        RuntimeError: both a mask and ``is_causal`` are given, or all fitting kernels are switched
+            off.
     """
     if attn_mask is not None and is_causal:
         raise RuntimeError(
@@ -101,7 +102,7 @@ def _math(call: Call) -> torch.Tensor:
 
 
 def _empty(call: Call) -> torch.Tensor:
-    """Zeros, and NaN where an operand has one; the sums give each operand its gradient."""
+    """Return zeros, and NaN where an operand has one; the sums give each its gradient."""
     query, key, value = call.operands
     zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
     values, keys = value.sum(), key.sum()
@@ -133,10 +134,10 @@ _CPU_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.flo
 
 
 def _shapes_fit(call: Call, gqa: bool) -> bool:
-    """Whether all have four dims, the same samples, and heads that match.
+    """Return whether all have four dims, the same samples, and heads that match.
 
     Args:
-        gqa: the kernel shares each head of the keys among a group of query heads, if asked to.
+        gqa: the kernel can share each head of the keys among a group of query heads.
     """
     query, key, value = call.operands
     if not query.dim() == key.dim() == value.dim() == 4:
@@ -172,7 +173,7 @@ def _of_dtypes(call: Call, dtypes: frozenset[torch.dtype]) -> bool:
 
 
 def _choice(call: Call, gpu: Gpu) -> Callable[[Call], torch.Tensor]:
-    """The first kernel in torch's order that is switched on and fits."""
+    """Return the first kernel in torch's order that is switched on and fits."""
     for backend in _order(gpu):
         if backend in _KERNELS:
             enabled, fits, kernel = _KERNELS[backend]
@@ -182,14 +183,17 @@ def _choice(call: Call, gpu: Gpu) -> Callable[[Call], torch.Tensor]:
 
 
 def _order(gpu: Gpu) -> list[int]:
-    """Backends by priority; cuDNN is first where torch prefers it and no one asked for others."""
+    """Return the backends by priority.
+
+    cuDNN is first where torch prefers it, unless the user has set an order.
+    """
     order: list[int] = torch._C._get_sdp_priority_order()
     if order == _DEFAULT_ORDER and _prefers_cudnn(gpu):
         return [SDPBackend.CUDNN_ATTENTION.value, *order]
     return order
 
 
-#: Before torch has seen a GPU.
+#: torch's order before it has seen a GPU.
 _DEFAULT_ORDER = [
     backend.value
     for backend in (
@@ -231,7 +235,7 @@ def _fits_cudnn(call: Call, gpu: Gpu) -> bool:
 
 
 def _cudnn_drops(call: Call, gpu: Gpu) -> bool:
-    """Whether cuDNN draws the dropout: its probabilities are sixteenths."""
+    """Return whether cuDNN draws the dropout: its probabilities are sixteenths."""
     return gpu.cudnn >= 91400 and call.query.shape[2] != 1 and (call.dropout_p * 16).is_integer()
 
 
@@ -263,7 +267,10 @@ def _fits_flash(call: Call, gpu: Gpu) -> bool:
 
 
 def _flash_differentiates(call: Call, gpu: Gpu) -> bool:
-    """Whether flash attention has the gradients: where shared memory is small, not of all heads."""
+    """Return whether flash attention has the gradients.
+
+    GPUs with little shared memory lack those of some head sizes.
+    """
     small = (8, 6) <= gpu.capability <= (8, 9) or (12, 0) <= gpu.capability <= (12, 1)
     if not (small and call.differentiates):
         return True
@@ -272,7 +279,7 @@ def _flash_differentiates(call: Call, gpu: Gpu) -> bool:
 
 
 def _flash(call: Call) -> torch.Tensor:
-    """The kernel takes heads of a multiple of 8: others are filled up, and scaled as they were."""
+    """Run the flash kernel, with heads padded to a multiple of 8, and the scale kept."""
     size = call.query.shape[3]
     scale = 1 / math.sqrt(size) if call.scale is None else call.scale
     filled = [_filled_up(t, -size % 8) for t in call.operands]
@@ -303,7 +310,7 @@ def _fits_efficient(call: Call, gpu: Gpu) -> bool:
 
 
 def _step(dtype: torch.dtype, capability: tuple[int, int]) -> int:
-    """The number of elements that the products of efficient attention read at once."""
+    """Return the number of elements that efficient attention's matmuls read at once."""
     half = dtype in _HALVES
     if capability >= (8, 0) or (capability >= (7, 0) and half):
         return 8 if half else 4
@@ -322,7 +329,7 @@ def _efficient(call: Call) -> torch.Tensor:
 
 
 def _expanded(call: Call) -> torch.Tensor | None:
-    """The mask of all scores, in rows whose begin in memory the kernel can read 8 elements from."""
+    """Return the mask of all scores, with rows aligned for the kernel to read 8 elements."""
     mask, query = call.additive, call.query
     if mask is None:
         return None
@@ -337,10 +344,10 @@ def _is_filled(call: Call) -> bool:
 
 
 def _rows_are_dense_on_gpus(call: Call, singles: bool) -> bool:
-    """Whether the last dims have stride 1, that of the mask too.
+    """Return whether the last dims, the mask's too, have stride 1.
 
     Args:
-        singles: those of one element need not.
+        singles: a last dim of one element is exempt.
     """
     if not (_rows_are_dense(call) or (singles and call.query.shape[-1] == 1)):
         return False
@@ -357,7 +364,7 @@ def _must_be_deterministic() -> bool:
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _EFFICIENT = _HALVES | {torch.float32}
 
-#: Backend -> whether it is switched on, whether it takes a call on a GPU, and its kernel.
+#: Backend -> (its switch, its test of a call on a GPU, its kernel).
 _KERNELS: dict[
     int, tuple[Callable[[], bool], Callable[[Call, Gpu], bool], Callable[[Call], torch.Tensor]]
 ] = {

@@ -1,4 +1,4 @@
-"""``torch.autocast``: which ops compute in which precision, by the device of the workers.
+"""``torch.autocast``: policies that give each op its precision, by the workers' device.
 
 The tables are those of ``ATen/autocast_mode.cpp`` for CPU and CUDA. An op that the installed torch
 does not cast on a device is not cast here either.
@@ -17,7 +17,7 @@ from lazygt.record.patches import Patch
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-#: Calls an overload with the arguments that autocast gives it.
+#: Function that calls an overload with the arguments that autocast gives it.
 Policy = Callable[[torch._ops.OpOverload, Args, Kwargs], Any]
 
 _KEY: Any = torch._C.DispatchKey
@@ -28,7 +28,7 @@ _KEYS = torch._C.DispatchKeySet(_KEY.AutocastPrivateUse1)
 
 
 def _lower(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Compute in the dtype of autocast (``lower_precision_fp``)."""
+    """Compute in autocast's dtype (``lower_precision_fp``)."""
     return _call_in(torch.get_autocast_dtype(NAME), overload, args, kwargs)
 
 
@@ -55,7 +55,7 @@ def _single_result(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) 
 
 
 def _norm_in_single(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """The same by the overload that takes a dtype (``fp32_append_dtype``)."""
+    """Ask for a float32 result by the overload with a dtype (``fp32_append_dtype``)."""
     if not _is_cast(args[0]):
         return overload(*args, **kwargs)
     norm = torch.ops.aten.norm
@@ -80,7 +80,7 @@ def _call_in(
 
 
 def as_cudnn(layers: Callable[..., Any]) -> Callable[..., Any]:
-    """Recurrent layers as cuDNN's: autocast has them compute in float16, whatever its dtype is."""
+    """Wrap recurrent layers: under cuDNN autocast computes in float16, whatever its dtype."""
 
     @wraps(layers)
     def op(x: torch.Tensor, *args: Any) -> Any:
@@ -100,7 +100,7 @@ def _cast(arg: Any, dtype: torch.dtype) -> Any:
 
 
 def _is_cast(t: Any) -> bool:
-    """Tell whether autocast changes a tensor: one of float64, or of another device, stays."""
+    """Return whether autocast changes a tensor, not of float64 nor of another device."""
     if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
         return False
     return t.device.type == NAME or workers_device() == "cpu"
@@ -210,12 +210,12 @@ def register_autocast() -> torch.library.Library:
 
 
 def fall_through(library: torch.library.Library) -> None:
-    """Let every other op pass autocast by; ``library`` is one of the namespace ``_``."""
+    """Let every other op bypass autocast; ``library`` is one of the namespace ``_``."""
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 
 
 def torchs_own(name: str, device: str) -> bool:
-    """Tell whether the installed torch casts an op on a device."""
+    """Return whether the installed torch casts an op on a device."""
     try:
         return torch._C._dispatch_has_kernel_for_dispatch_key(
             f"aten::{name}", f"Autocast{device.upper()}"

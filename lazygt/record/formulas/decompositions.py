@@ -1,8 +1,8 @@
-"""Composite ops whose C++ code asks which device it runs on.
+"""Composite ops with C++ code that chooses by device.
 
-torch decomposes composite ops above the dispatcher's Python key, in C++ that chooses by device.
-Device ``lazygt`` is none of those it knows, so here each such op makes the choice that eager
-torch would make on the workers' device: that is what keeps numbers equal, bit for bit on CPUs.
+torch decomposes composite ops above the dispatcher's Python key, in C++ that chooses by device. It
+does not know device ``lazygt``, so here each such op makes the choice that eager torch would make
+on the workers' device: this keeps numbers equal, bit for bit on CPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def register_decompositions(record: Callable[..., Any] | None) -> torch.library.
     """Register the choices.
 
     Args:
-        record: takes an op and its arguments, and records it as it is; None: C++ does.
+        record: function that records an op with its arguments, undecomposed; None: C++ does.
     """
     library = _library(DECOMPOSED)
     if record is not None:
@@ -38,7 +38,7 @@ def register_decompositions(record: Callable[..., Any] | None) -> torch.library.
 
 
 def register_for_gpus(record: Callable[..., Any] | None) -> torch.library.Library:
-    """Register the choices that are others on GPUs only: sessions on CPUs do without Python there.
+    """Register choices that differ on GPUs only, to spare sessions on CPUs Python there.
 
     Args:
         record: see `register_decompositions`.
@@ -96,7 +96,7 @@ def _rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """One kernel on GPUs, where torch has one for such operands; on CPUs simpler ops."""
+    """Run one kernel on GPUs, where torch has one for such operands; on CPUs simpler ops."""
     fits = list(x.shape[x.dim() - len(shape) :]) == list(shape)
     if workers_device() == "cpu" and fits and (weight is None or list(weight.shape) == list(shape)):
         return aten._fused_rms_norm.default.decompose(x, shape, weight, eps)[0]
@@ -106,7 +106,7 @@ def _rms_norm(
 def _grid_sampler(
     x: torch.Tensor, grid: torch.Tensor, interpolation: int, padding: int, align_corners: bool
 ) -> torch.Tensor:
-    """cuDNN's kernel on GPUs where torch takes it: bilinear, zeros around it, corners aligned."""
+    """Run cuDNN's kernel on GPUs where torch does: bilinear, zero padding, aligned corners."""
     if (
         workers_device() != "cpu"
         and torch.backends.cudnn.enabled
@@ -126,7 +126,7 @@ _CUDNN_DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
 
 def _fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, layout: Any = None, device: Any = None,
              pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    """torch's own writes through a view that it resizes."""
+    """Concatenate two ranges: torch's own code writes through a view that it resizes."""
     upper = torch.arange(0, (n + 1) // 2, dtype=dtype or torch.get_default_dtype(), device=device)
     lower = torch.arange(-(n // 2), 0, dtype=upper.dtype, device=device)
     return torch.cat([upper, lower]).mul_(1.0 / (n * d))
@@ -135,13 +135,13 @@ def _fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, layout: Any = None, d
 def _kaiser_window(size: int, periodic: bool = True, beta: float = 12.0, *, dtype: Any = None,
                    layout: Any = None, device: Any = None,
                    pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    """torch has a kernel for it on its own devices only: made here, and uploaded."""
+    """Make the window here and upload it: torch has a kernel on its own devices only."""
     window = torch.kaiser_window(size, periodic, beta, dtype=dtype, device="cpu")
     return window.to(device)
 
 
 def _eigvals(a: torch.Tensor) -> torch.Tensor:
-    """Without vectors if no gradient asks for them: LAPACK then rounds differently."""
+    """Compute no vectors unless a gradient asks for them: LAPACK then rounds differently."""
     if torch.is_grad_enabled() and a.requires_grad:
         return aten.linalg_eig.default(a)[0]
     return aten._linalg_eigvals.default(a)
@@ -158,7 +158,7 @@ def _svdvals(a: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
 
 
 def _tensor_split(x: torch.Tensor, sections: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-    """The sections are numbers that shapes depend on: a sync point."""
+    """Split at sections that shapes depend on: a sync point."""
     if sections.dim() > 1 or sections.dtype != torch.int64:
         raise RuntimeError(
             f"tensor_split expected tensor_indices_or_sections to be a zero- or one-dimensional "

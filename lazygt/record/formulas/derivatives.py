@@ -1,8 +1,8 @@
-"""Gradients of ops for which torch has two formulas: one for plain tensors, one for all others.
+"""Gradients of ops with two formulas in torch: for plain tensors, and for all others.
 
-torch's autograd asks whether a tensor is plain where the quicker formula needs its values, and
-takes another for a device written in Python. That one rounds differently, so the plain one is
-written here once more. It needs no values: where torch would look, the workers choose.
+torch's autograd tests for a plain tensor where the quicker formula needs its values, and takes
+another formula for a device written in Python. That one rounds differently, so the plain one is
+written here once more. It needs no values: the workers choose where torch would look.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def register_derivatives() -> torch.library.Library:
 
 
 def _register(library: torch.library.Library, op: Any, formula: Callable[..., Any]) -> None:
-    """Take the formula where a gradient is asked for, and torch's own kernel else."""
+    """Register a formula for calls with a gradient; others go to torch's own kernel."""
     keys = torch._C.DispatchKey
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
 
 def _extreme(op: Any) -> _Kernel:
     class Extreme(torch.autograd.Function):
-        """All elements that equal the result share its gradient."""
+        """Reduction with a gradient that all elements equal to the result share."""
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _product_along(
 
 
 class _Product(torch.autograd.Function):
-    """The product divided by each element; without a division where an element is zero."""
+    """Product; its gradient is the product by each element, without division at zeros."""
 
     @staticmethod
     def forward(
@@ -123,7 +123,7 @@ def _product_gradient(
     grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int | None
 ) -> torch.Tensor:
     zeros = x == 0
-    # the divisor is x itself unless the other formula is taken, whose second gradient must not
+    # the divisor is x itself unless the other formula is taken; its second gradient must not
     # meet a division by zero
     quotient = grad * (result / torch.where(zeros, 1, x)).conj()
     if x.numel() == 0:
@@ -138,7 +138,7 @@ def _product_gradient(
 
 
 def _products_of_others(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """For each element the product of those before it, times that of those behind it."""
+    """Return for each element the product of those before it times that of those behind."""
     size = x.shape[dim]
     if size == 1:
         return grad
@@ -154,8 +154,10 @@ def _products_of_others(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.
 
 
 class _Filled(torch.autograd.Function):
-    """The gradient of the number is the sum over what it filled: a sync point, as on a GPU, except
-    where nothing is computed."""
+    """``masked_fill`` by a tensor; its gradient is the sum over the filled elements.
+
+    The sum is a sync point, as on a GPU, except where nothing is computed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The GPU that workers compute on, as torch's choice of kernels asks for it."""
+"""GPU of the workers, described for torch's choice of kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lazygt.runtime.gpus import host_gpus
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU; as it stands, one with what every kernel of attention asks for.
+    """Kind of GPU; by default one that satisfies every kernel of attention.
 
     Attributes:
-        capability: its compute capability.
-        cudnn: the version of cuDNN, such as 91900; 0: none is known.
+        capability: compute capability.
+        cudnn: version of cuDNN, such as 91900; 0: none is known.
     """
 
     capability: tuple[int, int] = (8, 0)
@@ -24,9 +24,9 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def workers_gpu() -> Gpu:
-    """The least capable GPU of this host, whose kernels run on all of them.
+    """Return the least capable GPU of this host: its kernels run on all of them.
 
-    Without one the workers are elsewhere, or there are none: the default then.
+    On a host without a GPU (workers are elsewhere, or there are none) it is the default.
     """
     capability = min((gpu.capability for gpu in host_gpus()), default=None)
     if capability is None:

@@ -1,9 +1,9 @@
-"""Which formula an optimizer takes: the one that eager torch takes on the workers' device.
+"""Optimizers' choice of formula: the one that eager torch takes on the workers' device.
 
 torch has two of each optimizer: a loop over the parameters, and one of horizontal (foreach) ops. It
-takes the loop on CPUs and foreach on accelerators, device ``lazygt`` among them, where it records
-few ops. Nearly all give the same bits either way. Those named here round differently, so on CPU
-workers they loop, unless the user asks for foreach.
+takes the loop on CPUs and foreach on accelerators, device ``lazygt`` among them, so that few ops
+are recorded. Nearly all give the same bits either way. Those named here round differently, so on
+CPU workers they loop, unless the user asks for foreach.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lazygt.record.context import NAME, workers_device
 from lazygt.record.patches import Patch
 from lazygt.record.tensor import LazyTensor, is_lazy
 
-#: Optimizer (its module and its function have one name) -> whether foreach rounds differently.
+#: Optimizer (name of its module and function) -> predicate: foreach rounds differently.
 _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
     "asgd": lambda arguments: True,
     "nadam": lambda arguments: True,
@@ -32,7 +32,7 @@ _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def register_optimizers() -> None:
-    """Let optimizers, and gradients that are clipped, take foreach formulas as on any device."""
+    """Let optimizers and gradient clipping take foreach formulas, as on any accelerator."""
     for asked in (optimizer, _foreach_utils):
         asked._foreach_supported_types.append(LazyTensor)
 
@@ -41,7 +41,7 @@ def _choosing(
     update: Callable[..., None],
     differs: Callable[[dict[str, Any]], bool],
 ) -> Callable[..., None]:
-    """torch's function of an optimizer, which loops where foreach would round differently."""
+    """Wrap an optimizer's function: it loops where foreach would round differently."""
     signature = inspect.signature(update)
 
     @functools.wraps(update)
@@ -61,7 +61,7 @@ _everywhere: Any = swa_utils._get_foreach_kernels_supported_devices  # type: ign
 
 @functools.wraps(_everywhere)
 def _averaging_devices() -> list[str]:
-    """``AveragedModel`` (SWA) asks for the devices on which a horizontal lerp is to be used."""
+    """Return the devices on which ``AveragedModel`` (SWA) uses a horizontal lerp."""
     return [d for d in _everywhere() if d != NAME or workers_device() != "cpu"]
 
 

@@ -1,8 +1,7 @@
-"""Recurrent layers, step by step or fused as torch's CPU kernels do it, or by cuDNN on GPUs.
+"""Recurrent layers: by step or fused, as torch's CPU kernels, or by cuDNN on GPUs.
 
-Over packed sequences fewer samples are left at each step, or more where time runs backwards. The
-numbers of samples are the client's (``PackedSequence.batch_sizes`` is a CPU tensor on every
-device).
+Over packed sequences fewer samples are left at each step, or more in the reverse direction. The
+client has the numbers of samples (``PackedSequence.batch_sizes`` is a CPU tensor on every device).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from lazygt.record.formulas.autocast import as_cudnn
 from lazygt.record.formulas.recurrent_cudnn import GRU, LSTM, RELU, TANH, dense_or, packed_or
 
 aten: Any = torch.ops.aten
-#: Of a layer: one tensor, or two for an LSTM.
+#: State of a layer: one tensor, or two for an LSTM.
 State = tuple[torch.Tensor, ...]
-#: From a step's gates, the state before, and the weights besides those of the input.
+#: Function of a step's gates, the state before, and the weights besides those of the input.
 Cell = Callable[[torch.Tensor, State, list[Any]], State]
-#: The same where the state is one tensor: from gates, state, and weights and bias of the state.
+#: The same for a state of one tensor: of gates, state, and weights and bias of the state.
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -101,7 +100,7 @@ def _lstm_input(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``aten::lstm.input`` as on a CPU: oneDNN's fused layer for float32, else step by step."""
+    """Compute ``aten::lstm.input`` as a CPU does: float32 by oneDNN, else step by step."""
     projected = hx[0].shape[2] != hx[1].shape[2]
     fused = (
         workers_device() == "cpu"
@@ -140,7 +139,7 @@ def _stack(
     train: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Layers over layers, each in one or both directions; returns output and final states."""
+    """Run stacked layers, in one or both directions; return output and final states."""
     steps = x.transpose(0, 1) if batch_first else x
     states: list[Any] = []
     for number in range(num_layers):
@@ -208,7 +207,7 @@ def _simple_rnn(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Layers of one state, step by step; the input of all steps is one product, as on a CPU."""
+    """Run layers of one state, step by step, with one matmul for all inputs, as on a CPU."""
     size = 2 + 2 * has_biases
     weights = [params[i : i + size] for i in range(0, len(params), size)]
     before = hx.unbind(0)
@@ -243,7 +242,7 @@ def _cut(state: State, start: int, end: int) -> State:
 def _forwards(
     gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
 ) -> tuple[list[torch.Tensor], State]:
-    """Samples that end are put aside with their last state."""
+    """Run the steps forwards; put samples that end aside with their last state."""
     outs, ended, state = [], [], first
     for gate in gates:
         left, before = gate.shape[0], state[0].shape[0]
@@ -258,7 +257,7 @@ def _forwards(
 def _backwards(
     gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
 ) -> tuple[list[torch.Tensor], State]:
-    """Samples that begin come with their first state."""
+    """Run the steps backwards; samples that begin come with their first state."""
     outs: list[torch.Tensor] = []
     state = _cut(first, 0, gates[-1].shape[0])
     for gate in reversed(gates):
@@ -283,7 +282,7 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[torch.Tensor, State]:
-    """The layers' output and last states; ``first`` has the states of all layers."""
+    """Return the layers' output and last states; ``first`` has the states of all layers."""
     sizes = batch_sizes.tolist()
     weights = [params[i : i + per_layer] for i in range(0, len(params), per_layer)]
 

@@ -1,8 +1,8 @@
 """Recurrent layers on GPUs: cuDNN's op for all layers at once, where eager CUDA takes it.
 
 The op's reserve and packed weights are of sizes that cuDNN alone knows, and its backward writes
-into the reserve. Workers give it a copy (``runtime.cudnn_rnn``), so that the op is pure here: a
-second backward pass and a run that is repeated find the reserve as the forward left it.
+into the reserve. Workers give it a copy (``runtime.cudnn_rnn``), so the op is pure here: a second
+backward pass and a repeated run find the reserve as the forward left it.
 
 cuDNN's dropout draws from a state that no seed sets again. Layers with dropout between them are an
 op each, with torch's dropout in between.
@@ -21,24 +21,24 @@ from lazygt.record.context import workers_device
 from lazygt.record.formulas.gpu import workers_gpu
 
 aten: Any = torch.ops.aten
-#: cuDNN's numbers of the kinds of layers.
+#: cuDNN's modes: the kinds of layers.
 RELU, TANH, LSTM, GRU = range(4)
-#: Of all layers: one tensor, or two for an LSTM.
+#: State of all layers: one tensor, or two for an LSTM.
 State = tuple[torch.Tensor, ...]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16)
-#: The version of cuDNN from which on torch takes it for bfloat16, on GPUs of this capability.
+#: Least version of cuDNN, and compute capability, for which torch takes it for bfloat16.
 _BFLOAT16 = 91300
 _AMPERE = (8, 0)
 
 
 class Layers(NamedTuple):
-    """Layers over layers.
+    """Stacked layers.
 
     Attributes:
-        mode: their kind.
-        params: the weights of one layer and direction after the other.
-        per_layer: how many weights that are.
+        mode: kind of the layers.
+        params: weights of one layer and direction after the other.
+        per_layer: number of weights of a layer and direction.
         sizes: of packed sequences, the number of samples at each step.
     """
 
@@ -53,22 +53,22 @@ class Layers(NamedTuple):
 
     @property
     def directions(self) -> int:
-        """1 or 2."""
+        """Number of directions: 1 or 2."""
         return 2 if self.bidirectional else 1
 
     @property
     def drops(self) -> bool:
-        """Whether there is dropout between layers."""
+        """True if there is dropout between layers."""
         return self.dropout != 0 and self.train and self.num_layers > 1
 
     def layer(self, number: int) -> Layers:
-        """One of them alone."""
+        """Return one of the layers alone."""
         count = self.per_layer * self.directions
         params = self.params[number * count : (number + 1) * count]
         return self._replace(params=params, num_layers=1)
 
     def settings(self, first: State) -> tuple[Any, ...]:
-        """The op's arguments from ``mode`` to ``dropout_state``."""
+        """Return the op's arguments from ``mode`` to ``dropout_state``."""
         width, hidden = first[0].shape[2], first[-1].shape[2]
         projected = 0 if width == hidden else width
         return (self.mode, hidden, projected, self.num_layers, False, 0.0, self.train,
@@ -76,7 +76,7 @@ class Layers(NamedTuple):
 
 
 def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
-    """An op on whole sequences by cuDNN, or as ``steps`` computes it."""
+    """Return an op on whole sequences: by cuDNN, or by ``steps``."""
 
     @wraps(steps)
     def op(
@@ -103,7 +103,7 @@ def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
-    """An op on packed sequences by cuDNN, or as ``steps`` computes it."""
+    """Return an op on packed sequences: by cuDNN, or by ``steps``."""
 
     @wraps(steps)
     def op(
@@ -130,7 +130,7 @@ def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_taken(x: torch.Tensor) -> bool:
-    """Whether eager torch would take cuDNN; not in transforms, for which the op has no rules."""
+    """Return whether eager torch would take cuDNN; False in transforms: it has no rules."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if workers_device() != "cuda" or not torch.backends.cudnn.enabled or transformed:
         return False
@@ -143,15 +143,15 @@ def _bfloat16() -> bool:
 
 
 def _per_layer(first: State, has_biases: bool) -> int:
-    """The number of weights of a layer and direction; an LSTM with a projection has one more."""
+    """Return the number of weights of a layer and direction: one more with a projection."""
     return 2 + 2 * has_biases + (first[0].shape[2] != first[-1].shape[2])
 
 
 def _states(hx: Any) -> State:
-    """The first states.
+    """Return the first states.
 
     Raises:
-        RuntimeError: as eager torch, which takes no others than contiguous ones.
+        RuntimeError: a state is not contiguous, as in eager torch.
     """
     states = tuple(hx) if isinstance(hx, list | tuple) else (hx,)
     for name, state in zip(("hx", "cx"), states, strict=False):
@@ -161,7 +161,7 @@ def _states(hx: Any) -> State:
 
 
 def _stack(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
-    """Output and last states; all layers by one op unless there is dropout between them."""
+    """Return output and last states; one op does all layers without dropout between them."""
     if not layers.drops:
         return _fused(x, first, layers)
     ends = []
@@ -176,7 +176,7 @@ def _stack(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor,
 
 
 def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
-    """Output and last states by one op."""
+    """Return output and last states by one op."""
     hx, cx = first if len(first) == 2 else (first[0], None)
     tensors = (x, *first, *layers.params)
     settings = layers.settings(first)
@@ -190,7 +190,7 @@ def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor,
 
 
 class _Cudnn(torch.autograd.Function):
-    """torch's own formula, but that it never clones the reserve, whose size is not known here."""
+    """torch's own formula, except that it never clones the reserve, of unknown size here."""
 
     @staticmethod
     def forward(
