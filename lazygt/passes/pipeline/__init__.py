@@ -1,7 +1,8 @@
 """Pipeline stages on one axis of the mesh: found, cut, put in order.
 
-The other axes come first. So placements on them are chosen for the whole program at once, and
-what the stages exchange lies alike on both sides; then each rank's program is cut into stages.
+The other axes come first. So placements on them are chosen for the whole program at once, and the
+values that stages exchange have the same placements on both sides; then each rank's program is cut
+into stages.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lazygt.passes.sharding.marks import ENTER, LEAVE, PLACE
 def pipeline_axis(
     graph: Graph, mesh: Mesh, inputs: Sequence[Sharding], workers: VirtualMesh | None = None
 ) -> str | None:
-    """The axis of the mesh along which a program has stages, if it has any.
+    """Return the mesh axis along which a program has stages; None if it has none.
 
     Raises:
         ValueError: it has stages along two axes, or ``workers`` stand for the ranks.
@@ -51,10 +52,10 @@ def shard_stages(
     machine: Machine | None = None,
     decided: list[AxisStep] | None = None,
 ) -> PartitionedProgram:
-    """The local programs of a graph with stages along ``axis``; the rest as in ``shard``.
+    """Return the local programs of a graph with stages along ``axis``; else as ``shard``.
 
     Raises:
-        ValueError: a value is cut into blocks along the axis of the stages.
+        ValueError: a value is sharded along the axis of the stages.
     """
     at = mesh.names.index(axis)
     homes = [_home(sharding.placements[at], axis) for sharding in inputs]
@@ -105,7 +106,7 @@ def _without(items: tuple[Any, ...], at: int) -> tuple[Any, ...]:
 
 
 def _without_axis(graph: Graph, at: int, axis: str) -> Graph:
-    """The graph with placements on the other axes only."""
+    """Return the graph with placements on the other axes only."""
 
     def other(node: Node) -> Node:
         if node.op != PLACE:

@@ -1,14 +1,13 @@
 """1F1B: the order in which the stages of a pipeline take their microbatches.
 
-Stage ``s`` of ``P`` does ``P - 1 - s`` forward passes to warm up, then one forward and one
-backward pass in turn, then the backward passes that are left. It has at most ``P - s``
-microbatches whose backward pass is still to come; in recorded order it has one, and every stage
-waits for all others.
+Stage ``s`` of ``P`` does ``P - 1 - s`` forward passes to warm up, then one forward and one backward
+pass in turn, then the backward passes that are left. At most ``P - s`` of its microbatches still
+wait for their backward pass; in recorded order it has one, and every stage waits for all others.
 
-A microbatch's forward pass is what stands from the first mark of a stage to the first gradient
-that leaves one; its backward pass, with what checkpoints compute again in it, reaches to the next
-microbatch's first mark. What enters a stage
-after the last backward pass (an evaluation, an optimizer's state) begins no microbatch.
+A microbatch's forward pass reaches from the first mark of a stage to the first gradient that leaves
+one; its backward pass, with the recomputation of checkpoints, reaches to the next microbatch's
+first mark. A value that enters a stage after the last backward pass (an evaluation, an optimizer's
+state) begins no microbatch.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class Unit(NamedTuple):
 
 
 class StageOrder(NamedTuple):
-    """The nodes that have a stage, marks apart, by number.
+    """Nodes that have a stage, marks apart, by number.
 
     Attributes:
-        why: why they stand in recorded order, and not in that of 1F1B; empty if they do not.
+        why: the reason for recorded order in place of 1F1B; empty if it is 1F1B.
     """
 
     numbers: list[int]
@@ -47,7 +46,7 @@ class StageOrder(NamedTuple):
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Unit]:
-    """What one stage does, in order."""
+    """Return the units of one stage, in order."""
     ahead = min(stages - 1 - stage, microbatches)
     order = [Unit(stage, False, microbatch) for microbatch in range(ahead)]
     for microbatch in range(ahead, microbatches):
@@ -58,12 +57,11 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Unit]:
 
 
 def ordered(graph: Graph, assigned: Stages, stages: int) -> StageOrder:
-    """An order that all ranks keep.
+    """Return an order that all ranks keep.
 
-    It is one order of all nodes in which nothing stands before what it needs, and each rank runs
-    its part of it: since no send waits, no rank waits for ever. Where 1F1B can't be (a stage of
-    one microbatch needs another microbatch's gradient, or every rank has a part in it), it is the
-    recorded order.
+    It is one topological order of all nodes, and each rank runs its part of it: since no send
+    waits, there is no deadlock. Where 1F1B is impossible (a stage of one microbatch needs another
+    microbatch's gradient, or every rank has a part in it), it is the recorded order.
     """
     numbers = [
         number for number, node in enumerate(graph.nodes)
@@ -95,7 +93,7 @@ def ordered(graph: Graph, assigned: Stages, stages: int) -> StageOrder:
 
 
 def _phases(graph: Graph) -> tuple[list[tuple[bool, int]], int]:
-    """For each node (whether the backward pass has begun, the microbatch); how many there are."""
+    """Return (in backward, microbatch) of each node; and the number of microbatches."""
     last = max((n for n, node in enumerate(graph.nodes) if node.op == LEAVE), default=-1)
     backward, microbatch, phases = False, 0, []
     for number, node in enumerate(graph.nodes):
@@ -108,14 +106,17 @@ def _phases(graph: Graph) -> tuple[list[tuple[bool, int]], int]:
 
 
 def _is_again(node: Node) -> bool:
-    """Whether something enters a stage because a checkpoint computes it again."""
+    """Return whether a value enters a stage in the recomputation of a checkpoint."""
     return len(node.args) > 3
 
 
 def _needs(
     graph: Graph, assigned: Stages, parts: Mapping[Unit, Sequence[int]]
 ) -> dict[Unit, dict[Unit, None]]:
-    """For each unit those whose results it takes; what has no stage takes nothing of any."""
+    """Return for each unit the units that it takes results of.
+
+    Values made outside of all units add nothing.
+    """
     units = {number: unit for unit, numbers in parts.items() for number in numbers}
     needs: dict[Unit, dict[Unit, None]] = {unit: {} for unit in parts}
     for number, unit in units.items():
@@ -130,7 +131,7 @@ def _needs(
 def _sorted(
     needs: Mapping[Unit, Mapping[Unit, None]], stages: int, microbatches: int
 ) -> list[Unit]:
-    """The units of all stages in one order.
+    """Return the units of all stages in topological order.
 
     Raises:
         CycleError: there is none.
@@ -144,7 +145,11 @@ def _sorted(
 
 
 def _need(needs: Mapping[Unit, Mapping[Unit, None]], cycle: Sequence[Unit]) -> str:
-    """What in a cycle of units, each before the next, 1F1B has the other way round."""
+    """Describe the dependency in a cycle of units that contradicts 1F1B.
+
+    Args:
+        cycle: units, each before the next.
+    """
     pairs = [(first, second) for first, second in pairwise(cycle) if first in needs.get(second, ())]
     first, second = max(pairs, key=lambda pair: pair[0].microbatch != pair[1].microbatch)
     return f"{second} needs what {first} makes"

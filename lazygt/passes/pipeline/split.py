@@ -1,8 +1,8 @@
-"""A program with stages, cut into what each stage runs.
+"""Split of a program with stages into one program for each stage.
 
-A stage runs its own nodes, and of those without a stage the ones whose results it needs. It
-receives what another stage made just before it is needed, each value once, and sends what it made
-as soon as it has it.
+A stage runs its own nodes, and of those without a stage the ones with results that it needs. It
+receives a value of another stage just before its first use, each value once, and sends its own
+values as soon as it has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lazygt.passes.pipeline.stages import EVERY, Stages, written
 def split(
     graph: Graph, assigned: Stages, order: Sequence[int], axis: str, stages: int
 ) -> tuple[list[Graph], list[Placement]]:
-    """Each stage's graph, and which stage has each output.
+    """Return each stage's graph, and the stage of each output.
 
     A stage has a tensor of no elements for each input and output that only another one has.
 
@@ -43,7 +43,7 @@ def split(
 
 
 class Whole:
-    """What is the same for all stages.
+    """Program, assignment and order that all stages share.
 
     Attributes:
         order: the nodes that have a stage, in the order that all ranks keep.
@@ -57,18 +57,21 @@ class Whole:
 
     @cached_property
     def effects(self) -> list[int]:
-        """Nodes without a stage that all ranks run, whether their results are needed or not."""
+        """Nodes without a stage that all ranks run, needed or not."""
         nodes = enumerate(self.graph.nodes)
         return [n for n, node in nodes if self.assigned.nodes[n] is None and has_effect(node)]
 
     @cached_property
     def earlier_draw(self) -> dict[int, int]:
-        """For each random op the one before it: all ranks draw alike, in recorded order."""
+        """Random op -> the one before it: all ranks draw alike, in recorded order."""
         drawing = [number for number, node in enumerate(self.graph.nodes) if draws(node)]
         return dict(zip(drawing[1:], drawing, strict=False))
 
     def is_cheap_view(self, number: int) -> bool:
-        """Whether a node shows all elements of its operand: not it is sent, but the operand."""
+        """Return whether a node is a view of all its operand's elements.
+
+        Then the operand is sent in its place.
+        """
         node = self.graph.nodes[number]
         source = view_source(node)
         if source is None or len(node.results) != 1 or len(set(node.refs())) != 1:
@@ -78,7 +81,7 @@ class Whole:
 
 
 class StageProgram:
-    """What one stage runs: nodes by number, and ``~value`` for a value that it receives."""
+    """Program of one stage: nodes by number, and ``~value`` for a value that it receives."""
 
     def __init__(self, whole: Whole, stage: int) -> None:
         self._whole, self._assigned, self.stage = whole, whole.assigned, stage
@@ -96,11 +99,11 @@ class StageProgram:
             self._do(len(graph.nodes) - 1)
 
     def received(self) -> Iterator[int]:
-        """The values that come from other stages."""
+        """Yield the values that come from other stages."""
         return (~task for task in self.tasks if task < 0)
 
     def _task(self, value: int) -> int | None:
-        """What has to be done for a value; None: it is there."""
+        """Return the task that makes or receives a value; None: it is there."""
         value = self._assigned.named(value)
         maker, home = self._assigned.makers[value], self._assigned.values[value]
         if home is None or home == self.stage:
@@ -110,7 +113,7 @@ class StageProgram:
         return ~value
 
     def _do(self, task: int | None) -> None:
-        """Do a task, and before it what it needs; without recursion, since chains are long."""
+        """Do a task after its dependencies, depth first; iterative, since chains are long."""
         stack = [] if task is None else [task]
         while stack:
             if stack[-1] in self.tasks:
@@ -133,7 +136,7 @@ class StageProgram:
 
 
 class _Writer:
-    """Writes one stage's graph."""
+    """Writer of one stage's graph."""
 
     def __init__(self, whole: Whole, parts: Sequence[StageProgram], stage: int, axis: str) -> None:
         self._whole, self._parts, self._stage, self._axis = whole, parts, stage, axis
@@ -149,7 +152,7 @@ class _Writer:
         }
 
     def graph(self, placements: Sequence[Placement]) -> Graph:
-        """The graph.
+        """Return the stage's graph.
 
         Args:
             placements: of the whole program's outputs.
@@ -186,7 +189,7 @@ class _Writer:
         return meta.dtype
 
     def _blanks(self, placements: Sequence[Placement]) -> dict[torch.dtype, int]:
-        """A tensor of no elements for each dtype of the outputs that other stages have."""
+        """Make a tensor of no elements for each dtype of the outputs that other stages have."""
         values: dict[torch.dtype, int] = {}
         for value, placement in zip(self._whole.graph.outputs, placements, strict=True):
             dtype = self._dtype(value)
@@ -202,7 +205,7 @@ class _Writer:
             self._rows.append(Placed(node, (), source))
 
     def _receive(self, value: int) -> None:
-        """Receive a value, and what was sent before it: a pair of ranks has one order for both."""
+        """Receive a value and those sent before it: both ranks of a pair keep one order."""
         home = self._whole.assigned.values[value]
         assert home is not None
         arriving = self._arriving[home]
@@ -219,7 +222,7 @@ class _Writer:
 
 
 def _sent(sender: StageProgram, whole: Whole, receiver: StageProgram) -> list[int]:
-    """What one stage receives of another, in the order in which it is sent."""
+    """Return the values that one stage receives of another, in the order of the sends."""
     wanted = {v for v in receiver.received() if whole.assigned.values[v] == sender.stage}
     inputs = [value for value in sorted(wanted) if whole.assigned.makers[value] < 0]
     values = [value for task in sender.tasks if task >= 0 for value in whole.rows[task].results]
@@ -227,7 +230,7 @@ def _sent(sender: StageProgram, whole: Whole, receiver: StageProgram) -> list[in
 
 
 def _arrived(meta: TensorMeta | None) -> TensorMeta:
-    """What a sent value is where it arrives: laid out as it was, if no elements overlap."""
+    """Return the meta of a received value: with the sender's strides, if no elements overlap."""
     assert meta is not None
     dense = meta.extent - meta.offset == meta.numel
     stride = meta.stride if dense else contiguous_stride(meta.shape)

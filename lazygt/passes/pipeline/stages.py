@@ -1,8 +1,8 @@
-"""Which stage of a pipeline does what.
+"""Assignment of nodes and values to the stages of a pipeline.
 
-What follows a mark belongs to its stage until the next mark; what reads a weight that one stage
-has belongs there. A gradient that leaves a stage goes back to where the value came from. What
-depends on no stage (new tensors, random draws, numbers) is done wherever it is needed.
+The nodes after a mark belong to its stage until the next mark; a node that reads a weight of one
+stage belongs to that stage. A gradient that leaves a stage goes back to the stage of its value.
+Nodes that depend on no stage (new tensors, random draws, numbers) run wherever they are needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVERY = -1
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Where each node runs and each value is.
+    """Stage of each node and of each value.
 
     Attributes:
         nodes: the stage, ``EVERY``, or None: wherever its results are needed.
@@ -35,14 +35,14 @@ class Stages:
     same: dict[int, int]
 
     def named(self, value: int) -> int:
-        """The value without the marks on its way."""
+        """Return the value behind the marks that it passed."""
         while value in self.same:
             value = self.same[value]
         return value
 
 
 def assign(graph: Graph, inputs: Sequence[int | None]) -> Stages:
-    """The stage of everything.
+    """Assign every node and value to a stage.
 
     Args:
         inputs: the stage that has each input; None: every rank has it, and its new versions too.
@@ -100,5 +100,5 @@ class _Assignment:
 
 
 def written(node: Node) -> Sequence[int]:
-    """The values of which a node makes new versions."""
+    """Return the values that a node makes new versions of."""
     return (node.args[0].index,) if node.op == WRITE_BACK else node.writes

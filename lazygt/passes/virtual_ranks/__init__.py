@@ -1,1 +1,1 @@
-"""Programs of virtual ranks, which become those of the workers that stand for them."""
+"""Merge of the programs of virtual ranks into those of the workers that stand for them."""

@@ -1,10 +1,10 @@
-"""merge: the programs of a worker's virtual ranks become one.
+"""Merge of the programs of a worker's virtual ranks into one.
 
 They run one after another from collective to collective. Equal work on equal values, as on values
-that all ranks have, is done once, and so is every draw of random numbers. What the ranks of one
-worker exchange does not leave it (see ``reduction_tree``).
+that all ranks have, is done once, and so is every draw of random numbers. Exchanges among the ranks
+of one worker do not leave it (see ``reduction_tree``).
 
-Workers meet in the same order: what lies on a later axis of the mesh comes first, then the line
+Workers meet in the same order: collectives on a later axis of the mesh come first, then the line
 that has met least often, then the first line.
 """
 
@@ -45,10 +45,10 @@ class VirtualRank:
     Attributes:
         rank: its number.
         at: number of the next node.
-        values: local value -> its number in the worker's program; for memory that nobody has
-            written yet a description of it.
+        values: local value -> its number in the worker's program; for memory that is still
+            unwritten a description of it.
         blanks: local value -> the node that makes such memory.
-        seen: how often each piece of work has come.
+        seen: number of times that each piece of work has come.
         drawn: draws so far.
     """
 
@@ -65,12 +65,12 @@ class VirtualRank:
 
     @property
     def axis(self) -> str | None:
-        """The axis on which it waits for others, if it does."""
+        """The axis on which it waits for others; None if it does not."""
         node = self.node
         return node.args[-1] if node is not None and node.op in COLLECTIVES else None
 
     def work(self, node: Node) -> Any:
-        """What a node does: equal for nodes that do the same to the same values."""
+        """Return a node's work as a key: equal for the same op on the same values."""
         return (
             node.op,
             _named(node.args, self.values),
@@ -81,12 +81,12 @@ class VirtualRank:
 
 
 def operands_of(node: Node) -> tuple[int, ...]:
-    """The values that a node reads, with repeats, and those that it writes."""
+    """Return the values that a node reads, with repeats, and those that it writes."""
     return (*node.refs(), *node.writes)
 
 
 def _named(arg: Arg, values: Sequence[Any]) -> Any:
-    """An argument as part of a key."""
+    """Return an argument as part of a key."""
     kind = type(arg)
     if kind is Ref:
         return Ref, values[arg.index]
@@ -101,12 +101,12 @@ ValuePlacements = Sequence[Placements]
 def merged(
     graphs: Sequence[Graph], inputs: ValuePlacements, outputs: ValuePlacements, mesh: VirtualMesh
 ) -> tuple[Graph, ...]:
-    """The program of each worker.
+    """Return the program of each worker.
 
     Args:
         graphs: of each virtual rank.
-        inputs, outputs: where each lies on the mesh of virtual ranks. A worker's program has one
-            for each of the blocks that it holds (``VirtualMesh.holders``), in order.
+        inputs, outputs: the placements of each on the mesh of virtual ranks. A worker's program has
+            one for each of the blocks that it holds (``VirtualMesh.holders``), in order.
 
     Raises:
         GraphError: the ranks do not draw the same random numbers.
@@ -114,13 +114,13 @@ def merged(
     workers = range(mesh.workers.world_size)
     programs = [_Merge(graphs, inputs, mesh, worker).run(outputs) for worker in workers]
     if not all(_agree(programs, mesh, axis) for axis in mesh.workers.names):
-        # what two lines exchange is the same on some workers only, so each line exchanges its own
+        # two lines exchange the same on some workers only, so each line exchanges its own
         programs = [_Merge(graphs, inputs, mesh, worker, False).run(outputs) for worker in workers]
     return tuple(programs)
 
 
 def _agree(graphs: Sequence[Graph], mesh: VirtualMesh, axis: str) -> bool:
-    """Whether the workers of every line of an axis meet in the same collectives."""
+    """Return whether the workers of every line of an axis meet in the same collectives."""
     lines = mesh.workers.lines(axis)
     return all(len({_met(graphs[worker], axis) for worker in line}) == 1 for line in lines)
 
@@ -132,7 +132,7 @@ def _met(graph: Graph, axis: str) -> tuple[Any, ...]:
 
 
 class _Merge:
-    """The program of one worker, as it is written.
+    """Program of one worker, while it is written.
 
     Args:
         share: lines that exchange the same values meet once.
@@ -166,7 +166,7 @@ class _Merge:
         self.origins: list[int] = []
 
     def run(self, outputs: ValuePlacements) -> Graph:
-        """The whole program."""
+        """Return the whole program."""
         for rank in self.ranks:
             self._go_on(rank)
         while line := self._next_line():
@@ -179,7 +179,7 @@ class _Merge:
         self._from(self.ranks[0])
         return replace(self.build.graph(held), lines=tuple(self.lines), origins=tuple(self.origins))
 
-    # what a rank does alone
+    # work of a single rank
 
     def _go_on(self, rank: VirtualRank) -> None:
         """Take a rank's nodes over until it waits for others, or is at its end."""
@@ -192,7 +192,7 @@ class _Merge:
             rank.at += 1
 
     def _take(self, rank: VirtualRank, node: Node) -> None:
-        """Do what a node does, unless another rank has done the same already."""
+        """Do a node's work, unless another rank has done the same already."""
         work = rank.work(node)
         if node.op in (SHARD, REPLICATE_TO_PARTIAL):
             work = work, self.mesh.ranks.index(rank.rank, node.args[-1])
@@ -213,7 +213,7 @@ class _Merge:
     def _written(
         self, rank: VirtualRank, node: Node, numbers: dict[int, int]
     ) -> Sequence[int | None]:
-        """Add a node; the numbers of its results."""
+        """Add a node; return the numbers of its results."""
         if node.op not in COLLECTIVE_OPS:
             results = self.build.add(renumbered(node, numbers))
             return [None if one is None else one.index for one in results]
@@ -226,7 +226,10 @@ class _Merge:
         return [reduction_tree.shard(self.build, whole, node.args[1], start, stop).index]
 
     def _check_draw(self, rank: VirtualRank, work: Any) -> None:
-        """All ranks draw whole values in the order of the program, so they draw the same."""
+        """Raise unless a rank draws as the ranks before it did.
+
+        All ranks draw whole values in the order of the program, so they draw the same.
+        """
         if rank.drawn == len(self.draws):
             self.draws.append(work)
         elif self.draws[rank.drawn] != work:
@@ -237,7 +240,7 @@ class _Merge:
         rank.drawn += 1
 
     def _number(self, rank: VirtualRank, value: int) -> int:
-        """The number of a value; memory that nobody has written is made for whoever asks."""
+        """Return the number of a value; make memory that is still unwritten."""
         if type(rank.values[value]) is not int:
             node = rank.blanks[value]
             numbers = {operand: self._number(rank, operand) for operand in operands_of(node)}
@@ -247,10 +250,10 @@ class _Merge:
         number: int = rank.values[value]
         return number
 
-    # what ranks do together
+    # work of several ranks together
 
     def _next_line(self) -> tuple[VirtualRank, ...]:
-        """Ranks that all wait for each other; none when all are at their end."""
+        """Return ranks that all wait for each other; none when all are at their end."""
         lines: dict[tuple[VirtualRank, ...], tuple[int, int, int]] = {}
         for number, rank in enumerate(self.ranks):
             if rank.axis is not None:
@@ -261,7 +264,7 @@ class _Merge:
         return min(lines, key=lines.__getitem__) if lines else ()
 
     def _line(self, rank: VirtualRank, axis: str) -> tuple[VirtualRank, ...]:
-        """The worker's ranks that differ from one along an axis only."""
+        """Return the worker's ranks that differ from one along an axis only."""
         grid = self.mesh.ranks
         others = [name for name in grid.names if name != axis]
         return tuple(
@@ -271,7 +274,7 @@ class _Merge:
         )
 
     def _meet(self, line: tuple[VirtualRank, ...]) -> None:
-        """One collective of the ranks of a line, and of those of other workers."""
+        """Add one collective of the ranks of a line, and of those of other workers."""
         first, node = line[0], line[0].node
         assert node is not None
         self.met[line] += 1
@@ -299,14 +302,14 @@ class _Merge:
             rank.at += 1
 
     def _last(self) -> None:
-        """The data-dependent node at the end, which all ranks run on whole values."""
+        """Add the data-dependent node at the end, which all ranks run on whole values."""
         first, node = self.ranks[0], self.ranks[0].node
         assert node is not None
         numbers = {value: self._number(first, value) for value in operands_of(node)}
         self.build.add(renumbered(node, numbers))
 
     def _outputs(self, outputs: ValuePlacements) -> list[int]:
-        """For each output the blocks that this worker holds."""
+        """Return for each output the blocks that this worker holds."""
         ranks = {rank.rank: rank for rank in self.ranks}
         return [
             self._number(ranks[holder], ranks[holder].graph.outputs[which])
@@ -315,7 +318,7 @@ class _Merge:
         ]
 
     def _from(self, rank: VirtualRank) -> None:
-        """What was added since comes from where a rank is."""
+        """Give the nodes added since the last call the source line of a rank's next node."""
         added = len(self.build.nodes) - len(self.lines)
         if added:
             number = min(rank.at, len(rank.graph.nodes) - 1)
@@ -326,7 +329,7 @@ class _Merge:
 def _exchange(
     build: Builder, line: VirtualGroup, op: str, values: Sequence[Ref], args: Sequence[Any]
 ) -> list[Ref]:
-    """What each of the worker's ranks gets from a collective."""
+    """Add a collective; return the result of each of the worker's ranks."""
     if op == ALL_REDUCE:
         return [reduction_tree.all_reduce(build, line, values, *args)] * line.per_worker
     if op == ALL_GATHER:

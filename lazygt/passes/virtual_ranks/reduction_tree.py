@@ -1,9 +1,9 @@
-"""Collectives among virtual ranks: what the blocks of one worker become, and what it exchanges.
+"""Collectives among virtual ranks, inside one worker and between workers.
 
-Sums of the virtual ranks' values are added pairwise in their order, ((0 + 1) + (2 + 3)), whoever
-adds them: each worker adds what lies within its own ranks, the rest travels unreduced and is added
-in that order again. So the bits do not depend on the number of workers. Everything else only
-moves. All results are row-major, in memory of their own.
+Sums of the virtual ranks' values are added pairwise in their order, ((0 + 1) + (2 + 3)), on any
+number of workers: each worker adds the subtrees within its own ranks, the rest travels unreduced
+and is added in that order again. So the bits do not depend on the number of workers. All other
+collectives only move elements. All results are row-major, in memory of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VirtualGroup:
     """One worker's part of a line of virtual ranks along one axis.
 
     Attributes:
-        workers: on the line.
+        workers: number of workers on the line.
         index: of this worker.
         per_worker: virtual ranks that a worker stands for.
     """
@@ -47,21 +47,21 @@ class VirtualGroup:
 
     @property
     def ranks(self) -> int:
-        """Virtual ranks on the line."""
+        """Number of virtual ranks on the line."""
         return self.workers * self.per_worker
 
     def block(self, size: int, which: int) -> int:
-        """Elements that the worker's virtual rank ``which`` has of a dim of ``size``."""
+        """Return the elements that the worker's virtual rank ``which`` has of a dim of ``size``."""
         return block_size(size, self.ranks, self.index * self.per_worker + which)
 
     def meet(self, build: Builder) -> Builder:
-        """The builder, for collectives among the workers of the line."""
+        """Set the builder up for collectives among the workers of the line; return it."""
         build.axis, build.parts, build.index = self.axis, self.workers, self.index
         return build
 
 
 def all_reduce(build: Builder, line: VirtualGroup, values: Sequence[Ref], op: str) -> Ref:
-    """The values of all virtual ranks, reduced."""
+    """Return the values of all virtual ranks, reduced."""
     subtrees = _subtrees(build, line, values, op)
     if line.workers == 1:
         return build.contiguous(_tree(build, subtrees, op))
@@ -81,7 +81,7 @@ def all_reduce(build: Builder, line: VirtualGroup, values: Sequence[Ref], op: st
 def reduce_scatter(
     build: Builder, line: VirtualGroup, values: Sequence[Ref], dim: int, op: str
 ) -> list[Ref]:
-    """Each of the worker's virtual ranks' block along ``dim`` of the reduced values."""
+    """Return each virtual rank's block along ``dim`` of the reduced values."""
     blocks = _subtrees(build, line, values, op)
     size = build.shape(blocks[0])[dim]
     if line.workers > 1:
@@ -95,7 +95,7 @@ def reduce_scatter(
 def all_gather(
     build: Builder, line: VirtualGroup, values: Sequence[Ref], dim: int, size: int
 ) -> Ref:
-    """The blocks of all virtual ranks side by side."""
+    """Return the blocks of all virtual ranks side by side."""
     block = _side_by_side(build, values, dim)
     if line.workers == 1:
         return block
@@ -107,7 +107,7 @@ def all_gather(
 def all_to_all(
     build: Builder, line: VirtualGroup, values: Sequence[Ref], split: int, concat: int, size: int
 ) -> list[Ref]:
-    """Blocks along ``concat``, of ``size`` together, become blocks along ``split``."""
+    """Exchange blocks along ``concat``, of ``size`` together, for blocks along ``split``."""
     whole = _side_by_side(build, values, concat)
     length = build.shape(whole)[split]
     if line.workers > 1:
@@ -122,8 +122,10 @@ def all_to_all(
 def send_recv(
     build: Builder, line: VirtualGroup, values: Sequence[Ref], dim: int, rows: Rows
 ) -> list[Ref]:
-    """The rows that each of the worker's virtual ranks gets of others; those between two of them do
-    not leave it."""
+    """Return the rows that each of the worker's virtual ranks gets of others.
+
+    Rows between two of the worker's own ranks do not leave it.
+    """
     ranks = range(line.index * line.per_worker, (line.index + 1) * line.per_worker)
     sent = {(source, target): count for source, target, count in rows}
     pieces: dict[tuple[int, int], Ref] = {}
@@ -149,7 +151,7 @@ def _from_others(
     sent: Mapping[tuple[int, int], int],
     pieces: Mapping[tuple[int, int], Ref],
 ) -> dict[tuple[int, int], Ref]:
-    """What the virtual ranks of other workers send, by who sends it to whom."""
+    """Return the rows that virtual ranks of other workers send, by (source, target)."""
     workers: Counter[tuple[int, int]] = Counter()
     for (source, target), count in sent.items():
         workers[source // line.per_worker, target // line.per_worker] += count
@@ -180,11 +182,11 @@ def _rows(build: Builder, value: Ref, dim: int, start: int, count: int) -> Ref:
 def exchange_rows(
     build: Builder, line: VirtualGroup, op: str, values: Sequence[Ref], rows: int, *args: int
 ) -> list[Ref]:
-    """Rows that the worker's virtual ranks take from all blocks, or put into them.
+    """Take rows of all blocks for the worker's virtual ranks, or put rows into them.
 
     Args:
-        values: each rank's operands, rank by rank. Its blocks are neighbours, and what it names or
-            puts comes in the order of the ranks, so the worker does all of it as one rank.
+        values: each rank's operands, rank by rank. Its blocks are neighbours, and its indices and
+            rows come in the order of the ranks, so the worker does all of it as one rank.
     """
     count = len(values) // line.per_worker
     operands = [values[place::count] for place in range(count)]
@@ -217,7 +219,7 @@ def _rows_of_worker(
 
 
 def _in_turn(build: Builder, value: Ref, lengths: Sequence[int]) -> list[Ref]:
-    """Pieces of these lengths, one after another."""
+    """Return pieces of these lengths, one after another."""
     pieces, start = [], 0
     for length in lengths:
         pieces.append(shard(build, value, 0, start, start + length))
@@ -226,13 +228,13 @@ def _in_turn(build: Builder, value: Ref, lengths: Sequence[int]) -> list[Ref]:
 
 
 def shard(build: Builder, value: Ref, dim: int, start: int, stop: int) -> Ref:
-    """A block of a value, in memory of its own."""
+    """Return a block of a value, in memory of its own."""
     part = build.op("aten.slice.Tensor", value, dim, start, stop)
     return _copied(build, part)
 
 
 def first(build: Builder, value: Ref, here: bool) -> Ref:
-    """A value, or zeros, in memory of its own."""
+    """Return a value if ``here``, else zeros, in memory of its own."""
     if here:
         return _copied(build, value)
     zeros: Ref = build.op("aten.zeros_like.default", value)
@@ -240,7 +242,7 @@ def first(build: Builder, value: Ref, here: bool) -> Ref:
 
 
 def _subtrees(build: Builder, line: VirtualGroup, values: Sequence[Ref], op: str) -> list[Ref]:
-    """The worker's values, added as far as the tree over all ranks stays within them."""
+    """Add the worker's values as far as the tree over all ranks stays within them."""
     # the largest power of two in it: such subtrees are whole
     size = line.per_worker & -line.per_worker
     contiguous = [build.contiguous(value) for value in values]
@@ -248,7 +250,7 @@ def _subtrees(build: Builder, line: VirtualGroup, values: Sequence[Ref], op: str
 
 
 def _tree(build: Builder, values: Sequence[Ref], op: str) -> Ref:
-    """Neighbours pairwise, again and again; the last of an odd number waits."""
+    """Reduce neighbours pairwise, level by level; the last of an odd number waits."""
     level = list(values)
     while len(level) > 1:
         pairs = [build.op(_ADD[op], *level[at : at + 2]) for at in range(0, len(level) - 1, 2)]
@@ -276,7 +278,7 @@ def _side_by_side(build: Builder, values: Sequence[Ref], dim: int) -> Ref:
 
 
 def _even(line: VirtualGroup, size: int) -> int:
-    """``size`` with the blocks of all virtual ranks filled up to the size of the first."""
+    """Return ``size`` with the blocks of all virtual ranks padded to the size of the first."""
     return line.ranks * block_size(size, line.ranks, 0)
 
 
@@ -296,8 +298,11 @@ def _narrow(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
 
 
 def _cut(build: Builder, line: VirtualGroup, value: Ref, dim: int, size: int) -> list[Ref]:
-    """The blocks of the worker's virtual ranks, of a dim of global ``size``; ``value`` has those of
-    the worker, or of all."""
+    """Return the blocks of the worker's virtual ranks, of a dim of global ``size``.
+
+    Args:
+        value: the blocks of the worker, or of all.
+    """
     have, step = build.shape(value)[dim], block_size(size, line.ranks, 0)
     if line.per_worker == 1 and have == line.block(size, 0):
         return [build.contiguous(value)]
