@@ -1,8 +1,8 @@
-"""What an annotation of a value means for the values that are made of it, and for those who use it.
+"""Effect of a value's annotation on the values made of it, and on its users.
 
 A pin holds for the whole step: a view or a cast of a pinned value is pinned to the placement that
-it has then. What is computed elementwise from stored values alone (a cast, the sum of two weights)
-is stored itself: it is computed on the blocks, and gathered to be used.
+it has then. A value that is computed elementwise from stored values alone (a cast, the sum of two
+weights) is stored itself: it is computed on the blocks, and gathered to be used.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """The placement of a value.
+    """Placement of a value, as annotated.
 
     Attributes:
-        kind: of an input, **given**: it is stored so, and may be moved at its cost; **stored**:
-            the same, but ops that ``takes_whole`` names gather it (FSDP); **free**: it is not
-            stored yet, the placement is preferred where others cost the same. **pinned**: it is
-            stored, or made, and used so and not otherwise. For a value that an op makes, given
-            and free are wishes: they open strategies.
+        kind: of an input, **given**: it is stored so, and may be moved at its cost; **stored**: the
+            same, but ops that ``takes_whole`` names gather it (FSDP); **free**: it is not stored
+            yet, the placement is preferred where others cost the same. **pinned**: it is stored, or
+            made, and used so and not otherwise. For a value that an op makes, given and free are
+            wishes: they open strategies.
     """
 
     placement: Placement
@@ -59,7 +59,7 @@ def infer_annotations(
     numbers: Sequence[int],
     annotations: Mapping[int, Annotation],
 ) -> dict[int, Annotation]:
-    """The annotations, and those that follow from them.
+    """Return the annotations, and those that follow from them.
 
     Args:
         entries: the strategies of each kind of node.
@@ -78,7 +78,7 @@ def infer_annotations(
 def _inferred(
     node: Node, metas: Metas, entry: StrategySet, known: Mapping[int, Annotation]
 ) -> Sequence[Annotation]:
-    """The annotations of a node's results; none where nothing follows."""
+    """Return the annotations of a node's results; none where nothing follows."""
     first = known.get(node.refs()[0])
     if first is not None and first.kind == "pinned" and moves_elements(node):
         strategies = {
@@ -99,14 +99,14 @@ def _inferred(
 
 
 def moves_elements(node: Node) -> bool:
-    """Whether a node gives its one operand's elements, in whatever order or dtype."""
+    """Return whether a node gives its one operand's elements, in any order or dtype."""
     if len(node.refs()) != 1 or node.op == PLACE:
         return False
     return node.op in COPIES or node.op in COLLECTIVE_OPS or view_source(node) is not None
 
 
 def is_elementwise(node: Node, metas: Metas) -> bool:
-    """Whether a pure node computes each element from the operands' elements at its place.
+    """Return whether a pure node computes each element from the elements at the same place.
 
     Operands have the shape of the result, or a single element.
     """
@@ -122,9 +122,9 @@ def is_elementwise(node: Node, metas: Metas) -> bool:
 
 
 def takes_whole(node: Node, value: int, metas: Metas) -> bool:
-    """Whether a stored operand is gathered for a node.
+    """Return whether a stored operand is gathered for a node.
 
-    What writes it (an optimizer), and what computes elementwise or from it alone, takes blocks.
+    A node that writes it (an optimizer), or computes elementwise or from it alone, takes blocks.
     """
     if value in node.writes or node.op in (PLACE, WRITE_BACK) or is_elementwise(node, metas):
         return False
@@ -142,8 +142,11 @@ R, P = Replicate(), Partial("sum")
 
 
 def stored_shardings(graph: Graph, mesh: Mesh, inputs: Sequence[Sharding]) -> dict[int, Sharding]:
-    """The values with a place of their own: inputs, those that were placed, what is made of
-    nothing (a weight before its first values), and new versions of all these."""
+    """Return the values with a place of their own.
+
+    These are inputs, placed values, results of nodes without operands (a weight before its first
+    values), and new versions of all these.
+    """
     shardings = dict(enumerate(inputs))
     whole = Sharding((R,) * len(mesh.names))
     for node, results in graph.numbered():
@@ -168,7 +171,7 @@ def stored_shardings(graph: Graph, mesh: Mesh, inputs: Sequence[Sharding]) -> di
 def annotations_of(
     graph: Graph, kept: Mapping[int, Sharding], mesh: Mesh, at: int
 ) -> dict[int, Annotation]:
-    """What the user has said of a graph's values, for one axis."""
+    """Return the user's annotations of a graph's values, for one axis."""
     annotations = {}
     for value, sharding in kept.items():
         placement = sharding.placements[at]
@@ -188,9 +191,10 @@ def annotations_of(
 
 
 def mark_strategies(node: Node, at: int) -> Sequence[Strategy]:
-    """The strategies of a placement, or of a gradient to be reduced, on axis number ``at``.
+    """Return the strategies of a mark on axis number ``at``.
 
-    One in blocks is made right here: what stands behind it can then cut them again on another axis.
+    The mark is a placement, or a gradient to be reduced. A value in blocks is made right here:
+    later nodes can then cut the blocks again on another axis.
     """
     (meta,) = node.fresh
     assert meta is not None

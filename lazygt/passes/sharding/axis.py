@@ -30,11 +30,11 @@ R = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class PartitionedProgram:
-    """The programs of all ranks, and how each output is kept.
+    """Programs of all ranks, and the placement of each output.
 
     Attributes:
-        why_in_turn: why the stages of a pipeline take one microbatch after the other, and not in
-            1F1B order; empty where they do not.
+        why_in_turn: the reason for which the stages of a pipeline take one microbatch after the
+            other, and not in 1F1B order; empty where they do not.
     """
 
     graphs: tuple[Graph, ...]
@@ -49,14 +49,14 @@ def shard(
     machine: Machine | None = None,
     decided: list[AxisStep] | None = None,
 ) -> PartitionedProgram:
-    """The local programs of a graph whose inputs lie on the mesh as ``inputs`` says.
+    """Return the local programs of a graph, with its inputs on the mesh as ``inputs`` says.
 
     An input that is written keeps its placement; so does a value that was placed. Horizontal ops
-    are taken apart first, so that each of their tensors may lie in its own way.
+    are taken apart first, so that each of their tensors may have its own placement.
 
     Args:
-        machine: by whose costs placements are chosen; None: ``cpu-generic``.
-        decided: gets how each axis was decided, outermost first.
+        machine: placements are chosen by its costs; None: ``cpu-generic``.
+        decided: gets the decisions on each axis, outermost first.
     """
     graph, machine = SplitForeach().run(graph), machine or default_machine("cpu")
     kept = stored_shardings(graph, mesh, inputs)
@@ -87,10 +87,11 @@ def _agreed(
     wanted: Sequence[Placement | None],
     decided: list[AxisStep] | None = None,
 ) -> list[list[LocalProgram]]:
-    """The programs of each class's ranks along an axis.
+    """Return the programs of each class's ranks along an axis.
 
-    Graphs of ranks that meet on an earlier axis must agree on the placements of what they exchange
-    there. Their blocks may differ in size, so they may not; then they exchange whole values.
+    Graphs of ranks that meet on an earlier axis must agree on the placements of the values that
+    they exchange there. Their blocks may differ in size, so they may not; then they exchange whole
+    values.
     """
     choices, first = _choices(axis, graphs, wanted)
     exchanged = {_exchanged(graph, choice) for graph, choice in zip(graphs, choices, strict=True)}
@@ -116,8 +117,10 @@ def _choices(
     wanted: Sequence[Placement | None],
     exchange_whole: bool = False,
 ) -> tuple[list[Choice], LocalProgram]:
-    """What is decided for each graph; and a program of the first one, whose outputs have the
-    placements that those of all get."""
+    """Return the choice for each graph, and a program of the first one.
+
+    The placements of its outputs are those of the outputs of all.
+    """
     first = axis.choice(graphs[0], wanted, exchange_whole)
     local = axis.local(graphs[0], first, wanted, 0)
     others = [axis.choice(graph, local.outputs, exchange_whole) for graph in graphs[1:]]
@@ -125,7 +128,7 @@ def _choices(
 
 
 def _exchanged(graph: Graph, choice: Choice) -> tuple[tuple[Placement, ...], ...]:
-    """The placements of what a graph exchanges on the axes before, in order."""
+    """Return the placements of the values that a graph exchanges on earlier axes, in order."""
     strategies = zip(graph.nodes, choice.strategies, strict=True)
     return tuple(
         [
@@ -138,22 +141,22 @@ def _exchanged(graph: Graph, choice: Choice) -> tuple[tuple[Placement, ...], ...
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Axis number ``at`` of a mesh, and what is the same for all graphs that are cut along it."""
+    """Axis number ``at`` of a mesh, with all that is the same for the graphs cut along it."""
 
     mesh: Mesh
     at: int
     inputs: Sequence[Sharding]
     machine: Machine
-    #: the last graph that was asked for, with what has a place in it
+    #: the last graph that was asked for, with its values that have a place
     _known: list[tuple[Graph, dict[int, Sharding]]] = field(default_factory=list, compare=False)
 
     @property
     def parts(self) -> int:
-        """Its ranks."""
+        """Number of ranks of the axis."""
         return self.mesh.sizes[self.at]
 
     def stored(self, graph: Graph) -> dict[int, Sharding]:
-        """The values that have a place of their own."""
+        """Return the values that have a place of their own."""
         if not self._known or self._known[0][0] is not graph:
             self._known[:] = [(graph, stored_shardings(graph, self.mesh, self.inputs))]
         return self._known[0][1]
@@ -161,7 +164,7 @@ class _Axis:
     def choice(
         self, graph: Graph, wanted: Sequence[Placement | None], exchange_whole: bool
     ) -> Choice:
-        """The strategies and placements that take the least time."""
+        """Return the strategies and placements that take the least time."""
         question = self.question(graph, wanted, exchange_whole)
         return self.chosen(graph, question, solve(question.problem))
 
@@ -172,7 +175,7 @@ class _Axis:
         exchange_whole: bool,
         whole: Collection[int] = (),
     ) -> Question:
-        """What there is to choose.
+        """Return the problem of choosing placements.
 
         Args:
             wanted: for each output the placement that it must have; None: whole or in blocks.
@@ -198,7 +201,7 @@ class _Axis:
         )
 
     def chosen(self, graph: Graph, question: Question, solution: Solution) -> Choice:
-        """The strategies and placements of a solution."""
+        """Return the strategies and placements of a solution."""
         given = [each.placements[self.at] for each in self.inputs]
         axis, values = self.mesh.names[self.at], graph.values
         gradients = {
@@ -220,7 +223,7 @@ class _Axis:
         wanted: Sequence[Placement | None],
         first: LocalProgram | None = None,
     ) -> list[LocalProgram]:
-        """The program of each rank; one object where all have the same.
+        """Return the program of each rank; one object where all have the same.
 
         Args:
             first: that of the first rank, where it is there already.
@@ -233,7 +236,7 @@ class _Axis:
     def local(
         self, graph: Graph, choice: Choice, wanted: Sequence[Placement | None], index: int
     ) -> LocalProgram:
-        """The program of one rank."""
+        """Return the program of one rank."""
         homes = zip(graph.outputs, wanted, strict=True)
         known = {value: placement for value, placement in homes if placement is not None}
         return partition(graph, choice, self.mesh.names[self.at], self.parts, index, known)
@@ -241,7 +244,7 @@ class _Axis:
 
 @dataclass(frozen=True, slots=True)
 class AxisStep:
-    """How one axis was decided, as rank 0 has it.
+    """Decisions on one axis, as rank 0 has them.
 
     Attributes:
         graph, local: before and after.
@@ -259,21 +262,21 @@ class AxisStep:
 
     @property
     def name(self) -> str:
-        """The axis."""
+        """The name of the axis."""
         return self.axis.mesh.names[self.axis.at]
 
     def question(self, whole: Collection[int] = ()) -> Question:
-        """What there was to choose, and besides it to do all of some nodes on every rank."""
+        """Return the problem of this step; every rank may also do all of the nodes in ``whole``."""
         return self.axis.question(self.graph, self.wanted, self.exchange_whole, whole)
 
     def other(self, question: Question, solution: Solution) -> LocalProgram:
-        """The program after another choice."""
+        """Return the program after another choice."""
         choice = self.axis.chosen(self.graph, question, solution)
         return self.axis.local(self.graph, choice, self.wanted, 0)
 
 
 def _wanted(home: Sharding | None, at: int) -> Placement | None:
-    """The placement that an output must have on an axis; None: any."""
+    """Return the placement that an output must have on an axis; None: any."""
     placement = None if home is None else home.placements[at]
     return None if isinstance(placement, Unspecified) else placement
 

@@ -49,7 +49,7 @@ from lazygt.passes.sharding.rows import RowExchange, rows_between
 
 @lru_cache(maxsize=4096)
 def schema(op: str) -> tuple[tuple[str, bool, Any], ...]:
-    """(name, keyword only, default) of each argument of an overload."""
+    """Return (name, keyword only, default) of each argument of an overload."""
     return tuple(
         (a.name, a.kwarg_only, _frozen(a.default_value) if a.has_default_value() else None)
         for a in overload(op)._schema.arguments
@@ -61,7 +61,7 @@ def _frozen(value: Any) -> Any:
 
 
 def bound(node: Node) -> dict[str, Arg]:
-    """Arguments by name, those given first and in the node's order, so that refs() agrees."""
+    """Return arguments by name, those given first and in the node's order, as in refs()."""
     arguments = schema(node.op)
     named = {name: arg for (name, _, _), arg in zip(arguments, node.args, strict=False)}
     named.update(node.kwargs)
@@ -71,12 +71,12 @@ def bound(node: Node) -> dict[str, Arg]:
 
 
 def tuples(arg: Any) -> Arg:
-    """Lists as tuples, as nodes hold them."""
+    """Return lists as tuples, as nodes hold them."""
     return tuple(map(tuples, arg)) if isinstance(arg, (list, tuple)) else arg
 
 
 def numbers(arg: Arg) -> list[int]:
-    """The numbers of the values inside an argument, in order, with repeats."""
+    """Return the numbers of the values inside an argument, in order, with repeats."""
     if type(arg) is Ref:
         return [arg.index]
     return [n for item in arg for n in numbers(item)] if type(arg) is tuple else []
@@ -85,7 +85,7 @@ def numbers(arg: Arg) -> list[int]:
 def written_by(
     f: OpFacts, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
 ) -> tuple[int, ...]:
-    """The numbers of the values that a call writes."""
+    """Return the numbers of the values that a call writes."""
     named = dict(kwargs)
     targets = [args[i] for i in f.writes if i < len(args)]
     targets += [named[name] for name in f.writes_named if name in named]
@@ -95,7 +95,7 @@ def written_by(
 def with_operands(
     node: Node, operands: Sequence[Ref]
 ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """The arguments and keywords of ``node`` with other values, in order of refs()."""
+    """Return the arguments and keywords of ``node`` with other values, in order of refs()."""
     rest = iter(operands)
 
     def leaf(arg: Arg) -> Arg:
@@ -111,7 +111,7 @@ def changed(
     kwargs: tuple[tuple[str, Arg], ...],
     changes: Mapping[str, Any],
 ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """Arguments with some replaced by name; those left out before them get their defaults."""
+    """Replace arguments by name; those left out before them get their defaults."""
     places, named = list(args), dict(kwargs)
     for number, (name, keyword_only, default) in enumerate(schema(op)):
         if keyword_only:
@@ -134,13 +134,13 @@ _shapes = Shapes()
 
 
 class Builder:
-    """The graph of rank ``index`` of ``parts`` on mesh axis ``axis``.
+    """Graph of rank ``index`` of ``parts`` on mesh axis ``axis``.
 
     Attributes:
         nodes: written so far.
         metas: the meta of every value so far.
-        differs: whether another rank of the axis may get another graph: its block of something
-            has another size, or it was asked which rank this is.
+        differs: whether another rank of the axis may get another graph: it has a block of another
+            size, or ``index`` was read.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Builder:
 
     @property
     def index(self) -> int:
-        """Which rank of the axis this is."""
+        """The rank's number on the axis."""
         self.differs = True
         return self._index
 
@@ -173,42 +173,42 @@ class Builder:
 
     @property
     def rank(self) -> tuple[str, int, int]:
-        """The axis, its ranks and which of them this is: for what is remembered of each."""
+        """(axis, ranks of it, number of this rank): a cache key."""
         return self.axis, self.parts, self._index
 
     def beside(self, inputs: Sequence[TensorMeta], params: Sequence[str] = ()) -> Builder:
-        """Another graph of the same rank, with nothing in it."""
+        """Return another graph of the same rank, with nothing in it."""
         return Builder(inputs, params, axis=self.axis, parts=self.parts, index=self._index,
                        device_type=self._device_type)  # fmt: skip
 
     def graph(self, outputs: Sequence[Ref]) -> Graph:
-        """All that was written."""
+        """Return the graph that was written."""
         return Graph(self.inputs, self.params, tuple(self.nodes), tuple(o.index for o in outputs))
 
     def meta(self, value: Ref) -> TensorMeta:
-        """The local meta of a value."""
+        """Return the local meta of a value."""
         meta = self.metas[value.index]
         assert meta is not None, f"%{value.index} is an undefined tensor"
         return meta
 
     def shape(self, value: Ref) -> tuple[int, ...]:
-        """The local shape of a value."""
+        """Return the local shape of a value."""
         return self.meta(value).shape
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """Where this rank's block of a dim of global ``size`` starts and stops."""
+        """Return start and stop of this rank's block of a dim of global ``size``."""
         return shard_bounds(size, self.parts, self.index)
 
     def rank_offset(self, size: int) -> int:
-        """Where this rank's block of a dim of global ``size`` starts."""
+        """Return the start of this rank's block of a dim of global ``size``."""
         return self.bounds(size)[0]
 
     def block(self, size: int) -> int:
-        """Elements of this rank's block of a dim of global ``size``."""
+        """Return the number of elements of this rank's block of a dim of global ``size``."""
         return block_size(size, self.parts, self.index if size % self.parts else 0)
 
     def local(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
-        """The shape of what this rank has of a value of global ``shape``."""
+        """Return the shape of this rank's part of a value of global ``shape``."""
         if not isinstance(placement, Cut):
             return shape
         size = shape[placement.dim]
@@ -222,7 +222,7 @@ class Builder:
     # aten ops
 
     def op(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Add a node; its result, or a tuple of them when the op gives several.
+        """Add a node; return its result, or a tuple of them when the op gives several.
 
         Raises:
             Exception: torch's own, when the op does not take such arguments.
@@ -237,7 +237,7 @@ class Builder:
         kwargs: tuple[tuple[str, Arg], ...] = (),
         writing: bool = False,
     ) -> tuple[Ref | None, ...]:
-        """Add a node; all its results, the new versions of what it writes last.
+        """Add a node; return all its results, the new versions of written values last.
 
         Args:
             writing: the op writes although its schema does not say so (``UNDECLARED_WRITES``).
@@ -261,7 +261,7 @@ class Builder:
         return self.node(node.op, args, kwargs, writing)
 
     def bind(self, node: Node, operands: Sequence[Ref]) -> dict[str, Arg]:
-        """``node``'s arguments by name, with the local operands; defaults filled in."""
+        """Return ``node``'s arguments by name, with the local operands and defaults."""
         args, kwargs = with_operands(node, operands)
         arguments = schema(node.op)
         named = {name: default for name, _, default in arguments}
@@ -270,19 +270,19 @@ class Builder:
         return named
 
     def full(self, shape: Sequence[int], value: Arg, like: Ref) -> Ref:
-        """A new tensor with the dtype of ``like``."""
+        """Add a new tensor with the dtype of ``like``."""
         dtype = self.meta(like).dtype
         filled: Ref = self.op("aten.full.default", tuple(shape), value, dtype=dtype, device=DEVICE)
         return filled
 
     def zero_like(self, number: Arg) -> bool | int | float | complex:
-        """0 of the kind of a number, written down or given when it runs."""
+        """Return 0 of the kind of a number, written down or given at run time."""
         kind = self.params[number.index] if type(number) is Param else type(number).__name__
         zero: bool | int | float | complex = type(_SAMPLES[kind])(0)
         return zero
 
     def reshape(self, value: Ref, shape: Sequence[int]) -> Ref:
-        """``value`` in another shape: a view where its strides allow one."""
+        """Return ``value`` in another shape: a view where its strides allow one."""
         try:
             viewed: Ref = self.op("aten.view.default", value, tuple(shape))
         except (RuntimeError, ValueError):  # torch's way to say that the strides do not fit
@@ -290,14 +290,14 @@ class Builder:
         return viewed
 
     def contiguous(self, value: Ref) -> Ref:
-        """``value`` in row-major memory."""
+        """Return ``value`` in row-major memory."""
         if self.meta(value).plain:
             return value
         meta = self.meta(value)
         return self.restrided(value, contiguous_stride(meta.shape))
 
     def restrided(self, value: Ref, stride: Sequence[int]) -> Ref:
-        """A copy of ``value`` in memory laid out as ``stride`` says."""
+        """Return a copy of ``value`` in memory laid out as ``stride`` says."""
         meta = self.meta(value)
         memory = self.op("aten.empty_strided.default", meta.shape, tuple(stride),
                        dtype=meta.dtype, device=DEVICE)  # fmt: skip
@@ -307,31 +307,31 @@ class Builder:
     # collectives; see graph.placement
 
     def all_reduce(self, value: Ref, op: str = "sum") -> Ref:
-        """The values of all ranks, reduced."""
+        """Reduce the values of all ranks."""
         return self._collective(ALL_REDUCE, (value, op), self._resized(value, {}))
 
     def all_gather(self, value: Ref, dim: int, size: int) -> Ref:
-        """The blocks of all ranks, of ``size`` together along ``dim``."""
+        """Gather the blocks of all ranks, of ``size`` together along ``dim``."""
         return self._collective(ALL_GATHER, (value, dim, size), self._resized(value, {dim: size}))
 
     def reduce_scatter(self, value: Ref, dim: int, op: str = "sum") -> Ref:
-        """This rank's block along ``dim`` of the reduced values."""
+        """Return this rank's block along ``dim`` of the reduced values."""
         meta = self._resized(value, {dim: self.block(self.shape(value)[dim])})
         return self._collective(REDUCE_SCATTER, (value, dim, op), meta)
 
     def all_to_all(self, value: Ref, split: int, concat: int, size: int) -> Ref:
-        """Blocks along ``concat``, of ``size`` together, become blocks along ``split``."""
+        """Exchange blocks along ``concat``, of ``size`` together, for blocks along ``split``."""
         sizes = {split: self.block(self.shape(value)[split]), concat: size}
         meta = self._resized(value, sizes)
         return self._collective(ALL_TO_ALL, (value, split, concat, size), meta)
 
     def send_recv(self, value: Ref, dim: int, sent: tuple[tuple[int, int, int], ...]) -> Ref:
-        """The rows along ``dim`` that other ranks send, for those that this rank sends them."""
+        """Exchange rows along ``dim`` with other ranks; return the received ones."""
         got = sum(count for _, target, count in sent if target == self.index)
         return self._collective(SEND_RECV, (value, dim, sent), self._resized(value, {dim: got}))
 
     def rows(self, value: Ref, move: RowExchange) -> Ref:
-        """The rows that this rank is to have, of those that it has and others send."""
+        """Return the rows that this rank is to have, of its own and of those that others send."""
         dim, come = move.dim, value
         if move.sent:
             given = [self.slice(value, dim, *rows) for rows in move.given(self.index) or [(0, 0)]]
@@ -343,21 +343,21 @@ class Builder:
         return self.joined(pieces or [self.slice(value, dim, 0, 0)], dim)
 
     def slice(self, value: Ref, dim: int, start: int, count: int) -> Ref:
-        """Some rows of what this rank has."""
+        """Return some rows of this rank's value."""
         if (start, count) == (0, self.shape(value)[dim]):
             return value
         rows: Ref = self.op("aten.slice.Tensor", value, dim, start, start + count)
         return rows
 
     def joined(self, pieces: Sequence[Ref], dim: int) -> Ref:
-        """The pieces side by side; one is what it is."""
+        """Concatenate pieces; return a single one as it is."""
         if len(pieces) == 1:
             return pieces[0]
         whole: Ref = self.op("aten.cat.default", tuple(pieces), dim)
         return whole
 
     def take_rows(self, value: Ref, index: Ref, rows: int, size: int) -> Ref:
-        """Rows of all blocks of a value, by a flat index; see ``graph.placement``."""
+        """Take rows of all blocks of a value, by a flat index; see ``graph.placement``."""
         meta = self.meta(value)
         shape = (self.meta(index).numel, *meta.shape[1:])
         picked = intern(shape, contiguous_stride(shape), meta.dtype)
@@ -366,21 +366,21 @@ class Builder:
     def put_rows(
         self, value: Ref, index: Ref, given: Ref, rows: int, size: int, added: bool
     ) -> Ref:
-        """A value in blocks with all ranks' rows put, or added, where a flat index says."""
+        """Put, or add, all ranks' rows where a flat index says, into a value in blocks."""
         args = value, index, given, rows, size, added
         return self._collective(PUT_ROWS, args, self._resized(value, {}))
 
     def shard(self, value: Ref, dim: int) -> Ref:
-        """This rank's block along ``dim`` of what every rank has."""
+        """Return this rank's block along ``dim`` of a value that every rank has."""
         meta = self._resized(value, {dim: self.block(self.shape(value)[dim])})
         return self._collective(SHARD, (value, dim), meta)
 
     def first(self, value: Ref) -> Ref:
-        """``value`` on rank 0 of the axis, zeros elsewhere."""
+        """Return ``value`` on rank 0 of the axis, zeros elsewhere."""
         return self._collective(REPLICATE_TO_PARTIAL, (value,), self._resized(value, {}))
 
     def convert(self, value: Ref, shape: Sequence[int], have: Placement, want: Placement) -> Ref:
-        """``value`` of global ``shape`` with another placement.
+        """Return ``value`` of global ``shape`` with another placement.
 
         Raises:
             GraphError: there is no way from the one to the other.
@@ -419,8 +419,10 @@ class Builder:
     def _convert_uneven(
         self, value: Ref, shape: tuple[int, ...], have: Placement, want: Placement
     ) -> Ref:
-        """``convert`` where one of the two has groups of several sizes: group by group, unless both
-        cut its dim."""
+        """Convert where either placement has groups of several sizes.
+
+        Group by group, unless both cut the same dim.
+        """
         if isinstance(have, Cut) and isinstance(want, Cut) and have.dim == want.dim:
             return self._exchange_strided(value, shape, have, want)
         cut = have if uneven(have) else want
@@ -438,8 +440,10 @@ class Builder:
     def _reshard_strided(
         self, value: Ref, shape: tuple[int, ...], have: Placement, want: Placement
     ) -> Ref:
-        """``convert`` where one of the two is interleaved: its dim is seen as three, of which one
-        is in blocks."""
+        """Convert where either placement is interleaved.
+
+        Its dim is viewed as three, one of them in blocks.
+        """
         placement = have if isinstance(have, StridedShard) else want
         assert isinstance(placement, StridedShard)
         dim, (outer, inner) = placement.dim, around(placement)
@@ -451,9 +455,10 @@ class Builder:
         return self.reshape(moved, self.local(shape, want))
 
     def _exchange_strided(self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut) -> Ref:
-        """``convert`` between two cuts of which one is interleaved: rows go to who lacks them.
+        """Convert between two cuts, one of them interleaved.
 
-        Where those are in many pieces, by way of another dim, or of the whole if there is none.
+        Each rank is sent the rows that it lacks. Where those are in many pieces, it goes by way of
+        another dim, or of the whole if there is none.
         """
         strided = [cut for cut in (have, want) if isinstance(cut, StridedShard)]
         if len(strided) == 1 and (have.dim != want.dim or whole_groups(strided[0], self.parts)):
@@ -471,7 +476,7 @@ class Builder:
         return self.convert(value, shape, between, want)
 
     def _exchanged(self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut) -> Ref:
-        """``convert`` by one all-to-all, of an interleaved dim seen as three."""
+        """Convert by one all-to-all, of an interleaved dim viewed as three."""
         placement = have if isinstance(have, StridedShard) else want
         dim, (outer, inner) = placement.dim, around(placement)
         grouped = (*shape[:dim], outer, shape[dim] // (outer * inner), inner, *shape[dim + 1 :])
@@ -484,7 +489,7 @@ class Builder:
         return self.reshape(moved, self.local(shape, want))
 
     def _resized(self, value: Ref, sizes: Mapping[int, int]) -> TensorMeta:
-        """The row-major meta of ``value`` with other sizes for some dims."""
+        """Return the row-major meta of ``value`` with other sizes for some dims."""
         meta = self.meta(value)
         shape = tuple(sizes.get(dim, size) for dim, size in enumerate(meta.shape))
         return intern(shape, contiguous_stride(shape), meta.dtype)
@@ -495,7 +500,7 @@ class Builder:
         return result
 
     def add(self, node: Node) -> tuple[Ref | None, ...]:
-        """Add a node as it stands; all its results."""
+        """Add a node as it stands; return all its results."""
         start = len(self.metas)
         self.nodes.append(node)
         self.metas.extend(node.results)

@@ -1,4 +1,4 @@
-"""What connects the variables of a choice: the time of nodes, and of what moves between them."""
+"""Factors between the variables of a choice: the time of nodes, and of moving values."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lazygt.passes.sharding.strategies import StrategySet
 
 R = Replicate()
 _WHOLE = Annotation(R)
-#: How much more a byte counts of what grew of something smaller: all of it could be made of that,
-#: and made whole it leaves to others what carries collectives. Only work of many ops is divided.
+#: Weight of a byte of a value that grew of something smaller: all of it could be made of that,
+#: and made whole it leaves the links to other collectives. Only work of many ops is divided.
 _DEARER = 4
 
 
 class _Connected(NamedTuple):
-    """What connects a value's maker with its users: the same for all that are made and used alike.
+    """Factors between a value's maker and its users; shared by values made and used alike.
 
     Variables are told by their places among the maker, the users and the value's own variable.
 
     Attributes:
         options: of the value's own variable; None: it has none.
-        constant: what it costs in any case.
-        singles, pairs: variables, and what their choices cost.
+        constant: the cost in any case.
+        singles, pairs: variables, and the costs of their choices.
     """
 
     options: Options | None
@@ -49,7 +49,7 @@ class _Sums:
         self._pairs: dict[tuple[int, int], Table] = {}
 
     def charge(self, variable: int | None, costs: Table | None) -> None:
-        """What each choice of a variable costs."""
+        """Add the cost of each choice of a variable."""
         if costs is None:
             return
         if variable is None or len(costs) == 1:
@@ -59,7 +59,7 @@ class _Sums:
             self._singles[variable] = costs if had is None else had + costs
 
     def couple(self, a: int | None, b: int, table: Table | None) -> None:
-        """What the joint choices of two variables cost."""
+        """Add the costs of the joint choices of two variables."""
         if table is None:
             return
         rows, columns = table.shape
@@ -72,7 +72,7 @@ class _Sums:
             self._pairs[a, b] = table if had is None else had + table
 
     def connected(self, options: Options | None) -> _Connected:
-        """All of it, in as few tables as will do."""
+        """Return all costs, in as few tables as will do."""
         singles, pairs = [], self._pairs
         for variable, costs in self._singles.items():
             pair = next((pair for pair in pairs if variable in pair), None)
@@ -125,7 +125,7 @@ class Connections:
         annotations: Mapping[int, Annotation],
         allowed: Mapping[int, Sequence[Collection[Placement]]],
     ) -> None:
-        """Connect whoever makes a value with all who use it; its first result has a node's time.
+        """Connect each value's maker with its users; the first result has a node's time.
 
         Args:
             allowed: the sets of placements that a value must have one of, as an output.
@@ -152,7 +152,7 @@ class Connections:
             self._add(value, connected, (maker[0] if maker else -1, *users, len(self.sizes)))
 
     def _add_unused(self, maker: tuple[int, int] | None) -> None:
-        """Charge the time of a node whose result nobody takes, if it is the first."""
+        """Charge the time of a node if its first result is unused."""
         if maker is not None and not maker[1]:
             self._charge(maker[0])
 
@@ -194,7 +194,7 @@ class Connections:
             options, kept = self._options(have, pin, wants), len(users) + 1
             sums.charge(kept, prices.copies(options, nbytes))
             if maker is None and annotation is not None and kind == "free":
-                # one tick: it decides between what else costs the same
+                # one tick: a tie-break
                 unlike = [float(option[0] != annotation.placement) for option in options]
                 sums.charge(kept, np.array(unlike))
             else:
@@ -210,7 +210,7 @@ class Connections:
     def _made(
         self, maker: tuple[int, int] | None, annotation: Annotation, wants: Sequence[Options]
     ) -> Options:
-        """The placements that a value may come with."""
+        """Return the placements that a value may come with."""
         if maker is not None:
             return self._column(maker[0], True, (maker[1],))
         placements = {annotation.placement}
@@ -224,7 +224,7 @@ class Connections:
         return self._same(tuple([(placement,) for placement in sorted(placements, key=str)]))
 
     def _first(self, options: Options) -> Options:
-        """The placement that each option starts with."""
+        """Return the placement that each option starts with."""
         firsts = self._firsts.get(id(options))
         if firsts is None:
             first = tuple([option[:1] for option in options])
@@ -240,7 +240,7 @@ class Connections:
         return options
 
     def _column(self, node: int, result: bool, places: Places) -> Options:
-        """What each strategy of a node gives for a result, or wants of an operand at places."""
+        """Return each strategy's placements of a result, or of a node's operands at places."""
         entry = self._entries[node]
         key = id(entry), result, places
         options = self._columns.get(key)
@@ -253,17 +253,17 @@ class Connections:
         return options
 
     def _same(self, options: Options) -> Options:
-        """The one object for equal options: tables are found by identity."""
+        """Return the one object for equal options: tables are found by identity."""
         return self._prices.options(options)
 
 
 def _kept_placements(maker_options: Options, wants: Sequence[Options]) -> Options:
-    """The placements to keep a value with: one, or one and a copy that serves several users.
+    """Return the placements to keep a value with: one, or one and a copy for several users.
 
-    What is whole serves all, since blocks (and mostly partial sums) come of it for nothing: so
-    only a partial value needs a copy besides. A block that the maker does not give is only worth
-    having for two users, and one that no user takes is not: it costs no less to make the first
-    one's placement and go on from there.
+    A whole value serves all, since blocks (and mostly partial sums) come of it for nothing: so only
+    a partial value needs a copy besides. A block that the maker does not give is only worth having
+    for two users, and one that no user takes is not: it costs no less to make the first one's
+    placement and go on from there.
     """
     given = {placement for (placement,) in maker_options}
     if given == {R}:

@@ -1,14 +1,15 @@
-"""What placements cost on one mesh axis: seconds of a node's work, and of moving a value.
+"""Cost of placements on one mesh axis: seconds of a node's work, and of moving a value.
 
     work         launches, and flops or bytes, whichever takes longer, of the largest block
     S -> R       all-gather           P -> R    all-reduce
     P -> S       reduce-scatter       S -> S'   all-to-all
     R -> S, R -> P    nothing is sent
 
-What is interleaved is gathered and scattered as S is; to another cut of its dim ranks send the rows
-that others lack, or where those are in many pieces it is exchanged twice, by way of another dim.
+An interleaved value is gathered and scattered as S is; to another cut of its dim ranks send the
+rows that others lack, or where those are in many pieces it is exchanged twice, by way of another
+dim.
 
-How fast all this is a machine says (``lazygt.machine``). Seconds are rounded to whole picoseconds
+A machine gives the speeds (``lazygt.machine``). Seconds are rounded to whole picoseconds
 (``ticks``), so that sums are exact in any order and every rank comes to the same decision.
 """
 
@@ -36,14 +37,15 @@ from lazygt.passes.sharding.cost_tables import Table
 from lazygt.passes.sharding.rows import rows_between
 from lazygt.passes.sharding.rules.base import Metas, Strategy
 
-#: Reductions whose identity, or any repetition, makes a partial value of a whole one for nothing.
+#: Reductions that have a partial value of a whole one for nothing: by identity, or repetition.
 _FREE_PARTIAL = ("sum", "max", "min")
 _TICKS = 1e12
 
 
 def reshard_kind(source: Placement, target: Placement) -> str | None:
-    """The collective between two placements; ``""`` where nothing is sent, None where there is
-    none.
+    """Return the collective between two placements.
+
+    ``""`` where nothing is sent, None where there is none.
     """
     if source == target or (isinstance(source, Replicate) and _is_free(target)):
         return ""
@@ -61,14 +63,17 @@ def _is_free(target: Placement) -> bool:
 
 
 def payload(kind: str, nbytes: int, parts: int) -> int:
-    """The payload per rank of a collective on a value of ``nbytes`` globally."""
+    """Return the payload per rank of a collective on a value of ``nbytes`` globally."""
     return -(-nbytes // parts) if kind == "all_to_all" else nbytes
 
 
 def reshard_seconds(
     machine: Machine, source: Placement, target: Placement, nbytes: int, parts: int
 ) -> float:
-    """The time to give a value of ``nbytes`` globally another placement; infinity if none can."""
+    """Return the time to give a value of ``nbytes`` globally another placement.
+
+    Infinity if no collective can.
+    """
     kind = reshard_kind(source, target)
     if kind is None:
         return math.inf
@@ -88,12 +93,12 @@ def reshard_seconds(
 
 
 def _group_count(placement: Placement) -> int:
-    """How many collectives it takes to move a value: one for each group of another size."""
+    """Return the number of collectives that move a value: one for each group of another size."""
     return len(placement.widths) or 1 if isinstance(placement, StridedShard) else 1
 
 
 def _in_one(source: Cut, target: Cut, parts: int) -> bool:
-    """Whether one all-to-all leads from the one to the other."""
+    """Return whether one all-to-all leads from the one to the other."""
     strided = [cut for cut in (source, target) if isinstance(cut, StridedShard)]
     if not strided or (len(strided) == 1 and source.dim != target.dim):
         return True
@@ -102,8 +107,10 @@ def _in_one(source: Cut, target: Cut, parts: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def rows_sent(source: Cut, target: Cut, parts: int) -> float | None:
-    """The part of a value that a rank sends to make one cut of a dim of another; None: it goes by
-    way of another dim."""
+    """Return the part of a value that a rank sends to make one cut of a dim of another.
+
+    None: it goes by way of another dim.
+    """
     if source.dim != target.dim:
         return None
     every = [around(cut) for cut in (source, target)]
@@ -113,7 +120,7 @@ def rows_sent(source: Cut, target: Cut, parts: int) -> float | None:
 
 
 def share(meta: TensorMeta | None, placement: Placement, parts: int) -> float:
-    """The part of a value, from 0 to 1, that the rank with the largest block has."""
+    """Return the part of a value, from 0 to 1, that the rank with the largest block has."""
     if meta is None or not isinstance(placement, Cut):
         return 1.0
     size = meta.shape[placement.dim]
@@ -121,7 +128,7 @@ def share(meta: TensorMeta | None, placement: Placement, parts: int) -> float:
 
 
 def work_share(strategy: Strategy, operands: Metas, results: Metas, parts: int) -> float:
-    """The part of a node's arithmetic that the busiest rank does: 1 where nothing is cut."""
+    """Return the part of a node's arithmetic on the busiest rank: 1 where nothing is cut."""
     if strategy.share is not None:
         return strategy.share
     return min(
@@ -135,7 +142,7 @@ def work_share(strategy: Strategy, operands: Metas, results: Metas, parts: int) 
 def strategy_seconds(
     machine: Machine, cost: Cost, strategy: Strategy, operands: Metas, results: Metas, parts: int
 ) -> float:
-    """The time of a node run as ``strategy`` says, with the collectives inside.
+    """Return the time of a node run as ``strategy`` says, with the collectives inside.
 
     Args:
         cost: of the whole node on one device.
@@ -149,8 +156,10 @@ def strategy_seconds(
 
 
 def _comm_seconds(machine: Machine, strategy: Strategy, parts: int) -> float:
-    """The time of the collectives inside a strategy: one after the other, or all of a turn at once,
-    which share what carries them."""
+    """Return the time of the collectives inside a strategy.
+
+    They run one after the other, or all of a turn at once; these share the links.
+    """
     took = [collective_seconds(machine, c.kind, c.nbytes, parts) for c in strategy.comm]
     if not (took and strategy.beside):
         return sum(took)
@@ -159,7 +168,7 @@ def _comm_seconds(machine: Machine, strategy: Strategy, parts: int) -> float:
 
 
 def _rate(machine: Machine, operands: Metas, results: Metas) -> float:
-    """Operations a second in the dtype of a node."""
+    """Return the operations a second in the dtype of a node."""
     meta = next((meta for meta in (*results, *operands) if meta is not None), None)
     return machine.matmul.rate_of("f32" if meta is None else short_dtype(meta.dtype))
 
@@ -175,21 +184,20 @@ def _byte_share(strategy: Strategy, operands: Metas, results: Metas, parts: int)
 
 
 def ticks(seconds: float) -> float:
-    """Whole picoseconds, as a float; infinity stays."""
+    """Round seconds to whole picoseconds, as a float; infinity stays."""
     return seconds if math.isinf(seconds) else float(round(seconds * _TICKS))
 
 
 def seconds(cost: float) -> float:
-    """Seconds of a cost in ticks."""
+    """Return the seconds of a cost in ticks."""
     return cost / _TICKS
 
 
-# -- what it costs to make the placements that are wanted of those that there are
-# ----------------------
+# -- cost of making the wanted placements of those at hand -----------------------------------------
 
 #: Placements of one value that are there together, or wanted together.
 Copies = tuple[Placement, ...]
-#: What each choice of a variable has, or wants, of a value.
+#: For each choice of a variable the copies that it has, or wants, of a value.
 Options = tuple[Copies, ...]
 
 
@@ -209,11 +217,11 @@ class ReshardingCosts:
         self._copies: dict[tuple[int, int], Table | None] = {}
 
     def options(self, options: Options) -> Options:
-        """The one object that stands for all equal options, as ``table`` takes them."""
+        """Return the one object that stands for all equal options, as ``table`` takes them."""
         return self._options.setdefault(options, options)
 
     def move(self, source: Placement, target: Placement, nbytes: int) -> float:
-        """To give a value of ``nbytes`` another placement."""
+        """Return the cost to give a value of ``nbytes`` another placement."""
         key = source, target, nbytes
         cost = self._moves.get(key)
         if cost is None:
@@ -222,8 +230,9 @@ class ReshardingCosts:
         return cost
 
     def make(self, have: Copies, want: Copies, nbytes: int) -> float:
-        """To make all the placements that are wanted of those at hand, by way of one more if
-        better.
+        """Return the cost to make all wanted placements of those at hand.
+
+        By way of one more placement if that is cheaper.
         """
         key = have, want, nbytes
         cost = self._costs.get(key)
@@ -240,7 +249,7 @@ class ReshardingCosts:
         return sum(min(self.move(source, target, nbytes) for source in have) for target in want)
 
     def table(self, have: Options, want: Options, nbytes: int) -> Table | None:
-        """One row a choice of what there is, one column a choice of what is wanted.
+        """Return the costs with a row a choice of ``have`` and a column a choice of ``want``.
 
         None where nothing costs anything.
         """
@@ -251,7 +260,10 @@ class ReshardingCosts:
         return self._tables[key]
 
     def copies(self, have: Options, nbytes: int) -> Table | None:
-        """For each choice, to make the placements after its first one; None where nothing costs."""
+        """Return for each choice the cost of the placements after its first one.
+
+        None where nothing costs anything.
+        """
         key = id(have), nbytes
         if key not in self._copies:
             costs = np.array([self.make(h[:1], h[1:], nbytes) for h in have], dtype=float)

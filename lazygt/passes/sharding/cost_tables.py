@@ -1,4 +1,4 @@
-"""Cost tables: kept once by content, and what was computed from them kept with them."""
+"""Cost tables: kept once by content, along with results computed from them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Factor(NamedTuple):
 
     Attributes:
         scope: the variables, each once.
-        table: one axis a variable of the scope, in its order; infinity forbids. That two factors
-            are alike is seen at once where they share one array.
+        table: one axis a variable of the scope, in its order; infinity forbids. Factors that share
+            one array are at once seen to be alike.
     """
 
     scope: Scope
@@ -31,7 +31,7 @@ NONE = -1
 
 
 class Summed(NamedTuple):
-    """A sum of tables minimised over its first variable.
+    """Sum of tables, minimised over its first variable.
 
     Attributes:
         table: the number of the minima less ``shift``; NONE where they are all alike.
@@ -45,7 +45,7 @@ class Summed(NamedTuple):
 
 
 class CostTables:
-    """Tables by number, one number for each content, and what was computed from them."""
+    """Tables by number, one number for each content, with results computed from them."""
 
     def __init__(self) -> None:
         self._tables: list[Table] = []
@@ -58,14 +58,14 @@ class CostTables:
         self.computed = 0
 
     def number(self, table: Table) -> int:
-        """The number of a table that outlives this object."""
+        """Return the number of a table that outlives this object."""
         number = self._of_array.get(id(table))
         if number is None:
             number = self._of_array[id(table)] = self._intern(table)
         return number
 
     def part(self, table: int, where: tuple[int | None, ...]) -> int:
-        """The number of a slice: an index for each axis that goes, None for one that stays."""
+        """Return the number of a slice: an index for each axis that goes, None for the others."""
         key = ("part", table, where)
         if key not in self._parts:
             index = tuple(slice(None) if at is None else at for at in where)
@@ -73,14 +73,14 @@ class CostTables:
         return self._parts[key]
 
     def least(self, table: int, axis: int) -> int:
-        """The number of the minima over one axis."""
+        """Return the number of the minima over one axis."""
         key = ("least", table, axis)
         if key not in self._parts:
             self._parts[key] = self._intern(self._tables[table].min(axis=axis))
         return self._parts[key]
 
     def turned(self, table: int) -> int:
-        """The number of a table of two axes with these exchanged."""
+        """Return the number of the transpose of a table of two axes."""
         number = self._turned.get(table)
         if number is None:
             number = self._turned[table] = self._intern(self._tables[table].T)
@@ -88,7 +88,7 @@ class CostTables:
         return number
 
     def plus(self, a: int, b: int) -> int:
-        """The number of the sum of two tables with the same axes."""
+        """Return the number of the sum of two tables with the same axes."""
         if a == NONE:
             return b
         number = self._both.get((a, b))
@@ -97,11 +97,11 @@ class CostTables:
         return number
 
     def value(self, table: int) -> float:
-        """The only entry of a table without axes."""
+        """Return the only entry of a table without axes."""
         return self._tables[table].item()
 
     def along(self, table: int, axis: int, index: Sequence[int]) -> Table:
-        """The entries along one axis, at ``index`` of the other ones."""
+        """Return the entries along one axis, at ``index`` of the other ones."""
         at: list[int | slice] = list(index)
         at.insert(axis, slice(None))
         line: Table = self._tables[table][tuple(at)]
@@ -110,7 +110,7 @@ class CostTables:
     def summed(
         self, tables: tuple[int, ...], shape: Scope = (), larger: tuple[tuple[int, Scope], ...] = ()
     ) -> Summed:
-        """Tables added up and minimised over axis 0 of the sum.
+        """Add tables up and minimise the sum over axis 0.
 
         Args:
             tables: of axis 0 alone, then of axis 0 and each other one.

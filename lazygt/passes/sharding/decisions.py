@@ -1,4 +1,4 @@
-"""What was decided: the placements that every value of a program got, one axis after another."""
+"""Decisions: the placements that every value of a program got, axis by axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Decisions = Mapping[str, tuple[Placement, ...]]
 
 
 def programs_of(decided: Iterable[AxisStep]) -> list[list[AxisStep]]:
-    """The steps of each program that was cut: an axis goes on with what the one before made."""
+    """Group the steps by program: an axis goes on with the program that the one before made."""
     groups: list[list[AxisStep]] = []
     for step in decided:
         if groups and groups[-1][-1].local.graph is step.graph:
@@ -24,9 +24,9 @@ def programs_of(decided: Iterable[AxisStep]) -> list[list[AxisStep]]:
 
 
 def decisions(steps: Sequence[AxisStep]) -> list[Decisions]:
-    """For each value of the first step's graph the placements that it got on every axis.
+    """Return the placements that each value of the first step's graph got on every axis.
 
-    On later axes they are those of what rank 0 had of it as it was made.
+    On later axes they are those of rank 0's part of the value as it was made.
     """
     of_values: list[Decisions] = []
     for value in range(len(steps[0].graph.values)):
@@ -41,9 +41,10 @@ def decisions(steps: Sequence[AxisStep]) -> list[Decisions]:
 
 
 def decisions_text(steps: Sequence[AxisStep]) -> tuple[Graph, list[str]]:
-    """The program before it was cut, and for each value ``{data: P(sum) -> R, model: S(0)}``.
+    """Return the program before the cut, and a text for each value.
 
-    An arrow leads to what was made of it for its users.
+    The text is ``{data: P(sum) -> R, model: S(0)}``: an arrow leads to a placement that was made of
+    it for its users.
     """
     return steps[0].graph, [_text(placements) for placements in decisions(steps)]
 

@@ -1,4 +1,4 @@
-"""Def-use chains of a graph: which node makes each value, and which nodes read it."""
+"""Def-use chains of a graph: the node that makes each value, and the nodes that read it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Places = tuple[int, ...]
 
 
 class DefUse(NamedTuple):
-    """The nodes of a graph, and how its values connect them.
+    """Nodes of a graph, linked by its values.
 
     Attributes:
-        nodes: each with what it reads and the numbers of its results.
+        nodes: each with the values that it reads and the numbers of its results.
         params: the kinds of the run-time numbers.
         makers: of each value the node and the place among its results; None of an input.
         users: of each value the nodes that read it, and in which of their operands.
@@ -28,7 +28,7 @@ class DefUse(NamedTuple):
 
 
 def def_use(graph: Graph) -> DefUse:
-    """The chains of a graph."""
+    """Return the chains of a graph."""
     nodes = []
     makers: list[tuple[int, int] | None] = [None] * len(graph.inputs)
     users: list[dict[int, Places]] = [{} for _ in graph.inputs]

@@ -1,8 +1,8 @@
-"""One run of variable elimination: every variable of a problem once, then all choices backwards.
+"""One run of variable elimination: every variable once, then all choices backwards.
 
-All tables of one pair of variables are one sum, and so are those of one variable alone. So what is
-asked of the tables has a short name: the number of a variable's own table, and of the table with
-each neighbour, in the order of the neighbours.
+All tables of one pair of variables are one sum, and so are those of one variable alone. So a query
+on the tables has a short key: the number of a variable's own table, and of the table with each
+neighbour, in the order of the neighbours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Eliminated:
     """Choices for every variable.
 
     Attributes:
-        bound: no choices cost less; what these cost when nothing was relaxed.
+        bound: no choices cost less; the cost of these when nothing was relaxed.
         relaxed: the variables conditioned on, in that order.
     """
 
@@ -37,19 +37,19 @@ _Argmin = tuple[int, Sequence[int], npt.NDArray[np.intp]]
 
 
 class _Conditioned(NamedTuple):
-    """A variable that was relaxed, and the factors that named it then, by table."""
+    """Relaxed variable, with the factors that named it then, by table."""
 
     variable: int
     factors: list[tuple[Scope, int]]
 
 
 class Elimination:
-    """Eliminates every variable of a problem, once.
+    """Elimination of every variable of a problem, once.
 
     Args:
         sizes: the number of choices of each variable.
         cap: the most entries of a sum; a variable is relaxed where it would have more.
-        fixed: variables whose choice is made already.
+        fixed: variables with a choice that is made already.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Elimination:
 
     @property
     def computed(self) -> int:
-        """Table entries that were computed, not found again."""
+        """Number of table entries that were computed, not found again."""
         return self._tables.computed
 
     def run(self) -> Eliminated:
@@ -114,7 +114,7 @@ class Elimination:
         return Eliminated(choices, self._bound, relaxed)
 
     def _costs(self, v: int, factors: Collection[tuple[Scope, int]]) -> Table:
-        """What each choice of ``v`` costs, by these factors, with all others chosen."""
+        """Return the cost of each choice of ``v`` by these factors, with all others chosen."""
         total = np.zeros(self._sizes[v])
         for scope, table in factors:
             index = [self._choices[u] for u in scope if u != v]
@@ -122,7 +122,7 @@ class Elimination:
         return total
 
     def _queue(self, variables: Collection[int]) -> None:
-        """Put variables in their place among those that wait: by the entries of their sums."""
+        """Put variables in the queue, by the entries of their sums."""
         queued, bits = self._queued, self._bits
         for v in variables:
             entries = self._entries[v]
@@ -158,7 +158,7 @@ class Elimination:
         return self._tables.summed(key, tuple([self._sizes[u] for u in place]), larger)
 
     def _relax(self, v: int) -> list[tuple[Scope, int]]:
-        """Minimise each factor over ``v`` on its own; returns those factors."""
+        """Minimise each factor over ``v`` on its own; return those factors."""
         factors = [((v,), self._own[v]), *[((v, u), table) for u, table in self._pairs[v].items()]]
         factors = [(scope, table) for scope, table in factors if table != NONE]
         factors += [(self._scopes[factor], self._table_of[factor]) for factor in self._larger[v]]

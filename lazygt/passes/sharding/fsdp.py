@@ -1,7 +1,7 @@
-"""Stored values are gathered again for every pass, so that nobody keeps them whole till then.
+"""FSDP: stored values are gathered again for every pass, so none stays whole between.
 
-A step is one pass after another: forward, backward, the forward of the next microbatch. What takes
-a stored value, or a view or a cast of it, whole in a later pass than the first gets a copy (a
+A step is one pass after another: forward, backward, the forward of the next microbatch. Nodes of a
+later pass than the first that take a stored value, or a view or a cast of it, whole get a copy (a
 ``lazygt.place``) that all of that pass share, and views and casts of that; it is gathered where the
 first of them stands.
 """
@@ -27,11 +27,11 @@ from lazygt.passes.updates import written
 def reshard_after_forward(
     graph: Graph, kept: Mapping[int, Sharding], backward: Collection[int]
 ) -> Graph:
-    """The graph in which units with ``reshard_after_forward`` are gathered for each pass.
+    """Return the graph with units of ``reshard_after_forward`` gathered for each pass.
 
     Args:
-        kept: how values are stored.
-        backward: which recorded ops, by number, are of a backward pass.
+        kept: the sharding that each value is stored with.
+        backward: numbers of the recorded ops of a backward pass.
     """
     stored = {
         value: sharding for value, sharding in kept.items()
@@ -48,9 +48,9 @@ class _Regather:
         self._stored = dict(stored)
         #: views of stored values, and casts -> their nodes
         self._views: dict[int, Placed] = {}
-        #: stored value -> what was cast or copied of it, or of its views
+        #: stored value -> casts and copies of it, or of its views
         self._casts: dict[int, list[int]] = {}
-        #: stored value or view -> what stands for it in the pass that goes on; None: the first one
+        #: stored value or view -> its copy in the current pass; None: this is the first pass
         self._here: dict[int, int] | None = None
         self._rows: list[Placed] = []
         self._count = len(self._metas)
@@ -81,7 +81,7 @@ class _Regather:
                     self._stored[row.results[0]] = home
 
     def _is_placed_cast(self, row: Placed) -> bool:
-        """Whether a node says of a cast that it is stored, as what it was made of is."""
+        """Return whether a node stores a cast as its source is stored."""
         if row.node.op != PLACE or row.results[0] not in self._stored:
             return False
         view = self._views.get(row.node.args[0].index)
@@ -91,14 +91,14 @@ class _Regather:
         return True
 
     def _part(self, value: int) -> None:
-        """What was cast of a value is one of its own once that is written."""
+        """Make casts of a value stored values of their own, once it is written."""
         for cast in self._casts.pop(value, ()):
             (below,) = self._views.pop(cast).node.refs()
             if below in self._stored:
                 self._stored[cast] = self._stored[below]
 
     def _root(self, value: int) -> int:
-        """The stored value that a view, or a cast, is of."""
+        """Return the stored value behind a view or a cast."""
         while value in self._views:
             (value,) = self._views[value].node.refs()
         return value
@@ -108,7 +108,7 @@ class _Regather:
         return meta is None or meta.numel > 1
 
     def _moved(self, row: Placed, here: dict[int, int]) -> Placed:
-        """A node on the pass's own copies of what it takes whole."""
+        """Return a node on the pass's own copies of the operands that it takes whole."""
         moved = {
             value: self._copy(value, row.source, here)
             for value in row.node.refs()

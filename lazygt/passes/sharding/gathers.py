@@ -1,9 +1,9 @@
-"""What was put together on every rank although the user had cut it, for whom, and what avoids it.
+"""Gathers of values that the user had cut: the op that takes them whole, and a remedy.
 
-Told is every gather that nobody asked for. Asked for are a placement (``lazygt.redistribute``, a
-style), stored weights that are gathered to be used (FSDP), what an op needs whole whose other
-operand is pinned in blocks (the input of a column-parallel layer that comes in blocks), and what
-updates a pinned value.
+Told is every gather that the user did not ask for. Asked for are a placement
+(``lazygt.redistribute``, a style), stored weights that are gathered to be used (FSDP), an operand
+that an op needs whole because its other operand is pinned in blocks (the input of a column-parallel
+layer that comes in blocks), and an update of a pinned value.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _WHOLE_OR_OTHERWISE = (
 
 
 class Gather(NamedTuple):
-    """What one op took whole that the user had cut.
+    """Values that the user had cut, and one op took whole.
 
     Attributes:
-        op: the aten overload, or what else it is.
+        op: the aten overload, or another name of the op.
         operands: the gathered ones, as ``f32[8, 16] in S(0)``.
         nbytes: of them, whole.
         axis: of the mesh.
         line: the user's ``file:line``.
         why: no rule, or no better strategy.
-        instead: what would avoid it.
+        instead: a way to avoid it.
     """
 
     op: str
@@ -58,7 +58,7 @@ class Gather(NamedTuple):
 
 
 def gathers(decided: Iterable[AxisStep]) -> list[Gather]:
-    """The gathers that nobody asked for, in the order of the program; one an op and line."""
+    """Return the gathers that the user did not ask for, in program order; one an op and line."""
     told: dict[tuple[str, str, str], Gather] = {}
     for step in decided:
         whole = [value for value, have in enumerate(step.local.values) if _is_gathered(have)]
@@ -69,12 +69,12 @@ def gathers(decided: Iterable[AxisStep]) -> list[Gather]:
 
 
 def _is_gathered(have: Collection[Placement]) -> bool:
-    """Whether a value that is made in blocks was put together."""
+    """Return whether a value that is made in blocks was put together."""
     return R in have and isinstance(next(iter(have)), Cut)
 
 
 class _Gathers:
-    """The gathers of one axis.
+    """Gathers of one axis.
 
     Args:
         whole: the values that are put together.
@@ -94,7 +94,7 @@ class _Gathers:
         self._results = [results for _, results in self._graph.numbered()]
 
     def all(self) -> Iterator[Gather]:
-        """Those that nobody asked for."""
+        """Yield those that the user did not ask for."""
         of_user: dict[int, list[int]] = defaultdict(list)
         for value in sorted(self._whole):
             users = self._users(value)
@@ -104,7 +104,7 @@ class _Gathers:
             yield self._gather(number, values)
 
     def _users(self, value: int) -> list[int]:
-        """The nodes that compute with a value whole, also with views of it."""
+        """Return the nodes that compute with a value whole, also with views of it."""
         users, ahead = [], [value]
         for at in ahead:  # grows meanwhile
             for number in self._takers[at]:
@@ -115,7 +115,7 @@ class _Gathers:
         return users
 
     def _asks(self, number: int) -> bool:
-        """Whether the user has asked that a node gets its operands whole."""
+        """Return whether the user has asked that a node gets its operands whole."""
         node, strategy = self._graph.nodes[number], self._step.strategies[number]
         if node.op in MARKS or any(value in self._pinned for value in node.writes):
             return True
@@ -134,7 +134,7 @@ class _Gathers:
         return Gather(op, shown, nbytes, self._step.name, line, why, instead)
 
     def _seen(self, node: Node, values: Collection[int]) -> set[int]:
-        """The operands of a node that are these values, or views of them."""
+        """Return the operands of a node that are these values, or views of them."""
         seen, ahead = set(values), list(values)
         for at in ahead:  # grows meanwhile
             for number in self._takers[at]:
@@ -144,7 +144,7 @@ class _Gathers:
         return seen.intersection(node.refs())
 
     def _reason(self, node: Node, values: Collection[int]) -> tuple[str, str]:
-        """Why a node took these whole, and what would avoid it."""
+        """Return the reason for which a node took these whole, and a way to avoid it."""
         strategies = rules.strategies_of(node, self._metas, self._step.axis.parts)
         if len(strategies) == 1:
             return "has no sharding rule for blocks", _WHOLE_OR_OTHERWISE
@@ -173,9 +173,9 @@ class _Gathers:
 
 
 def _cut_by_user(step: AxisStep) -> set[int]:
-    """The values that were placed in blocks, and what is computed of them until it is placed whole.
+    """Return values placed in blocks, with all that is computed of them until placed whole.
 
-    What else is in blocks the costs have cut.
+    All other values in blocks are cut by the costs.
     """
     at, stored = step.axis.at, step.axis.stored(step.graph)
     inputs = range(len(step.graph.inputs))
@@ -189,7 +189,7 @@ def _cut_by_user(step: AxisStep) -> set[int]:
 
 
 def _stored(step: AxisStep) -> set[int]:
-    """The values of wrap units, and what is computed elementwise from such alone."""
+    """Return the values of wrap units, and those computed elementwise from such alone."""
     graph, metas = step.graph, step.graph.values
     stored = {
         value
@@ -204,7 +204,7 @@ def _stored(step: AxisStep) -> set[int]:
 
 
 def _pinned(step: AxisStep) -> set[int]:
-    """The values that are pinned along the axis, and views of such."""
+    """Return the values that are pinned along the axis, and views of such."""
     at, stored = step.axis.at, step.axis.stored(step.graph)
     pinned = {
         value

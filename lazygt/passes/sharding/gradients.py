@@ -1,12 +1,12 @@
-"""Gradients lie as what they update does: in blocks, where a parameter or an optimizer's state is.
+"""Gradients in blocks, as the parameters or optimizer states that they update are.
 
-Whoever reads them first, such as a clipping by their norm, is given blocks too, and nobody ever
-has them whole once they are reduced.
+Their first readers, such as a clipping by their norm, are given blocks too, and no rank ever has
+them whole once they are reduced.
 
 To add up the gradients of several microbatches before they are reduced sends the fewest bytes, but
-keeps them whole until the last microbatch. That is done with what is small, or with as much as a
-cap that was asked for allows. Where there is more, the gradients of each backward are reduced, and
-blocks are added up.
+keeps them whole until the last microbatch. That is done with small gradients, or with as much as a
+requested cap allows. Where there is more, the gradients of each backward are reduced, and blocks
+are added up.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SMALL = 16 << 10
 def gradients_in_blocks(
     graph: Graph, mesh: Mesh, kept: Mapping[int, Sharding], backward: Collection[int], cap: int
 ) -> Graph:
-    """The graph in which gradients are placed as what they update.
+    """Return the graph with gradients placed as the values that they update.
 
     Args:
-        kept: how values are stored.
-        backward: which recorded ops, by number, are of a backward pass.
-        cap: bytes of gradients that may stay whole over several microbatches, where a unit does
-            not say so.
+        kept: the sharding that each value is stored with.
+        backward: numbers of the recorded ops of a backward pass.
+        cap: bytes of gradients that may stay whole over several microbatches, where a unit does not
+            say so.
     """
     stored = {value: sharding for value, sharding in kept.items() if sharding.unit is not None}
     if not backward:
@@ -53,7 +53,7 @@ def gradients_in_blocks(
 def _only_updated(
     graph: Graph, kept: Mapping[int, Sharding], turn_of: Sequence[int]
 ) -> dict[int, Sharding]:
-    """The inputs in blocks that no forward or backward reads: what an optimizer keeps."""
+    """Return the inputs in blocks that no forward or backward reads: an optimizer's state."""
     last = max(turn_of, default=0)
     state = {
         value: sharding for value, sharding in kept.items()
@@ -68,7 +68,7 @@ def _only_updated(
 
 
 class _Sum(NamedTuple):
-    """Where a gradient is added to that of earlier microbatches.
+    """Addition of a gradient to that of earlier microbatches.
 
     Attributes:
         nbytes: of either.
@@ -96,7 +96,7 @@ class _Gradients:
         self._blocks: dict[int, int] = {}
 
     def placed(self, cap: int) -> Graph:
-        """The graph with the placements; see ``gradients_in_blocks``."""
+        """Return the graph with the placements; see ``gradients_in_blocks``."""
         sums, final = self._sums(), self._final()
         sums = sums if self._whole(sums) > self._cap(sums, cap) else {}
         rows: list[Placed] = []
@@ -117,7 +117,7 @@ class _Gradients:
         return rebuild(replace(self._graph, outputs=outputs), rows)
 
     def _final(self) -> set[int]:
-        """The gradients that somebody reads who is in no backward."""
+        """Return the gradients that a node outside of any backward reads."""
         return {
             value
             for node, turn in zip(self._graph.nodes, self._turns, strict=True)
@@ -127,7 +127,7 @@ class _Gradients:
         }
 
     def _place(self, values: Sequence[int], source: int, rows: list[Placed]) -> dict[int, int]:
-        """Place values; each with the number of what it is from there on."""
+        """Place values; return the number of each after its placement."""
         moved = {}
         for value in dict.fromkeys(values):
             meta = self._metas[value]
@@ -139,7 +139,7 @@ class _Gradients:
         return moved
 
     def _placements(self, home: Sharding) -> tuple[Shard | Unspecified, ...]:
-        """In blocks where the home is; nothing is said of other axes, nor of other parameters'."""
+        """Return the home's blocks on its axes, and ``Unspecified()`` on all others."""
         axes = self._mesh.names if home.unit is None else (home.unit.axis,)
         return tuple([
             placement if axis in axes and isinstance(placement, Shard) else Unspecified()
@@ -149,7 +149,7 @@ class _Gradients:
     # -- several microbatches ------------------------------------------------------------
 
     def _sums(self) -> dict[int, _Sum]:
-        """The nodes that add up gradients of parameters that are not kept whole, by number."""
+        """Return, by number, the nodes that add up gradients of parameters not kept whole."""
         metas = self._metas
         sums: dict[int, _Sum] = {}
         summed: set[int] = set()
@@ -169,7 +169,7 @@ class _Gradients:
         return sums
 
     def _whole(self, sums: Mapping[int, _Sum]) -> int:
-        """Bytes of gradients that would be whole at a time."""
+        """Return the bytes of gradients that would be whole at a time."""
         return sum(one.nbytes for one in sums.values() if one.first)
 
     def _cap(self, sums: Mapping[int, _Sum], cap: int) -> int:

@@ -1,4 +1,4 @@
-"""The user's annotations as nodes of the graph: each is its first operand, and says where it is.
+"""User annotations as nodes of the graph: each is its first operand, with a placement.
 
 Sessions know them whether they shard or not, so nothing of the sharding itself is loaded here.
 """
@@ -30,7 +30,7 @@ MARKS = frozenset({PLACE, ENTER, LEAVE, REDUCE_AS})
 
 
 def without_places(graph: Graph, marks: Collection[str] = (PLACE,)) -> Graph:
-    """The graph without its annotations of these kinds; of ``reduce_as`` the cast is left."""
+    """Drop the annotations of these kinds from a graph; of ``reduce_as`` the cast stays."""
     rows = [row._replace(node=_cast(row.node)) for row in placed(graph)]
     marks = {*marks} - {REDUCE_AS}
     same = {row.results[0]: row.node.args[0].index for row in rows if row.node.op in marks}
@@ -40,7 +40,7 @@ def without_places(graph: Graph, marks: Collection[str] = (PLACE,)) -> Graph:
 
 
 def _cast(node: Node) -> Node:
-    """A ``reduce_as`` as torch's op; else the node."""
+    """Return a ``reduce_as`` as torch's op; else the node."""
     if node.op != REDUCE_AS:
         return node
     (meta,) = node.fresh
@@ -49,19 +49,19 @@ def _cast(node: Node) -> Node:
 
 
 def reduce_as_node(value: int, meta: TensorMeta, dtype: torch.dtype) -> Node:
-    """A gradient of this number and meta, to be reduced in a dtype."""
+    """Return a node of a gradient of this number and meta, to be reduced in a dtype."""
     return Node(REDUCE_AS, (Ref(value),), (), (TensorMeta.of(meta.empty("meta").to(dtype)),))
 
 
 def place_node(value: int, meta: TensorMeta, sharding: Sharding) -> Node:
-    """The annotation of a value of this number."""
+    """Return the annotation of a value of this number."""
     unit = () if sharding.unit is None else (tuple(sharding.unit),)
     args = (Ref(value), tuple(map(str, sharding.placements)), sharding.pinned, *unit)
     return Node(PLACE, args, (), (meta,))
 
 
 def stored_by(node: Node) -> Sharding:
-    """What a ``lazygt.place`` says."""
+    """Return the sharding that a ``lazygt.place`` says."""
     placements, pinned, *unit = node.args[1:]
     return Sharding(
         tuple(map(_placement, placements)), pinned, FSDPUnit(*unit[0]) if unit else None
@@ -69,7 +69,7 @@ def stored_by(node: Node) -> Sharding:
 
 
 def _placement(text: str) -> Placement:
-    """The placement that ``R``, ``S(1)``, ``H(0)`` or ``?`` names."""
+    """Return the placement that ``R``, ``S(1)``, ``H(0)`` or ``?`` names."""
     if text == "?":
         return Unspecified()
     if text[0] == "H":

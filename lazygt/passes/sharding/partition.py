@@ -1,8 +1,8 @@
-"""From the whole program to each rank's: blocks for values, collectives where placements change.
+"""Lowering of the whole program to each rank's: blocks of values, and collectives.
 
 One mesh axis at a time. Every rank of the axis gets a graph of its own, since blocks may differ in
 size; all of them meet in the same collectives in the same order, because they are written by the
-same walk over the same global graph.
+same walk over the same global graph. A collective stands where a placement changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ R = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was decided for a graph on one axis.
+    """Strategies and placements that were chosen for a graph on one axis.
 
     Attributes:
         strategies: of each node.
@@ -40,13 +40,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class LocalProgram:
-    """The local program of one rank of an axis, and the placement of each of its outputs.
+    """Local program of one rank of an axis, with the placement of each of its outputs.
 
     Attributes:
-        values: for each value of the whole program, where the local one has it with each placement
-            that it comes with or is given, the first as it was made.
+        values: for each value of the whole program: placement -> number of the local value that has
+            it; the placement that it was made with is the first.
         alike: whether every rank of the axis has the same program.
-        settled: whether it is the program, too, for which ``outputs`` were wanted.
+        settled: whether it would be the same program if ``outputs`` were wanted.
     """
 
     graph: Graph
@@ -64,7 +64,7 @@ def partition(
     index: int,
     wanted: Mapping[int, Placement] | None = None,
 ) -> LocalProgram:
-    """The program of rank ``index`` of ``parts`` on ``axis``.
+    """Return the program of rank ``index`` of ``parts`` on ``axis``.
 
     Args:
         wanted: output value -> the placement that it must have. Others have the placement that they
@@ -126,7 +126,7 @@ class _Partitioner:
         return lower_strategy(self.build, strategy, node, operands)
 
     def _as_it_is(self, node: Node, operands: Sequence[Ref]) -> Sequence[Ref | None]:
-        """A node without a schema, or with results that only values tell, on whole operands."""
+        """Add a node that runs on whole operands: without a schema, or with dynamic results."""
         renamed = dict(zip(node.refs(), operands, strict=True))
         args = map_arg(node.args, lambda arg: renamed[arg.index] if type(arg) is Ref else arg)
         kwargs = tuple(
@@ -139,7 +139,7 @@ class _Partitioner:
         )
 
     def get(self, value: int, placement: Placement) -> Ref:
-        """A value with a placement, moved there if it is not."""
+        """Return a value with a placement, moved there if it is not."""
         have = self.have[value]
         local = have.get(placement)
         if local is not None:
@@ -153,7 +153,7 @@ class _Partitioner:
         return local
 
     def _base(self, value: int) -> Placement:
-        """The placement that a value is kept with; made from what it was made with."""
+        """Return the placement that a value is kept with; convert the value to it if needed."""
         have = self.have[value]
         first = next(iter(have))
         kept = self.choice.kept.get(value)
@@ -164,7 +164,7 @@ class _Partitioner:
         return kept[0] if kept else first
 
     def _outputs(self, wanted: Mapping[int, Placement]) -> tuple[tuple[Placement, ...], list[Ref]]:
-        """The placements of the graph's outputs, and the values that have them."""
+        """Return the placements of the graph's outputs, and the values that have them."""
         before = len(self.build.nodes)
         placements = tuple([self._final(value, wanted) for value in self.graph.outputs])
         self.settled = len(self.build.nodes) == before
@@ -173,7 +173,7 @@ class _Partitioner:
         ]
 
     def _stored(self, value: int, placement: Placement) -> Ref:
-        """An output, laid out in memory as the programs that take it expect: see ``local_meta``."""
+        """Return an output with the strides that its readers expect: see ``local_meta``."""
         local = self.get(value, placement)
         whole, have = self.values[value], self.build.meta(local)
         assert whole is not None
@@ -197,7 +197,7 @@ class _Partitioner:
         return next(candidates, home)
 
     def _from(self, number: int) -> None:
-        """What was added since comes from node ``number``."""
+        """Give the nodes added since the last call the source line of node ``number``."""
         added = len(self.build.nodes) - len(self.origins)
         self.origins += [self.graph.origin(number)] * added
         self.lines += [self.graph.line(number)] * added

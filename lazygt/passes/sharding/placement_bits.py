@@ -1,4 +1,4 @@
-"""Sets of placements as whole numbers: one bit for each P(op), S(dim) and interleaved placement."""
+"""Sets of placements as bit masks: a bit for each P(op), S(dim) and interleaved placement."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SUMS = (1 << _FIRST) - 1
 
 
 def partial_bit(placement: Placement) -> int:
-    """The bit of a partial placement; 0 for any other."""
+    """Return the bit of a partial placement; 0 for any other."""
     return 1 << REDUCE_OPS.index(placement.op) if isinstance(placement, Partial) else 0
 
 
 class Bits:
-    """The bits of the placements that cut a dim.
+    """Bits of the placements that cut a dim.
 
     Dims have every second place; the others go to interleaved placements as they are met.
 
@@ -33,13 +33,13 @@ class Bits:
         self.interleaved = 0
 
     def cut(self, placement: Placement) -> int:
-        """The bit of a placement that cuts a dim; 0 for any other."""
+        """Return the bit of a placement that cuts a dim; 0 for any other."""
         if isinstance(placement, Shard):
             return 1 << _FIRST + 2 * placement.dim
         return self._of(placement) if isinstance(placement, StridedShard) else 0
 
     def any(self, placement: Placement) -> int:
-        """The bit of a placement; 0 of what is whole."""
+        """Return the bit of a placement; 0 for ``Replicate()``."""
         return partial_bit(placement) | self.cut(placement)
 
     def _of(self, placement: StridedShard) -> int:
@@ -50,14 +50,14 @@ class Bits:
         return bit
 
     def found(self, mask: int) -> tuple[StridedShard, ...]:
-        """The interleaved placements of a set."""
+        """Return the interleaved placements of a set."""
         return tuple([placement for placement, bit in self._met.items() if bit & mask])
 
 
 def union(
     strategies: Sequence[Sequence[Placement]], places: int, bit: Callable[[Placement], int]
 ) -> list[int]:
-    """What the placements at each place are, over all strategies."""
+    """Return the mask of the placements at each place, over all strategies."""
     return [
         reduce(or_, [bit(placements[place]) for placements in strategies], 0)
         for place in range(places)
@@ -70,7 +70,7 @@ def same_blocks(
     masks: Sequence[int],
     result: TensorMeta | None,
 ) -> int:
-    """The blocks of operands that a result can have as well: of dims that are as long in both."""
+    """Return the blocks of operands that a result can have as well: of dims of equal size."""
     mask = 0
     for operand, blocks in zip(operands, masks, strict=True):
         if operand is None or result is None:

@@ -1,8 +1,8 @@
-"""The choice of placements on one mesh axis, as a problem for the solver.
+"""Choice of placements on one mesh axis, as a problem for the solver.
 
-A variable a node: which strategy it runs as. A variable a value with several users: the placement
-that it is kept with for all of them, and one more where it is partial. A factor for every node's
-time, and one for every use: the time to make what the user takes of what there is.
+A variable a node: the strategy that it runs as. A variable a value with several users: the
+placement that it is kept with for all of them, and one more where it is partial. A factor for every
+node's time, and one for every use: the time to make the wanted placement of those at hand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lazygt.passes.sharding.strategies import StrategiesOf, StrategyCatalogue, S
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A problem with what its variables stand for.
+    """Problem, with the meaning of its variables.
 
     Attributes:
         problem: costs are in ticks (picoseconds).
@@ -41,12 +41,12 @@ class Question:
     kept: Mapping[int, tuple[int, Options]]
 
     def strategies(self, solution: Solution) -> list[Strategy]:
-        """The strategy of each node."""
+        """Return the strategy of each node."""
         chosen = zip(self.entries, solution.choices, strict=False)
         return [entry.strategies[choice] for entry, choice in chosen]
 
     def placements(self, solution: Solution) -> dict[int, Copies]:
-        """The placements of each value in ``kept``."""
+        """Return the placements of each value in ``kept``."""
         return {v: options[solution.choices[at]] for v, (at, options) in self.kept.items()}
 
 
@@ -60,14 +60,14 @@ def build_problem(
     explore: bool = False,
     whole: Collection[int] = (),
 ) -> Question:
-    """The placements of a graph's values on an axis of ``parts`` ranks, to be solved.
+    """Build the problem of placing a graph's values on an axis of ``parts`` ranks.
 
     Args:
         strategies_of: the strategies of a node; asked once for each kind of node.
         annotations: by number of the value; an input without one is given whole.
         outputs: for each output the placements that it may have; None, and for all when there is
             nothing: any.
-        explore: shard also what no annotation leads to.
+        explore: shard also values that no annotation leads to.
         whole: nodes, by number, that every rank may do all of in any case, but for pins.
 
     Raises:
@@ -107,7 +107,7 @@ def _check(
 def _allowed(
     graph: Graph, outputs: Sequence[Collection[Placement] | None]
 ) -> dict[int, list[Collection[Placement]]]:
-    """The sets of placements that each value must have one of, as an output."""
+    """Return the sets of placements that each value must have one of, as an output."""
     allowed: dict[int, list[Collection[Placement]]] = {}
     for value, placements in zip(graph.outputs, outputs, strict=False):
         if placements is not None and placements not in allowed.setdefault(value, []):

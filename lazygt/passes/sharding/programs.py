@@ -1,4 +1,4 @@
-"""What every rank runs: all passes, with sharding in their midst."""
+"""Programs of all ranks: all passes, with sharding in their midst."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ def programs(
     bucket_bytes: int | None = None,
     backward: Collection[int] = (),
 ) -> PartitionedProgram:
-    """The graph of every rank, as the passes leave it; ranks that run the same have one object.
+    """Return the graph of every rank, as the passes leave it; equal ones are one object.
 
     Args:
         graph: as recorded.
-        inputs: where each input lies; None: whole on every rank.
-        machine: by whose costs placements are chosen and ops are fused; None: ``cpu-generic``.
+        inputs: the sharding of each input; None: whole on every rank.
+        machine: its costs decide placements and the fusion of ops; None: ``cpu-generic``.
         check: verify after every pass.
         stages: gets (name of the pass, rank 0's graph after it) for each.
-        decided: gets how each axis was decided, outermost first.
-        workers: who stands for the ranks of ``mesh``, which are virtual ones then; the graphs are
-            the workers', with reductions in the order of the ranks. None: each rank is a worker.
-        bucket_bytes: so much travels in one collective, if that was asked for; a wrap unit may
-            have a limit of its own.
-        backward: which recorded ops, by number, are of a backward pass; see ``fsdp``.
+        decided: gets the decisions on each axis, outermost first.
+        workers: the workers that stand for the ranks of ``mesh``, which are virtual ones then; the
+            graphs are the workers', with reductions in the order of the ranks. None: each rank is a
+            worker.
+        bucket_bytes: so much travels in one collective, if that was asked for; a wrap unit may have
+            a limit of its own.
+        backward: numbers of the recorded ops of a backward pass; see ``fsdp``.
 
     Raises:
         GraphError: a graph breaks its own rules; with ``check``, naming the pass.
@@ -105,7 +106,7 @@ def programs(
 
 
 def _caps(asked: int | None, machine: Machine, units: Mapping[int, FSDPUnit]) -> Caps:
-    """When a bucket is closed: as was asked for, else as is fastest on the machine."""
+    """Return the bytes at which a bucket is closed: as asked for, else as is fastest."""
     if asked is not None:
         return Caps(asked, asked, units)
     return Caps(CAP, min(CAP, int(machine.collectives.packed)), units)

@@ -1,10 +1,11 @@
-"""Which strategies may be chosen: those that the user's annotations lead to.
+"""Strategies that may be chosen: those that the user's annotations lead to.
 
 A sharding of a value spreads along the strategies of the ops that it meets: to their results, and
 to the other operands that such a strategy wants cut. A strategy that shards is open to the solver
 when one of its operands has been reached with the placement that it takes there, or wished to be so
-(see ``wishes``), and where it only cuts its result, when that was. So annotations say *what* is
-sharded on an axis, and the solver says where it is moved. ``explore`` opens every strategy.
+(see ``wishes``); a strategy that only cuts its result is open when the result was. So annotations
+say *which values* are sharded on an axis, and the solver says where they are moved. ``explore``
+opens every strategy.
 
 Partial values spread forwards only. A strategy that takes only whole and partial operands is left
 out where none of them may come partial: the strategy that is R everywhere does the same then, and
@@ -12,7 +13,7 @@ its result can be made partial for nothing.
 
 Strategies that take a value interleaved are looked for, and open, only where it was reached so.
 
-What is reached is a bit mask a value, with one bit a placement.
+The placements that reach a value are a bit mask, with one bit a placement.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Pins = tuple[Placement | None, ...]
 
 
 class Opened(NamedTuple):
-    """What there is to choose from.
+    """Strategies that the solver may choose from.
 
     Attributes:
         entries: of each node.
@@ -57,15 +58,15 @@ def open_strategies(
     explore: bool,
     whole: Collection[int] = (),
 ) -> Opened:
-    """The entry of each node with the strategies that may be chosen for it.
+    """Return the entry of each node with the strategies that may be chosen for it.
 
-    A strategy that breaks a pin is left out where another keeps it. So is one that has every rank
-    do all of an op, where a strategy that was reached divides it: always of a matmul; of other ops
-    unless the solver may ``explore``, or dividing them takes a collective in their middle, or
-    operands that are interleaved: these were in blocks before a view, and may be wanted whole
-    behind it; or what is divided was broadcast of something smaller, or is a view of what
-    annotations cut. Partial values that are added to others, and views of such, may stay partial:
-    then their sum is reduced, not each of them.
+    A strategy that breaks a pin is left out where another keeps it. So is a strategy that has every
+    rank do all of an op, where a strategy that was reached divides it. For a matmul this holds
+    always; for other ops it does not hold if the solver may ``explore``; if dividing them takes a
+    collective in their middle, or interleaved operands (these were in blocks before a view, and may
+    be wanted whole behind it); or if the divided value was broadcast of a smaller one, or is a view
+    of a value that annotations cut. Partial values that are added to others, and views of such, may
+    stay partial: then their sum is reduced, not each of them.
 
     Args:
         whole: nodes, by number, that every rank may do all of in any case, but for pins.
@@ -99,16 +100,18 @@ def open_strategies(
 
 
 class _Asked(NamedTuple):
-    """What is asked of a node.
+    """Masks and pins that decide which strategies are open to a node.
 
     Attributes:
-        masks: what reached its operands.
-        wishes: what they are wished to be; nothing where nothing.
+        masks: of each operand, the placements that reached it.
+        wishes: of each operand, the placements that it is wished to have; empty where there are
+            none.
         results: the blocks that its results are wanted in, if strategies only cut those.
-        pins: the placement that each operand must have; nothing where none must.
-        grown: whether what cuts it is smaller than its results.
-        is_near: whether it is a view near what annotations cut.
-        grown_operands: which operands may be whole before they grow; nothing where none is asked.
+        pins: the placement that each operand must have; empty where there are none.
+        grown: whether its results are cut only because smaller values are.
+        is_near: whether it is a view near a value that annotations cut.
+        grown_operands: of each operand, whether it may be whole before it grows; empty where the
+            node is no attention.
     """
 
     masks: Masks
@@ -121,13 +124,13 @@ class _Asked(NamedTuple):
 
 
 def _with_whole(opened: StrategySet, entry: StrategySet) -> StrategySet:
-    """The opened strategies, and the one that is R everywhere."""
+    """Return the opened strategies, and the one that is R everywhere."""
     strategies = set(map(id, opened.strategies))
     return entry.keep(lambda number, strategy: number == 0 or id(strategy) in strategies)
 
 
 def _keeps(strategy: Strategy, pins: Pins) -> bool:
-    """Whether a strategy takes pinned values as they are; a whole one may be a partial sum."""
+    """Return whether a strategy keeps all pins; for a whole value it may take a partial sum."""
     return all(
         pin in (None, placement) or (pin == Replicate() and isinstance(placement, Partial))
         for pin, placement in zip(pins, strategy.inputs, strict=False)
@@ -135,7 +138,7 @@ def _keeps(strategy: Strategy, pins: Pins) -> bool:
 
 
 def _is_like(result: TensorMeta | None, operands: Metas, masks: Masks) -> bool:
-    """Whether a result has the shape of an operand that lies in blocks."""
+    """Return whether a result has the shape of an operand that lies in blocks."""
     return result is not None and any(
         operand is not None and operand.shape == result.shape and mask & ~SUMS
         for operand, mask in zip(operands, masks, strict=True)
@@ -149,13 +152,13 @@ def _is_interleaved(strategy: Strategy) -> bool:
 
 
 def _is_summed(strategy: Strategy, wishes: Masks) -> bool:
-    """Whether a strategy takes partial values where they are wanted so."""
+    """Return whether a strategy takes partial values where they are wanted so."""
     wanted = map(partial_bit, strategy.inputs)
     return bool(wishes) and all(map(and_, wanted, wishes))
 
 
 class _Propagation:
-    """What reaches each value."""
+    """Placements that reach each value."""
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class _Propagation:
     ) -> None:
         self._explore = explore
         self._chains, self._metas, self._annotations = chains, metas, annotations
-        #: nodes that put gradients among zeros -> what their sum may be
+        #: nodes that put gradients among zeros -> the placement that their sum may have
         self._seeds: Mapping[int, StridedShard] = {}
         self._catalogue, self._bits = catalogue, Bits()
         self._places, self._users = chains.nodes, chains.users
@@ -180,12 +183,12 @@ class _Propagation:
             self._reached[value] = self._bits.any(annotation.placement)
         self._cut = [value for value in annotations if self._reached[value] & ~SUMS]
         self._spreads: dict[tuple[int, Masks], Masks] = {}
-        #: of each node, as it was last asked what it passes on
+        #: the operands' masks of each node when it last passed placements on
         self._seen: list[Masks | None] = [None] * len(self._places)
         self._gathered = self._gathering()
 
     def _gathering(self) -> dict[int, tuple[bool, ...]]:
-        """Of nodes that stored values are gathered for, by number: which operands are."""
+        """Return the nodes that stored values are gathered for, with a flag for each operand."""
         gathered = {}
         for at in {at for value in self._stored for at in self._users[value]}:
             node, refs, _ = self._places[at]
@@ -197,8 +200,8 @@ class _Propagation:
     def spread(self) -> None:
         """Follow the strategies of all nodes until nothing more is reached.
 
-        In rounds, each in the order of the nodes: what a node changes for those behind it is seen
-        in the same round, else in the next one.
+        In rounds, each in the order of the nodes: a change for a later node is seen in the same
+        round, else in the next one.
         """
         later: set[int] = set()
         for at in range(len(self._places)):
@@ -208,7 +211,7 @@ class _Propagation:
         self._follow_on(self._sow())
 
     def _sow(self) -> set[int]:
-        """Let what reached values be interleaved where seeds are; the nodes that it reaches."""
+        """Let reached values be interleaved where seeds are; return the nodes that this reaches."""
         chains, metas, annotations = self._chains, self._metas, self._annotations
         seeds = find_seeds(chains, metas, self._catalogue, annotations, self._reached, self._bits)
         self._seeds = seeds.results
@@ -231,7 +234,7 @@ class _Propagation:
                         heappush(waiting, user)
 
     def _follow(self, at: int) -> Sequence[int]:
-        """Pass on what reached a node; who reads what it reached anew."""
+        """Pass on the placements that reached a node; return the readers of changed values."""
         masks = self.masks(at)
         if masks == self._seen[at] or not (self._explore or any(masks)):
             return ()
@@ -251,7 +254,7 @@ class _Propagation:
         return [user for value in changed for user in self._users[value]] if changed else ()
 
     def steps(self) -> list[Step]:
-        """The nodes, and what reached their operands."""
+        """Return the nodes, each with the placements that reached its operands."""
         nodes, refs, results = zip(*self._places, strict=True) if self._places else ((), (), ())
         masks = [
             (0,) * len(read) if seen is None else seen
@@ -267,7 +270,7 @@ class _Propagation:
             self._numbers[at] = self._catalogue.strided(number, placements, wanted)
 
     def _merge(self, values: Sequence[int], masks: Masks) -> list[int]:
-        """Note what reaches values that it did not reach before; those values."""
+        """Add placements to the masks of values; return the values that changed."""
         changed, reached = [], self._reached
         for value, mask in zip(values, masks, strict=True):
             if mask & ~reached[value] and value not in self._pinned:
@@ -276,7 +279,7 @@ class _Propagation:
         return changed
 
     def _passed(self, number: int, masks: Masks) -> Masks:
-        """What a node passes on of what reached it: to each operand, then to each result."""
+        """Return the placements that a node passes on: to each operand, then to each result."""
         passed = self._spreads.get((number, masks))
         if passed is None:
             every, cut = self._catalogue.entries[number].strategies, self._bits.cut
@@ -296,9 +299,11 @@ class _Propagation:
         return passed
 
     def _laid_back(self, node: Node, masks: Masks, passed: Masks) -> Masks:
-        """What a node passes on that has no use for the blocks it is given, such as an attention
-        for blocks of its keys: it exchanges them, and its results lie as the operands did. So do
-        the gradients of keys, where they come as sums."""
+        """Add the operands' blocks to a node's results where it has no use for them itself.
+
+        An attention has no use for blocks of its keys, for example: it exchanges them, and its
+        results lie as the operands did. So do the gradients of keys, where they come as sums.
+        """
         count = len(masks)
         operands = [self._metas[value] for value in node.refs()]
         none, attends = not any(passed[count:]), "attention" in node.op
@@ -311,17 +316,17 @@ class _Propagation:
         return (*passed[:count], *back)
 
     def wishes(self, steps: Sequence[Step]) -> Wishes:
-        """What values are wished to be, once all is reached that annotations lead to."""
+        """Return the wishes for values, once all is reached that annotations lead to."""
         reach = Reach(steps, self._reached, self._passed, self._stored.keys())
         entries, parts = self._catalogue.entries, self._catalogue.parts
         return Wishes(self._metas, entries, self._bits, reach, parts)
 
     def spared(self, steps: Sequence[Step]) -> Spared:
-        """The values that may as well be whole."""
+        """Return the values that may as well be whole."""
         return spared_values(steps, self._metas, self._reached, self._cut)
 
     def opened(self, entry: StrategySet, node: _Asked) -> StrategySet:
-        """The strategies of an entry that may be chosen for a node of which that is asked."""
+        """Return the strategies of an entry that may be chosen for a node asked so."""
         masks, wishes = node.masks, node.wishes
         kept = entry.keep(
             lambda _, strategy: _keeps(strategy, node.pins) and self._is_possible(strategy, masks)
@@ -351,9 +356,9 @@ class _Propagation:
         return kept
 
     def _divides(self, entry: StrategySet, masks: Masks) -> bool:
-        """Whether a strategy divides the work among those who have the blocks that there are.
+        """Return whether a strategy divides the work among the ranks, by the blocks at hand.
 
-        A factory shares no work that anybody brought: whole is as good as in blocks.
+        A factory shares no work of any operand: whole is as good as in blocks.
         """
         return bool(masks) and any(
             share < 1
@@ -363,7 +368,7 @@ class _Propagation:
         )
 
     def _is_possible(self, strategy: Strategy, masks: Masks) -> bool:
-        """Whether it takes nothing partial, or cuts as well, or an operand may come partial."""
+        """Return whether a strategy takes nothing partial, or cuts, or gets a partial operand."""
         wanted = [partial_bit(placement) for placement in strategy.inputs]
         cuts = map(self._bits.cut, strategy.inputs)
         return not any(wanted) or any(map(and_, wanted, masks)) or any(cuts)
@@ -375,10 +380,12 @@ class _Propagation:
         results: Masks = (),
         grown: tuple[bool, ...] = (),
     ) -> bool:
-        """Whether a strategy cuts nothing, or what reached its operands leads to it, or it cuts
-        nothing but results that are wanted so."""
+        """Return whether a strategy cuts nothing, or the masks of its operands lead to it.
+
+        A strategy that cuts nothing but its results is asked for where they are wanted so.
+        """
         if not masks:
-            return True  # nothing leads to a factory: it makes what others ask for
+            return True  # nothing leads to a factory: it makes the blocks that others ask for
         cut = self._bits.cut
         wanted = [cut(placement) for placement in strategy.inputs]
         if any(wanted):
@@ -393,7 +400,7 @@ class _Propagation:
         return not any(blocks) or any(map(and_, blocks, results))
 
     def masks(self, at: int) -> Masks:
-        """What reached each operand; what is gathered for the node reaches it with nothing."""
+        """Return the mask of each operand; 0 for an operand that is gathered for the node."""
         masks = tuple(map(self._reached.__getitem__, self._places[at][1]))
         if at not in self._gathered:
             return masks
@@ -401,7 +408,7 @@ class _Propagation:
         return tuple([0 if all_of else mask for mask, all_of in zip(masks, gathered, strict=True)])
 
     def pins(self, at: int) -> Pins:
-        """The placement that each operand must have; nothing where none must."""
+        """Return the placement that each operand must have; nothing where there are no pins."""
         refs, pinned, stored = self._places[at][1], self._pinned, self._stored
         if self._placed.isdisjoint(refs):
             return ()

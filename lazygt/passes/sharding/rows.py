@@ -1,4 +1,4 @@
-"""Rows of a cut dim, given anew: what each rank has, what it is to have, and who sends what.
+"""Exchanges of rows of a cut dim: each rank's rows before and after, and the sends.
 
 Slices, rolls, flips, the neighbours' rows of convolutions, tensors joined or taken apart along the
 dim that is cut: each rank is sent just the rows that it lacks, by the rank that has them.
@@ -22,7 +22,7 @@ from lazygt.graph.placement import (
 
 #: Rows of a dim, from the first to before the last.
 Rows = tuple[int, int]
-#: What a rank has, or is to have, in order.
+#: Rows that a rank has, or is to have, in order.
 Ranges = tuple[Rows, ...]
 #: More pieces than these of one rank's rows are not worth the ops that cut and join them.
 MOST_PIECES = 32
@@ -32,9 +32,9 @@ class Piece(NamedTuple):
     """Rows that one rank has and another wants.
 
     Attributes:
-        source: who has them.
-        start: of them, within what that rank has.
-        rows: how many.
+        source: the rank that has them.
+        start: the first of them, within that rank's rows.
+        rows: number of them.
     """
 
     source: int
@@ -44,11 +44,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Rows along ``dim``, of every rank.
+    """Exchange of rows along ``dim`` among all ranks.
 
     Attributes:
-        have: no two ranks have the same row.
-        want: a row may be wanted by several.
+        have: of each rank; no two ranks have the same row.
+        want: of each rank; a row may be wanted by several.
     """
 
     dim: int
@@ -57,7 +57,7 @@ class RowExchange:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """For each rank the pieces of what it is to have, in order."""
+        """Pieces of each rank's wanted rows, in order."""
         return tuple([tuple(self._found(ranges)) for ranges in self.want])
 
     def _found(self, ranges: Ranges) -> list[Piece]:
@@ -77,7 +77,7 @@ class RowExchange:
 
     @cached_property
     def sent(self) -> tuple[tuple[int, int, int], ...]:
-        """(from, to, how many) of what leaves a rank; in order."""
+        """(source, target, number of rows) of the sends, in order."""
         counts: dict[tuple[int, int], int] = {}
         for target, pieces in enumerate(self.pieces):
             for source, _, count in pieces:
@@ -86,7 +86,7 @@ class RowExchange:
         return tuple([(*pair, counts[pair]) for pair in sorted(counts)])
 
     def given(self, rank: int) -> list[tuple[int, int]]:
-        """(first, how many) of what a rank sends, in the order of those who get it."""
+        """Return (first, number) of the rows that a rank sends, in the order of the receivers."""
         return [
             (piece.start, piece.rows)
             for target, wanted in enumerate(self.pieces)
@@ -95,8 +95,10 @@ class RowExchange:
         ]
 
     def places(self, rank: int) -> list[tuple[bool, int, int]]:
-        """Of each piece that a rank is to have: whether it is its own, its first row among those
-        that it has, or that come to it, and how many."""
+        """Return (is its own, first row, number of rows) of each piece that a rank wants.
+
+        The first row counts among the rank's own rows, or among those that it receives.
+        """
         pieces = self.pieces[rank]
         starts, at = {}, 0
         # those that come are in the order of the senders; of one sender, as they are wanted
@@ -110,12 +112,12 @@ class RowExchange:
 
     @property
     def most(self) -> int:
-        """Rows that the rank sends which sends most."""
+        """Largest number of rows that one rank sends."""
         return self._most([source for source, _, _ in self.sent])
 
     @property
     def most_back(self) -> int:
-        """The same, where they are given back."""
+        """Largest number of rows that one rank sends in the reverse exchange."""
         return self._most([target for _, target, _ in self.sent])
 
     def _most(self, senders: Sequence[int]) -> int:
@@ -126,18 +128,18 @@ class RowExchange:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether each rank gets its rows in few pieces."""
+        """True if each rank gets its rows in few pieces."""
         return max(map(len, self.pieces), default=0) <= MOST_PIECES
 
 
 def blocks(size: int, parts: int, start: int = 0) -> tuple[Ranges, ...]:
-    """The block that each rank has of a dim of ``size``, whose first row is number ``start``."""
+    """Return each rank's block of a dim of ``size``, with rows numbered from ``start``."""
     bounds = [shard_bounds(size, parts, rank) for rank in range(parts)]
     return tuple([((start + first, start + last),) for first, last in bounds])
 
 
 def ranges_of(cut: Cut, size: int, parts: int) -> tuple[Ranges, ...]:
-    """What each rank has of a dim of ``size`` that is cut so."""
+    """Return each rank's rows of a dim of ``size`` that is cut so."""
     if uneven(cut):
         return blocks_of_each(group_sizes(cut, size), parts)
     outer, inner = around(cut)
@@ -148,13 +150,16 @@ def ranges_of(cut: Cut, size: int, parts: int) -> tuple[Ranges, ...]:
 
 
 def _count(cut: Cut) -> int:
-    """The groups of a cut dim."""
+    """Return the number of groups of a cut dim."""
     return len(cut.widths) or cut.outer if isinstance(cut, StridedShard) else 1
 
 
 @lru_cache(maxsize=1024)
 def rows_between(have: Cut, want: Cut, size: int, parts: int) -> RowExchange | None:
-    """From one cut of a dim of ``size`` to another one; None where it takes too many pieces."""
+    """Return the exchange from one cut of a dim of ``size`` to another.
+
+    None where it takes too many pieces.
+    """
     if max(_count(have), _count(want)) > MOST_PIECES:
         return None
     move = RowExchange(have.dim, ranges_of(have, size, parts), ranges_of(want, size, parts))
@@ -163,6 +168,6 @@ def rows_between(have: Cut, want: Cut, size: int, parts: int) -> RowExchange | N
 
 @lru_cache(maxsize=1024)
 def blocks_of_each(sizes: tuple[int, ...], parts: int) -> tuple[Ranges, ...]:
-    """The blocks that each rank has of tensors of these sizes, numbered one after the other."""
+    """Return each rank's blocks of tensors of these sizes, numbered one after the other."""
     every = [blocks(size, parts, sum(sizes[:at])) for at, size in enumerate(sizes)]
     return tuple([tuple([each[rank][0] for each in every]) for rank in range(parts)])

@@ -1,9 +1,10 @@
-"""Seeds: weights of several layers in one, each of which is best cut by itself.
+"""Seeds: fused weights of several layers, each of which is best cut by itself.
 
 The product with a weight of queries, keys and values is taken apart: by ``split`` or slices, or by
 a view and ``unbind``. Its pieces are in blocks if a rank has a block of each of them in the weight.
-So from where a value is taken apart the way goes back to what the user cut. That this may be
-interleaved instead is one choice more: the solver weighs its exchange against that of activations.
+So from the place where a value is taken apart the way goes back to a value that the user cut. That
+this may be interleaved instead is one choice more: the solver weighs its exchange against that of
+activations.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _ASKED = _APART | packed.PUTS_AMONG
 
 
 class Seeds(NamedTuple):
-    """Where values may be interleaved.
+    """Values that may be interleaved.
 
     Attributes:
-        values: what the user cut -> the placements that it may have besides.
+        values: a value that the user cut -> the placements that it may have besides.
         results: nodes, by number, that put gradients among zeros -> the placement of their sum.
     """
 
@@ -49,10 +50,10 @@ def find_seeds(
     reached: Sequence[int],
     bits: Bits,
 ) -> Seeds:
-    """The seeds of a graph.
+    """Return the seeds of a graph.
 
     Args:
-        reached: the mask of each value: what passes where it is taken apart needs no seed.
+        reached: the mask of each value: blocks that pass where a value is taken apart need no seed.
     """
     cut = {
         value: annotation.placement
@@ -79,7 +80,7 @@ def find_seeds(
 
 
 class _TakenApart:
-    """Where a graph takes values apart.
+    """Values that a graph takes apart.
 
     Attributes:
         picked: (value, dim) of which single elements are taken.
@@ -92,7 +93,7 @@ class _TakenApart:
         self._borders: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
 
     def add(self, node: Node, reached: Sequence[int], bits: Bits) -> None:
-        """Note what a node takes apart, unless it is cut along another dim."""
+        """Note the value that a node takes apart, unless it is cut along another dim."""
         call = Call(node, self._metas, self._parts)
         value, shape = node.refs()[0], call.shape("self")
         dim = call.dim("dim", len(shape))
@@ -108,7 +109,7 @@ class _TakenApart:
             self._borders[value, dim].update(borders)
 
     def groups(self) -> Iterator[tuple[int, Cut]]:
-        """Values with the placement in which each piece of them is in blocks."""
+        """Yield values with the placement in which each piece of them is in blocks."""
         for (value, dim), borders in self._borders.items():
             meta = self._metas[value]
             assert meta is not None
@@ -118,7 +119,7 @@ class _TakenApart:
 
 
 def _within(borders: Collection[int], dim: int, size: int) -> StridedShard | None:
-    """The placement of a dim with groups between these borders, each in blocks."""
+    """Return the placement of a dim with groups between these borders, each in blocks."""
     every = sorted({0, size, *borders})
     sizes = [stop - start for start, stop in pairwise(every)]
     if min(sizes, default=0) < 2 or len(sizes) > MOST_PIECES:
@@ -128,7 +129,7 @@ def _within(borders: Collection[int], dim: int, size: int) -> StridedShard | Non
 
 
 class _Search:
-    """The way back to what the user cut.
+    """Search back for values that the user cut.
 
     Attributes:
         found: see ``Seeds.values``.
@@ -142,7 +143,7 @@ class _Search:
         self._seen: set[tuple[int, Cut]] = set()
 
     def back_beside(self, value: int, dim: int) -> None:
-        """Of a dim of which elements are picked: from the dim behind it, where a view made both."""
+        """Search from the dim behind one with picked elements, where a view made both."""
         nodes, makers = self._chains.nodes, self._chains.makers
         while (maker := makers[value]) and nodes[maker[0]][0].op not in views.RESHAPES:
             before = list(self._before(value, Shard(dim)))
@@ -154,7 +155,7 @@ class _Search:
             self.back(value, Shard(dim + 1))
 
     def back(self, value: int, placement: Cut) -> None:
-        """Note what the user cut that leads to a value so, if it is interleaved."""
+        """Note the values cut by the user that lead to a value so, if they are interleaved."""
         waiting = [(value, placement)]
         while waiting:
             value, placement = waiting.pop()
@@ -168,7 +169,7 @@ class _Search:
                 self.found.setdefault(value, set()).add(placement)
 
     def _before(self, value: int, placement: Cut) -> Iterator[tuple[int, Cut]]:
-        """The operands that lead to a value so, and how they are cut."""
+        """Yield the operands that lead to a value so, each with its cut."""
         maker = self._chains.makers[value]
         if maker is None:
             return
@@ -197,7 +198,10 @@ class _Search:
 def _put_together(
     nodes: Sequence[tuple[int, Node]], metas: Metas, parts: int
 ) -> dict[int, StridedShard]:
-    """Of gradients that are put among zeros of one shape: side by side, each in blocks."""
+    """Return the placements of gradients that are put side by side among zeros of one shape.
+
+    Each of them is in blocks.
+    """
     borders: defaultdict[tuple[tuple[int, ...], int], set[int]] = defaultdict(set)
     puts = []
     for at, node in nodes:

@@ -1,14 +1,14 @@
-"""Min-sum by variable elimination: the cheapest choice for many variables with few choices each.
+"""Min-sum by variable elimination: many variables with few choices each.
 
 A problem is a sum of cost tables (factors), each over few variables. A variable is eliminated by
 adding up the tables that name it and minimising over it, which leaves one table over its
 neighbours. The variable with the smallest sum goes first (ties by number, so that equal problems
-are solved alike everywhere). Tables are kept once by content, so that the elimination of the
-tenth identical layer is a dictionary look-up.
+are solved alike everywhere). Tables are kept once by content, so that the elimination of the tenth
+identical layer is a dictionary look-up.
 
-Where a table would grow past a cap, the neighbour with the most neighbours is *conditioned on*:
-its tables are relaxed (minimised over it one by one, which keeps a lower bound), its choice is
-made at the end, and the rest is solved anew, exactly, for that choice.
+Where a table would grow past a cap, the neighbour with the most neighbours is *conditioned on*: its
+tables are relaxed (minimised over it one by one, which keeps a lower bound), its choice is made at
+the end, and the rest is solved anew, exactly, for that choice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Infeasible(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Choose ``0 <= choice < sizes[v]`` for every variable ``v`` with the least sum of factors.
+    """Minimisation of a sum of factors over ``0 <= choice < sizes[v]`` of each variable ``v``.
 
     Whole numbers below 2**53 as costs make every sum, and so the solution, exact.
     """
@@ -45,7 +45,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What was chosen, and how good it is.
+    """Choices, and their quality.
 
     Attributes:
         choices: one a variable.
@@ -69,12 +69,12 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much of the cost a better solution could save at most, from 0 to 1."""
+        """Part of the cost, from 0 to 1, that a better solution could save at most."""
         return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
 
 def solve(problem: Problem, cap: int = TABLE_CAP) -> Solution:
-    """The cheapest choices; where the cap forbids to find them, good ones and a lower bound.
+    """Return the cheapest choices; where the cap forbids it, good ones and a lower bound.
 
     Args:
         cap: the most entries a table may have while it is summed.
@@ -108,7 +108,7 @@ def solve(problem: Problem, cap: int = TABLE_CAP) -> Solution:
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> float:
-    """The cost of these choices."""
+    """Return the cost of these choices."""
     return float(sum(table.item(*[choices[v] for v in scope]) for scope, table in problem.factors))
 
 
@@ -127,7 +127,7 @@ def _check(problem: Problem) -> None:
 
 
 def _improved(problem: Problem, choices: Sequence[int]) -> list[int]:
-    """The choices after changing one variable at a time for as long as that saves something."""
+    """Change one variable at a time for as long as that saves something (coordinate descent)."""
     touching: list[list[tuple[Scope, Table]]] = [[] for _ in problem.sizes]
     for scope, table in problem.factors:
         for v in scope:
@@ -148,7 +148,7 @@ def _improved(problem: Problem, choices: Sequence[int]) -> list[int]:
 def _costs(
     v: int, size: int, factors: Iterable[tuple[Scope, Table]], choices: Sequence[int]
 ) -> Table:
-    """What each choice of one variable costs while all others stay."""
+    """Return the cost of each choice of one variable while all others stay."""
     total = np.zeros(size)
     for scope, table in factors:
         total += table[tuple([slice(None) if u == v else choices[u] for u in scope])]

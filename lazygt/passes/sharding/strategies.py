@@ -1,4 +1,4 @@
-"""The strategies of every node with their costs, looked up once for each kind of node."""
+"""Strategies of every node with their costs, looked up once for each kind of node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Reached = tuple[tuple[StridedShard, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StrategySet:
-    """The strategies that one kind of node may be run as.
+    """Strategies that one kind of node may be run as.
 
     Attributes:
         strategies: all R first, then in the order of the rule; of a placement those that keep it.
@@ -41,7 +41,7 @@ class StrategySet:
         only_cuts_results: whether some take whole operands to blocks.
         attends: whether it is an attention, for which whole keys may weigh more than to exchange
             the blocks that there are for those of heads.
-        takes_sums: whether what may come as a partial sum is taken so and not otherwise.
+        takes_sums: whether an operand that may come as a partial sum is taken so and not otherwise.
     """
 
     strategies: tuple[Strategy, ...]
@@ -54,9 +54,7 @@ class StrategySet:
     takes_sums: bool
 
     def keep(self, wanted: Callable[[int, Strategy], bool]) -> StrategySet:
-        """The entry with the strategies that are wanted; itself where no strategy is, or every one
-        is.
-        """
+        """Return the entry with the wanted strategies; itself where that is none or all of them."""
         kept = [
             number for number, strategy in enumerate(self.strategies) if wanted(number, strategy)
         ]
@@ -71,7 +69,7 @@ class StrategySet:
 
 
 class StrategyCatalogue:
-    """The entries of a graph.
+    """Entries of a graph's nodes.
 
     Nodes of one op with equal metas and arguments have one entry; ``strategies_of`` is asked about
     the first of them.
@@ -81,7 +79,7 @@ class StrategyCatalogue:
 
     Attributes:
         entries: one a kind of node, then those that were asked for later.
-        numbers: of each node, which entry is its own.
+        numbers: of each node, the number of its entry.
         firsts: of each kind the first node.
         parts: ranks of the axis.
     """
@@ -113,12 +111,12 @@ class StrategyCatalogue:
         self._wider: dict[tuple[int, Reached, StridedShard | None], int] = {}
 
     def strided(self, number: int, reached: Reached, wanted: StridedShard | None = None) -> int:
-        """The entry of a kind of node with the strategies that take operands interleaved besides.
+        """Return the number of an entry that also takes operands interleaved.
 
         Args:
             number: of the entry without such strategies.
             reached: for each operand the placements that it may have.
-            wanted: what the gradient is to be that it puts among zeros.
+            wanted: the placement that a gradient is to have that the node puts among zeros.
         """
         key = number, reached, wanted
         index = self._wider.get(key)
@@ -142,7 +140,7 @@ class StrategyCatalogue:
     def _of_groups(
         self, node: Node, reached: Reached, wanted: StridedShard | None
     ) -> Strategy | None:
-        """The strategy that makes what is interleaved of several operands, or for several nodes."""
+        """Return the strategy for an interleaved value of several operands, or of several nodes."""
         if wanted is not None:
             return packed.put_among(Call(node, self._metas, self.parts), wanted)
         if node.op == packed.CAT:
@@ -175,7 +173,7 @@ class StrategyCatalogue:
 
 
 def _every(node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """All strategies; the one that is R everywhere as its rule has it, if it says how."""
+    """Return all strategies, R everywhere first: by the op's rule, else by ``replicated``."""
     if node.op == PLACE:
         return tuple(strategies)
     whole = next((strategy for strategy in strategies if not _is_cut(strategy)), replicated(node))
@@ -185,7 +183,7 @@ def _every(node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
 def _cheapest(
     strategies: tuple[Strategy, ...], seconds: list[float]
 ) -> tuple[tuple[Strategy, ...], list[float]]:
-    """Of several strategies with the same placements the one that takes the least time."""
+    """Keep of several strategies with the same placements the one that takes the least time."""
     if all(strategy.share is None for strategy in strategies):
         return strategies, seconds
     best: dict[tuple[object, ...], int] = {}
@@ -200,7 +198,9 @@ def _cheapest(
 def _signature(
     node: Node, refs: tuple[int, ...], results: range, metas: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """Equal for nodes with the same op, metas and arguments, whatever values they read.
+    """Return a key that is equal for nodes with the same op, metas and arguments.
+
+    The values that they read may differ.
 
     Args:
         metas: a number for the meta of each value.
@@ -218,7 +218,7 @@ def _signature(
     )
 
 
-#: What stands in a signature for values and run-time numbers, whichever they are.
+#: Placeholders in a signature for all values, and for all run-time numbers.
 _ANY = {Ref: Ref, Param: Param}
 
 
@@ -237,7 +237,7 @@ def _structure(args: tuple[Arg, ...]) -> tuple[Any, ...]:
 
 
 def _apart(nodes: Sequence[Node], metas: Metas, params: tuple[str, ...]) -> Graph:
-    """A graph of these nodes alone, each with inputs of its own."""
+    """Return a graph of these nodes alone, each with inputs of its own."""
     inputs: list[TensorMeta] = []
     moved: list[Mapping[int, int]] = []
     for node in nodes:
@@ -253,7 +253,7 @@ def _apart(nodes: Sequence[Node], metas: Metas, params: tuple[str, ...]) -> Grap
 
 
 def replicated(node: Node) -> Strategy:
-    """The strategy that is R everywhere."""
+    """Return the strategy that is R everywhere."""
     return Strategy((Replicate(),) * len(node.refs()), (Replicate(),) * len(node.results))
 
 

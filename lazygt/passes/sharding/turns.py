@@ -1,4 +1,4 @@
-"""Forward and backward, in turns: what a step of several microbatches is made of."""
+"""Forward and backward turns of a step of several microbatches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from lazygt.graph.node import Graph
 
 
 def turns(graph: Graph, backward: Collection[int]) -> list[int]:
-    """For each node how often forward and backward have taken turns before it: odd in a backward.
+    """Return for each node the number of changes of pass before it: odd in a backward.
 
-    lazygt's own ops belong to what they stand in.
+    A change is one between forward and backward. lazygt's own ops belong to the pass around them.
 
     Args:
-        backward: which recorded ops, by number, are of a backward pass.
+        backward: numbers of the recorded ops of a backward pass.
     """
     count, numbers = 0, []
     for number, node in enumerate(graph.nodes):

@@ -1,11 +1,11 @@
-"""Twins across ranks: what was reduced once is not reduced again.
+"""Twins across ranks: no value is reduced twice.
 
 cse leaves a large twin that is computed again where the first one has died: to compute it again
-takes less than to keep it. Not so once ranks have to meet for it. So nodes are numbered by what
-they compute, and a reduction of what was reduced before is the earlier one's result, which lives
-until then. What only the later one needed is dropped.
+takes less than to keep it. Not so once ranks have to meet for it. So nodes are numbered by their
+computation (value numbering), and a second reduction of the same value is replaced by the first
+one's result, which lives until then. Nodes that only the second one needed are dropped.
 
-Recomputation stays what it is: what a backward pass computes again of a matmul is not kept for it.
+Recomputation stays: a value that a backward pass computes again of a matmul is not kept for it.
 Ranks decide together, since a program may have twins on one of them that it has not on others.
 """
 
@@ -28,17 +28,17 @@ Twin = tuple[int, int]
 
 
 def reduced_once(graphs: Sequence[Graph], backward: Collection[int] = ()) -> list[Graph]:
-    """The ranks' programs, with every value reduced once.
+    """Return the ranks' programs, with every value reduced once.
 
     Args:
-        backward: which recorded ops, by number, are of a backward pass.
+        backward: numbers of the recorded ops of a backward pass.
     """
     agreed = set.intersection(*(_twins(graph, backward) for graph in classes(graphs)))
     return by_class(lambda graph: _merged(graph, agreed), graphs) if agreed else list(graphs)
 
 
 def _twins(graph: Graph, backward: Collection[int]) -> set[Twin]:
-    """The reductions of a rank that are twins of earlier ones."""
+    """Return the reductions of a rank that are twins of earlier ones."""
     written = written_through(graph)
     same: dict[int, int] = {}
     first: dict[Any, tuple[int, int, Sequence[int]]] = {}
@@ -65,7 +65,7 @@ def _twins(graph: Graph, backward: Collection[int]) -> set[Twin]:
 
 
 def _products(graph: Graph) -> set[int]:
-    """What matmuls make, and what is made of one such value alone."""
+    """Return the results of matmuls, and values that are made of one such value alone."""
     products: set[int] = set()
     for node, results in graph.numbered():
         refs = node.refs()
@@ -75,7 +75,7 @@ def _products(graph: Graph) -> set[int]:
 
 
 def _merged(graph: Graph, twins: Collection[Twin]) -> Graph:
-    """The graph without these reductions."""
+    """Return the graph without these reductions."""
     earlier = dict(twins)
     kept: list[Placed] = []
     same: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""Why there is a collective: what led to it, and what the best program without it would cost.
+"""Reasons for collectives: their cause, and the cost of the best program without them.
 
 On demand only, since each answer solves the placements of one axis again, with infinite cost for
-some choices: where parts were reduced, that those parts are made; where blocks were moved, that the
-value is moved; where an op meets others inside, that it is run so. All other choices stay open, and
+some choices: where parts were reduced, for making those parts; where blocks were moved, for moving
+the value; where an op meets other ranks inside, for running it so. All other choices stay open, and
 the op that made the parts may be done whole on every rank, which annotations rule out else.
 
     x in S(0), w in S(0) ── mm ── P(sum) ══ all_reduce ══ R ── add
@@ -50,8 +50,8 @@ class Alternative(NamedTuple):
     """Another program.
 
     Attributes:
-        exchanges: what it exchanges that this one does not, in words.
-        extra: how many seconds longer it takes; None: there is none.
+        exchanges: its collectives that this program lacks, in words.
+        extra: additional seconds that it takes; None: there is none.
     """
 
     exchanges: str
@@ -61,11 +61,11 @@ class Alternative(NamedTuple):
 def alternative(
     step: AxisStep, values: Collection[int], inside: Collection[int], cost: float
 ) -> Alternative:
-    """The best program that does not move some values, and whose ops do not meet inside.
+    """Find the best program that does not move some values, with some ops free of collectives.
 
     Args:
-        values: by number, of the program before it is cut.
-        inside: nodes, by number.
+        values: by number, of the program before it is cut; not moved.
+        inside: nodes, by number, that run without collectives inside.
         cost: of the program as it is, in ticks.
     """
     parts = {at for value in values for at in _origins(step, value)}
@@ -91,7 +91,7 @@ def alternative(
 
 
 def placement_of(step: AxisStep, value: int) -> Placement:
-    """What a value is made with."""
+    """Return the placement that a value is made with."""
     return next(iter(step.local.values[value]))
 
 
@@ -100,10 +100,10 @@ def _forbidding(flags: Sequence[object]) -> np.ndarray:
 
 
 def _origins(step: AxisStep, value: int) -> list[tuple[int, int]]:
-    """The (node, result) pairs that made the parts of which a value is the sum (or maximum...);
-    none where it has no parts.
+    """Return the (node, result) pairs that made the parts that a value is the sum of.
 
-    Ops that pass parts on are none of them: there the collective would only move.
+    Sum stands for maximum and the like, too. None where the value has no parts. Ops that pass parts
+    on are left out: there the collective would only move.
     """
     graph = step.graph
     makers = {v: (n, at) for n, (_, rs) in enumerate(graph.numbered()) for at, v in enumerate(rs)}
@@ -123,8 +123,10 @@ def _is_partial(step: AxisStep, value: int) -> bool:
 
 
 def _same_data(step: AxisStep, value: int) -> set[int]:
-    """A value that is not in parts, with its views and what it is a view of, where they are cut:
-    to move one of them is to move all. Nothing for a value in parts."""
+    """Return a value in no parts with its views and the value that it is a view of, where cut.
+
+    To move one of them is to move all. Nothing for a value in parts.
+    """
     if _is_partial(step, value):
         return set()
     same = {value}
@@ -141,7 +143,7 @@ def _same_data(step: AxisStep, value: int) -> set[int]:
 
 
 def _stays(step: AxisStep, question: Question, value: int) -> Iterator[Factor]:
-    """Infinite cost for every joint choice that moves a value between ranks."""
+    """Yield infinite cost for every joint choice that moves a value between ranks."""
     variable, have = _maker(step, question, value)
     if value in question.kept:
         kept, options = question.kept[value]
@@ -164,7 +166,7 @@ def _stays(step: AxisStep, question: Question, value: int) -> Iterator[Factor]:
 
 
 def _maker(step: AxisStep, question: Question, value: int) -> tuple[int | None, Options]:
-    """The variable that decides what a value is made with, and its placement by each choice."""
+    """Return the variable that decides a value's placement as made, and that of each choice."""
     graph = step.graph
     if value < len(graph.inputs):
         return None, ((step.axis.inputs[value].placements[step.axis.at],),)
@@ -185,12 +187,12 @@ def _couple(a: int | None, have: Options, b: int, want: Options) -> Iterator[Fac
 
 
 def _moves(have: Copies, want: Copies) -> bool:
-    """Whether any placement that is wanted has to be made by a collective."""
+    """Return whether any wanted placement has to be made by a collective."""
     return any(all(reshard_kind(h, w) != "" for h in have) for w in want)
 
 
 def _blocks(have: Options) -> list[tuple[Placement, ...]]:
-    """The placements that an output may have without being moved."""
+    """Return the placements that an output may have without being moved."""
     return [
         placements
         for placements in have
@@ -199,7 +201,7 @@ def _blocks(have: Options) -> list[tuple[Placement, ...]]:
 
 
 def _difference(step: AxisStep, other: Graph) -> str:
-    """The collectives that another program has and this one has not."""
+    """Describe the collectives that another program has and this one has not."""
     mesh = step.axis.mesh
     there = Counter(map(_named, communications(other, mesh)))
     there.subtract(map(_named, communications(step.local.graph, mesh)))
@@ -216,7 +218,7 @@ def _named(record: Communication) -> str:
     return f"{record.kind} {amount(record.nbytes, 'B')} along {record.mesh_dim}"
 
 
-# -- why there is a collective ---------------------------------------------------------------------
+# -- reasons for collectives -----------------------------------------------------------------------
 
 #: Collectives that are looked into, the dearest first.
 MOST = 20
@@ -226,11 +228,11 @@ class CostReason(NamedTuple):
     """Collectives of one kind at one of the user's lines.
 
     Attributes:
-        times, nbytes, seconds: how many, and of all together the payload and the estimated time,
-            as it was when their axis was decided; later axes may cut what they move.
+        times, nbytes, seconds: their number, and the payload and estimated time of all together, as
+            it was when their axis was decided; later axes may cut the moved values.
         cause: the annotation that leads there, or ``""``.
-        instead: what the best program without them exchanges in their place.
-        extra: how many seconds longer that would take (fewer where the annotations ask for more
+        instead: the collectives of the best program without them, in their place.
+        extra: additional seconds that that would take (negative where the annotations ask for more
             than would be best); None: there is no such program.
     """
 
@@ -248,7 +250,7 @@ class CostReason(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """A collective of rank 0's program: what it moves, or the node that it is inside of."""
+    """Collective of rank 0's program, with the value that it moves, or the node around it."""
 
     record: Communication
     value: int | None
@@ -256,7 +258,7 @@ class _Met(NamedTuple):
 
 
 def reasons(decided: Iterable[AxisStep]) -> list[CostReason]:
-    """The dearest collectives of a program, at most ``MOST``, in the order of their time."""
+    """Explain the dearest collectives of a program, at most ``MOST``, in order of their time."""
     groups = [(step, group) for step in decided for group in _groups(step)]
     groups.sort(key=lambda met: -_seconds(met[0], [one.record for one in met[1]]))
     costs: dict[int, float] = {}
@@ -286,11 +288,11 @@ def _seconds(step: AxisStep, records: Iterable[Communication]) -> float:
     return sum(collective_seconds(machine, each.kind, each.nbytes, parts) for each in records)
 
 
-# -- what there is -------------------------------------------------------------------------------
+# -- collectives of a program ---------------------------------------------------------------------
 
 
 def _groups(step: AxisStep) -> list[list[_Met]]:
-    """The collectives of one axis, alike ones of one line together."""
+    """Return the collectives of one axis, grouped by kind and line."""
     groups: defaultdict[tuple[str, str | None, str], list[_Met]] = defaultdict(list)
     for met in _met(step):
         groups[met.record.kind, met.record.reduce_op, met.record.source].append(met)
@@ -301,7 +303,7 @@ def _met(step: AxisStep) -> Iterator[_Met]:
     values = step.local.values
     moved = {at: value for value, have in enumerate(values) for at in list(have.values())[1:]}
     ends = _ends(step)
-    # what is interleaved is moved in another shape
+    # an interleaved value is moved in another shape
     shown = {node.refs()[0]: results[0] for node, results in step.local.graph.numbered()
              if node.op in RESHAPES}  # fmt: skip
     collectives = [
@@ -318,7 +320,7 @@ def _met(step: AxisStep) -> Iterator[_Met]:
 
 
 def _ends(step: AxisStep) -> list[tuple[int, int]]:
-    """For each node the number of its last local result, and its own; in their order."""
+    """Return for each node the number of its last local result, and its own; in their order."""
     ends = []
     for number, (_, results) in enumerate(step.graph.numbered()):
         values = [
@@ -335,7 +337,10 @@ def _records(step: AxisStep, graph: Graph) -> tuple[Communication, ...]:
 
 
 def _cause(step: AxisStep, met: _Met) -> str:
-    """The nearest annotation that led to a collective, through values that are not whole."""
+    """Describe the nearest annotation that led to a collective, through values that are cut.
+
+    Values that are whole lead nowhere.
+    """
     graph, values = step.graph, step.local.values
     makers = {value: n for n, (_, results) in enumerate(graph.numbered()) for value in results}
     ahead = list(graph.nodes[met.node].refs()) if met.node is not None else [met.value]

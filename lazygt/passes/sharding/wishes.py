@@ -1,9 +1,9 @@
 """Wishes: the blocks in which a value would be of use, though no annotation leads there.
 
-What is wanted in blocks is as well made of blocks, so a wish goes back from a result to operands,
-until a matmul or a random draw. It goes ahead, too: whatever else is made of a value may take the
-blocks that are there. An op that has no use for the blocks that it is given, such as a sort along
-the dim that is cut, wishes for blocks of its other dims: these are exchanged, not gathered.
+A value that is wanted in blocks is as well made of blocks, so a wish goes back from a result to
+operands, until a matmul or a random draw. It goes ahead, too: all other results of a value may take
+the blocks that are there. An op that has no use for the blocks that it is given, such as a sort
+along the cut dim, wishes for blocks of its other dims: these are exchanged, not gathered.
 
 A wish opens strategies and rules out none.
 """
@@ -33,13 +33,13 @@ Masks = tuple[int, ...]
 
 
 class Step(NamedTuple):
-    """A node of a graph.
+    """A node of a graph with the masks of its operands.
 
     Attributes:
         refs: ``node.refs()``.
         results: the numbers of its results.
-        kind: which entry of the catalogue is its own.
-        masks: what reached its operands.
+        kind: the number of its entry in the catalogue.
+        masks: of each operand, the placements that reached it.
     """
 
     node: Node
@@ -50,13 +50,13 @@ class Step(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What annotations lead to, as far as wishes ask.
+    """Placements that annotations lead to, for ``Wishes``.
 
     Attributes:
         steps: the nodes in order.
         values: the mask of each value; partial sums that wishes lead to are added.
-        passed: what a node of a kind passes on of what reached its operands: to each operand, then
-            to each result.
+        passed: (kind, masks of operands) -> the masks that such a node passes on: to each operand,
+            then to each result.
         whole: values that are gathered for most of their users.
     """
 
@@ -67,7 +67,7 @@ class Reach(NamedTuple):
 
 
 class Wishes:
-    """What each value is wished to be, besides what it was reached as.
+    """Placements that each value is wished to have, besides those that reached it.
 
     Args:
         entries: the strategies of each kind of node.
@@ -105,7 +105,7 @@ class Wishes:
         self._look_behind(reach.steps)
 
     def of_operands(self, step: Step) -> Masks:
-        """What each operand of a node is wished to be; nothing where nothing."""
+        """Return the wishes for each operand of a node; nothing where there are none."""
         kind, refs = self._kinds[step.kind], step.refs
         if kind.adds:
             sums = _common_sums(step.masks)
@@ -118,12 +118,12 @@ class Wishes:
         return tuple(wishes) if any(wishes) else ()
 
     def of_results(self, results: Sequence[int]) -> Masks:
-        """The blocks of each result that it was reached as, or is wished to be."""
+        """Return the blocks of each result that reached it, or that it is wished to have."""
         reached, wishes = self._values, self._masks
         return tuple([(reached[value] | wishes.get(value, 0)) & ~SUMS for value in results])
 
     def _look_back(self, step: Step, through: bool) -> None:
-        """From results to operands.
+        """Take wishes from results to operands.
 
         Args:
             through: see ``Kind``.
@@ -142,12 +142,12 @@ class Wishes:
             return
         for value, wish in zip(refs, sources, strict=True):
             reached = self._values[value]
-            # what lies in other blocks is best computed there, and its results moved
+            # a value in other blocks is best computed there, and its results moved
             if wish & (~reached | SUMS) and (through or not reached or reached & SUMS):
                 self._wish(value, wish)
 
     def _makers(self, number: int, wanted: Masks, places: int) -> Masks:
-        """What operands have to be for results to be any of what is wanted."""
+        """Return the masks that operands must have for results to have any wanted placement."""
         through = self._bits.any if any(mask & SUMS for mask in wanted) else self._bits.cut
         makers = [
             strategy.inputs
@@ -157,8 +157,10 @@ class Wishes:
         return tuple(union(makers, places, through))
 
     def _look_behind(self, steps: Sequence[Step]) -> None:
-        """From other blocks of operands to what these are views of: keys are exchanged before they
-        are repeated for several queries."""
+        """Take wishes for other blocks of operands back through views.
+
+        So keys are exchanged before they are repeated for several queries.
+        """
         if not self._late:
             return
         for step in reversed(steps):
@@ -166,8 +168,11 @@ class Wishes:
                 self._look_back(step, through=True)
 
     def _is_detour(self, step: Step) -> bool:
-        """Whether other blocks of what reached a node may be worth their exchange: where it has no
-        use for those there are, or is an attention that has none for those of its keys."""
+        """Return whether other blocks of a node's operands may be worth their exchange.
+
+        They may where the node has no use for the blocks at hand, or is an attention that has none
+        for the blocks of its keys.
+        """
         passed = self._passed(step.kind, step.masks)
         if not any(passed):
             return True
@@ -175,7 +180,7 @@ class Wishes:
         return unused and self._entries[step.kind].attends
 
     def _look_aside(self, step: Step) -> None:
-        """From operands to other blocks of them, at a node that has no use for those there are."""
+        """Wish for other blocks of operands, at a node that has no use for those at hand."""
         blocks = ~SUMS & ~self._bits.interleaved
         refs = step.refs
         asked = tuple([self._values[v] | self._masks.get(v, 0) & blocks for v in refs])
@@ -189,7 +194,7 @@ class Wishes:
             self._wish(value, mask & ~SUMS)
 
     def _look_ahead(self, step: Step) -> None:
-        """From operands to results, and to other blocks of operands."""
+        """Take wishes from operands to results, and to other blocks of operands."""
         _, refs, results, number, asked = step
         wishes = self._masks
         wished = not wishes.keys().isdisjoint(refs)
@@ -214,7 +219,7 @@ class Wishes:
                 self.changed.add(value)
 
     def _detours(self, step: Step, asked: Masks) -> Masks | None:
-        """Other blocks of the operands of a node that does little with those that there are."""
+        """Return other blocks of the operands of a node that does little with those at hand."""
         key = step.kind, asked
         if key not in self._others:
             strategies, cut = self._entries[step.kind].strategies, self._bits.cut
@@ -235,10 +240,10 @@ class Wishes:
         return self._others[key]
 
     def _is_cheap(self, node: Node, strategy: Strategy) -> bool:
-        """Whether what a strategy exchanges, or leaves to be reduced, is no more than a block.
+        """Return whether a strategy exchanges, or leaves to be reduced, at most a block.
 
-        Sums that are larger than the operands, such as the gradient of a table, are what there is
-        to do: they are reduced anyhow.
+        Sums that are larger than the operands, such as the gradient of a table, do not count: they
+        are reduced anyhow.
         """
         nbytes = sum([_nbytes(self._metas, value) for value in node.refs()])
         sent = sum(ring_bytes(one.kind, one.nbytes, self._parts) for one in strategy.comm)
@@ -248,7 +253,7 @@ class Wishes:
         return sent * self._parts <= nbytes
 
     def _wish(self, value: int, wish: int) -> None:
-        """Of sums, and of blocks that were not reached."""
+        """Add a wish for sums, and for blocks that did not reach the value."""
         wish &= ~self._values[value] | SUMS
         if wish and value not in self._whole:
             self._masks[value] = self._masks.get(value, 0) | wish
@@ -256,24 +261,25 @@ class Wishes:
 
 
 def _common_sums(masks: Masks) -> int:
-    """The partial sums that all operands of an addition may come as."""
+    """Return the partial sums that all operands of an addition may come as."""
     return reduce(and_, masks, SUMS) if len(masks) > 1 else 0
 
 
 def _keeps_blocks(strategy: Strategy) -> bool:
-    """Whether a strategy takes blocks to blocks, and nobody meets."""
+    """Return whether a strategy takes blocks to blocks without a collective."""
     partial = any(isinstance(placement, Partial) for placement in strategy.outputs)
     return not strategy.comm and not partial
 
 
 class Kind(NamedTuple):
-    """What wishes ask of the nodes of a kind.
+    """Properties of a kind of node that matter to wishes.
 
     Attributes:
-        ends: whether wishes end there: at what is given nothing, matmuls and random draws.
-        divides: whether a wish may pass for all that, where nothing is in blocks: at a matmul.
+        ends: whether wishes end there: at nodes without operands, matmuls and random draws.
         adds: whether it adds one value to another.
         through: whether blocks of the result are as good as made when the operand is in blocks.
+        divides: whether a wish may pass although it ends there, where no operand is in blocks: a
+            matmul.
     """
 
     ends: bool
@@ -283,7 +289,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(steps: Sequence[Step]) -> dict[int, Kind]:
-    """The kinds of nodes that there are, by their entries in the catalogue."""
+    """Return the kinds of the nodes, by their entries in the catalogue."""
     return {kind: _kind(node) for kind, node in {step.kind: step.node for step in steps}.items()}
 
 
@@ -304,8 +310,8 @@ class Spared(NamedTuple):
     """Values that may as well be whole, though blocks led to them.
 
     Attributes:
-        grown: cut only because smaller values are that they were broadcast of. To have those whole,
-            and all that is made of them, sends less than to gather later.
+        grown: cut only because the smaller values are that they were broadcast of. To have those
+            whole, and all values that are made of them, sends less than to gather later.
         near: made of one value that annotations cut, and of nothing else; gathered there, it serves
             all its views.
     """
@@ -317,7 +323,7 @@ class Spared(NamedTuple):
 def spared_values(
     steps: Sequence[Step], metas: Metas, reached: Sequence[int], given: Collection[int]
 ) -> Spared:
-    """Which values may be whole.
+    """Return the values that may be whole.
 
     Args:
         reached: the mask of each value.
