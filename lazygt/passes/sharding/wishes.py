@@ -33,7 +33,7 @@ Masks = tuple[int, ...]
 
 
 class Step(NamedTuple):
-    """A node of a graph with the masks of its operands.
+    """Node of a graph with the masks of its operands.
 
     Attributes:
         refs: ``node.refs()``.

@@ -1,4 +1,4 @@
-"""Sharding rules: what an op can do on the ranks of one mesh axis. One file an op family."""
+"""Sharding rules: strategies of ops on the ranks of one mesh axis. One file an op family."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def strategies_of(node: Node, metas: Metas, parts: int) -> tuple[Strategy, ...]:
-    """Every way to run a node on ``parts`` ranks of one axis; the first has R everywhere.
+    """List every way to run a node on ``parts`` ranks of one axis; the first has R everywhere.
 
     Args:
         metas: the meta of every value of the node's graph, by number.
@@ -67,26 +67,31 @@ def strategies_of(node: Node, metas: Metas, parts: int) -> tuple[Strategy, ...]:
 
 
 def _kind(strategy: Strategy) -> tuple[object, ...]:
-    """Its placements; of those that say what a rank does, there may be several."""
+    """Return the placements of a strategy, as a key.
+
+    Of strategies with a share of work of their own there may be several with the same placements,
+    by their collectives.
+    """
     ways = None if strategy.share is None else strategy.comm
     return strategy.inputs, strategy.outputs, ways
 
 
 def _listed(rule: Rule, node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Those of a rule; where it has none, those that follow from what the op is made of."""
+    """Return the strategies of a rule; where it has none, those derived by decomposition."""
     strategies = rule(node, metas, parts)
     return strategies if strategies or rule is DERIVED else DERIVED(node, metas, parts)
 
 
 def _dtypes(node: Node, metas: Metas) -> tuple[torch.dtype | None, ...]:
-    """Of the operands and results; None for undefined tensors."""
+    """Return the dtypes of the operands and results; None for undefined tensors."""
     tensors = [*(metas[number] for number in node.refs()), *node.results]
     return tuple([meta.dtype if meta is not None else None for meta in tensors])
 
 
 def _reducible(strategy: Strategy, dtypes: tuple[torch.dtype | None, ...]) -> bool:
-    """Whether torch can reduce what the strategy leaves partial: no sum of bools, no complex
-    maximum.
+    """Return whether torch can reduce the partial values of a strategy.
+
+    It has no sum of bools, and no complex maximum.
     """
     for placement, dtype in zip(strategy.inputs + strategy.outputs, dtypes, strict=True):
         if isinstance(placement, Partial) and dtype is not None:
@@ -97,12 +102,12 @@ def _reducible(strategy: Strategy, dtypes: tuple[torch.dtype | None, ...]) -> bo
 
 
 def has_rule(op: str) -> bool:
-    """Whether any strategy but R everywhere may be found for an op."""
+    """Return whether an op may have any strategy but R everywhere."""
     return rule_of(op) is not None
 
 
 def rule_of(op: str) -> Rule | None:
-    """The rule of an op: by hand, that of pointwise ops, or ``DERIVED``."""
+    """Return the rule of an op: by hand, that of pointwise ops, or ``DERIVED``."""
     rule = RULES.get(op)
     if rule is None and pointwise.is_pointwise(op):
         return pointwise.strategies

@@ -1,4 +1,4 @@
-"""Attention kernels on some queries and some keys, and how what comes of several is put together.
+"""Attention kernels on some queries and some keys, and the merge of their results.
 
 Each gives for a query the mean of values, and the logarithm of its sum of exponentials. From these
 the mean over all keys follows, exact but for rounding, as flash attention does it block by block.
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 HEADS, LENGTH = 1, 2  #: dims of queries, keys and values
 #: Kernels for GPUs that leave sums for so many queries, the rest of them infinite.
 _ALIGNED = {"efficient": 32}
-#: Below this what is added to a score leaves nothing of it in float32.
+#: A mask below this leaves nothing of a score that it is added to in float32.
 _SWALLOWS = -1e8
 
 
 class Mixed(NamedTuple):
-    """What some queries make of some keys.
+    """Results of some queries on some keys.
 
     Attributes:
         values: the mean of values, weighted.
@@ -35,19 +35,19 @@ class Mixed(NamedTuple):
 
 
 def mask_of(args: Mapping[str, Arg]) -> str | None:
-    """The argument that is added to scores, if there is one."""
+    """Return the argument that is added to scores, if there is one."""
     return next((name for name in ("attn_mask", "attn_bias") if type(args.get(name)) is Ref), None)
 
 
 def alignment(op: str) -> int:
-    """Of how many queries a kernel leaves sums at once."""
+    """Return the number of queries that a kernel leaves sums of at once."""
     return next((count for name, count in _ALIGNED.items() if name in op), 1)
 
 
 def attended(
     build: Builder, node: Node, operands: Sequence[Ref], causal: bool = False, **given: Ref
 ) -> tuple[Mixed, Values]:
-    """What a kernel gives, and its other results.
+    """Run a kernel; return its results, and its other ones.
 
     Args:
         given: operands by argument, where they are others.
@@ -62,14 +62,14 @@ def attended(
 
 
 def unpacked(build: Builder, sums: Ref, queries: int) -> Ref:
-    """Sums as kernels leave them, as one a query."""
+    """Return sums as kernels leave them, as one a query."""
     if len(build.shape(sums)) > 3:
         sums = build.op("aten.squeeze.dim", sums, -1)
     return build.slice(sums, LENGTH, 0, queries)
 
 
 def packed(build: Builder, op: str, sums: Ref) -> Ref:
-    """One sum a query, as the kernels of an op leave them."""
+    """Return one sum a query, as the kernels of an op leave them."""
     if "cudnn" in op:
         sums = build.op("aten.unsqueeze.default", sums, -1)
     missing = -build.shape(sums)[LENGTH] % alignment(op)
@@ -79,7 +79,7 @@ def packed(build: Builder, op: str, sums: Ref) -> Ref:
 
 
 def results_of(build: Builder, node: Node, mixed: Mixed, rest: Values = ()) -> Values:
-    """The results of a node, of which its kernel may have been asked for no sums.
+    """Return the results of a node; its kernel may have been asked for no sums.
 
     Args:
         rest: the others of some kernel; nothing where this rank has called none.
@@ -95,7 +95,7 @@ def results_of(build: Builder, node: Node, mixed: Mixed, rest: Values = ()) -> V
 
 
 def of_no_keys(build: Builder, node: Node, query: Ref, value: Ref) -> Mixed:
-    """What queries make of no keys."""
+    """Return the results of queries on no keys."""
     sums = node.results[1]
     assert sums is not None
     queries, features = build.shape(query)[:3], build.shape(value)[3]
@@ -108,7 +108,7 @@ def of_no_keys(build: Builder, node: Node, query: Ref, value: Ref) -> Mixed:
 def gradients(
     build: Builder, node: Node, operands: Sequence[Ref], causal: bool = False, **given: Ref
 ) -> Values:
-    """Those of some queries and keys, from the whole result and its sums."""
+    """Return the gradients of some queries and keys, by the whole result and its sums."""
     args = {**build.bind(node, operands), **given}
     changes: dict[str, Any] = {**given, "is_causal": causal}
     for name, operand in (("max_q", "query"), ("max_k", "key")):
@@ -118,7 +118,7 @@ def gradients(
 
 
 def merged(build: Builder, first: Mixed, second: Mixed) -> Mixed:
-    """What queries make of different keys, as of all of them."""
+    """Merge the results of queries on two sets of keys."""
     dtype = build.meta(first.values).dtype
     sums = build.op("aten.logaddexp.default", first.sums, second.sums)
     weighted = []
@@ -133,7 +133,7 @@ def merged(build: Builder, first: Mixed, second: Mixed) -> Mixed:
 def merged_over_ranks(
     build: Builder, mixed: Mixed, masked: bool, counts: Ref | None = None
 ) -> Mixed:
-    """What queries make of each rank's keys, as of all of them: two small reductions.
+    """Merge the results of queries on each rank's keys, by two small reductions.
 
     Args:
         masked: queries may see no key of any rank; they give zeros.
@@ -160,8 +160,11 @@ def merged_over_ranks(
 
 
 def hidden_apart(build: Builder, mixed: Mixed, mask: Ref) -> tuple[Mixed, Ref]:
-    """With sums that are -inf where a mask hides all keys, of which kernels say otherwise; and how
-    many keys there are where it leaves nothing of scores, nor of their number."""
+    """Set sums to -inf where a mask hides all keys; return them, and numbers of keys.
+
+    Kernels say otherwise there. Where the mask leaves nothing of scores, sums lose the number of
+    keys as well, so it is returned; elsewhere 1.
+    """
     top = build.op("aten.amax.default", mask, (-1,))
     alike = build.op("aten.eq.Tensor", mask, build.op("aten.unsqueeze.default", top, -1))
     counts = build.op("aten.sum.dim_IntList", alike, (-1,))
@@ -186,5 +189,5 @@ def _as(build: Builder, value: Ref, dtype: Any) -> Ref:
 
 
 def is_plain(call: Call) -> bool:
-    """Whether parts of it can be put together: where no dropout is drawn."""
+    """Return whether parts of it can be put together: where no dropout is drawn."""
     return bool(call["dropout_p"] == 0)

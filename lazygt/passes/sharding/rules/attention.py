@@ -1,7 +1,7 @@
 """Fused attention of sequences in blocks, besides its strategies by samples and heads.
 
 Queries in blocks, keys whole: of a causal mask a rank takes the keys before its block, and those of
-its block, apart. Keys in blocks, queries whole, as a token has that reads a long cache: each rank
+its block, apart. Keys in blocks, queries whole, as for a token that reads a long cache: each rank
 attends with its own keys, and two small reductions put the results together. Both in blocks: keys
 go round (``ring``). See ``attending``.
 """
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 #: Bytes of keys and values that any rank may have all of.
 _FEW = 256 << 10
-#: What backward has besides, in blocks as queries are.
+#: The other operands of a backward, in blocks as queries are.
 _OF_QUERIES = ("grad_out", "grad_out_", "out", "logsumexp")
 
 
@@ -68,7 +68,7 @@ class _Keys(NamedTuple):
 
 
 def along_lengths(rules: Mapping[str, Rule], backward: bool = False) -> Mapping[str, Rule]:
-    """Rules with their strategies, and those of queries, or keys, in blocks."""
+    """Return rules with their strategies, and those of queries, or keys, in blocks."""
     return {op: _with_blocks(rule, backward) for op, rule in rules.items()}
 
 
@@ -88,8 +88,10 @@ def _with_blocks(rule: Rule, backward: bool) -> Rule:
 
 
 def _for_whole_keys(call: Call, strategy: Strategy) -> Strategy:
-    """The strategy, if it has queries in blocks, for keys that come whole: they are not gathered
-    for it."""
+    """Return the strategy, if it has queries in blocks, for keys that come whole.
+
+    The keys are not gathered for it.
+    """
     names = [name for name, arg in call.args.items() if type(arg) is Ref]
     of = dict(zip(names, strategy.inputs, strict=True))
     if of["query"] != S(LENGTH) or of["key"] != R:
@@ -98,7 +100,11 @@ def _for_whole_keys(call: Call, strategy: Strategy) -> Strategy:
 
 
 def _is_worth_it(call: Call) -> bool:
-    """Whether ranks can't have as many heads each, or send less for all keys than for those."""
+    """Return whether blocks of queries may be better than a split by heads.
+
+    They may where heads don't divide among the ranks, or where to gather all keys sends less than
+    to exchange for heads.
+    """
     query, key, value = (call.meta(name) for name in ("query", "key", "value"))
     if any(meta.shape[HEADS] % call.parts for meta in (query, key)):
         return True
@@ -122,27 +128,27 @@ def _by_queries(call: Call, backward: bool) -> list[Strategy]:
 
 
 def _divides(call: Call) -> bool:
-    """Whether there are blocks of queries, each with sums of its own, and no better way."""
+    """Return whether queries have blocks, each with sums of its own, and no better way."""
     queries, aligned = call.shape("query")[LENGTH], alignment(call.node.op)
     fits = queries > 1 and (aligned == 1 or not queries % (aligned * call.parts))
     return fits and mask_of(call.args) is None and _is_worth_it(call)
 
 
 def _are_many(call: Call) -> bool:
-    """Whether keys and values are too large to be put together on each rank."""
+    """Return whether keys and values are too large to be put together on each rank."""
     return call.meta("key").nbytes + call.meta("value").nbytes > _FEW
 
 
 def _of_queries(call: Call) -> dict[str, Placement]:
-    """What lies as the queries, in blocks."""
+    """Return the placements of the operands that lie as the queries, in blocks."""
     return {name: S(LENGTH) for name in ("query", *_OF_QUERIES) if call.has(name)}
 
 
 def _results(call: Call, backward: bool, of_keys: Placement) -> list[Placement]:
-    """Where results are of queries in blocks.
+    """Return the placements of results of queries in blocks.
 
     Args:
-        of_keys: the gradients of keys and values.
+        of_keys: the placement of the gradients of keys and values.
     """
     results: list[Placement] = [S(LENGTH), of_keys, of_keys]
     if not backward:  # with the sums, if they were asked for
@@ -151,14 +157,14 @@ def _results(call: Call, backward: bool, of_keys: Placement) -> list[Placement]:
 
 
 def _seen(build: Builder, queries: int, keys: int) -> list[_Keys]:
-    """The keys that this rank's block of queries sees."""
+    """Return the keys that this rank's block of queries sees."""
     start, stop = (min(bound, keys) for bound in build.bounds(queries))
     seen = _Keys(0, start, causal=False), _Keys(start, stop, causal=True)
     return [some for some in seen if some.first < some.last]
 
 
 def _some(build: Builder, node: Node, operands: Sequence[Ref], some: _Keys) -> dict[str, Ref]:
-    """Some of the keys and of their values."""
+    """Return some of the keys and of their values."""
     args = build.bind(node, operands)
     count = some.last - some.first
     return {name: build.slice(args[name], LENGTH, some.first, count) for name in ("key", "value")}
@@ -177,8 +183,10 @@ def _forward(queries: int, keys: int) -> Lowering:
 
 
 def _backward(queries: int, keys: int) -> Lowering:
-    """With the whole result and its sums, some keys have their gradients, and their part of that
-    of the queries."""
+    """Return the lowering of a backward, with the whole result and its sums.
+
+    Each part of the keys gives their gradients, and its part of that of the queries.
+    """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         of_query: list[Ref] = []
@@ -202,7 +210,7 @@ def _backward(queries: int, keys: int) -> Lowering:
 
 
 def _among_zeros(build: Builder, gradients: Sequence[Ref], unseen: int) -> Ref:
-    """The gradients of the keys that were seen, and of those after them."""
+    """Return the gradients of the keys that were seen, and of those after them."""
     whole = build.joined(gradients, LENGTH)
     if not unseen:
         return whole
@@ -214,7 +222,10 @@ def _among_zeros(build: Builder, gradients: Sequence[Ref], unseen: int) -> Ref:
 
 
 def _by_both(call: Call, backward: bool) -> list[Strategy]:
-    """Keys go round. Of a causal mask ranks have as much to do each, or send the least."""
+    """Return the strategies in which keys go round.
+
+    Of a causal mask there are two: ranks have as much to do each, or send the least.
+    """
     queries, keys, causal = (
         call.shape("query")[LENGTH],
         call.shape("key")[LENGTH],

@@ -1,11 +1,9 @@
-"""What sharding rules are made of: strategies, their local programs, and a node's arguments by
-name.
+"""Parts of sharding rules: strategies, local programs, and arguments by name.
 
 A strategy is one way to run one op on the ranks of one mesh axis: the placement of every operand,
-the placement of every result, and how the op is done on the blocks. A rule lists the strategies of
-an op; the strategy with R everywhere always stands and no rule names it. A strategy is right for
-every size of its dims, also where ranks have blocks of other sizes or none; what is not, its rule
-leaves out.
+the placement of every result, and the program on the blocks. A rule lists the strategies of an op;
+the strategy with R everywhere always stands and no rule names it. A strategy is right for every
+size of its dims, also where ranks have blocks of other sizes or none; a rule leaves out all others.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ Lowering = Callable[["Builder", Node, Sequence[Ref]], Values]
 
 @dataclass(frozen=True, slots=True)
 class LocalLowering:
-    """A local program that is right for any blocks of the dims that its strategy cuts.
+    """Local program that is right for any blocks of the dims that its strategy cuts.
 
     It never asks which elements of a dim a rank has, only how many; placements it takes from the
     strategy.
@@ -49,13 +47,18 @@ class LocalLowering:
 
 
 def local_lowering(lower: Lowering) -> LocalLowering:
-    """A program that is the same whatever the placements are."""
+    """Return a program that is the same for all placements."""
     return LocalLowering(lambda build, strategy, node, operands: lower(build, node, operands))
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective in a strategy, for its cost: kind without ``lazygt.``, payload bytes a rank."""
+    """Collective in a strategy, for its cost.
+
+    Attributes:
+        kind: its name without ``lazygt.``.
+        nbytes: payload bytes a rank.
+    """
 
     kind: str
     nbytes: int
@@ -90,7 +93,7 @@ class Strategy:
     def by(
         self, lower: Lowering | LocalLowering | None, comm: Sequence[Collective] = ()
     ) -> Strategy:
-        """The same placements, with another local program and the collectives inside it."""
+        """Return the same placements with another local program and the collectives inside it."""
         return replace(self, lower=lower, comm=tuple(comm))
 
     def __str__(self) -> str:
@@ -106,7 +109,7 @@ Labels = Placement | Sequence[Placement]
 
 
 class Call:
-    """A node with its arguments by name, as its schema names them; defaults filled in."""
+    """Node with its arguments by name, as its schema names them; defaults filled in."""
 
     def __init__(self, node: Node, metas: Metas, parts: int) -> None:
         self.node, self.metas, self.parts = node, metas, parts
@@ -116,26 +119,26 @@ class Call:
         return self.args[name]
 
     def has(self, name: str) -> bool:
-        """Whether the argument is a tensor."""
+        """Return whether the argument is a tensor."""
         return type(self.args.get(name)) is Ref
 
     def meta(self, name: str) -> TensorMeta:
-        """The global meta of a tensor argument."""
+        """Return the global meta of a tensor argument."""
         number: int = self.args[name].index
         meta = self.metas[number]
         assert meta is not None, f"{self.node.op}: {name} is an undefined tensor"
         return meta
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape of a tensor argument."""
+        """Return the global shape of a tensor argument."""
         return self.meta(name).shape
 
     def dim(self, name: str, rank: int) -> int:
-        """A dim argument counted from the front."""
+        """Return a dim argument, counted from the front."""
         return int(self.args[name]) % rank if rank else 0
 
     def result(self, which: int = 0) -> TensorMeta:
-        """The global meta of a result."""
+        """Return the global meta of a result."""
         meta = self.node.results[which]
         assert meta is not None, f"{self.node.op}: result {which} is undefined"
         return meta
@@ -146,8 +149,9 @@ class Call:
         /,
         **placements: Labels,
     ) -> Strategy:
-        """A strategy from placements by argument; tensors that are not named are R, undefined
-        results too.
+        """Return a strategy from placements by argument.
+
+        Tensors that are not named are R, undefined results too.
 
         Args:
             outputs: one placement for all results, or one each.
@@ -166,19 +170,19 @@ class Call:
 
 
 def shardable_dims(shape: tuple[int, ...]) -> list[int]:
-    """The dims that are worth a block a rank: those with more than one element."""
+    """Return the dims that are worth a block a rank: those with more than one element."""
     return [dim for dim, size in enumerate(shape) if size > 1]
 
 
 def table(names: str, rule: Rule) -> Mapping[str, Rule]:
-    """One rule for several ops: names without ``aten.``, separated by spaces."""
+    """Return one rule for several ops: names without ``aten.``, separated by spaces."""
     return {f"aten.{name}": rule for name in names.split()}
 
 
 def lower_strategy(
     build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]
 ) -> Values:
-    """Add the local program of ``node`` by ``strategy``; its results.
+    """Add the local program of ``node`` by ``strategy``; return its results.
 
     Args:
         node: of the global graph.
@@ -192,7 +196,9 @@ def lower_strategy(
 
 
 def row_comm(move: RowExchange, meta: TensorMeta, back: bool = False) -> list[Collective]:
-    """What an exchange of a value's rows costs; nothing where none leave their rank.
+    """Return the collectives of an exchange of a value's rows.
+
+    Nothing where no rows leave their rank.
 
     Args:
         back: they are given back besides.
@@ -203,9 +209,9 @@ def row_comm(move: RowExchange, meta: TensorMeta, back: bool = False) -> list[Co
 
 
 def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
-    """The strategy, for a kernel that takes no empty blocks: a rank with one gives zeros.
+    """Return the strategy for a kernel that takes no empty block: ranks with one give zeros.
 
-    For strategies whose results are S where the block is also empty, or P(sum).
+    For strategies with results that are S where the block is also empty, or P(sum).
     """
     results, inner = call.node.results, strategy.lower
     split = [
@@ -230,11 +236,10 @@ def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
 def partial_by_padding(
     call: Call, dims: Mapping[str, int], kept: int | None = None
 ) -> list[Strategy]:
-    """The strategy of an op that only moves elements, for operands that are split where it moves
-    them.
+    """Return the strategy of an op that only moves elements, along a split dim.
 
-    Each rank does the op with its blocks among zeros; the result is the sum of those (of bools,
-    the maximum).
+    Each rank does the op with its blocks among zeros; the result is the sum of those (of bools, the
+    maximum).
 
     Args:
         dims: the dim that is split, of each tensor argument that is.
@@ -268,7 +273,7 @@ def partial_by_padding(
 
 
 def pad_to_global(build: Builder, value: Ref, dim: int, size: int) -> Ref:
-    """This rank's block along ``dim``, where it is among zeros for those of the others."""
+    """Return this rank's block along ``dim``, with zeros for the blocks of the others."""
     start, stop = build.bounds(size)
     after = [0, 0] * (len(build.shape(value)) - 1 - dim)
     padded: Ref = build.op("aten.constant_pad_nd.default", value, (*after, start, size - stop), 0)
@@ -276,7 +281,7 @@ def pad_to_global(build: Builder, value: Ref, dim: int, size: int) -> Ref:
 
 
 def local_range(build: Builder, size: int, first: int, last: int) -> tuple[int, int]:
-    """The part of ``first`` to ``last`` that lies in this rank's block of a dim of ``size``.
+    """Return the part of ``first`` to ``last`` in this rank's block of a dim of ``size``.
 
     It starts and stops at the same place, in ``first`` to ``last``, where there is none.
     """
@@ -286,7 +291,7 @@ def local_range(build: Builder, size: int, first: int, last: int) -> tuple[int, 
 
 
 def zeros(build: Builder, meta: TensorMeta, placement: Placement) -> Ref:
-    """This rank's part of a value of zeros."""
+    """Return this rank's part of a value of zeros."""
     shape = build.local(meta.shape, placement)
     value: Ref = build.op("aten.zeros.default", shape, dtype=meta.dtype, device=DEVICE)
     return value

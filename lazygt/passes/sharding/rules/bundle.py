@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class Bundle(NamedTuple):
-    """Tensors of [batch, heads, length, features], or without features; those of one dtype travel
-    as one.
+    """Tensors that travel together, those of one dtype as one.
+
+    They are of [batch, heads, length, features], or without features.
 
     Attributes:
         widths: their features; None: without.
@@ -26,19 +27,19 @@ class Bundle(NamedTuple):
 
     @staticmethod
     def of(metas: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Bundle:
-        """The bundle of tensors of these shapes and dtypes."""
+        """Return the bundle of tensors of these shapes and dtypes."""
         widths = tuple([shape[3] if len(shape) > 3 else None for shape, _ in metas])
         return Bundle(widths, tuple([dtype for _, dtype in metas]))
 
     def row_bytes(self) -> list[int]:
-        """Bytes of one place of a head, of each that travels."""
+        """Return the bytes of one place of a head, of each joined tensor."""
         return [
             dtype.itemsize * sum([self.widths[at] or 1 for at in places])
             for dtype, places in self._groups().items()
         ]
 
     def pack(self, build: Builder, tensors: Sequence[Ref]) -> list[Ref]:
-        """What travels."""
+        """Join the tensors to those that travel."""
         wide = [
             tensor if width is not None else build.op("aten.unsqueeze.default", tensor, -1)
             for tensor, width in zip(tensors, self.widths, strict=True)
@@ -46,7 +47,7 @@ class Bundle(NamedTuple):
         return [build.joined([wide[at] for at in places], 3) for places in self._groups().values()]
 
     def unpack(self, build: Builder, joined: Sequence[Ref]) -> list[Ref]:
-        """The tensors, of what has travelled."""
+        """Take the joined tensors apart again."""
         tensors: dict[int, Ref] = {}
         for whole, places in zip(joined, self._groups().values(), strict=True):
             start = 0

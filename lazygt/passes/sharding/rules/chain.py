@@ -1,7 +1,7 @@
-"""A cut followed through a decomposition: the strategies of its inner ops, one after the other.
+"""Propagation of a cut through a decomposition: the strategies of its inner ops in order.
 
-A factor is all dims that strategies of inner ops cut together. One factor is cut at a time. A value
-that an inner op needs whole, and that comes partial, is reduced where it was made.
+A factor is all dims that strategies of inner ops cut together. One factor is cut at a time. A
+partial value that an inner op needs whole is reduced where it was made.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Dim = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The strategies of the inner nodes.
+    """Strategies of the inner nodes.
 
     Attributes:
         placements: of every value, as its readers find it.
         strategies: one for each node.
         reduced: the values that are reduced where they are made.
-        comm: what the strategies exchange, and what is reduced.
+        comm: the collectives of the strategies, and the reductions.
     """
 
     placements: tuple[Placement, ...]
@@ -42,7 +42,7 @@ class Chain:
 
 
 def chains(made: Decomposition, options: Options) -> Iterator[Chain]:
-    """One for each factor that can be cut and each operand that can be partial.
+    """Yield a chain for each factor that can be cut and each operand that can be partial.
 
     A cut for which an inner op has to gather, and a partial operand that has to be reduced, give
     none.
@@ -65,7 +65,7 @@ def chains(made: Decomposition, options: Options) -> Iterator[Chain]:
 def _starts(
     made: Decomposition, factors: _Factors
 ) -> Iterator[tuple[tuple[Placement, ...], Dim | None]]:
-    """The placements of the operands that are worth a try, and which factor is cut."""
+    """Yield the placements of the operands that are worth a try, with the factor that is cut."""
     read = made.read()
     places = range(made.operands)
     dims: dict[Dim, dict[int, list[int]]] = {}
@@ -82,7 +82,7 @@ def _starts(
 
 
 class _Factors:
-    """Which dims of values strategies cut together."""
+    """Dims of values that strategies cut together (union-find)."""
 
     def __init__(self, made: Decomposition, options: Options) -> None:
         self._above: dict[Dim, Dim] = {}
@@ -91,13 +91,13 @@ class _Factors:
                 self._join(_dims(strategy, values))
 
     def root(self, dim: Dim) -> Dim:
-        """The one dim that stands for its factor."""
+        """Return the one dim that stands for its factor."""
         while (above := self._above.get(dim, dim)) != dim:
             dim = above
         return dim
 
     def of(self, strategy: Strategy, values: Iterable[int]) -> Dim | None:
-        """The factor that a strategy cuts, if it cuts any."""
+        """Return the factor that a strategy cuts, if it cuts any."""
         dims = _dims(strategy, values)
         return self.root(dims[0]) if dims else None
 
@@ -111,13 +111,13 @@ class _Factors:
 def _used(
     made: Decomposition, options: Options
 ) -> Iterator[tuple[tuple[int, ...], Sequence[Strategy]]]:
-    """For each node the values that it takes and gives, and its strategies."""
+    """Yield for each node the values that it takes and gives, and its strategies."""
     for (node, results), strategies in zip(made.numbered(), options, strict=True):
         yield (*node.refs(), *results), strategies
 
 
 def _dims(strategy: Strategy, values: Iterable[int]) -> list[Dim]:
-    """What a strategy cuts, of the values that its node takes and gives."""
+    """Return the dims that a strategy cuts, of the values that its node takes and gives."""
     placements = zip(values, (*strategy.inputs, *strategy.outputs), strict=True)
     return [
         (value, placement.dim) for value, placement in placements if isinstance(placement, Shard)
@@ -125,7 +125,7 @@ def _dims(strategy: Strategy, values: Iterable[int]) -> list[Dim]:
 
 
 def _chain(made: Decomposition, options: Options, inputs: tuple[Placement, ...]) -> Chain | None:
-    """The best strategy of each inner node for what is there by then."""
+    """Return the chain of the best strategy of each inner node for its operands' placements."""
     reduced: frozenset[int] = frozenset()
     while True:
         chain, wanted = _attempt(made, options, inputs, reduced)
@@ -139,7 +139,7 @@ def _chain(made: Decomposition, options: Options, inputs: tuple[Placement, ...])
 def _attempt(
     made: Decomposition, options: Options, inputs: tuple[Placement, ...], reduced: frozenset[int]
 ) -> tuple[Chain | None, frozenset[int]]:
-    """The chain that reduces these values, and all those that it has to reduce."""
+    """Return the chain that reduces these values, and all those that it has to reduce."""
     placements, strategies = list(inputs), []
     comm: list[Collective] = []
     wanted, sources = set(reduced), _Sources(made)
@@ -169,7 +169,7 @@ def _nbytes(meta: TensorMeta | None) -> int:
 
 
 class _Sources:
-    """What to reduce for a partial value: that which it comes from, if it is no larger."""
+    """Values to reduce for a partial value: its source, if that is no larger."""
 
     def __init__(self, made: Decomposition) -> None:
         self._made = made
@@ -179,7 +179,7 @@ class _Sources:
         return self._sources.get(value, value)
 
     def add(self, node: Node, have: Sequence[Placement], partial: Sequence[int]) -> None:
-        """A node's partial results, and what its operands were."""
+        """Note a node's partial results, with its operands' placements."""
         operands = {
             value
             for value, placement in zip(node.refs(), have, strict=True)
@@ -194,7 +194,7 @@ class _Sources:
 def _best(
     strategies: Sequence[Strategy], have: tuple[Placement, ...], operands: Metas
 ) -> Strategy | None:
-    """The strategy that exchanges least; of those, one that takes and leaves most as it is."""
+    """Return the strategy that exchanges least; of those, one that keeps most as it is."""
     as_it_is = [
         strategy for strategy in strategies if strategy.inputs == have and not strategy.comm
     ]
@@ -222,7 +222,7 @@ def _price(
 
 
 def _leads(have: Placement, want: Placement) -> bool:
-    """Whether a value comes from the one placement to the other without being gathered."""
+    """Return whether a value gets from the one placement to the other without a gather."""
     if isinstance(have, Partial):
         return want in (have, R)
     return have == want or (have == R and (isinstance(want, Shard) or want == P))

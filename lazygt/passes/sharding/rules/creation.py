@@ -1,6 +1,6 @@
-"""Ops that make tensors of their shape alone: any placement, and no rank needs another's.
+"""Ops that make tensors of their shape alone: any placement, and no exchange.
 
-``like`` ops take whatever placement their operand has, since nothing of it but its shape is used.
+``like`` ops take any placement of their operand, since only its shape is used.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from lazygt.passes.sharding.rules.views import sized
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-#: What the tensor is filled with; None: nothing.
+#: The number that the tensor is filled with; None: nothing.
 _FILLS: dict[str, int | None] = {"zeros": 0, "ones": 1, "empty": None, "empty_strided": None}
 
 
 def _sized(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """zeros, ones, full, empty."""
+    """Return the strategies of zeros, ones, full, empty."""
     call = Call(node, metas, parts)
     shape = call.result().shape
     return [call.strategy(S(dim)).by(sized(shape)) for dim in shardable_dims(shape)]
 
 
 def _strided(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Blocks are row-major, whatever the whole would be."""
+    """Return the strategies of empty_strided. Blocks are row-major, with any strides given."""
     call = Call(node, metas, parts)
     meta = call.result()
     return [call.strategy(S(dim)).by(_anew(meta)) for dim in shardable_dims(meta.shape)]
@@ -86,7 +86,7 @@ def _fill(args: dict[str, Arg], op: str) -> Arg:
 
 
 def _arange(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Whole numbers only: a block's first number is then exact."""
+    """Return the strategy of arange for whole numbers: a block's first number is then exact."""
     call = Call(node, metas, parts)
     start, step = call.args.get("start", 0), call.args.get("step", 1)
     size = call.result().numel
@@ -103,7 +103,10 @@ def _arange(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _only_shape(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Whole random tensors: their numbers are one device's; what they are like need not be."""
+    """Return the strategies of whole random tensors like an operand with any placement.
+
+    Their numbers are those of one device.
+    """
     call = Call(node, metas, parts)
     meta = call.meta("self")
     have: list[Placement] = [*map(S, shardable_dims(meta.shape)), P]
@@ -117,7 +120,10 @@ def _only_shape(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _dropout(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Every rank drops from a whole tensor of ones, and keeps its block of that."""
+    """Return the strategies of dropout: every rank drops from a whole tensor of ones.
+
+    Each keeps its block of that.
+    """
     call = Call(node, metas, parts)
     meta = call.meta("input")
 

@@ -1,7 +1,7 @@
-"""An op taken apart into simpler ones: its decomposition in torch, run on meta tensors and noted.
+"""Decomposition of an op into simpler ones: torch's own, traced on meta tensors.
 
-A run-time number takes part as a sample of it. What Python computes of such a number becomes a
-tensor of one element; a decomposition that would have to know it is none.
+A sample stands for a run-time number. Arithmetic of Python on such a number becomes a tensor of one
+element; a decomposition that would have to know the number is refused.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _WRONG = frozenset(
 )
 #: The same tensor again, for autograd.
 _ALIASES = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
-#: Say where a tensor is, not what it is.
+#: Arguments of a tensor's place, not of its contents.
 _PLACES = frozenset({"layout", "pin_memory", "non_blocking"})
 
 
 class _Refused(Exception):
-    """The decomposition asks what only the run can tell, or does what no graph says."""
+    """The decomposition depends on run-time values, or has effects that no graph can say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """The ops that an op is made of.
+    """Ops that an op is made of.
 
     Attributes:
-        operands: how many values are those of the op itself: one a place where it takes a tensor.
+        operands: number of values of the op itself: one a place where it takes a tensor.
         nodes: on numbered values, of which the operands are the first.
         metas: of every value.
-        outputs: for each result of the op the value that it is; None where it is undefined.
+        outputs: for each result of the op the number of its value; None where it is undefined.
     """
 
     operands: int
@@ -65,12 +65,12 @@ class Decomposition:
     outputs: tuple[int | None, ...]
 
     def read(self) -> set[int]:
-        """The values that a node takes, or that are results."""
+        """Return the values that a node takes, or that are results."""
         values = {value for node in self.nodes for value in node.refs()}
         return values | {value for value in self.outputs if value is not None}
 
     def numbered(self) -> Iterator[tuple[Node, range]]:
-        """The nodes with the numbers of their results."""
+        """Yield the nodes with the numbers of their results."""
         start = self.operands
         for node in self.nodes:
             stop = start + len(node.results)
@@ -79,8 +79,10 @@ class Decomposition:
 
 
 def alone(node: Node) -> Node:
-    """The node by itself: a value for every place where it takes one, numbered from 0, and so its
-    run-time numbers."""
+    """Return the node by itself, with values and run-time numbers numbered from 0.
+
+    Every place where it takes a value has a number of its own.
+    """
     places: list[int] = []
     params: list[int] = []
 
@@ -100,13 +102,16 @@ def alone(node: Node) -> Node:
 
 
 def params_of(node: Node) -> list[Param]:
-    """The run-time numbers among a node's arguments, in order."""
+    """Return the run-time numbers among a node's arguments, in order."""
     return list(map(Param, params_in((node.args, tuple([arg for _, arg in node.kwargs])))))
 
 
 @cache
 def is_composite(op: str) -> bool:
-    """Whether an op has a decomposition, and computes the same of the same operands."""
+    """Return whether an op has a decomposition.
+
+    False for random and dynamic ops, and for views.
+    """
     if op.startswith("lazygt.") or "@" in op:
         return False
     f = facts(overload(op))
@@ -115,7 +120,7 @@ def is_composite(op: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def decomposition(node: Node, operands: tuple[TensorMeta, ...]) -> Decomposition | None:
-    """The ops that a node is made of; None where it cannot be taken apart.
+    """Return the ops that a node is made of; None where it cannot be taken apart.
 
     Args:
         node: see ``alone``.
@@ -134,7 +139,7 @@ def decomposition(node: Node, operands: tuple[TensorMeta, ...]) -> Decomposition
 
 
 def _function(op: str) -> Callable[..., Any] | None:
-    """What takes an op apart: a formula of ours, or torch's own."""
+    """Return the decomposition of an op: a formula of ours, or torch's own."""
     formula: Callable[..., Any] | None = FORMULAS.get(op)
     if formula is None and op not in _WRONG:
         formula = decomposition_table.get(overload(op))
@@ -142,7 +147,7 @@ def _function(op: str) -> Callable[..., Any] | None:
 
 
 def _trace(node: Node, operands: Sequence[TensorMeta], sample: float) -> Decomposition:
-    """What the decomposition of a node runs."""
+    """Trace the decomposition of a node."""
     samples = [sample + _STEP * n for n in range(len(params_of(node)))]
     build = Builder(operands, ["float"] * len(samples), axis="", parts=1, index=0)
     tensors = [meta.empty("meta") for meta in operands]
@@ -172,7 +177,7 @@ def _trace(node: Node, operands: Sequence[TensorMeta], sample: float) -> Decompo
 
 
 def _needed(build: Builder, outputs: Sequence[int | None]) -> Decomposition:
-    """Without the nodes that no result needs."""
+    """Drop the nodes that no result needs."""
     there = [number for number in outputs if number is not None]
     graph = DeadCode().run(build.graph(list(map(ref, there))))
     moved = dict(zip(there, graph.outputs, strict=True))
@@ -181,14 +186,14 @@ def _needed(build: Builder, outputs: Sequence[int | None]) -> Decomposition:
 
 
 def _check(node: Node, results: Sequence[TensorMeta | None]) -> None:
-    """That the results are those of the op."""
+    """Raise unless the results have the shapes and dtypes of the op's."""
     for meta, wanted in zip(results, node.results, strict=True):
         if (meta and (meta.shape, meta.dtype)) != (wanted and (wanted.shape, wanted.dtype)):
             raise _Refused(f"{node.op}: its decomposition gives {meta} instead of {wanted}")
 
 
 def _as_there(t: torch.Tensor | None, meta: TensorMeta | None) -> torch.Tensor | None:
-    """A result as the op gives it on the workers' device: its dtype, and whether it is empty."""
+    """Return a result with the dtype that the op gives on workers, and its shape if empty."""
     if t is None or meta is None:
         return None
     if meta.numel == 0 and t.shape != meta.shape:
@@ -203,7 +208,7 @@ def _flat(returned: Any) -> list[torch.Tensor | None]:
 
 
 class _Number(float):
-    """A sample of a run-time number. Calculated with it becomes a tensor; it compares to nothing.
+    """Sample of a run-time number: arithmetic makes a tensor of it, comparison is refused.
 
     torch's ops take it as the number that it is.
     """
@@ -236,10 +241,10 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
 
 
 class _Note(TorchDispatchMode):
-    """Notes what runs on meta tensors, as nodes.
+    """Dispatch mode that records ops on meta tensors as nodes.
 
     Attributes:
-        at: the value that a tensor is, by its id.
+        at: id of a tensor -> its value.
     """
 
     def __init__(
@@ -255,7 +260,7 @@ class _Note(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, so dynamo need not be told at each op."""
+        """Return False: nothing is compiled here, so dynamo need not be told at each op."""
         return False
 
     def __torch_dispatch__(
@@ -286,7 +291,7 @@ class _Note(TorchDispatchMode):
         return _returned(f, fresh, written)
 
     def _are_apart(self, written: Sequence[Any]) -> bool:
-        """Whether nothing else sees what is written."""
+        """Return whether no other tensor shares memory with the written ones."""
         return all(isinstance(t, torch.Tensor) and id(t) not in self._shared for t in written)
 
     def _tensor(self, at: Ref) -> torch.Tensor:
@@ -306,7 +311,7 @@ class _Note(TorchDispatchMode):
 
 
 def _returned(f: OpFacts, fresh: Sequence[torch.Tensor | None], written: Sequence[Any]) -> Any:
-    """What an op returns, as its schema says."""
+    """Return results in the form that the op's schema says."""
     if f.outputs in (("fl",), ("vl",)):
         return list(fresh)
     new, old = iter(fresh), iter(written)

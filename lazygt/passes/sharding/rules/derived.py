@@ -1,11 +1,11 @@
-"""Strategies of composite ops: those of the ops that torch takes them apart into, in turn.
+"""Strategies of composite ops, by the strategies of the ops in their decomposition.
 
-A cut is followed through the decomposition. What is partial is reduced where an inner op needs it
+A cut is followed through the decomposition. A partial value is reduced where an inner op needs it
 whole. A cut that an inner op would have to gather is no strategy.
 
 A strategy runs the op's own kernel on the blocks where that is the same: where the decomposition of
-the op on the blocks is what the strategies made of its decomposition on the whole. Else it runs the
-latter.
+the op on the blocks equals the program that the strategies made of its decomposition on the whole.
+Else it runs the latter.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from lazygt.passes.sharding.rules.chain import Chain, chains
 from lazygt.passes.sharding.rules.decompose import Decomposition, alone, decomposition, params_of
 
 Kind = tuple[Node, tuple[TensorMeta, ...]]
-#: What is being derived: an op that leads to itself has no strategies on the way.
+#: Ops that are being derived: an op that leads to itself has no strategies on the way.
 _pending: ContextVar[frozenset[Kind]] = ContextVar("_pending", default=frozenset())
 StrategiesOf = Callable[[Node, Metas, int], Sequence[Strategy]]
 
 
 def rule(strategies_of: StrategiesOf) -> Rule:
-    """The rule of composite ops.
+    """Return the rule of composite ops.
 
     Args:
         strategies_of: the strategies of any op, those that this rule finds among them.
@@ -77,8 +77,11 @@ def rule(strategies_of: StrategiesOf) -> Rule:
 
 
 def _rounded(steps: Decomposition, inner: Node, results: range) -> Sequence[Strategy]:
-    """A kernel that computes wider than its operands are rounds its results at the end. Partial
-    ones it rounds too, as that of a matmul does."""
+    """Return the strategy that rounds partial values, for a cast at the end of an op.
+
+    A kernel that computes wider than its operands are rounds its results at the end. Partial ones
+    it rounds too, as that of a matmul does.
+    """
     if inner.op != "aten._to_copy.default" or results[0] not in steps.outputs:
         return ()
     dtypes = [meta.dtype for meta in steps.metas[: steps.operands] if meta is not None]
@@ -91,7 +94,7 @@ def _rounded(steps: Decomposition, inner: Node, results: range) -> Sequence[Stra
 
 @dataclass(frozen=True, eq=False)
 class _Derived:
-    """An op as a chain of what it is made of.
+    """Composite op as a chain of inner strategies.
 
     Attributes:
         node: the op, see ``alone``.
@@ -107,7 +110,10 @@ class _Derived:
 
     @staticmethod
     def of(node: Node, made: Decomposition, chain: Chain) -> _Derived:
-        """An operand that nothing reads is cut as one is, or a result, that has its shape."""
+        """Build it from a chain.
+
+        An operand that nothing reads is cut as a read operand, or a result, of its shape is.
+        """
         placements = chain.placements
         outputs = tuple([R if number is None else placements[number] for number in made.outputs])
         places = range(made.operands)
@@ -126,8 +132,11 @@ class _Derived:
         return _Derived(node, made, chain, inputs, outputs)
 
     def is_right(self) -> bool:
-        """Whether it is a strategy: what it writes keeps its placement, and a partial operand leads
-        to one partial result: to several, it would be reduced as often."""
+        """Return whether the chain is a strategy of the op.
+
+        Written values keep their placement, and a partial operand leads to one partial result: to
+        several, it would be reduced as often.
+        """
         versions = self.outputs[len(self.node.fresh) :]
         if any(self.inputs[at] != to for at, to in zip(self.node.writes, versions, strict=True)):
             return False
@@ -140,7 +149,7 @@ class _Derived:
         return True
 
     def strategy(self) -> Strategy:
-        """The strategy of the op; for any blocks where its inner strategies are."""
+        """Return the strategy of the op; for any blocks where its inner strategies are."""
         inner = [strategy.lower for strategy in self.chain.strategies]
         is_local = all(lower is None or isinstance(lower, LocalLowering) for lower in inner)
         lower = LocalLowering(self._lower) if is_local else self._lowered
@@ -161,7 +170,7 @@ class _Derived:
         return program.added(build, operands, params_of(node))
 
     def _program(self, scratch: Builder, strategy: Strategy) -> _Program:
-        """What one rank does: the op's own kernel where that is as good."""
+        """Return one rank's program: the op's own kernel where that is as good."""
         values, placements = self._walk(scratch, strategy)
         outputs = [None if number is None else values[number] for number in self.made.outputs]
         whole = all(map(_has_some, scratch.inputs, self.made.metas))
@@ -179,7 +188,7 @@ class _Derived:
     def _walk(
         self, scratch: Builder, strategy: Strategy
     ) -> tuple[list[Ref | None], list[Placement]]:
-        """Add the inner nodes as their strategies say; every value and its placement."""
+        """Add the inner nodes as their strategies say; return every value and its placement."""
         values: list[Ref | None] = [ref(number) for number in range(self.made.operands)]
         placements, metas = list(strategy.inputs), self.made.metas
         steps = _cut_as(strategy, self.chain.strategies)
@@ -200,7 +209,7 @@ class _Derived:
     def _kernel(
         self, scratch: Builder, outputs: Sequence[Ref | None], sizes: Mapping[int, int]
     ) -> _Program | None:
-        """The op itself on the blocks, if that is what was added to ``scratch``."""
+        """Return the op itself on the blocks, if that equals the program in ``scratch``."""
         wanted = tuple([None if value is None else value.index for value in outputs])
         operands = [ref(number) for number in range(self.made.operands)]
         found = []
@@ -219,8 +228,10 @@ class _Derived:
         return found[0] if len(found) == 1 else None
 
     def _names_sizes(self, kernel: Node, local: Metas) -> bool:
-        """Whether arguments that are the last sizes of an operand still are: not every
-        decomposition looks at them, but kernels do."""
+        """Return whether arguments that are the last sizes of an operand still are.
+
+        Kernels look at them, but not every decomposition does.
+        """
         given = bound(kernel)
         return all(
             meta.shape[-len(arg) :] == given[name]
@@ -252,7 +263,7 @@ class _Program:
         self._outputs, self._differs = tuple(outputs), scratch.differs
 
     def added(self, build: Builder, operands: Sequence[Ref], params: Sequence[Param]) -> Values:
-        """Add them; the results."""
+        """Add the nodes; return the results."""
         numbers = {place: value.index for place, value in enumerate(operands)}
         count = self._count
         for node in self._nodes:
@@ -275,12 +286,12 @@ def _with_params(node: Node, params: Sequence[Param]) -> Node:
 
 
 def _has_some(local: TensorMeta, whole: TensorMeta | None) -> bool:
-    """Whether a rank's block has elements, where the whole has."""
+    """Return whether a rank's block has elements, where the whole has."""
     return bool(local.numel) or whole is None or not whole.numel
 
 
 def _cut_as(strategy: Strategy, steps: Sequence[Strategy]) -> Iterable[Strategy]:
-    """The strategies of the inner nodes, cut as the op's is: in blocks, or interleaved."""
+    """Return the strategies of the inner nodes, cut as the op's is: in blocks, or interleaved."""
     wanted = next(
         (placement for placement in strategy.inputs if isinstance(placement, StridedShard)), None
     )
@@ -299,7 +310,7 @@ def _cut_as(strategy: Strategy, steps: Sequence[Strategy]) -> Iterable[Strategy]
 def _sizes(
     metas: Metas, placements: Sequence[Placement], scratch: Builder, values: Sequence[Ref | None]
 ) -> dict[int, int]:
-    """The sizes of the dims that are cut: of the whole, and what this rank has of it."""
+    """Map the size of each cut dim to the size of this rank's block."""
     return {
         meta.shape[placement.dim]: scratch.shape(value)[placement.dim]
         for meta, placement, value in zip(metas, placements, values, strict=True)
@@ -308,7 +319,7 @@ def _sizes(
 
 
 def _changes(node: Node, sizes: Mapping[int, int]) -> Iterator[dict[str, Arg]]:
-    """The arguments that may have to say a rank's sizes, changed: none, all, each alone."""
+    """Yield changes of the arguments that may name a rank's sizes: none, all, each alone."""
     changed = {name: to for name, arg in bound(node).items() if (to := _resized(arg, sizes)) != arg}
     yield {}
     if changed:

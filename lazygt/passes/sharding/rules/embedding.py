@@ -47,7 +47,7 @@ def _embedding(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _look_up(count: int) -> Lowering:
-    """Rows of this rank's block; zeros for those of others."""
+    """Return a lowering to rows of this rank's block; zeros for those of others."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
@@ -64,7 +64,10 @@ def _look_up(count: int) -> Lowering:
 
 
 def _embedding_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Scaling by how often a token stands in the batch needs the whole batch."""
+    """Return the strategies of an embedding's backward.
+
+    Scaling by how often a token stands in the batch needs the whole batch.
+    """
     call = Call(node, metas, parts)
     count, features = call["num_weights"], call.shape("grad_output")[-1]
     tokens = shardable_dims(call.shape("indices")) if not call["scale_grad_by_freq"] else []
@@ -79,7 +82,10 @@ def _embedding_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strate
 
 
 def _own_rows(count: int) -> Lowering:
-    """The gradient of this rank's rows; tokens of others go to a row that is cut off."""
+    """Return a lowering to the gradient of this rank's rows.
+
+    Tokens of others go to a row that is cut off.
+    """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
@@ -96,7 +102,7 @@ def _own_rows(count: int) -> Lowering:
 
 
 def _sent_rows(call: Call, dim: int) -> Strategy:
-    """The gradient of each token to the rank that has its row."""
+    """Return the strategy that sends the gradient of each token to the rank of its row."""
     table = call.result()
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -118,8 +124,10 @@ _SUM, _MEAN, _MAX = range(3)
 
 
 def _bag(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """All bags on every rank: of some features, or of its own rows. What else comes out tells of
-    indices alone."""
+    """Return the strategies of bags: all of them on every rank, of some features or rows.
+
+    The other results depend on indices alone.
+    """
     call = Call(node, metas, parts)
     rest: list[Placement] = [R] * (len(node.results) - 1)
     if call["mode"] == _MAX:
@@ -134,8 +142,11 @@ def _bag(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _own_bags(count: int) -> Lowering:
-    """What this rank's rows add to the bags: those of others are zeros, for no weight makes 0 of an
-    infinite number that stands in a row of this rank."""
+    """Return a lowering to the sums of this rank's rows in the bags.
+
+    Rows of others are set to zero themselves: a weight of 0 would not make 0 of an infinite number
+    in the row of this rank that stands for them.
+    """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)

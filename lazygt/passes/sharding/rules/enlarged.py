@@ -1,5 +1,6 @@
-"""Pictures made larger along a cut dim of space: transposed convolutions, and resizing by a power
-of two. Each rank makes its rows of the result of its own rows and a few of its neighbours'.
+"""Transposed convolutions, and resizing by a power of two, along a cut dim of space.
+
+Each rank makes its rows of the enlarged picture of its own rows and a few of its neighbours'.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ _TEXTS = pictures.RULES
 
 
 def _move(dim: int, have: int, rows: int, parts: int, want: Sequence[Rows]) -> RowExchange | None:
-    """The rows of a dim of ``have`` that ranks make their blocks of ``rows`` of; None where a rank
-    has nothing to make, or nothing to make it of."""
+    """Return the exchange of rows of a dim of ``have`` for ranks' blocks of ``rows``.
+
+    None where a rank has nothing to make, or nothing to make it of.
+    """
     bounds = [shard_bounds(rows, parts, rank) for rank in range(parts)]
     if any(start >= stop for start, stop in (*bounds, *want)):
         return None
@@ -45,10 +48,10 @@ def _move(dim: int, have: int, rows: int, parts: int, want: Sequence[Rows]) -> R
 
 
 class _Spread(NamedTuple):
-    """Where a row of the picture goes along one dim of space.
+    """Rows of the result that a row of the picture reaches along one dim of space.
 
     Attributes:
-        space: which dim of space, from 0.
+        space: number of the dim of space, from 0.
         size, made: rows of the picture, and of the result.
         reach: rows that one row goes to, gaps between them counted.
     """
@@ -62,21 +65,21 @@ class _Spread(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Of the picture, and of the result."""
+        """Its dim in the picture, and in the result."""
         return self.space + 2
 
     def read(self, rows: Rows) -> Rows:
-        """The rows of the picture that reach these of the result."""
+        """Return the rows of the picture that reach these of the result."""
         first = -((self.reach - 1 - self.padding - rows[0]) // self.stride)
         return max(first, 0), min((rows[1] - 1 + self.padding) // self.stride + 1, self.size)
 
     def written(self, rows: Rows) -> Rows:
-        """The rows of the result that these reach, those that the padding takes off too."""
+        """Return the rows of the result that these reach, those that the padding takes off too."""
         first = rows[0] * self.stride - self.padding
         return first, (rows[1] - 1) * self.stride - self.padding + self.reach
 
     def forward(self, parts: int) -> RowExchange | None:
-        """To each rank the rows of the picture that it makes its rows of the result of."""
+        """Return the exchange of the picture's rows that ranks make their rows of the result of."""
         bounds = [shard_bounds(self.made, parts, rank) for rank in range(parts)]
         want = [self.read(rows) for rows in bounds]
         for (start, stop), rows in zip(bounds, want, strict=True):
@@ -86,13 +89,13 @@ class _Spread(NamedTuple):
         return _move(self.dim, self.size, self.made, parts, want)
 
     def backward(self, parts: int) -> RowExchange | None:
-        """To each rank the rows of the result's gradient that its rows reach."""
+        """Return the exchange of the gradient's rows that the rows of ranks reach."""
         bounds = [shard_bounds(self.size, parts, rank) for rank in range(parts)]
         want = [self.inside(self.written(rows)) for rows in bounds]
         return _move(self.dim, self.made, self.size, parts, want)
 
     def inside(self, rows: Rows) -> Rows:
-        """Those of them that the result has."""
+        """Return those of the rows that the result has."""
         return max(rows[0], 0), min(rows[1], self.made)
 
 
@@ -110,7 +113,7 @@ def _spreads(call: Call, result: tuple[int, ...]) -> list[_Spread]:
 
 
 def by_rows(call: Call) -> list[Strategy]:
-    """The strategies of a transposed convolution."""
+    """Return the strategies of a transposed convolution."""
     strategies = []
     for spread in _spreads(call, call.result().shape):
         move = spread.forward(call.parts)
@@ -134,7 +137,7 @@ def _forward(spread: _Spread, move: RowExchange) -> Lowering:
 
 
 def _uncropped(build: Builder, node: Node, spread: _Spread) -> dict[str, list[int]]:
-    """Arguments that take nothing off along the cut dim, and add nothing there."""
+    """Return arguments that take nothing off along the cut dim, and add nothing there."""
     args = build.bind(node, [Ref(number) for number in node.refs()])
     count = max(spread.space + 1, len(args["padding"]))
     return {
@@ -145,7 +148,7 @@ def _uncropped(build: Builder, node: Node, spread: _Spread) -> dict[str, list[in
 
 
 def backward_by_rows(call: Call) -> list[Strategy]:
-    """The strategies of a transposed convolution's backward."""
+    """Return the strategies of a transposed convolution's backward."""
     strategies = []
     for spread in _spreads(call, call.shape("grad_output")):
         move = spread.backward(call.parts)
@@ -159,7 +162,7 @@ def backward_by_rows(call: Call) -> list[Strategy]:
 
 
 def _backward(spread: _Spread, move: RowExchange) -> Lowering:
-    """The bias apart from the rest: a gradient's rows are read by several ranks."""
+    """Return a lowering with the bias apart: a gradient's rows are read by several ranks."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         gradient, dim = operands[0], spread.dim
@@ -187,10 +190,10 @@ def _backward(spread: _Spread, move: RowExchange) -> Lowering:
 
 
 class _Resized(NamedTuple):
-    """A dim of space whose rows become ``times`` as many.
+    """Dim of space with rows that become ``times`` as many.
 
     Attributes:
-        near: how many rows besides its own a row of the result is made of, on both sides.
+        near: number of rows on both sides, besides its own, that a row of the result is made of.
     """
 
     dim: int
@@ -200,23 +203,26 @@ class _Resized(NamedTuple):
 
     @property
     def made(self) -> int:
-        """Rows of the result."""
+        """Number of rows of the result."""
         return self.size * self.times
 
     def read(self, rows: Rows) -> Rows:
-        """The rows of the picture that these of the result are made of."""
+        """Return the rows of the picture that these of the result are made of."""
         first, last = rows[0] // self.times, (rows[1] - 1) // self.times + 1
         return max(first - self.near, 0), min(last + self.near, self.size)
 
     def move(self, parts: int) -> RowExchange | None:
-        """To each rank the rows that it reads."""
+        """Return the exchange that brings each rank the rows that it reads."""
         bounds = [shard_bounds(self.made, parts, rank) for rank in range(parts)]
         want = [self.read(rows) for rows in bounds]
         return _move(self.dim, self.size, self.made, parts, want)
 
 
 def _resized_dims(call: Call, shape: tuple[int, ...], result: tuple[int, ...]) -> list[_Resized]:
-    """Those where all numbers are exact whatever row is the first: resized by a power of two."""
+    """Return the dims that are resized by a power of two.
+
+    There all numbers are exact, with any row as the first.
+    """
     linear = "linear" in call.node.op
     if linear and call["align_corners"]:
         return []
@@ -258,7 +264,10 @@ def _enlarge(resized: _Resized, move: RowExchange) -> Lowering:
 
 
 def _enlarged_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """What a rank makes of the rows that it read goes back to those who have them."""
+    """Return the strategies of the backward of a resize.
+
+    A rank's gradient of the rows that it read goes back to their owners.
+    """
     call = Call(node, metas, parts)
     strategies = [*_TEXTS[node.op](node, metas, parts)]
     for resized in _resized_dims(call, tuple(call["input_size"]), call.shape("grad_output")):

@@ -1,7 +1,7 @@
-"""Largest and smallest elements, where they are, and the samples that are drawn by them.
+"""Largest and smallest elements, their places, and samples that are drawn by them.
 
 Along a dim in blocks ranks gather their own best, each with its place: pairs travel in one
-collective, and whatever else is in the blocks stays there. Blocks stand in order, so the first of
+collective, and all other elements stay in their blocks. Blocks stand in order, so the first of
 equal elements stays the first.
 """
 
@@ -39,7 +39,7 @@ _NARROW = _FLOATS | {torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
 def _gathered(build: Builder, best: Ref, places: Ref, dim: int, size: int) -> tuple[Ref, Ref]:
-    """The elements of all ranks, as many of each, and their places in a dim of ``size``."""
+    """Gather equally many elements of each rank, and their places in a dim of ``size``."""
     dtype, count = build.meta(best).dtype, build.shape(best)[dim] * build.parts
     if not _is_narrow(dtype, size):
         return build.all_gather(best, dim, count), build.all_gather(places, dim, count)
@@ -54,12 +54,12 @@ def _gathered(build: Builder, best: Ref, places: Ref, dim: int, size: int) -> tu
 
 
 def _is_narrow(dtype: torch.dtype, size: int) -> bool:
-    """Whether four bytes have each number, and each place in a dim of ``size``."""
+    """Return whether four bytes have each number, and each place in a dim of ``size``."""
     return dtype in _NARROW and size <= torch.iinfo(torch.int32).max
 
 
 def _as_bits(build: Builder, value: Ref) -> Ref:
-    """Narrow numbers as int32: whole ones as they are, others by the bits of their float32."""
+    """Return narrow numbers as int32: whole ones as they are, others by their float32's bits."""
     if build.meta(value).dtype not in _FLOATS:
         whole: Ref = build.op("aten._to_copy.default", value, dtype=torch.int32)
         return whole
@@ -69,7 +69,7 @@ def _as_bits(build: Builder, value: Ref) -> Ref:
 
 
 def _of_bits(build: Builder, bits: Ref, dtype: torch.dtype) -> Ref:
-    """What ``_as_bits`` was made of."""
+    """Return the numbers of ``_as_bits``."""
     if dtype in _FLOATS:
         bits = build.op("aten.view.dtype", build.contiguous(bits), torch.float32)
     value: Ref = build.op("aten._to_copy.default", bits, dtype=dtype)
@@ -77,13 +77,16 @@ def _of_bits(build: Builder, bits: Ref, dtype: torch.dtype) -> Ref:
 
 
 def _comm(count: int, dtype: torch.dtype, parts: int, size: int) -> list[Collective]:
-    """What `_gathered` exchanges of so many elements a rank."""
+    """Return the collectives of `_gathered` for so many elements a rank."""
     sizes = [8] if _is_narrow(dtype, size) else [dtype.itemsize, 8]
     return [Collective("all_gather", count * size * parts) for size in sizes]
 
 
 def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """The best of each block's best: k a rank, when every block has as many."""
+    """Return the strategies of topk: along its dim, each rank gathers its k best.
+
+    Every block must have k elements.
+    """
     call = Call(node, metas, parts)
     dim, strategies = other_dims(call)
     shape, k = call.shape("self"), call["k"]
@@ -105,7 +108,7 @@ def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _place(op: str, both: bool) -> Rule:
-    """argmax and max.dim: the block's extremes and where they are, gathered and compared."""
+    """Return the rule of argmax and max.dim: gather each block's extremes and their places."""
 
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
@@ -130,7 +133,7 @@ def _place(op: str, both: bool) -> Rule:
 
 
 def _first_of_all(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
-    """The extreme of all blocks along ``dim`` (kept), and its global place."""
+    """Return the extreme of all blocks along ``dim`` (kept), and its global place."""
     top, place = _first_extremes(build, value, op, dim, size)
     tops, places = _gathered(build, top, place, dim, size)
     best, which = build.op(f"aten.{op}.dim", tops, dim, True)
@@ -138,7 +141,7 @@ def _first_of_all(build: Builder, value: Ref, op: str, dim: int, size: int) -> t
 
 
 def _first_extremes(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
-    """A block's extreme along ``dim`` (kept), and its global place."""
+    """Return a block's extreme along ``dim`` (kept), and its global place."""
     meta = build.meta(value)
     if meta.numel:
         top, place = build.op(f"aten.{op}.dim", value, dim, True)
@@ -149,8 +152,11 @@ def _first_extremes(build: Builder, value: Ref, op: str, dim: int, size: int) ->
 
 
 def _multinomial(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """One sample of each row: where the probability is largest beside a number drawn for it, as
-    torch samples. All ranks draw for all elements; the probabilities stay where they are."""
+    """Return the strategies of one sample of each row, as torch samples.
+
+    The sample is the largest ratio of a probability to a number drawn for it. All ranks draw for
+    all elements; the probabilities stay where they are.
+    """
     call = Call(node, metas, parts)
     meta = call.meta("self")
     dim = len(meta.shape) - 1
@@ -166,7 +172,10 @@ def _multinomial(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _sampled(meta: TensorMeta, cut: int) -> Lowering:
-    """A sample of each row, where rows, or the elements of each, are in blocks along ``cut``."""
+    """Return a lowering to a sample of each row, in blocks along ``cut``.
+
+    Rows, or the elements of each, are in blocks.
+    """
     dim = len(meta.shape) - 1
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -193,7 +202,7 @@ _NOTHING = "invalid multinomial distribution (sum of probabilities <= 0)"
 
 
 def _check(build: Builder, probabilities: Ref) -> None:
-    """Refuse what torch refuses."""
+    """Raise at run time for the probabilities that torch refuses."""
     if not build.meta(probabilities).numel:
         return
     largest = build.op("aten.max.default", probabilities)

@@ -1,4 +1,4 @@
-"""Sharding rules as text: what each dim of an op's operands becomes in its results.
+"""Sharding rules as text: a map from the dims of an op's operands to those of its results.
 
     rule("mm.default", "* i k, * k j -> i j")
 
@@ -22,7 +22,7 @@ Before an operand's dims:
 - ``+``: it is added to the result, and so partial where that is.
 - ``=``: its elements are only moved: any partial passes.
 
-Before a result's dims: ``max``, ``min`` or ``prod``, what it is left partial in instead of a sum.
+Before a result's dims: ``max``, ``min`` or ``prod``, its partial reduction instead of a sum.
 
 A dim of size 1 that is larger elsewhere is broadcast: whole in an operand, summed over in a result.
 Where sizes differ otherwise, as of query heads that share a key's, ranks must have as many each. A
@@ -68,7 +68,7 @@ def rule(
     sizes: str = "",
     keeping: Callable[[Call], str] | None = None,
 ) -> Mapping[str, Rule]:
-    """One text for several ops.
+    """Return one rule, by a text, for several ops.
 
     Args:
         ops: names without ``aten.``, separated by spaces.
@@ -77,7 +77,7 @@ def rule(
         keeping: the letters that stay whole in a call, besides those of the text.
 
     Raises:
-        ValueError: the text is none, or not one for these ops.
+        ValueError: the text does not fit the grammar, or these ops.
     """
     parsed = parse(text, ops)
     for op in ops.split():
@@ -86,7 +86,7 @@ def rule(
 
 
 def strategies_by(call: Call, text: str, *, no_empty: bool = False) -> list[Strategy]:
-    """The strategies of one call by a text that depends on it."""
+    """Return the strategies of one call by a text that depends on it."""
     return _Match(call, parse(text, call.node.op)).strategies(no_empty)
 
 
@@ -130,7 +130,7 @@ def _tensor_arguments(op: str) -> tuple[str, ...]:
 
 
 class _Place(NamedTuple):
-    """Where a factor is.
+    """Dims of a factor in a call.
 
     Attributes:
         operands: their names, and the dim of each that has it.
@@ -143,7 +143,7 @@ class _Place(NamedTuple):
 
 
 class _Match:
-    """A text laid over a call."""
+    """Text laid over a call."""
 
     def __init__(self, call: Call, text: Text, kept: str = "") -> None:
         self.call, self.text, self.kept = call, text, frozenset(kept)
@@ -155,7 +155,7 @@ class _Match:
         self.added = [name for name, dims in self.operands.items() if dims.mark == "+"]
 
     def strategies(self, no_empty: bool = False, sizes: str = "") -> list[Strategy]:
-        """One a factor, and those with partial operands."""
+        """Return a strategy for each factor, and those with partial operands."""
         strategies = []
         for place in self._places():
             if place.factor in self.kept or not self._fits(place):
@@ -175,7 +175,7 @@ class _Match:
         return _places(self.text, self.call.node.op, ranks, results, self._along(), keeps)
 
     def _along(self) -> frozenset[int]:
-        """The dims of "..." that an argument names, from the right."""
+        """Return the dims of "..." that an argument names, from the right."""
         for name, dims in self.operands.items():
             if dims.argument:
                 lead = len(self.shapes[name]) - len(dims.before) - len(dims.after)
@@ -186,7 +186,7 @@ class _Match:
         return frozenset()
 
     def _fits(self, place: _Place) -> bool:
-        """Whether some operand is split, and ranks have the same of every tensor."""
+        """Return whether some operand is split, and ranks have the same of every tensor."""
         sizes = {self.shapes[name][dim] for name, dim in place.operands}
         if max(sizes, default=0) < 2:
             return False
@@ -223,7 +223,7 @@ class _Match:
         ]
 
     def _outputs(self, placement: Placement) -> list[Placement]:
-        """The placement for all results that the text has."""
+        """Return the placement for all results that the text has."""
         results = self.text.results
         count = len(self.call.node.results)
         return [
@@ -233,7 +233,7 @@ class _Match:
 
 
 def _rank(shape: tuple[int, ...], dims: Dims) -> int:
-    """Of a result; -1: it was not asked for."""
+    """Return the number of dims of a result; -1: it was not asked for."""
     rank = len(shape)
     return -1 if rank < len(dims.before) + len(dims.after) and 0 in shape else rank
 
@@ -247,8 +247,9 @@ def _places(
     along: frozenset[int],
     keeps: bool,
 ) -> tuple[_Place, ...]:
-    """Where each factor is that may be split, in the order of the results' dims, then of the
-    operands'.
+    """Return the places of each factor that may be split.
+
+    In the order of the results' dims, then of the operands'.
 
     Args:
         operands: those that a call has, with their ranks.
@@ -281,7 +282,7 @@ def _at(factor: Factor, factors: Sequence[Factor | None]) -> int:
 
 
 def _laid(dims: Dims, rank: int, gone: frozenset[int]) -> tuple[Factor | None, ...]:
-    """The factor of each dim of a tensor; None: it is whole.
+    """Return the factor of each dim of a tensor; None: it is whole.
 
     Args:
         gone: dims that "..." does not have here, though others have them.

@@ -1,5 +1,4 @@
-"""Horizontal ops on lists of tensors, the steps of optimizers: their strategies, and how they come
-apart.
+"""Horizontal ops on lists of tensors, and fused optimizer steps: strategies, and a split.
 
 A strategy gives the tensors of a list the same placement, those that can have it; the others are R.
 To have each tensor choose for itself, split the node first.
@@ -52,7 +51,7 @@ FORMS = SPLIT | {
 
 
 def singles(node: Node) -> list[Node]:
-    """The ops on one tensor that a horizontal op of ``FORMS`` stands for."""
+    """Return the ops on one tensor that a horizontal op of ``FORMS`` stands for."""
     form = FORMS[node.op]
     nodes = []
     for which in range(len(node.args[0])):
@@ -65,7 +64,10 @@ def singles(node: Node) -> list[Node]:
 
 
 def are_apart(node: Node) -> bool:
-    """Whether no tensor of a horizontal op reads or writes what is written as another one's."""
+    """Return whether the tensors of a horizontal op are independent.
+
+    None reads or writes the memory that another one writes.
+    """
     for part in singles(node):
         others = list(node.writes)
         for value in part.writes:
@@ -76,7 +78,7 @@ def are_apart(node: Node) -> bool:
 
 
 def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """For each placement that some tensor can have, the strategies of all of them side by side."""
+    """Return for each placement that some tensor can have the strategies of all side by side."""
     if not are_apart(node):
         return []
     rule = reductions.RULES.get(FORMS[node.op].single, pointwise.strategies)
@@ -129,7 +131,7 @@ def _tensor_places(node: Node) -> list[int]:
 
 
 def _positions(node: Node) -> list[tuple[int, int]]:
-    """(argument, which of its list) of each of ``node.refs()``; -1: of no list."""
+    """Return (argument, place in its list) of each of ``node.refs()``; -1: of no list."""
     positions = []
     for place in _tensor_places(node):
         arg = node.args[place]
@@ -140,7 +142,10 @@ def _positions(node: Node) -> list[tuple[int, int]]:
 
 
 def _fused(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Parameters, gradients and moments split alike; steps and learning rates stay whole."""
+    """Return strategies with parameters, gradients and moments split alike.
+
+    Steps and learning rates stay whole.
+    """
     call = Call(node, metas, parts)
     lists = {
         name: [meta for n in refs if (meta := metas[n]) is not None]
@@ -174,7 +179,7 @@ def _placement_of(call: Call, placements: dict[str, list[Placement]], value: int
 
 
 class SplitForeach:
-    """One op a tensor, for the ops of ``FORMS`` and the fused steps of optimizers."""
+    """Pass that makes one op a tensor, of the ops of ``FORMS`` and fused optimizer steps."""
 
     name = "split_foreach"
 
@@ -196,7 +201,7 @@ def _parts(row: Placed) -> Sequence[Placed]:
 
 
 def _step(row: Placed, which: int) -> Placed:
-    """A fused step on one of its parameters."""
+    """Return a fused step on one of its parameters."""
     node = row.node
     args = tuple([_one_of(arg, which) for arg in node.args])
     taken = {item for arg in args if type(arg) is tuple for item in arg}
@@ -212,7 +217,7 @@ def _step(row: Placed, which: int) -> Placed:
 
 
 def _one_of(arg: Arg, which: int) -> Arg:
-    """The item of a list that belongs to a parameter; lists may be empty."""
+    """Return the item of a list that belongs to a parameter; lists may be empty."""
     return arg[which : which + 1] if type(arg) is tuple else arg
 
 

@@ -1,4 +1,4 @@
-"""Decompositions that torch does not have, or that exchange less where ranks must meet."""
+"""Decompositions that torch lacks, or that exchange less where ranks must meet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NONE, _MEAN = 0, 1
 
 
 def _loss(op: str) -> Formula:
-    """Each element's loss, by the op itself, then their mean or sum."""
+    """Return the formula of a loss: of each element by the op itself, then the mean or sum."""
 
     def formula(*args: Any) -> Tensor:
         named = _named(op, args)
@@ -28,7 +28,10 @@ def _loss(op: str) -> Formula:
 
 
 def _loss_backward(op: str) -> Formula:
-    """Each element has the whole gradient, or its share of it."""
+    """Return the formula of a loss' backward.
+
+    Each element has the whole gradient, or its share of it.
+    """
 
     def formula(*args: Any) -> Tensor:
         named = _named(op, args)
@@ -42,7 +45,11 @@ def _loss_backward(op: str) -> Formula:
 
 
 def _named(op: str, args: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of a loss by name. One of single elements is left to the pointwise rule."""
+    """Return the arguments of a loss by name.
+
+    Raises:
+        ValueError: nothing is reduced; such a loss is left to the pointwise rule.
+    """
     arguments = schema(op)
     named = {name: default for name, _, default in arguments}
     named.update(zip(named, args, strict=False))
@@ -54,8 +61,11 @@ def _named(op: str, args: Sequence[Any]) -> dict[str, Any]:
 def _moments(
     value: Tensor, dim: Sequence[int] | None, correction: Any, keepdim: bool
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean: the mean first, so that distances from it are small. It is made as one
-    that stands beside the variance in a program, so that ranks meet for both once."""
+    """Return variance and mean: the mean first, so that distances from it are small.
+
+    It is made as one that stands beside the variance in a program, so that ranks meet for both
+    once.
+    """
     if value.is_complex():
         raise ValueError("of complex numbers, the kernel alone knows the variance")
     dims = [d % value.dim() for d in dim] if dim else list(range(value.dim()))
@@ -96,7 +106,10 @@ def _std_mean(
 
 
 def _safe_softmax(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """0 where every element is -inf: there the maximum is, which ranks have met for anyway."""
+    """Compute a softmax that is 0 where every element is -inf.
+
+    There the maximum is -inf, which ranks have met for anyway.
+    """
     value = value if dtype is None else value.to(dtype)
     top = value.amax(dim, keepdim=True)
     powers = (value - top).exp()
@@ -104,8 +117,10 @@ def _safe_softmax(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> 
 
 
 def _logsumexp(value: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
-    """By the maximum and the sum that a log_softmax of the same has, so that ranks meet for them
-    once."""
+    """Compute logsumexp by the maximum and the sum of a log_softmax of the same value.
+
+    So ranks meet for them once.
+    """
     if not value.is_floating_point() or not value.dim():
         raise ValueError("of single numbers and whole ones, the kernel is as good")
     dims = [d % value.dim() for d in dim]
@@ -123,7 +138,10 @@ def _multi_margin(
     weight: Tensor | None = None,
     reduction: int = _MEAN,
 ) -> Tensor:
-    """As the kernel, that adds nothing where a distance is NaN; torch's decomposition does."""
+    """Compute the loss as the kernel does: a distance of NaN adds nothing.
+
+    In torch's decomposition it does.
+    """
     value, target = torch.atleast_2d(value), torch.atleast_1d(target).unsqueeze(1)
     distance = margin - value.gather(1, target) + value
     other = torch.arange(value.shape[1], device=value.device) != target
@@ -144,7 +162,7 @@ def _nll_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """Class by class, so that classes may be cut too."""
+    """Compute the gradient class by class, so that classes may be cut too."""
     dim = 0 if value.dim() == 1 else 1
     along = [-1 if d == dim else 1 for d in range(value.dim())]
     placements = target.unsqueeze(dim)

@@ -1,8 +1,8 @@
 """Products of groups of rows, each with a matrix of its own: the experts of a mixture.
 
 Groups lie one after the other along a dim, and say where they end. Of a block of that dim they end
-within the block, or at its borders. The kernel wants rows of whole 16 bytes: what a rank has less
-of is filled up with zeros.
+within the block, or at its borders. The kernel wants rows of whole 16 bytes: shorter rows of a rank
+are filled up with zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lazygt.passes.sharding.rules.factors import strategies_by
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-#: By the ranks of both operands: what passes, and the dims of the operands that groups lie along.
+#: By the ranks of both operands: the rule, and the dims of the operands that groups lie along.
 _TEXTS = {
     (2, 3): ("* !m k, * !e k n, !e -> !m n", (0, None)),
     (2, 2): ("* m !k, * !k n, !e -> !e m n", (1, 0)),
@@ -50,8 +50,10 @@ def _grouped_mm(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _groups_in_blocks(call: Call, along: Sequence[int | None]) -> list[Strategy]:
-    """The strategy for blocks of the dim that groups lie along; where it is summed over, of
-    partial sums."""
+    """Return the strategy for blocks of the dim that groups lie along.
+
+    Where that is summed over, it is one of partial sums.
+    """
     named = dict(zip(("self", "mat2"), along, strict=True))
     placements: dict[str, Placement] = {
         name: S(dim) for name, dim in named.items() if dim is not None
@@ -75,7 +77,7 @@ def _groups_in_blocks(call: Call, along: Sequence[int | None]) -> list[Strategy]
 
 
 def _filled_up(strategy: Strategy) -> Strategy:
-    """The strategy, for blocks that are empty, or whose rows are no whole 16 bytes."""
+    """Return the strategy for blocks that are empty, or have rows of no whole 16 bytes."""
     inner = strategy.lower
 
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
@@ -96,7 +98,7 @@ def _filled_up(strategy: Strategy) -> Strategy:
 
 
 def _wide(build: Builder, value: Ref, dims: int) -> Ref:
-    """An operand with its last dims filled up, laid out as the kernel takes it."""
+    """Return an operand with its last dims filled up, laid out as the kernel takes it."""
     meta = build.meta(value)
     unit = max(_ALIGNED // meta.dtype.itemsize, 1)
     pads = [pad for size in meta.shape[: -dims - 1 : -1] for pad in (0, -size % unit)]

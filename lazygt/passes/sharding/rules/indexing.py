@@ -1,7 +1,7 @@
 """Ops that read and write where indices say; tables of embeddings are in ``embedding``.
 
-A rank reads and writes in its own block, or, where indices are in blocks as well, sends rows to
-those who have their places (``rows``).
+A rank reads and writes in its own block, or, where indices are in blocks as well, sends rows to the
+ranks that have their places (``rows``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def _selected(dim: int, size: int) -> Lowering:
 
 
 def _gather(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """The index may be smaller than the operand, so dims pass only in equal sizes."""
+    """Return the strategies of gather.
+
+    The index may be smaller than the operand, so dims pass only in equal sizes.
+    """
     call = Call(node, metas, parts)
     shape, index = call.shape("self"), call.shape("index")
     if not shape or not index:
@@ -101,7 +104,7 @@ def _gathered(dim: int, size: int) -> Lowering:
     return lower
 
 
-#: Scatters that put what is given as it is, and what they are called where nothing is written.
+#: Scatters that put the given elements as they are -> their functional overloads.
 _PUTS = {
     "aten.scatter.src": "aten.scatter.src",
     "aten.scatter_.src": "aten.scatter.src",
@@ -111,8 +114,11 @@ _PUTS = {
 
 
 def _scatter(added: bool) -> Rule:
-    """scatter, scatter_add: dims other than the one that is indexed, where all have them whole; and
-    that one, where a rank puts what belongs in its block."""
+    """Return the rule of scatter, or of scatter_add if ``added``.
+
+    Dims other than the indexed one are cut where all have them whole; and that one, where a rank
+    puts the rows of its block.
+    """
 
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
@@ -143,7 +149,7 @@ def _scatter(added: bool) -> Rule:
 
 
 def _added_in_block(dim: int) -> Lowering:
-    """Zeros are added for what others are to have."""
+    """Return a lowering that adds zeros in the place of rows that others are to have."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args, (whole,) = build.bind(node, operands), node.results
@@ -158,7 +164,7 @@ def _added_in_block(dim: int) -> Lowering:
 
 
 def _put_in_block(dim: int) -> Lowering:
-    """What others are to have is put in one more row, which is dropped."""
+    """Return a lowering that puts rows of others in one more row, which is dropped."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args, (whole,) = build.bind(node, operands), node.results
@@ -195,7 +201,10 @@ def _index_add(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _index(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Dims of the operand that no index takes, and, with one index, its own dims and its dim."""
+    """Return the strategies of index: dims of the operand that no index takes.
+
+    With one index, also its own dims and its dim.
+    """
     call = Call(node, metas, parts)
     shape, indices = call.shape("self"), call["indices"]
     taken = [dim for dim, index in enumerate(indices) if index is not None]
@@ -236,7 +245,10 @@ def _indexed(dim: int, size: int) -> Lowering:
 
 
 def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Dims that no index takes; partial sums when the values are added."""
+    """Return the strategies of index_put: dims that no index takes.
+
+    And partial sums when the values are added.
+    """
     call = Call(node, metas, parts)
     shape, indices, values = call.shape("self"), call["indices"], call.shape("values")
     strategies = [call.strategy(P, self=P, values=P)] if call["accumulate"] else []
@@ -260,7 +272,7 @@ def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _put_by_blocks(call: Call, indices: Sequence[TensorMeta]) -> list[Strategy]:
-    """Of indices in blocks: into partial sums, or into the blocks of others."""
+    """Return the strategies of indices in blocks: into partial sums, or blocks of others."""
     added = bool(call["accumulate"])
     strategies = rows.putting(call, "indices", "values", added)
     if not added or not _summable(call) or len({meta.shape for meta in indices}) != 1:
@@ -275,7 +287,7 @@ def _put_by_blocks(call: Call, indices: Sequence[TensorMeta]) -> list[Strategy]:
 
 
 def _masked_put(call: Call, rank: int) -> list[Strategy]:
-    """One number where a mask of the first ``rank`` dims is: as pointwise."""
+    """Return the strategies of one number put by a mask of the first ``rank`` dims: pointwise."""
     return [
         call.strategy(S(dim), self=S(dim), indices=S(dim) if dim < rank else R)
         for dim in shardable_dims(call.shape("self"))
@@ -283,9 +295,9 @@ def _masked_put(call: Call, rank: int) -> list[Strategy]:
 
 
 def own_indices(build: Builder, indices: Ref, count: int) -> tuple[Ref, Ref]:
-    """Indices counted from this rank's block, 0 where they lie outside; and which those are.
+    """Return indices counted from this rank's block, 0 if outside; and a mask of those.
 
-    What lies outside of all blocks stays so: torch's kernel has to refuse it.
+    Indices outside of all blocks stay so: torch's kernel has to refuse them.
     """
     start, stop = build.bounds(count)
     outside = _out_of(build, indices, start, stop)
@@ -296,7 +308,7 @@ def own_indices(build: Builder, indices: Ref, count: int) -> tuple[Ref, Ref]:
 
 
 def _out_of(build: Builder, indices: Ref, start: int, stop: int) -> Ref:
-    """Which indices are not in ``[start, stop)``."""
+    """Return a mask of the indices that are not in ``[start, stop)``."""
     below = build.op("aten.lt.Scalar", indices, start)
     either: Ref = build.op(
         "aten.logical_or.default", below, build.op("aten.ge.Scalar", indices, stop)

@@ -1,7 +1,7 @@
-"""lazygt's own nodes: collectives of mesh axes that were sharded before, marks of pipeline stages.
+"""lazygt's own nodes: collectives of axes that were sharded before, and stage marks.
 
-On another axis the other dims of a collective may be cut: what it moves between ranks of its own
-axis, each rank of this axis moves for its block. A mark is the identity.
+On another axis the other dims of a collective may be cut: each rank of this axis moves its block of
+the rows that the collective moves between ranks of its own axis. A mark is the identity.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _KEEP_DIMS = (ALL_REDUCE, REPLICATE_TO_PARTIAL)
 
 
 def _moved_dims(node: Node) -> tuple[int, ...]:
-    """The dims that the collective itself cuts or puts together."""
+    """Return the dims that the collective itself cuts or puts together."""
     if node.op in _KEEP_DIMS:
         return ()
     return tuple(node.args[1:3]) if node.op == ALL_TO_ALL else (node.args[1],)
 
 
 def _partials(node: Node) -> Sequence[Partial]:
-    """Parts of parts: the two reductions must be the same one."""
+    """Return the placements of parts of parts: the two reductions must be the same one."""
     if node.op == REPLICATE_TO_PARTIAL:
         return (Partial("sum"),)
     if node.op in (ALL_REDUCE, REDUCE_SCATTER):
@@ -89,7 +89,10 @@ def _again(placement: Placement) -> Lowering:
 
 
 def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Each rank's part of every row, or some of the rows: taken, or added to partial sums."""
+    """Return the strategies of an exchange of rows: by parts of every row, or by some rows.
+
+    They are taken, or added to partial sums.
+    """
     value, index = (metas[value] for value in node.refs()[:2])
     if value is None or index is None:
         return ()
@@ -132,7 +135,10 @@ def _enter(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _leave(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """The value only says which stage it is on, so it is taken however it lies."""
+    """Return the strategies of a leave mark, for any placement of its value.
+
+    The value only says which stage it is on.
+    """
     placements = _mark_placements(node, metas)
     return [
         Strategy((placement, value), (placement,), _marked)

@@ -1,13 +1,11 @@
-"""Kernels that want other arguments for blocks: convolutions, fused recurrent layers of CPUs,
-batch norm by cuDNN.
+"""Kernels with other arguments for blocks: convolutions, CPU RNN layers, cuDNN batch norm.
 
 Convolutions are split by samples, by outgoing channels, by incoming channels, by groups, or by rows
 of the picture (``spatial``); kernels take no block without channels, so a rank that has none gives
 zeros. Recurrent layers are split by samples. The workspace that their forward leaves for its
 backward is good for its own samples only: a forward on blocks leaves an empty one and calls it
 split, so that every backward that may meet it is sharded too; and a backward that is sharded makes
-a workspace of its own.
-Batch norm by cuDNN is sharded as the op that is made for any device.
+a workspace of its own. Batch norm by cuDNN is sharded as the op that is made for any device.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def _weight_dims(call: Call) -> tuple[int, int]:
-    """The weight's dims of outgoing and of incoming channels."""
+    """Return the weight's dims of outgoing and of incoming channels."""
     return (1, 0) if call["transposed"] else (0, 1)
 
 
@@ -80,7 +78,10 @@ def _convolution(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _incoming(call: Call, into: int) -> Strategy:
-    """A rank without incoming channels still adds its share of the bias."""
+    """Return the strategy by incoming channels.
+
+    A rank without any still adds its share of the bias.
+    """
     strategy = call.strategy(
         P, input=S(1), weight=S(into), **({"bias": P} if call.has("bias") else {})
     )
@@ -135,7 +136,10 @@ def _convolution_backward(node: Node, metas: Metas, parts: int) -> Sequence[Stra
 
 
 def _incoming_backward(call: Call, into: int) -> Strategy:
-    """The bias apart from the rest: its gradient is whole on a rank without incoming channels."""
+    """Return the strategy of a backward by incoming channels, with the bias apart.
+
+    Its gradient is whole also on a rank without incoming channels.
+    """
     strategy = call.strategy((S(1), S(into), R), input=S(1), weight=S(into))
     wanted = tuple(call["output_mask"])
     dims = tuple(d for d in range(len(call.shape("grad_output"))) if d != 1)
@@ -182,7 +186,7 @@ _SEQUENCES = ("input", "output", "grad_output")
 
 
 def _samples(call: Call) -> int:
-    """The dim of a sequence's samples; states have them first."""
+    """Return the dim of a sequence's samples; states have them first."""
     return 0 if call["batch_first"] else 1
 
 
@@ -193,7 +197,10 @@ def _recurrent_placements(call: Call) -> dict[str, Placement]:
 
 
 def _has_samples(call: Call) -> bool:
-    """Sequences of several lengths are packed together, with no dim of samples."""
+    """Return whether sequences have a dim of samples to split.
+
+    Sequences of several lengths are packed together, without one.
+    """
     return not call["batch_sizes"] and call.shape("input")[_samples(call)] > 1
 
 
@@ -237,7 +244,7 @@ def _with_own_workspace(build: Builder, node: Node, operands: Sequence[Ref]) -> 
 
 
 def batch_norm_rules(native: Rule) -> dict[str, Rule]:
-    """Of both ops.
+    """Return the rules of cuDNN's batch norm and of its backward.
 
     Args:
         native: the rule of the ops that are made for any device.
@@ -249,8 +256,11 @@ def batch_norm_rules(native: Rule) -> dict[str, Rule]:
 
 
 def _cudnn(rule: Rule, node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """As the native op, which computes the same. The reserve that there is not is called split, so
-    that the backward is sharded too and does without."""
+    """Return the strategies of the native op, which computes the same.
+
+    It leaves no reserve; an empty one is called split, so that the backward is sharded too and does
+    without.
+    """
     reserve = node.fresh[3]
     assert reserve is not None, f"{node.op}: no reserve"
 
@@ -277,7 +287,7 @@ def _native(node: Node) -> Node:
 
 
 def _cudnn_backward(rule: Rule, node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """As the native op, in all strategies: the reserve of a forward on blocks is of no use."""
+    """Return the native op's strategies for all: a reserve of a forward on blocks has no use."""
 
     def lowered(strategy: Strategy) -> Lowering:
         def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:

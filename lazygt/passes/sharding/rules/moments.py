@@ -1,4 +1,4 @@
-"""Batch norm's variance and mean of each channel: one all-reduce, of what each rank has itself.
+"""Batch norm's variance and mean of each channel, by one all-reduce of local moments.
 
 Of its n elements a rank has the mean and the variance. n times the mean, and n times the sum of the
 variance and the mean's square, add up to those of all elements: in float64, so that nothing of the
@@ -56,7 +56,7 @@ def _is_of_channels(shape: tuple[int, ...], dims: frozenset[int]) -> bool:
 
 
 def _combined(count: int) -> Lowering:
-    """The moments of all ranks' elements, of which each channel has ``count``."""
+    """Return a lowering to the moments of all ranks' elements, ``count`` of each channel."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         sums = build.all_reduce(_sums(build, operands[0]))
@@ -76,7 +76,7 @@ def _combined(count: int) -> Lowering:
 
 
 def _sums(build: Builder, value: Ref) -> Ref:
-    """What a rank's elements add to the sums: of them, and of their squares."""
+    """Return the sums of a rank's elements, and of their squares."""
     meta = build.meta(value)
     dims = [dim for dim in range(len(meta.shape)) if dim != 1]
     count = prod(meta.shape[dim] for dim in dims)

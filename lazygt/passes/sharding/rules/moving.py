@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule:
-    """Of an op that mixes elements only along some dims."""
+    """Return the rule of an op that mixes elements only along some dims."""
 
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
@@ -52,7 +52,7 @@ def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule
 
 
 def _dims(call: Call) -> set[int]:
-    """Those that are rolled: all of them, as one, where none is named."""
+    """Return the dims that are rolled: all of them, as one, where none is named."""
     rank = len(call.shape("self"))
     dims = call["dims"]
     return {d % rank for d in dims} if dims else set(range(rank))
@@ -64,7 +64,7 @@ def _flipped_dims(call: Call) -> set[int]:
 
 
 def _flip(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Along the cut dim ranks get each other's rows, and turn them round."""
+    """Return the strategies of flip: along the cut dim ranks exchange rows, then flip them."""
     call = Call(node, metas, parts)
     strategies = list(_untouched(_flipped_dims)(node, metas, parts))
     for dim in _flipped_dims(call).intersection(shardable_dims(call.shape("self"))):
@@ -79,7 +79,7 @@ def _again(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
 
 
 def _roll(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Along the cut dim: each rank gets the rows that come where its own were."""
+    """Return the strategies of roll: along the cut dim ranks get the rows of their new block."""
     call = Call(node, metas, parts)
     strategies = list(_untouched(_dims)(node, metas, parts))
     shape, dims, shifts = call.shape("self"), call["dims"], call["shifts"]
@@ -97,14 +97,14 @@ def _roll(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _rolled(size: int, shift: int, start: int, stop: int) -> Ranges:
-    """The rows that come to those from ``start`` to before ``stop``."""
+    """Return the rows that come to those from ``start`` to before ``stop``."""
     first, count = (start - shift) % size, stop - start
     ranges = (first, min(first + count, size)), (0, first + count - size)
     return tuple([(a, b) for a, b in ranges if a < b])
 
 
 def _rolled_along(rest: Sequence[tuple[int, int]]) -> Lowering:
-    """The same along the other dims."""
+    """Return a lowering that rolls along the other dims."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         if not rest:
@@ -131,7 +131,10 @@ def _pad(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _padded_in_blocks(call: Call, dim: int) -> list[Strategy]:
-    """Of blocks those of what is padded; each rank pads what reaches over the ends."""
+    """Return the strategy from blocks to blocks of the padded value.
+
+    Each rank pads the rows that reach over the ends.
+    """
     shape, pad = call.shape("self"), call["pad"]
     at = 2 * (len(shape) - 1 - dim)
     size, wide, before = shape[dim], call.result().shape[dim], pad[at]
@@ -151,7 +154,10 @@ def _padded_in_blocks(call: Call, dim: int) -> list[Strategy]:
 
 
 def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """diag_embed: the last dim becomes two; the others stand in order in the rest."""
+    """Return the strategies of diag_embed: the last dim becomes two.
+
+    The others stand in order in the rest.
+    """
     call = Call(node, metas, parts)
     rank = len(call.result().shape)
     diagonal = {call.dim("dim1", rank), call.dim("dim2", rank)}
@@ -161,7 +167,7 @@ def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _repeat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Dims that are there once pass through."""
+    """Return the strategies of repeat: dims that are there once pass through."""
     call = Call(node, metas, parts)
     shape, repeats = call.shape("self"), call["repeats"]
     new = len(repeats) - len(shape)
@@ -170,7 +176,7 @@ def _repeat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """The two dims of the diagonal become the last one."""
+    """Return the strategies of diagonal: its two dims become the last one."""
     call = Call(node, metas, parts)
     rank = len(call.shape("self"))
     gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
@@ -183,7 +189,10 @@ def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _triangle(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """tril and triu: the diagonal is counted from where the block starts."""
+    """Return the strategies of tril and triu.
+
+    The diagonal is counted from the start of the block.
+    """
     call = Call(node, metas, parts)
     shape = call.shape("self")
     strategies = []

@@ -1,5 +1,7 @@
-"""Rows put into a cut dim at places that are known when the program runs, as into a cache of keys:
-each rank writes those that lie in its block."""
+"""Rows put into a cut dim at run-time places, as into a cache of keys.
+
+Each rank writes those that lie in its block.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def along_the_index(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
-    """Rules of index_copy, and their strategy for blocks of the dim that is indexed."""
+    """Return rules of index_copy with their strategy for blocks of the indexed dim."""
     return {op: _with_blocks(rule) for op, rule in rules.items()}
 
 
@@ -39,7 +41,7 @@ def _with_blocks(rule: Rule) -> Rule:
 
 
 def overwritten(build: Builder, block: Ref, dim: int, size: int, index: Ref, given: Ref) -> Ref:
-    """A new version of this rank's block, with the rows that an index names and it has.
+    """Return a new version of this rank's block, with its rows that an index names.
 
     Args:
         size: of the dim, of all blocks together.
@@ -50,7 +52,7 @@ def overwritten(build: Builder, block: Ref, dim: int, size: int, index: Ref, giv
     count, rows = build.meta(index).numel, shape[dim]
     local, outside = own_indices(build, index, size)
     if count == 1 and rows:
-        # the row is written in place; where it is another rank's, with what it was
+        # the row is written in place; where it is another rank's, by its old contents
         outside = build.reshape(outside, [1] * len(shape))
         before = build.op("aten.index_select.default", block, dim, local)
         given = build.op("aten.where.self", outside, before, given)

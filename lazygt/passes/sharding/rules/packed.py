@@ -1,7 +1,7 @@
 """Tensors side by side along a dim that is in blocks: joined, and taken apart again.
 
 Of tensors in blocks each rank has a block of every one of them: their cat is interleaved, and
-nobody sends anything. The blocks of a whole, such as the product with a weight of queries, keys and
+nothing is sent. The blocks of a whole, such as the product with a weight of queries, keys and
 values, are exchanged for those of each of its pieces.
 """
 
@@ -27,7 +27,7 @@ _SLICES = frozenset({"aten.slice.Tensor", "aten.slice_copy.Tensor"})
 HALVES = frozenset({"aten.glu.default", "aten.glu_backward.default"})
 #: Ops that put a gradient where its piece was.
 PUTS_AMONG = frozenset({"aten.slice_backward.default"})
-#: Ops that may take apart what is side by side.
+#: Ops that may take tensors apart that are side by side.
 TAKES_APART = _SLICES | {
     f"aten.{name}"
     for name in ("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor",
@@ -37,7 +37,7 @@ TAKES_APART = _SLICES | {
 
 
 def joined(call: Call, dim: int) -> list[Strategy]:
-    """Tensors in blocks: each rank has its block of each of them."""
+    """Return the strategy for tensors in blocks: each rank has its block of each of them."""
     sizes = [meta.shape[dim] for n in call.node.refs() if (meta := call.metas[n]) is not None]
     if len(sizes) < 2 or min(sizes) < 2:
         return []
@@ -45,7 +45,9 @@ def joined(call: Call, dim: int) -> list[Strategy]:
 
 
 def joined_as(call: Call, reached: Sequence[Sequence[StridedShard]]) -> Strategy | None:
-    """The same, where some of the tensors are interleaved along the dim: the groups of them all.
+    """Return the strategy of a cat with tensors that are interleaved along its dim.
+
+    The result has the groups of them all.
 
     Args:
         reached: the interleaved placements that each tensor may have.
@@ -67,7 +69,7 @@ def joined_as(call: Call, reached: Sequence[Sequence[StridedShard]]) -> Strategy
 
 
 def taken_apart_in_blocks(call: Call, dim: int) -> list[Strategy]:
-    """Blocks of the whole to blocks of each of its pieces."""
+    """Return the strategy that exchanges blocks of the whole for those of each of its pieces."""
     meta = call.meta("self")
     sizes = tuple([each.shape[dim] for each in call.node.results if each is not None])
     have = blocks(meta.shape[dim], call.parts)
@@ -87,13 +89,13 @@ def taken_apart_in_blocks(call: Call, dim: int) -> list[Strategy]:
 
 
 def cut_dim(node: Node, metas: Metas, parts: int) -> int:
-    """The dim along which an op cuts."""
+    """Return the dim along which an op cuts."""
     call = Call(node, metas, parts)
     return call.dim("dim", len(call.shape("self")))
 
 
 def taken_apart(call: Call, placement: StridedShard) -> Strategy | None:
-    """The strategy of a cut along the dim that is interleaved: at the borders of its groups.
+    """Return the strategy of a cut along an interleaved dim, at the borders of its groups.
 
     Of three tensors side by side, each in blocks, a piece is as it was.
     """
@@ -117,7 +119,7 @@ def taken_apart(call: Call, placement: StridedShard) -> Strategy | None:
 
 
 def halves(call: Call, placement: StridedShard) -> Strategy | None:
-    """The strategy of an op of two halves that are each in blocks."""
+    """Return the strategy of an op of two halves that are each in blocks."""
     dim = call.dim("dim", len(call.shape("self")))
     if placement != StridedShard(dim, 2):
         return None
@@ -127,7 +129,7 @@ def halves(call: Call, placement: StridedShard) -> Strategy | None:
 
 
 def put_among(call: Call, placement: StridedShard) -> Strategy | None:
-    """The strategy of a gradient that is put among zeros, into groups that are each in blocks."""
+    """Return the strategy of a gradient put among zeros, into groups that are each in blocks."""
     shape = tuple(call["input_sizes"])
     dim = call.dim("dim", len(shape))
     if placement.dim != dim or placement.inner != 1 or call["step"] != 1:
@@ -150,8 +152,10 @@ def put_among(call: Call, placement: StridedShard) -> Strategy | None:
 
 
 def borders(call: Call, dim: int) -> list[int]:
-    """Where the pieces begin into which an op cuts, and where the last one ends; empty: they are
-    not of neighbours."""
+    """Return the starts of the pieces into which an op cuts, and the end of the last one.
+
+    Empty: they are not of neighbours.
+    """
     if call.node.op in HALVES:
         size = call.shape("self")[dim]
         return [0, size // 2, size]
@@ -163,11 +167,14 @@ def borders(call: Call, dim: int) -> list[int]:
 
 
 def _between(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """The groups of these sizes from place ``start`` to ``stop``; empty: no group begins there."""
+    """Return the groups of these sizes from place ``start`` to ``stop``.
+
+    Empty: no group begins there.
+    """
     at = _starts(sizes)
     return (at.index(start), at.index(stop)) if start in at and stop in at else (0, 0)
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
-    """Where groups of these sizes begin, and where the last one ends."""
+    """Return the starts of groups of these sizes, and the end of the last one."""
     return [*accumulate(sizes, initial=0)]

@@ -1,7 +1,7 @@
-"""Pointwise ops: every element of the result follows from the operands' elements at its place.
+"""Pointwise ops: every element of the result follows from the operands' at its place.
 
-Any dim of the result may be split, with every operand that has that dim. What is linear in some
-operands takes partial sums of them; what never decreases takes partial maxima and minima.
+Any dim of the result may be split, with every operand that has that dim. Ops that are linear in
+some operands take partial sums of them; ops that never decrease take partial maxima and minima.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _PAIRS = {"maximum.default": PMAX, "minimum.default": PMIN}
 
 
 def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """One strategy a dim of the result, and those with partial operands."""
+    """Return one strategy a dim of the result, and those with partial operands."""
     if facts(overload(node.op)).random or not node.results:
         return ()
     operands = [metas[number] for number in node.refs()]
@@ -104,7 +104,7 @@ def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
-    """The placement of an operand that is broadcast to ``shape``, when dim ``dim`` is split."""
+    """Return the placement of an operand that is broadcast to ``shape``, with ``dim`` split."""
     place = dim - (len(shape) - len(meta.shape))
     return S(place) if place >= 0 and meta.shape[place] == shape[dim] else R
 
@@ -119,7 +119,7 @@ def _partial_strategies(
         given = (*inputs, output) if written else inputs
         if not node.writes or given[0] == output or written:
             strategies.append(Strategy(given, (output,) * len(node.results)))
-    if node.op == "aten.copy_.default":  # what was there is not asked for
+    if node.op == "aten.copy_.default":  # the old contents do not matter
         strategies += [Strategy((partial, R), (R,)) for partial in (P, PMAX)]
     return [*strategies, *_with_number(node, pure, operands, result)]
 
@@ -142,7 +142,11 @@ def _with_number(
 
 
 def added_once(name: str) -> Lowering:
-    """The same op, with 0 for the number that the argument ``name`` is on all ranks but one."""
+    """Return a lowering with 0 for a number on all ranks but one.
+
+    Args:
+        name: the argument with the number.
+    """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         number = bound(node)[name]
@@ -175,19 +179,22 @@ def _patterns(
 def _can_be_summed(
     marks: list[Replicate | Partial], operands: list[TensorMeta], result: TensorMeta
 ) -> bool:
-    """Whether sums of the parts, each in its dtype, are as good as the sum in the result's."""
+    """Return whether sums of the parts, each in its dtype, are as good as the whole's.
+
+    The whole sum is in the result's dtype.
+    """
     parts = [meta.dtype for mark, meta in zip(marks, operands, strict=True) if mark == P]
     return all(_widens(dtype, result.dtype) and dtype != torch.bool for dtype in parts)
 
 
 def _widens(have: torch.dtype, want: torch.dtype) -> bool:
-    """Whether every value of the one dtype is (nearly) one of the other."""
+    """Return whether every value of the one dtype is (nearly) one of the other."""
     return torch.promote_types(have, want) == want
 
 
 @lru_cache(maxsize=4096)
 def _pure(op: str) -> tuple[str, str]:
-    """The functional overload, and the keyword of what an ``out=`` overload writes."""
+    """Return the functional overload, and the keyword that an ``out=`` overload writes."""
     try:
         return pure_form(op)
     except KeyError:
@@ -196,7 +203,10 @@ def _pure(op: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def is_pointwise(op: str) -> bool:
-    """Whether torch tags an op, or its functional form, as pointwise; lists are another family."""
+    """Return whether torch tags an op, or its functional form, as pointwise.
+
+    Ops on lists are another family.
+    """
     if op.startswith("lazygt.") or "_foreach" in op or "@" in op:
         return False
     f, pure = facts(overload(op)), facts(overload(_pure(op)[0]))

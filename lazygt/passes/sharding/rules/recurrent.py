@@ -1,8 +1,8 @@
 """cuDNN's recurrent layers, split by samples.
 
-As for the fused layers of CPUs (``kernels``), what the forward leaves for its backward is good for
-its own samples only: a forward on blocks leaves an empty reserve and calls it split, and every
-backward makes its own by another forward.
+As for the fused layers of CPUs (``kernels``), the reserve that the forward leaves for its backward
+is good for its own samples only: a forward on blocks leaves an empty reserve and calls it split,
+and every backward makes its own by another forward.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ _SETTINGS = ("mode", "hidden_size", "proj_size", "num_layers", "batch_first", "d
 
 
 def _samples(call: Call) -> int:
-    """The dim of a sequence's samples; states have them second."""
+    """Return the dim of a sequence's samples; states have them second."""
     return 0 if call["batch_first"] else 1
 
 
 def _has_samples(call: Call) -> bool:
-    """Sequences of several lengths are packed together, with no dim of samples."""
+    """Return whether sequences have a dim of samples to split.
+
+    Sequences of several lengths are packed together, without one.
+    """
     return not call["batch_sizes"] and call.shape("input")[_samples(call)] > 1
 
 

@@ -1,8 +1,8 @@
 """Reductions, norms, cumulative sums.
 
 Dims that stay pass through; a dim that is reduced leaves partial results, or, where no partial
-placement can say it (norms, cumsum), ranks meet inside the strategy, with
-collectives of the reduced size. Empty blocks give what changes nothing.
+placement can say it (norms, cumsum), ranks meet inside the strategy, with collectives of the
+reduced size. Empty blocks give the identity.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def reduced_dims(call: Call, name: str = "dim") -> frozenset[int]:
-    """The dims that a reduction takes away, from the front; all when its dim says none."""
+    """Return the dims that a reduction takes away, from the front; all when its dim says none."""
     rank = len(call.shape("self"))
     dims: Arg = call.args.get(name)
     if dims is None or dims == ():
@@ -48,7 +48,7 @@ def reduced_dims(call: Call, name: str = "dim") -> frozenset[int]:
 
 
 def passing_strategies(call: Call, dims: frozenset[int]) -> list[Strategy]:
-    """The strategies that split a dim that stays."""
+    """Return the strategies that split a dim that stays."""
     keeps = bool(call.args.get("keepdim"))
     strategies = []
     for dim in shardable_dims(call.shape("self")):
@@ -59,7 +59,7 @@ def passing_strategies(call: Call, dims: frozenset[int]) -> list[Strategy]:
 
 
 def identity(dtype: torch.dtype, op: str) -> float | int | bool:
-    """What changes no maximum or minimum."""
+    """Return the identity of a maximum or minimum."""
     if dtype == torch.bool:
         return op == "min"
     if dtype.is_floating_point:
@@ -71,7 +71,7 @@ def identity(dtype: torch.dtype, op: str) -> float | int | bool:
 def _rule(
     partial: Partial, lowered: Callable[[Call], Lowering] | None = None, *, linear: bool = True
 ) -> Rule:
-    """Of a reduction whose parts' results reduce to the whole's.
+    """Return the rule of a reduction in which the results of parts reduce to the whole's.
 
     Args:
         linear: partial elements do so too; not where an element counts or not by its value.
@@ -94,14 +94,17 @@ def _rule(
 
 
 def _keeps_partials(call: Call, partial: Partial) -> bool:
-    """Whether reducing each part loses nothing: the same op in both, in the same or wider dtype."""
+    """Return whether reducing each part loses nothing.
+
+    The op is the same in both, in the same or a wider dtype.
+    """
     have, result = call.meta("self").dtype, call.result().dtype
     exact = have != torch.bool and torch.promote_types(have, result) == result
     return partial != PPROD and exact
 
 
 def _mean(call: Call) -> Lowering:
-    """The sum over the global count: blocks may differ in size."""
+    """Return a lowering by the sum over the global count: blocks may differ in size."""
     mean = call.result()
     count = call.meta("self").numel // max(mean.numel, 1)
 
@@ -116,7 +119,7 @@ def _mean(call: Call) -> Lowering:
 
 
 def _extreme(op: str) -> Callable[[Call], Lowering]:
-    """A maximum or minimum, of an empty block too."""
+    """Return the lowering of a maximum or minimum, of an empty block too."""
 
     def lowered(call: Call) -> Lowering:
         shape = call.result().shape
@@ -133,7 +136,7 @@ def _extreme(op: str) -> Callable[[Call], Lowering]:
 
 
 def other_dims(call: Call) -> tuple[int, list[Strategy]]:
-    """The dim the op works along, and the strategies that split another."""
+    """Return the dim that the op works along, and the strategies that split another."""
     shape = call.shape("self")
     dim = call.dim("dim", len(shape))
     keeps = call.args.get("keepdim", True)
@@ -146,7 +149,10 @@ def other_dims(call: Call) -> tuple[int, list[Strategy]]:
 
 
 def _kthvalue(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Among the smallest of each block, k a rank, when every block has as many."""
+    """Return the strategies of kthvalue: along its dim, each rank gathers its k smallest.
+
+    Every block must have k elements.
+    """
     call = Call(node, metas, parts)
     dim, strategies = other_dims(call)
     shape, k, value = call.shape("self"), call["k"], call.meta("self")
@@ -169,7 +175,7 @@ def _kthvalue(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
 
 
-#: Of each cumulative op, what makes the total of a block, and how two totals are put together.
+#: For each cumulative op, the op that gives a block's total, and the one that joins two totals.
 _TOTALS = {
     "aten.cumsum.default": ("aten.sum.dim_IntList", "aten.add.Tensor"),
     "aten.cumprod.default": ("aten.prod.dim_int", "aten.mul.Tensor"),
@@ -178,7 +184,7 @@ _TOTALS = {
 
 
 def _cumulated(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """What a block comes to, and the totals of the blocks before it."""
+    """Return the strategies of a cumulative op: an exclusive scan of the blocks' totals."""
     call = Call(node, metas, parts)
     dim, strategies = other_dims(call)
     shape = call.shape("self")
@@ -207,7 +213,10 @@ def _after(dim: int) -> Lowering:
 
 
 def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Sums of powers where the order is known; a run-time number may be any, 0 and inf too."""
+    """Return the strategies of a norm, by sums of powers where the order is known.
+
+    A run-time number may be any order, 0 and inf too.
+    """
     call = Call(node, metas, parts)
     dims = reduced_dims(call)
     strategies = passing_strategies(call, dims)
@@ -224,13 +233,16 @@ def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _order(args: Mapping[str, Arg]) -> Arg:
-    """Of ``linalg_vector_norm``, or of the older ``norm``, whose order may be left out."""
+    """Return the order of ``linalg_vector_norm``, or of the older ``norm``: 2 if left out."""
     order = args["ord"] if "ord" in args else args["p"]
     return 2 if order is None else order
 
 
 def _norm_of_norms(size: int, dims: Collection[int]) -> Lowering:
-    """The norm of the norms of all blocks that have elements; of order 0 they are counts."""
+    """Return a lowering by the norm of the norms of all blocks that have elements.
+
+    Of order 0 they are counts.
+    """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         order = _order(build.bind(node, operands))
@@ -249,7 +261,10 @@ def _norm_of_norms(size: int, dims: Collection[int]) -> Lowering:
 def _norm_of_block(
     build: Builder, node: Node, operands: Sequence[Ref], dims: Collection[int]
 ) -> Ref:
-    """Of an empty block, which no order need be defined for, anything: it is cut off."""
+    """Return the norm of a block; of an empty one, which need not have one, any number.
+
+    That number is cut off.
+    """
     if not build.meta(operands[0]).numel:
         operands = [build.op("aten.constant_pad_nd.default", operands[0],
                              _one_more(build.shape(operands[0]), dims), 0)]  # fmt: skip
@@ -259,7 +274,7 @@ def _norm_of_block(
 
 
 def _one_more(shape: tuple[int, ...], dims: Collection[int]) -> tuple[int, ...]:
-    """Padding, last dim first, that gives those of ``dims`` without elements one."""
+    """Return the padding, last dim first, that gives those of ``dims`` without elements one."""
     more = [int(size == 0 and dim in dims) for dim, size in enumerate(shape)]
     return tuple(pad for one in reversed(more) for pad in (0, one))
 
@@ -276,7 +291,7 @@ def _norm_lower(order: float) -> Lowering:
 def _met(
     call: Call, dims: frozenset[int], lower: LocalLowering, comm: Sequence[Collective]
 ) -> list[Strategy]:
-    """The strategies that split a dim which is reduced."""
+    """Return the strategies that split a reduced dim."""
     split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
     return [call.strategy(R, self=S(dim)).by(lower, comm) for dim in split]
 

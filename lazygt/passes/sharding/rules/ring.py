@@ -1,13 +1,13 @@
-"""Attention of queries and keys that are cut along one length: blocks of keys go round.
+"""Ring attention: queries and keys that are sharded along their length.
 
 Each rank attends with its queries to its own keys, while those of the rank before it come, and
 passes these on: Ring Attention (Liu, Zaharia and Abbeel, 2023). It never has more keys than its
-own, those that it attends to and those under way. What comes of each block is put together by its
-sums, see ``attending``; backward, gradients go home to the keys that they are of.
+own, those that it attends to and those under way. The results of the blocks are put together by
+their sums, see ``attending``; backward, gradients go home to the keys that they are of.
 
 Of a causal mask later ranks have more to do. Where it pays, half of that is done by the rank that
-has the keys: it is sent queries, and sends back what they make of them, as DISTFLASHATTN (Li et
-al., 2023) has it. Then each rank has as much to do, and sends no more.
+has the keys: it is sent queries, and sends their results back, as in DISTFLASHATTN (Li et al.,
+2023). Then each rank has as much to do, and sends no more.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Ring(ABC):
-    """A pass of one rank through a schedule.
+    """Pass of one rank through a schedule.
 
     Attributes:
         queries, keys: tensors of this rank that others may be sent.
-        of_queries, of_keys: what they have come to so far.
+        of_queries, of_keys: their results so far.
     """
 
     build: Builder
@@ -60,24 +60,24 @@ class _Ring(ABC):
 
     @abstractmethod
     def tensors(self) -> tuple[list[Ref], list[Ref]]:
-        """What is sent of queries, and of keys."""
+        """Return the tensors that travel with queries, and with keys."""
 
     @abstractmethod
     def attend(
         self, queries: Sequence[Ref], keys: Sequence[Ref], causal: bool
     ) -> tuple[list[Ref], list[Ref]]:
-        """What queries and keys make of each other: for the queries, and for the keys."""
+        """Attend with queries to keys; return the results for the queries, and for the keys."""
 
     @abstractmethod
     def nothing(self) -> tuple[list[Ref], list[Ref]]:
-        """What they come to where there is nothing to attend to."""
+        """Return the results where there is nothing to attend to."""
 
     @abstractmethod
     def together(self, first: Sequence[Ref], second: Sequence[Ref]) -> list[Ref]:
-        """What queries come to by two parts of the keys."""
+        """Merge the results of queries for two parts of the keys."""
 
     def run(self) -> None:
-        """Turn by turn: what comes for the next one is under way meanwhile."""
+        """Run turn by turn, while the tensors of the next turn are under way."""
         turns = self.plan.turns
         self.packed = self._packed_own()
         coming = self._come(turns[0], *self.packed)
@@ -111,8 +111,11 @@ class _Ring(ABC):
     def _come(
         self, turn: Turn, queries: Sequence[Ref], keys: Sequence[Ref]
     ) -> tuple[list[Ref], list[Ref]]:
-        """The queries and keys of a turn, by what this rank had in the turn before; where it gives
-        nothing on, it waits for nothing."""
+        """Send and receive the queries and keys of a turn.
+
+        Sent are those that this rank had in the turn before; where it passes nothing on, it waits
+        for nothing.
+        """
         own_queries, own_keys = self.packed
         keys = keys if self._gives(turn.keys) else own_keys
         keys = [self._exchanged(joined, turn.keys) for joined in keys]
@@ -132,7 +135,7 @@ class _Ring(ABC):
         return any(source == self.rank for source, _, _ in sent)
 
     def _exchanged(self, value: Ref, sent: Sent) -> Ref:
-        """What comes of what is sent; where nothing is sent at all, nobody meets."""
+        """Exchange rows; return the received ones. Without any sends there is no collective."""
         if not self._gives(sent):
             value = self._none_of(value)
         return self.build.send_recv(value, LENGTH, sent) if sent else value
@@ -140,7 +143,7 @@ class _Ring(ABC):
     def _attended(
         self, turn: Turn, queries: Sequence[Ref], keys: Sequence[Ref]
     ) -> tuple[list[Ref], list[Ref]]:
-        """What this rank's task comes to; what is its own is added."""
+        """Return the results of this rank's task; add those that are its own."""
         task = turn.tasks[self.rank]
         if task is None or task.first == task.last or not self.plan.keys[task.keys]:
             return [*map(self._none_of, self.of_queries)], [*map(self._none_of, self.of_keys)]
@@ -165,7 +168,7 @@ class _Ring(ABC):
     def _returned(
         self, turn: Turn, for_queries: Sequence[Ref], for_keys: Sequence[Ref]
     ) -> list[Callable[[], None]]:
-        """Send home what was made for others; what adds up what comes home."""
+        """Send results of others home; return callbacks that add the received ones."""
         later: list[Callable[[], None]] = []
         sent = turn.returned_queries(self.plan.keys)
         if sent:
@@ -181,7 +184,7 @@ class _Ring(ABC):
         return later
 
     def _sent_home(self, tensors: Sequence[Ref], sent: Sent) -> Callable[[], list[Ref]]:
-        """Send what was made for others; takes what comes, when it is wanted."""
+        """Send results of others home; return a function that unpacks the received ones."""
         if not self._gives(sent):
             tensors = [self._none_of(tensor) for tensor in tensors]
         bundle = self._bundle(tensors)
@@ -262,7 +265,7 @@ class _Backward(_Ring):
 
 
 def forward(plan: Schedule) -> Lowering:
-    """The program of a forward."""
+    """Return the program of a forward."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         ring = _Forward(build, node, operands, plan)
@@ -273,7 +276,7 @@ def forward(plan: Schedule) -> Lowering:
 
 
 def backward(plan: Schedule) -> Lowering:
-    """The program of a backward."""
+    """Return the program of a backward."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         ring = _Backward(build, node, operands, plan)
@@ -284,7 +287,7 @@ def backward(plan: Schedule) -> Lowering:
 
 
 def comm(call: Call, plan: Schedule, is_backward: bool) -> list[Collective]:
-    """What the program of a schedule exchanges, in bytes of the rank that sends most."""
+    """Return the collectives of a schedule, in bytes of the rank that sends most."""
     query, key, value = (call.meta(name) for name in ("query", "key", "value"))
     sums = call.meta("logsumexp") if is_backward else call.result(1)
     asked = [(query.shape, query.dtype)]

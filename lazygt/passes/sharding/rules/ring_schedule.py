@@ -1,4 +1,4 @@
-"""Whose queries attend to whose keys, and when, where both go round ranks; see ``ring``."""
+"""Schedule of a ring attention: queries and keys that meet on each rank in each turn."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 from lazygt.graph.placement import block_size
 
-#: (from, to, rows) of what ranks send each other at once.
+#: (from, to, rows) of the sends between ranks at one time.
 Sent = tuple[tuple[int, int, int], ...]
 
 
 class Task(NamedTuple):
-    """What a rank does in a turn: whose queries attend to whose keys.
+    """One rank's work in a turn: queries of one rank attend to keys of one rank.
 
     Attributes:
-        first, last: which of those queries.
+        queries, keys: their ranks.
+        first, last: the range of those queries.
     """
 
     queries: int
@@ -28,7 +29,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """What all ranks do between two exchanges.
+    """Work of all ranks between two exchanges.
 
     Attributes:
         tasks: of each rank; None: it has none.
@@ -41,14 +42,14 @@ class Turn:
     queries: Sent
 
     def returned_keys(self, sizes: Sequence[int]) -> Sent:
-        """What is sent to those whose keys were attended to elsewhere."""
+        """Return the sends of results for keys to the owners of the keys."""
         return tuple(sorted(
             (rank, task.keys, sizes[task.keys])
             for rank, task in self._done(sizes) if task.keys != rank
         ))  # fmt: skip
 
     def returned_queries(self, sizes: Sequence[int]) -> Sent:
-        """What is sent to those whose queries have attended elsewhere."""
+        """Return the sends of results for queries to the owners of the queries."""
         return tuple(sorted(
             (rank, task.queries, task.last - task.first)
             for rank, task in self._done(sizes) if task.queries != rank
@@ -62,10 +63,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The turns after the first one, in which each rank's queries attend to its own keys.
+    """Turns after the first one, in which each rank's queries attend to its own keys.
 
     Attributes:
-        queries, keys: how many each rank has.
+        queries, keys: number of them on each rank.
     """
 
     queries: tuple[int, ...]
@@ -75,7 +76,7 @@ class Schedule:
 
     @property
     def share(self) -> float:
-        """The part of the work that the busiest rank does."""
+        """Part of the work that the busiest rank does."""
         diagonal = 0.5 if self.causal else 1.0
         work = [q * k * diagonal for q, k in zip(self.queries, self.keys, strict=True)]
         for turn in self.turns:
@@ -87,7 +88,7 @@ class Schedule:
 
 @lru_cache(maxsize=1024)
 def schedule(queries: int, keys: int, parts: int, causal: bool, balanced: bool) -> Schedule:
-    """Of a causal mask there are as many keys as queries.
+    """Build the schedule; of a causal mask there are as many keys as queries.
 
     Args:
         balanced: ranks with fewer keys to attend to do it for others.
@@ -103,9 +104,12 @@ def schedule(queries: int, keys: int, parts: int, causal: bool, balanced: bool) 
 def _turn(
     number: int, queries: Sequence[int], keys: Sequence[int], causal: bool, balanced: bool
 ) -> Turn:
-    """A rank attends to the keys of the one ``number`` places before it. Of a causal mask those
-    are later ones for the first ranks, whose queries come instead, if it is balanced: halfway round
-    two ranks stand opposite each other, and each does half."""
+    """Build a turn: each rank attends to the keys of the one ``number`` places before it.
+
+    Of a causal mask those are later keys for the first ranks. If it is balanced, the queries of the
+    later ranks come to these instead: halfway round two ranks stand opposite each other, and each
+    does half.
+    """
     parts = len(queries)
     tasks: list[Task | None] = []
     for rank in range(parts):

@@ -1,8 +1,7 @@
-"""Rows of other ranks: what indices in blocks take from, and put into, a value whose rows are in
-blocks.
+"""Exchange of rows by indices in blocks, with a value in blocks of rows.
 
-Each rank sends the rows that belong elsewhere, and no more: how many those are only the indices
-tell. Costs take them to be spread evenly.
+Each rank sends the rows that belong elsewhere, and no more; only the indices tell how many. Costs
+take them to be spread evenly.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
 _PLACE = 8  #: bytes of a row's place
-#: Ops whose indices may count from the end.
+#: Ops with indices that may count from the end.
 _FROM_END = ("aten.index.", "aten._unsafe_index.", "aten.index_put", "aten._index_put_impl")
 
 
 def taking(call: Call, value: str, index: str, by_element: bool = False) -> list[Strategy]:
-    """The strategies of an op that gives rows of ``value`` where indices in blocks say.
+    """Return the strategies of an op that takes rows of ``value`` by indices in blocks.
 
     Args:
         index: the argument with the index of the first dim, or of the first dims.
@@ -65,8 +64,10 @@ def taking(call: Call, value: str, index: str, by_element: bool = False) -> list
 def putting(
     call: Call, index: str, given: str, added: bool, by_element: bool = False
 ) -> list[Strategy]:
-    """The strategies of an op that puts, or adds, rows of ``given`` into ``self`` where indices in
-    blocks say; see ``taking``."""
+    """Return the strategies of an op that puts, or adds, rows of ``given`` into ``self``.
+
+    The indices are in blocks; see ``taking``.
+    """
     whole, metas = call.meta("self"), _indices(call, index)
     if not metas or whole.shape[0] < 2 or (added and whole.dtype == torch.bool):
         return []
@@ -93,13 +94,13 @@ def putting(
 
 
 def spread(shape: tuple[int, ...], into: tuple[int, ...], dim: int) -> Placement:
-    """How a value of ``shape`` lies that is broadcast to a shape which is cut along a dim."""
+    """Return the placement of a value that is broadcast to a shape with a cut dim."""
     at = dim - (len(into) - len(shape))
     return S(at) if at >= 0 and shape[at] == into[dim] else R
 
 
 def of_each_element(call: Call, index: str) -> bool:
-    """Whether the index of each element is that of its whole row, as ``expand`` gives it."""
+    """Return whether each element's index is that of its whole row, as ``expand`` gives it."""
     meta = call.meta(index)
     shape = call.shape("self")
     return (
@@ -111,7 +112,10 @@ def of_each_element(call: Call, index: str) -> bool:
 
 
 def _indices(call: Call, name: str) -> list[TensorMeta]:
-    """The metas of the indices; none where they are not all of one shape, and whole numbers."""
+    """Return the metas of the indices.
+
+    None where they are not all of one shape, and whole numbers.
+    """
     metas = [meta for n in numbers(call[name]) if (meta := call.metas[n]) is not None]
     alike = len({meta.shape for meta in metas}) == 1
     known = all(meta.dtype in (torch.int64, torch.int32) for meta in metas)
@@ -121,7 +125,7 @@ def _indices(call: Call, name: str) -> list[TensorMeta]:
 def _local_indices(
     build: Builder, node: Node, arg: Arg, value: TensorMeta, by_element: bool
 ) -> list[Ref]:
-    """The local indices of the first dims, counted from the front."""
+    """Return the local indices of the first dims, counted from the front."""
     indices = [ref(number) for number in numbers(arg)]
     if by_element:
         (index,) = indices
@@ -137,7 +141,7 @@ def _local_indices(
 
 
 class Rows(NamedTuple):
-    """What is exchanged: rows of ``value``.
+    """Rows of ``value`` that are exchanged.
 
     Attributes:
         names: the argument with their indices.
@@ -153,7 +157,7 @@ class Rows(NamedTuple):
 
 
 def exchanging(strategy: Strategy, rows: Rows) -> Strategy:
-    """The strategy with what it exchanges. To cut indices only for it would be no use."""
+    """Return the strategy with its exchange. To cut indices only for it would be no use."""
     names = [(name, number) for name, arg in rows.call.args.items() for number in numbers(arg)]
     places = tuple([place for place, (name, _) in enumerate(names) if name == rows.names])
     count = prod(rows.picked) // rows.picked[rows.dim]
@@ -164,8 +168,9 @@ def exchanging(strategy: Strategy, rows: Rows) -> Strategy:
 
 
 def take(build: Builder, block: Ref, value: TensorMeta, indices: Sequence[Ref]) -> Ref:
-    """Rows of a value, by an index for each of its first dims; it has their dims in the place of
-    these.
+    """Return rows of a value, by an index for each of its first dims.
+
+    The result has the indices' dims in the place of these.
 
     Args:
         block: this rank's, along dim 0.
@@ -186,7 +191,7 @@ def put(
     given: Ref,
     added: bool,
 ) -> Ref:
-    """This rank's block with all ranks' rows put, or added, where their indices say.
+    """Return this rank's block with all ranks' rows put, or added, by their indices.
 
     Args:
         given: the rows; may be broadcast to the indices' dims and the value's others.
@@ -204,7 +209,7 @@ def put(
 
 
 def _counted_from_front(build: Builder, index: Ref, size: int) -> Ref:
-    """An index in which torch counts what is below 0 from the end."""
+    """Return an index with the negative ones, which torch counts from the end, wrapped."""
     below = build.op("aten.lt.Scalar", index, 0)
     shifted = build.op("aten.add.Scalar", index, size)
     counted: Ref = build.op("aten.where.self", below, shifted, index)
@@ -212,13 +217,13 @@ def _counted_from_front(build: Builder, index: Ref, size: int) -> Ref:
 
 
 def _rows(build: Builder, value: TensorMeta, taken: int) -> tuple[int, int]:
-    """Rows of the first block, and of the whole, where the first ``taken`` dims are one."""
+    """Return rows of the first block, and of the whole, with the first ``taken`` dims as one."""
     inner = prod(value.shape[1:taken])
     return block_size(value.shape[0], build.parts, 0) * inner, value.shape[0] * inner
 
 
 def _linear(build: Builder, indices: Sequence[Ref], value: TensorMeta) -> Ref:
-    """One flat index of the first dims as one; what lies outside of any of them lies outside."""
+    """Return one flat index of the first dims; it is out of range where any of theirs is."""
     linear, *others = indices
     for index, size in zip(others, value.shape[1:], strict=False):
         outside = build.op(

@@ -57,7 +57,7 @@ def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _joined_in_blocks(call: Call, dim: int) -> list[Strategy]:
-    """Tensors in blocks to blocks of them all."""
+    """Return the strategy of a cat from tensors in blocks to blocks of their whole."""
     metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
     sizes = tuple([meta.shape[dim] for meta in metas])
     have = blocks_of_each(sizes, call.parts)
@@ -86,15 +86,21 @@ def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def partials(call: Call, bools: bool = False) -> list[Placement]:
-    """What passes through; sums must not be rounded to a narrower dtype, or be of bools."""
+    """Return the partial placements that pass through.
+
+    Sums must not be rounded to a narrower dtype, or be of bools.
+    """
     metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
     same = {meta.dtype for meta in metas} == {call.result().dtype}
     return list(PARTIALS) if same and (bools or call.result().dtype != torch.bool) else []
 
 
 def _split(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Into pieces along ``dim``. Several pieces together are as large as the whole, whose blocks
-    are exchanged for those of each of them."""
+    """Return the strategies of a split into pieces along ``dim``.
+
+    Several pieces together are as large as the whole; its blocks are exchanged for those of each of
+    them.
+    """
     call = Call(node, metas, parts)
     dim = call.dim("dim", len(call.shape("self")))
     strategies = _uncut(call, dim, gone=False)
@@ -113,14 +119,14 @@ def _unbind(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _uncut(call: Call, dim: int, gone: bool) -> list[Strategy]:
-    """The strategies that split another dim than the one that is cut, or none."""
+    """Return the strategies that split another dim than the one that is cut, or none."""
     split = [d for d in shardable_dims(call.shape("self")) if d != dim]
     strategies = [call.strategy(S(d - (gone and d > dim)), self=S(d)) for d in split]
     return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
 def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Along the cut dim: each rank's part of the slice among zeros."""
+    """Return the strategies of a slice; along its dim each rank's part of it is among zeros."""
     call = Call(node, metas, parts)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
     strategies = _uncut(call, dim, gone=False)
@@ -139,7 +145,7 @@ def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _sliced_in_blocks(call: Call, dim: int, where: tuple[int, int, int]) -> list[Strategy]:
-    """A slice in blocks: of what each rank's block has of it."""
+    """Return the strategy of a slice in blocks, from the parts of it in each rank's block."""
     first, last, step = where
     size, count, parts = call.shape("self")[dim], len(range(first, last, step)), call.parts
     if count < 2:
@@ -194,8 +200,10 @@ def _narrow(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _anywhere(call: Call, dim: int, name: str) -> list[Strategy]:
-    """Of a piece along ``dim`` whose first element the argument ``name`` says when it runs: each
-    rank picks what it has of it, among zeros."""
+    """Return the strategy of a piece along ``dim`` with a run-time start.
+
+    The argument ``name`` says the start. Each rank picks its part of the piece, among zeros.
+    """
     result, size = call.result(), call.shape("self")[dim]
     gone = len(result.shape) < len(call.shape("self"))
     length = 1 if gone else result.shape[dim]
@@ -227,7 +235,7 @@ def _anywhere(call: Call, dim: int, name: str) -> list[Strategy]:
 
 
 def _owned(dim: int, size: int, at: int) -> Lowering:
-    """The element of the rank that has it; zeros of the others."""
+    """Return a lowering to the element on the rank that has it; zeros on the others."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
@@ -241,7 +249,10 @@ def _owned(dim: int, size: int, at: int) -> Lowering:
 
 
 def _placed(gone: bool) -> Rule:
-    """Of select_backward and slice_backward: a gradient among zeros of ``input_sizes``."""
+    """Return the rule of select_backward and slice_backward.
+
+    They put a gradient among zeros of ``input_sizes``.
+    """
 
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
@@ -273,7 +284,10 @@ def _placed_and_cut(dim: int) -> Lowering:
 
 
 def _placed_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]:
-    """The rows of a gradient in blocks to those who have their places, among zeros."""
+    """Return the strategy that sends rows of a gradient to their places, among zeros.
+
+    The gradient and the result are in blocks.
+    """
     shape = call.shape("grad_output")
     if min(size, shape[dim]) < 2:
         return []
@@ -293,11 +307,11 @@ def _placed_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]:
 def moved(
     call: Call, dim: int, want: Sequence[Ranges], locally: Lowering, name: str = "self"
 ) -> list[Strategy]:
-    """Of an op along a dim in blocks, with each rank's rows in the place of its block.
+    """Return the strategy of an op along a dim in blocks, with rows exchanged before it.
 
     Args:
         want: the rows of the operand that each rank makes its block of the result of.
-        locally: how it does.
+        locally: the program on those rows.
     """
     meta = call.meta(name)
     move = RowExchange(dim, blocks(meta.shape[dim], call.parts), tuple(want))
@@ -311,7 +325,7 @@ def moved(
 
 
 def within(start: int, stop: int, size: int) -> tuple[int, int]:
-    """The rows from ``start`` to before ``stop`` that a dim of ``size`` has, or none at all."""
+    """Return the rows from ``start`` to before ``stop`` of a dim of ``size``, or none at all."""
     first, last = max(start, 0), min(stop, size)
     return (first, last) if first < last else (stop, stop)
 

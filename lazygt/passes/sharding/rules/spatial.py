@@ -1,6 +1,7 @@
-"""Convolutions and pools whose picture is cut along a dim of space: each rank makes its rows of the
-result, of its own rows and a few of its neighbours'. Padding is put at the borders of the picture
-alone.
+"""Convolutions and pools of pictures that are cut along a dim of space.
+
+Each rank makes its rows of the result, of its own rows and a few of its neighbours' (halo
+exchange). Padding is put at the borders of the picture alone.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class _Window(NamedTuple):
-    """What a row of the result reads along one dim of space.
+    """Rows that a row of the result reads along one dim of space.
 
     Attributes:
-        space: which dim of space, from 0.
+        space: number of the dim of space, from 0.
         size, made: rows of the picture, and of the result.
     """
 
@@ -50,18 +51,20 @@ class _Window(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Of the picture, and of the result."""
+        """Its dim in the picture, and in the result."""
         return self.space + 2
 
     def read(self, rows: Rows) -> Rows:
-        """The rows that these of the result read, those of the padding too."""
+        """Return the rows that these of the result read, those of the padding too."""
         first = rows[0] * self.stride - self.padding
         reach = (self.kernel - 1) * self.dilation + 1
         return first, (rows[1] - 1) * self.stride - self.padding + reach
 
     def move(self, parts: int) -> RowExchange | None:
-        """To each rank the rows that it reads; None where a rank has nothing to make, or reads
-        nothing but padding."""
+        """Return the exchange that brings each rank the rows that it reads.
+
+        None where a rank has nothing to make, or reads nothing but padding.
+        """
         bounds = [shard_bounds(self.made, parts, rank) for rank in range(parts)]
         if any(start >= stop for start, stop in bounds):
             return None
@@ -72,7 +75,7 @@ class _Window(NamedTuple):
         return RowExchange(self.dim, have, tuple([(rows,) for rows in wanted]))
 
     def inside(self, rows: Rows) -> Rows:
-        """Those of them that the picture has."""
+        """Return those of the rows that the picture has."""
         return max(rows[0], 0), min(rows[1], self.size)
 
 
@@ -86,12 +89,12 @@ def _windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
 
 
 def each(given: Sequence[int], count: int) -> Sequence[int]:
-    """One a dim of space."""
+    """Return one number a dim of space."""
     return given if len(given) == count else [given[0]] * count
 
 
 def by_rows(call: Call) -> list[Strategy]:
-    """The strategies of a convolution."""
+    """Return the strategies of a convolution."""
     strategies = []
     for window in _windows(call, call.result().shape):
         move = window.move(call.parts)
@@ -112,7 +115,7 @@ def _forward(window: _Window, move: RowExchange) -> Lowering:
 
 
 def _seen(build: Builder, value: Ref, window: _Window, move: RowExchange, filled: Arg = 0) -> Ref:
-    """The rows that a rank reads, with those of the padding."""
+    """Return the rows that a rank reads, with those of the padding."""
     rows = build.rows(value, move)
     before, after = _padded(build, window)
     if not (before or after):
@@ -123,7 +126,7 @@ def _seen(build: Builder, value: Ref, window: _Window, move: RowExchange, filled
 
 
 def _padded(build: Builder, window: _Window) -> Rows:
-    """How many rows of padding a rank reads before those of the picture, and behind them."""
+    """Return the rows of padding that a rank reads before the picture, and behind it."""
     read = window.read(build.bounds(window.made))
     first, last = window.inside(read)
     return first - read[0], read[1] - last
@@ -135,7 +138,7 @@ def _unpadded(padding: Sequence[int], window: _Window) -> list[int]:
 
 
 def backward_by_rows(call: Call) -> list[Strategy]:
-    """The strategies of a convolution's backward."""
+    """Return the strategies of a convolution's backward."""
     strategies = []
     wanted = tuple(call["output_mask"])
     for window in _windows(call, call.shape("grad_output")):
@@ -167,7 +170,7 @@ def _backward(window: _Window, move: RowExchange, of_input: bool) -> Lowering:
 
 
 def _back(build: Builder, gradient: Ref, window: _Window, move: RowExchange) -> Ref:
-    """The gradient of a rank's own rows, of what every rank has for the rows that it read."""
+    """Return the gradient of a rank's own rows, summed over the ranks that read them."""
     (before, after), dim = _padded(build, window), window.dim
     if before or after:
         stop = build.shape(gradient)[dim] - after
@@ -176,8 +179,10 @@ def _back(build: Builder, gradient: Ref, window: _Window, move: RowExchange) -> 
 
 
 def given_back(build: Builder, value: Ref, move: RowExchange) -> Ref:
-    """An exchange of rows the other way: what each rank has for the rows that it read is added up
-    where those came from."""
+    """Reverse an exchange of rows: add up each rank's values for the rows that it read.
+
+    The sums are with the ranks that those rows came from.
+    """
     dim, rank = move.dim, build.index
     size = sum(last - first for first, last in move.have[rank])
     parts, away, at = [], [], 0
@@ -203,7 +208,7 @@ def given_back(build: Builder, value: Ref, move: RowExchange) -> Ref:
 
 
 def _among(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
-    """Rows among zeros."""
+    """Return rows among zeros."""
     shape = build.shape(value)
     if shape[dim] == size:
         return value
@@ -217,7 +222,7 @@ def _among(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
 
 
 def _pool_windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
-    """Of a pool over rows and columns, without rows that only the padding has."""
+    """Return the windows of a pool over rows and columns, without rows of the padding alone."""
     shape = call.shape("self")
     if len(shape) != 4 or call["ceil_mode"]:
         return []
@@ -242,12 +247,12 @@ def _averages(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _counts_all(call: Call, window: _Window) -> bool:
-    """Whether a mean divides by as many everywhere, however the picture is padded."""
+    """Return whether a mean has one divisor everywhere, however the picture is padded."""
     return not window.padding or bool(call["count_include_pad"] or call["divisor_override"])
 
 
 def _maxima(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """With the places of the whole picture."""
+    """Return the strategies of a maximum pool, with places in the whole picture."""
     call = Call(node, metas, parts)
     strategies = [*_TEXTS[node.op](node, metas, parts)]
     value = call.meta("self")
@@ -285,8 +290,12 @@ def _pool_padding(node: Node, window: _Window) -> list[int]:
 def _numbered(
     build: Builder, places: Ref, window: _Window, columns: int, towards: int
 ) -> list[Ref]:
-    """Row and column of places in rows of so many columns; along the cut dim as they are counted
-    in the whole picture (1), or in the rows that this rank reads (-1)."""
+    """Return row and column of places in rows of so many columns.
+
+    Args:
+        towards: 1: along the cut dim they become those of the whole picture; -1: those among the
+            rows that this rank reads.
+    """
     row = build.op("aten.div.Scalar_mode", places, columns, rounding_mode="floor")
     at = [row, build.op("aten.remainder.Scalar", places, columns)]
     first = window.read(build.bounds(window.made))[0]
@@ -300,7 +309,10 @@ def _number(build: Builder, at: Sequence[Ref], columns: int) -> Ref:
 
 
 def _backward_of_pool(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """By rows; what a rank makes of the rows that it read goes back to those who have them."""
+    """Return the strategies of a pool's backward by rows.
+
+    A rank's gradient of the rows that it read goes back to their owners.
+    """
     call = Call(node, metas, parts)
     strategies = [*_TEXTS[node.op](node, metas, parts)]
     with_places = call.has("indices")
@@ -333,7 +345,7 @@ def _back_to_windows(window: _Window, move: RowExchange, columns: int) -> Loweri
 
 
 def _read(build: Builder, value: Ref, window: _Window) -> Ref:
-    """A value with as many rows as a rank reads: a pool's backward asks for their shape alone."""
+    """Return a value with as many rows as a rank reads: only its shape matters to the op."""
     first, last = window.read(build.bounds(window.made))
     shape = list(build.shape(value))
     shape[window.dim] = last - first

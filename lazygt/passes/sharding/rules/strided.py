@@ -1,8 +1,8 @@
-"""Strategies that take an operand interleaved: as they take it in S(dim), where that is as good.
+"""Strategies that take an operand interleaved, where they take it in S(dim) as well.
 
-An op that runs on blocks alone, and is right for every size of the blocks, computes each row of
-the cut dim by itself, or adds up over all. So any rows of a dim will do in the place of neighbours,
-if all tensors that the strategy cuts are cut alike.
+An op that runs on blocks alone, and is right for every size of the blocks, computes each row of the
+cut dim by itself, or adds up over all. So any rows of a dim will do in the place of neighbours, if
+all tensors that the strategy cuts are cut alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def strided_strategies(
     place: int,
     placement: StridedShard,
 ) -> list[Strategy]:
-    """The strategies in which the operand at ``place`` is interleaved.
+    """Return the strategies in which the operand at ``place`` is interleaved.
 
     Args:
         strategies: of the node, for blocks.
@@ -47,8 +47,10 @@ def strided_strategies(
 def _instead(
     strategy: Strategy, operands: Metas, results: Metas, wanted: StridedShard
 ) -> Strategy | None:
-    """The strategy with every cut dim cut so; None where the strategy needs neighbours, or cuts
-    dims of several sizes."""
+    """Return the strategy with every cut dim interleaved as ``wanted``.
+
+    None where the strategy needs neighbours, or cuts dims of several sizes.
+    """
     if not (strategy.lower is None or isinstance(strategy.lower, LocalLowering)):
         return None
     if any(isinstance(made, StridedShard) for made in (*strategy.inputs, *strategy.outputs)):

@@ -1,4 +1,4 @@
-"""Ops whose strategies are one line of text; ``factors`` has the grammar."""
+"""Ops with strategies in one line of text; ``factors`` has the grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _filled = partial(rule, no_empty=True)
 
 
 def _trilinear(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """The product of three operands, each with dims of size 1 put in, summed over some dims."""
+    """Return the strategies of ``_trilinear``: a product of three operands, summed over dims.
+
+    Each operand has dims of size 1 put in.
+    """
     call = Call(node, metas, parts)
     letters = ascii_lowercase[: len(call.shape("i1")) + len(call["expand1"])]
     operands = ["* " + _letters(letters, without=call[f"expand{number}"]) for number in (1, 2, 3)]
@@ -30,7 +33,10 @@ def _letters(letters: str, without: Sequence[int]) -> str:
 
 
 def _solve(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """With vectors on the right where they have the shape of the matrices' rows."""
+    """Return the strategies of a solve, with vectors on the right in the shape of the rows.
+
+    Else there are matrices on the right.
+    """
     call = Call(node, metas, parts)
     matrices, right = call.shape("A"), call.shape("B")
     vectors = len(right) == 1 or right == matrices[:-1]
@@ -41,14 +47,17 @@ def _solve(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _isin(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """In some part of the others, or with ``invert`` in none of them."""
+    """Return the strategies of isin: in some part of the others, or with ``invert`` in none."""
     call = Call(node, metas, parts)
     others = " ".join(ascii_lowercase[: len(call.shape("test_elements"))])
     return strategies_by(call, f"..., {others} -> {'min' if call['invert'] else 'max'} ...")
 
 
 def _scaled_down(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """renorm: what has one number along ``dim`` is scaled by its norm, which all of it makes."""
+    """Return the strategies of renorm, which scales slices along ``dim`` by their norms.
+
+    A slice's norm needs all of it.
+    """
     call = Call(node, metas, parts)
     rank = len(call.shape("self"))
     dims = [f"!{letter}" for letter in ascii_lowercase[:rank]]
@@ -58,22 +67,28 @@ def _scaled_down(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _spread(call: Call) -> str:
-    """To products of empty blocks torch adds one number as one, whatever their rows are."""
+    """Return the letters kept whole where torch broadcasts one number as one.
+
+    It does so for products of empty blocks, with any number of rows.
+    """
     return "ik" if call.meta("self").numel == 1 else ""
 
 
 def _averaged(call: Call) -> str:
-    """A mean over samples counts those of all ranks."""
+    """Return the letters kept whole in a mean over samples, which counts those of all ranks."""
     return "n" if call["reduction"] == 1 else ""
 
 
 def _unsorted(call: Call) -> str:
-    """Places in a sorter are those of the whole sequence."""
+    """Return the letters kept whole with a sorter, which has places of the whole sequence."""
     return "s" if call.has("sorter") else ""
 
 
 def _attended(call: Call) -> str:
-    """Dropout is drawn for the whole; a causal mask counts from the first query."""
+    """Return the letters kept whole in an attention.
+
+    Dropout is drawn for the whole; a causal mask counts from the first query.
+    """
     if call["dropout_p"] != 0:
         return "bhi"
     return "i" if call["is_causal"] else ""

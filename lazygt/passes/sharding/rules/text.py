@@ -1,4 +1,4 @@
-"""The grammar of sharding rules as text, see ``factors``: a text as data, or where it is wrong."""
+"""Grammar and parser of sharding rules as text, see ``factors``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIM = re.compile(r"(?P<whole>!?)(?:(?P<letter>[a-z])|\.\.\.(?:@(?P<argument>\w+
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """The dims of one tensor.
+    """Dims of one tensor.
 
     Attributes:
         before, after: the letters on both sides of ``...``; all are ``after`` where it has none.
@@ -38,7 +38,11 @@ class Dims:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """A text, itself alone; ``kept``: the letters that stay whole."""
+    """Parsed text; equal to itself alone.
+
+    Attributes:
+        kept: the letters that stay whole.
+    """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
@@ -52,13 +56,13 @@ class _Token(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def parse(text: str, ops: str = "") -> Text:
-    """A text as data.
+    """Parse a text.
 
     Args:
-        ops: whose rule it is, for errors.
+        ops: the ops with this rule, for errors.
 
     Raises:
-        ValueError: it is none; the message says where.
+        ValueError: the text does not fit the grammar; the message says where.
     """
     return _Parser(text, ops).parse()
 
@@ -92,7 +96,7 @@ class _Parser:
         return Text(tuple(operands), tuple(results), frozenset(self.kept))
 
     def dims(self, tokens: Sequence[_Token], marks: Sequence[str]) -> Dims:
-        """The dims of one tensor."""
+        """Parse the dims of one tensor."""
         mark = tokens[0].text if tokens and tokens[0].text in marks else ""
         tokens = tokens[1:] if mark else tokens
         if [token.text for token in tokens] == ["_"]:
@@ -121,13 +125,13 @@ class _Parser:
         (self.kept if dim["whole"] else self.split).setdefault(dim["letter"], at)
 
     def fail(self, what: str, at: int) -> NoReturn:
-        """Raise: what is wrong, and a caret under where."""
+        """Raise an error, with a caret under its place."""
         whose = f"sharding rule of {self.ops}" if self.ops else "sharding rule"
         raise ValueError(f"{whose}: {what}\n  {self.text}\n  {' ' * at}^")
 
 
 def _parts(tokens: Sequence[_Token]) -> Iterator[Sequence[_Token]]:
-    """What stands between commas."""
+    """Yield the tokens between commas."""
     start = 0
     for number, token in enumerate(tokens):
         if token.text == ",":

@@ -1,7 +1,7 @@
 """Views that only move dims about, and views that group them anew.
 
-Elements keep their values, so partial results pass through. Sizes among the arguments become
-those of the blocks.
+Elements keep their values, so partial results pass through. Sizes among the arguments become those
+of the blocks.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
 PARTIALS = (P, PMAX, PMIN)
-#: Where each dim of the operand is in the result; None: it is gone.
+#: The place of each dim of the operand in the result; None: it is gone.
 DimMap = Callable[[Call], Sequence[int | None]]
 
 
 def _mapped(dims: DimMap) -> Rule:
-    """Of a view whose result has the operand's dims in other places."""
+    """Return the rule of a view that has the operand's dims in other places."""
 
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
@@ -66,7 +66,7 @@ def _same(call: Call) -> Sequence[int | None]:
 
 
 def _conj(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Of blocks the numbers themselves, not a mark: what is sent has no marks."""
+    """Return the strategies of ``_conj``, which conjugate in memory: sends drop the conj bit."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return (build.op("aten.conj_physical.default", operands[0]),)
@@ -103,7 +103,7 @@ def _unsqueeze(call: Call) -> Sequence[int | None]:
 
 
 def _squeezed(call: Call) -> set[int]:
-    """Only dims of global size 1 go; a block of size 1 stays."""
+    """Return the dims that go: those of global size 1; a block of size 1 stays."""
     shape, dims = call.shape("self"), call.args.get("dim")
     rank = len(shape)
     given = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
@@ -111,7 +111,7 @@ def _squeezed(call: Call) -> set[int]:
 
 
 def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """With the dims that go by name, since blocks of size 1 must not."""
+    """Return the strategies with the dims that go by name, since blocks of size 1 must stay."""
     call = Call(node, metas, parts)
     gone = _squeezed(call)
 
@@ -128,7 +128,11 @@ def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
-    """The same op with the block's sizes of a result of ``shape`` for its argument ``name``."""
+    """Return a lowering that gives the op its block's sizes of a result of ``shape``.
+
+    Args:
+        name: the argument with the sizes.
+    """
 
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
         return build.rerun(node, operands, **{name: build.local(shape, strategy.outputs[0])})
@@ -158,7 +162,10 @@ def _view(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def view_row(call: Call, placement: Cut) -> Strategy | None:
-    """The strategy of a reshape whose operand is cut so; None: a block is none of the result."""
+    """Return the strategy of a reshape of an operand with a cut.
+
+    None where a block is no block of the result.
+    """
     made = viewed(placement, call.shape("self"), call.result().shape, call.parts)
     return None if made is None else call.strategy(made, self=placement).by(_reshaped)
 
@@ -173,8 +180,9 @@ _reshaped = LocalLowering(_reshape)
 
 
 def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """In memory laid out as recorded: strides say what is seen. Items of a batch, each seen in
-    itself alone, may be split.
+    """Return the strategies of ops that depend on strides: on memory laid out as recorded.
+
+    Items of a batch, each viewed in itself alone, may be split.
     """
     call = Call(node, metas, parts)
     wanted = [metas[number] for number in node.refs()]
@@ -197,7 +205,10 @@ def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _sees_items(call: Call) -> bool:
-    """Whether the first dim is that of a row-major operand, and no item reaches into the next."""
+    """Return whether the items of a batch are viewed one by one.
+
+    The first dim is that of a row-major operand, and no item reaches into the next.
+    """
     meta, view = call.meta("self"), call.result()
     if not meta.plain or not view.numel or call["storage_offset"] is not None:
         return False
@@ -215,7 +226,7 @@ def _seen_items(shape: tuple[int, ...]) -> LocalLowering:
 
 
 def viewed(placement: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: int) -> Cut | None:
-    """The placement under which ranks have the same elements after a reshape; None: there is none.
+    """Return the placement that keeps each rank's elements through a reshape, or None.
 
     A placement cuts ``[before, size, inside]`` elements along ``size``. So does another one with
     the same three, and with other ones where the blocks hold the same.
@@ -243,8 +254,10 @@ def viewed(placement: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: 
 def _viewed_uneven(
     placement: Cut, have: tuple[int, ...], seen: tuple[int, ...], parts: int
 ) -> Cut | None:
-    """The same, of groups of several sizes: a dim that begins where the cut one did, and has as
-    many elements in all."""
+    """Do as ``viewed`` for groups of several sizes.
+
+    The dim begins where the cut one did, and has as many elements in all.
+    """
     before, inside = prod(have[: placement.dim]), prod(have[placement.dim + 1 :])
     outer, _ = around(placement)
     for dim in shardable_dims(seen):
@@ -259,7 +272,7 @@ def _viewed_uneven(
 
 
 def _times(large: int, small: int) -> int:
-    """How many times the one is the other; 0: not a whole number."""
+    """Return ``large / small``; 0 where it is not a whole number."""
     if large == small:
         return 1
     return large // small if small and large % small == 0 else 0

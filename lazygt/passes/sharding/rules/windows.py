@@ -1,4 +1,4 @@
-"""Windows along a cut dim, and pads of the rows at the ends: each rank is sent what it reads."""
+"""Windows along a cut dim, and pads by rows at the ends: each rank is sent its rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEXTS = pictures.RULES
 
 
 def _unfolded(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Windows along a cut dim: each rank makes those of its block."""
+    """Return the strategies of windows along a cut dim: each rank makes those of its block."""
     call = Call(node, metas, parts)
     strategies = [*_TEXTS[node.op](node, metas, parts)]
     value, dim = call.meta("self"), call.dim("dimension", len(call.shape("self")))
@@ -46,7 +46,10 @@ def _unfolded(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _repeating(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Pads of the picture's own rows, mirrored or the last one again: each rank is sent them."""
+    """Return the strategies of pads by the picture's own rows, mirrored or the last one again.
+
+    Each rank is sent those rows.
+    """
     call = Call(node, metas, parts)
     strategies = [*_TEXTS[node.op](node, metas, parts)]
     value, wide, pads = call.meta("self"), call.result().shape, call["padding"]
@@ -68,7 +71,7 @@ def _repeating(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _inside(row: int, size: int, mirrored: bool) -> int:
-    """The row that stands for one before the first or behind the last."""
+    """Return the row that stands for one before the first or behind the last."""
     if mirrored:
         row = abs(row)
         return row if row < size else 2 * (size - 1) - row
@@ -76,7 +79,7 @@ def _inside(row: int, size: int, mirrored: bool) -> int:
 
 
 def _joined(rows: Sequence[int]) -> Ranges:
-    """Rows one by one, as ranges of those that follow each other."""
+    """Return rows one by one as ranges of those that follow each other."""
     ranges: list[Rows] = []
     for row in rows:
         if ranges and ranges[-1][1] == row:

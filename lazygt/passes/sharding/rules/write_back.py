@@ -1,7 +1,7 @@
-"""Writes into a part: ``lazygt.write_back`` of a view, ``select_scatter``, ``slice_scatter``.
+"""Writes into a part: ``lazygt.write_back``, ``select_scatter``, ``slice_scatter``.
 
-A dim passes when every view of the chain keeps it and names none of its sizes. Along a dim that
-is cut, each rank writes what lies in its block of a value that all have.
+A dim passes when every view of the chain keeps it and names none of its sizes. Along a dim that is
+cut, each rank writes the part in its block of a value that all have.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _by_blocks(dim: int, value: Placement, lower: Lowering, covered: bool) -> list[Strategy]:
-    """A base in blocks along ``dim``, and a value whose blocks lie in them."""
+    """Return the strategies for a base in blocks along ``dim``, and a value in blocks of it."""
     strategies = [Strategy((S(dim), value), (S(dim),), lower)]
     if covered:
         strategies.append(Strategy((P, value), (S(dim),), _written_over(dim, lower)))
@@ -71,9 +71,9 @@ def _by_blocks(dim: int, value: Placement, lower: Lowering, covered: bool) -> li
 
 
 def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, TensorMeta, int]]:
-    """Each view as a node on value 0, the meta of that value, and the result that is used.
+    """Return each view as a node on value 0, the meta of that value, and the result's place.
 
-    The metas of a view whose position is given when it runs are those of some position.
+    The metas of a view with a position that is given at run time are those of some position.
     """
     steps = []
     for op, position, args, kwargs, which in chain:
@@ -91,7 +91,7 @@ def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, T
 def _through(
     steps: Sequence[tuple[Node, TensorMeta, int]], placement: Placement, parts: int
 ) -> Placement | None:
-    """The placement behind the views of what has ``placement`` before; None when they cut it."""
+    """Return the placement behind the views of a value; None when they cut the placement."""
     for node, meta, which in steps:
         rule = _VIEWS.get(node.op)
         strategies = rule(node, (meta,), parts) if rule else ()
@@ -107,8 +107,12 @@ def _through(
 
 
 class _Reshaped(NamedTuple):
-    """A chain that begins with a reshape: its result has ``shape`` and the placement ``first``,
-    what the chain ends with the placement ``last``."""
+    """Chain of views that begins with a reshape.
+
+    Attributes:
+        shape, first: shape and placement of the reshape's result.
+        last: the placement at the end of the chain.
+    """
 
     shape: tuple[int, ...]
     first: Placement
@@ -118,7 +122,10 @@ class _Reshaped(NamedTuple):
 def _reshaped(
     steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int
 ) -> _Reshaped | None:
-    """A chain whose reshape moves blocks as they are, as of a bias' gradient; else None."""
+    """Return a chain with a reshape that moves blocks as they are; else None.
+
+    The gradient of a bias has one, for example.
+    """
     if not steps or steps[0][0].op != "aten.view.default":
         return None
     node, meta, _ = steps[0]
@@ -131,7 +138,7 @@ def _reshaped(
     return None
 
 
-#: Views that show every element of what they view once.
+#: Views that show every element of their base once.
 _ALL = frozenset(
     f"aten.{name}"
     for name in ("t.default", "transpose.int", "permute.default", "view.default", "detach.default",
@@ -141,7 +148,7 @@ _ALL = frozenset(
 
 
 def _covers(steps: Sequence[tuple[Node, TensorMeta, int]]) -> bool:
-    """Whether the whole base is overwritten, so that no rank needs to know what it was.
+    """Return whether the whole base is overwritten, so that its old contents do not matter.
 
     A gradient that is added to through its transpose is: its parts are then summed once.
     """
@@ -153,10 +160,10 @@ _CUTS = {"aten.select.int": "index", "aten.slice.Tensor": "start", "aten.narrow.
 
 
 class _Cut(NamedTuple):
-    """Where a chain of views cuts a split dim: its step number ``at`` keeps some of ``dim``.
+    """Cut of a split dim by a chain of views: step number ``at`` keeps some of ``dim``.
 
     Attributes:
-        first, last: which; counted from ``start``, where that is said when the program runs.
+        first, last: the kept rows; counted from ``start``, where that is given at run time.
     """
 
     at: int
@@ -169,8 +176,10 @@ class _Cut(NamedTuple):
 
 
 def _cut(steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int) -> _Cut | None:
-    """A select of the split dim, or, at the end of the chain, a slice of it, or either at a place
-    that is said when the program runs."""
+    """Return the cut of a split dim by a chain of views; None where it is of no known kind.
+
+    Known are a select; at the end of the chain, a slice; and there either at a run-time place.
+    """
     placement: Placement | None = S(dim)
     for at, step in enumerate(steps):
         assert isinstance(placement, Shard)
@@ -219,7 +228,7 @@ def _part_written(cut: _Cut) -> Lowering:
 
 
 def _written_anywhere(cut: _Cut) -> Lowering:
-    """Through the views before the cut, row by row."""
+    """Return a lowering that writes row by row, through the views before the cut."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (base, value), chain = operands, node.args[2][: cut.at]
@@ -241,7 +250,7 @@ def _written_anywhere(cut: _Cut) -> Lowering:
 def _selected_shape(
     build: Builder, base: Ref, chain: Sequence[ViewStepKey], dim: int
 ) -> tuple[int, ...]:
-    """The shape of no element along ``dim`` of the view of a local base."""
+    """Return the shape of no element along ``dim`` of the view of a local base."""
     shape = build.shape(base)
     for node, _, which in _steps(build.meta(base), chain):
         result = node.results[which]
@@ -260,7 +269,10 @@ def _written(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
 
 
 def _written_reshaped(reshaped: _Reshaped) -> Lowering:
-    """With the sizes of the block for those of the reshape, which asks for a row-major base."""
+    """Return a lowering with the block's sizes for those of the reshape.
+
+    The reshape asks for a row-major base.
+    """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         base, value = operands
@@ -272,7 +284,7 @@ def _written_reshaped(reshaped: _Reshaped) -> Lowering:
 
 
 def _written_over(dim: int, written: Lowering) -> Lowering:
-    """A block of a base that all ranks have in its whole shape."""
+    """Return a lowering on a block of a base that all ranks have in its whole shape."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         base, value = operands
@@ -282,7 +294,7 @@ def _written_over(dim: int, written: Lowering) -> Lowering:
 
 
 def _laid_out(meta: TensorMeta) -> Lowering:
-    """On a whole base in memory laid out as recorded, which the views may ask for."""
+    """Return a lowering on a whole base with the recorded strides, which views may ask for."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         base, value = operands
@@ -294,7 +306,7 @@ def _laid_out(meta: TensorMeta) -> Lowering:
 
 
 def _into(gone: bool) -> Rule:
-    """Of select_scatter and slice_scatter: ``src`` in the place of a cut along ``dim``."""
+    """Return the rule of select_scatter and slice_scatter: ``src`` in the place of a cut."""
 
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
