@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lazygt.graph.node import Graph, Node
 
-#: Which operands of a node.
+#: Places of some operands of a node.
 Places = tuple[int, ...]
 
 

@@ -29,7 +29,7 @@ _SWEEPS = 20
 
 
 class Infeasible(ValueError):
-    """No choices have a finite cost."""
+    """Problem in which no choices have a finite cost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from lazygt.passes.sharding.placement_bits import SUMS, Bits, union
 from lazygt.passes.sharding.rules.base import Metas, Strategy
 from lazygt.passes.sharding.strategies import StrategySet
 
-#: How autograd adds one microbatch's gradient to another's.
+#: Ops by which autograd adds one microbatch's gradient to another's.
 _ADDITIONS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
 
 Masks = tuple[int, ...]

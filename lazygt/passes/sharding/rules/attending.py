@@ -47,7 +47,7 @@ def alignment(op: str) -> int:
 def attended(
     build: Builder, node: Node, operands: Sequence[Ref], causal: bool = False, **given: Ref
 ) -> tuple[Mixed, Values]:
-    """Run a kernel; return its results, and its other ones.
+    """Run a kernel; return its mixed values, and its other results.
 
     Args:
         given: operands by argument, where they are others.

@@ -58,6 +58,7 @@ class Collective:
     Attributes:
         kind: its name without ``lazygt.``.
         nbytes: payload bytes a rank.
+        reduce_op: the op of a reduction.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Decomposition of an op into simpler ones: torch's own, traced on meta tensors.
+"""Decomposition of an op into simpler ones, traced on meta tensors.
 
 A sample stands for a run-time number. Arithmetic of Python on such a number becomes a tensor of one
 element; a decomposition that would have to know the number is refused.
@@ -45,7 +45,7 @@ _PLACES = frozenset({"layout", "pin_memory", "non_blocking"})
 
 
 class _Refused(Exception):
-    """The decomposition depends on run-time values, or has effects that no graph can say."""
+    """Decomposition that depends on run-time values, or has effects that no graph can say."""
 
 
 @dataclass(frozen=True, slots=True)

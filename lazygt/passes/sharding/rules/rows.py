@@ -114,7 +114,7 @@ def of_each_element(call: Call, index: str) -> bool:
 def _indices(call: Call, name: str) -> list[TensorMeta]:
     """Return the metas of the indices.
 
-    None where they are not all of one shape, and whole numbers.
+    Empty where they are not all of one shape, or not whole numbers.
     """
     metas = [meta for n in numbers(call[name]) if (meta := call.metas[n]) is not None]
     alike = len({meta.shape for meta in metas}) == 1

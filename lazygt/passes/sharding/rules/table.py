@@ -312,7 +312,7 @@ _SAMPLES: dict[str, Rule] = {
     **_losses("multi_margin_loss.default", "n !c, n -> n"),
     **_losses("multilabel_margin_loss_forward.default", "n !c, n !c -> n, n !c"),
 }
-#: Where values stand among others: each rank looks up its own in the whole of the others, or all
+#: Places of values among others: each rank looks up its own in the whole of the others, or all
 #: in its own block, which gives how many of that are smaller.
 _SEARCHES: dict[str, Rule] = {
     **rule("bucketize.Tensor", "..., s -> ..."),

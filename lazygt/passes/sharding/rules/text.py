@@ -71,7 +71,7 @@ def parse(text: str, ops: str = "") -> Text:
 class _Parser:
     text: str
     ops: str
-    #: where each letter that may be split stands first, and each that stays whole
+    #: the first place of each letter that may be split, and of each that stays whole
     split: dict[str, int] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
 
