@@ -63,7 +63,7 @@ def cpu_error(
             f.func(*operands[0], **operands[1])
     except _OF_OTHER_KIND:
         return None
-    except Exception as error:  # noqa: BLE001 - whatever the kernel raises is the answer
+    except Exception as error:  # noqa: BLE001 - any error of the kernel is the answer
         return None if str(error).startswith(_OTHER_REASONS) else error
     return None
 

@@ -45,7 +45,7 @@ def sampled_dtype(
     try:
         with undispatched(), torch.no_grad():
             result = f.func(*map(leaf, args), **{name: leaf(arg) for name, arg in kwargs})
-    except Exception:  # noqa: BLE001 - whatever it is, the meta kernel says it on the user's line
+    except Exception:  # noqa: BLE001 - the meta kernel raises it on the user's line
         return None
     if result.device.type != "cpu" or result.stride() != contiguous_stride(tuple(result.shape)):
         return None
