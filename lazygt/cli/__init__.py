@@ -43,11 +43,11 @@ app.add_typer(pool, name="pool")
 
 @app.callback()
 def _about() -> None:
-    """Look into lazygt, and into what a script records."""
+    """Look into lazygt, and into the record of a script."""
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     if current_session() is not None:
         raise RuntimeError("the lazygt command opens sessions of its own")
     app()

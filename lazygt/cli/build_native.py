@@ -36,7 +36,7 @@ def build_native(
 
 
 def _get(wheels: Path | str | None) -> str:
-    """Have a build that fits, and say where."""
+    """Find, install or build the extension, and return a sentence with its path."""
     try:
         return f"the native extension is there: {fit.find().path}"
     except fit.Misfit:

@@ -32,7 +32,7 @@ def calibrate(
         "auto"
     ),
 ) -> None:
-    """Measure what work costs on this machine, in less than a minute, and write a machine file.
+    """Measure the cost of work here, in less than a minute, and write a machine file.
 
     Matmuls, pointwise ops, memory, recording, messages, and collectives between real workers. Each
     figure is the least of several rounds. Sessions take it with machine="calibrated", or with
@@ -58,7 +58,7 @@ def calibrate(
 
 
 def _table(machine: Machine, usual: Machine) -> Table:
-    """What was measured, beside the machine that serves where none is named."""
+    """Return the measured figures, beside those of the default machine."""
     table = Table("figure", "here", usual.name, "unit", title=machine.about, box=SIMPLE)
     for key, figure in in_order(machine.figures):
         if figure.source == CALIBRATED:

@@ -1,4 +1,4 @@
-"""``lazygt comm``: what a training step exchanges, from a few numbers of the model."""
+"""``lazygt comm``: the traffic of a training step, from a few numbers of the model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def comm(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, in bytes")] = False,
 ) -> None:  # fmt: skip
-    """Work out what a training step of a transformer exchanges, by kind of parallelism.
+    """Work out the traffic of a transformer's training step, by kind of parallelism.
 
     Payloads, and the bytes that ranks send for them in a ring. `lazygt explain` counts those of a
     script.
@@ -122,7 +122,7 @@ def _itemsize(context: typer.Context, option: str, dtype: str) -> int:
 
 
 def _check(context: typer.Context, step: TransformerStep) -> None:
-    """End the command where there is nothing to exchange, or where it is not told how much."""
+    """End the command if nothing is exchanged, or if sizes are missing or do not fit."""
     of_layers = max(step.tensor, step.expert, step.context) > 1
     needed = {
         "--layers": of_layers and not step.layers,

@@ -1,4 +1,4 @@
-"""``lazygt dump``: a script's plans as text; ``lazygt diff``: what differs between two dumps."""
+"""``lazygt dump``: a script's plans as text; ``lazygt diff``: comparison of two dumps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GRAPHS = (
     *(stage.name for stage in AFTER_SHARDING),
     "plan",
 )
-#: What can be printed: ``placements`` is the program before ``shard``, with those of all values.
+#: Printable stages: ``placements`` is the program before ``shard``, with those of all values.
 STAGES = (*GRAPHS[: GRAPHS.index("shard")], "placements", *GRAPHS[GRAPHS.index("shard") :])
 
 
@@ -64,7 +64,7 @@ def dump(
     mesh: OnMesh = None,
     machine: OnMachine = None,
 ) -> None:
-    """Run an unchanged script and print a plan that its sessions built, and what it costs.
+    """Run an unchanged script and print a plan that its sessions built, with its costs.
 
     A script that opens no session is run inside one. With --mesh nothing is computed. In a terminal
     long lines go on in the next one.
@@ -93,12 +93,12 @@ def dump(
 
 
 def most_ops(plans: Sequence[Plan]) -> int:
-    """Which plan has the most ops."""
+    """Return the position of the plan with the most ops."""
     return max(range(len(plans)), key=lambda number: len(plans[number].steps.graph.nodes))
 
 
 def _print_all(sessions: Iterable[Session], stage: str) -> None:
-    """Print every plan, counted from 0, and what each session counted."""
+    """Print every plan, counted from 0, and each session's counts."""
     number = 0
     for session in sessions:
         entries = session.entries()
@@ -123,7 +123,7 @@ def _print_plan(session: Session, entry: PlanRecord, number: int, stage: str) ->
 
 
 def wrapped(text: str, width: int) -> str:
-    """A graph's text in lines of so many columns; what goes on is indented further."""
+    """Return a graph's text in lines of ``width`` columns; continuations are indented further."""
     rows = []
     for row in text.splitlines():
         indent = " " * (len(row) - len(row.lstrip()) + 6)
@@ -135,7 +135,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _texts(session: Session, plan: Plan, stage: str) -> Iterator[tuple[Graph, str]]:
-    """What there is of a stage: one graph, or none of a plan that was not placed."""
+    """Yield the graphs of a stage, with their texts; none if the plan did not go through it."""
     name = f"{stage} of plan {_name(plan)}"
     if stage == "plan":
         yield plan.graph, plan_text(plan)
@@ -160,7 +160,7 @@ def _print_counts(session: Session) -> None:
 
 
 def plan_text(plan: Plan) -> str:
-    """A plan as it prints, with the bytes that each node makes."""
+    """Return a plan as it prints, with the bytes that each node makes."""
     bytes_made = _byte_notes(plan.graph, plan.mesh)
     notes = zip(Schedule.of(plan.graph).notes(), bytes_made, strict=True)
     joined = ["; ".join(filter(None, pair)) for pair in notes]
@@ -172,7 +172,7 @@ def _name(plan: Plan) -> str:
 
 
 def _byte_notes(graph: Graph, mesh: Mesh | None = None) -> list[str]:
-    """What each node makes, and what a collective sends."""
+    """Return a note for each node: bytes of its results, or of a collective's messages."""
     sent = communications_by_node(graph, mesh)
     return [
         _sent(sent[number])
@@ -189,7 +189,7 @@ def _sent(record: Communication) -> str:
 
 
 def _made(node: Node) -> int:
-    """Bytes of the results that have memory of their own."""
+    """Return the bytes of the results that have memory of their own."""
     facts = op_facts(node)
     return 0 if facts is not None and facts.views else _nbytes(node.fresh)
 
@@ -221,9 +221,9 @@ def diff(
     new: Annotated[Path, typer.Argument(help="what it printed another time")],
     lines: Annotated[bool, typer.Option(help="compare the user's lines, too")] = True,
 ) -> None:
-    """Show how the plans of two dumps differ; exit code 0: they do not, 1: they do, 2: trouble.
+    """Show how the plans of two dumps differ; exit code 0: they do not, 1: they do, 2: error.
 
-    How often a plan was shipped and run is not compared, nor is what the scripts printed.
+    Counts of a plan's shipments and runs are not compared, nor is the output of the scripts.
     """
     before, after = (_read(context, path, lines) for path in (old, new))
     same = True
@@ -238,7 +238,7 @@ def diff(
 
 
 def _read(context: typer.Context, path: Path, lines: bool) -> dict[int, list[str]]:
-    """The plans of a dump, by number."""
+    """Return the plans of a dump, by number."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -251,7 +251,7 @@ def _read(context: typer.Context, path: Path, lines: bool) -> dict[int, list[str
 
 
 def read_plans(rows: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """(number, lines of the text) of each plan in a dump."""
+    """Yield (number, lines of the text) of each plan in a dump."""
     number: int | None = None
     plan: list[str] = []
     for row in rows:

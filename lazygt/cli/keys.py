@@ -1,4 +1,4 @@
-"""``lazygt keys``: who may use a pool, and the secret that the hosts of a session share."""
+"""``lazygt keys``: keys of a pool's clients, and the shared secret of a session's hosts."""
 
 from __future__ import annotations
 

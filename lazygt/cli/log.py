@@ -1,4 +1,4 @@
-"""``lazygt log``: what an instruction log comes to."""
+"""``lazygt log``: summary of an instruction log."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def log(
     most: Annotated[int, typer.Option(min=1, help="rows of a table")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="everything, for scripts")] = False,
 ) -> None:  # fmt: skip
-    """Say which messages a script has sent and received: how many, how large, why, from which line.
+    """Sum up the messages that a script sent and received: number, bytes, reasons, lines.
 
-    Milliseconds are those from a run that was sent to its answer, summed; runs overlap.
+    Milliseconds run from the sending of a run to its answer, summed; runs overlap.
     """
     try:
         summary = LogSummary(read_log(file))

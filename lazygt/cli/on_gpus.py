@@ -1,4 +1,4 @@
-"""``--gpus 8xB200``, ``--hosts``, ``--mesh`` and ``--machine``: ranks that need not be there."""
+"""``--gpus 8xB200``, ``--hosts``, ``--mesh``, ``--machine``: ranks that may not exist."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def on_gpus(
     mesh: str | None,
     machine: str | None,
 ) -> Mapping[str, Any]:
-    """The settings of a dry session on these ranks, of the machine's kind of device, as far as
-    they are given.
+    """Return the settings of a dry session on the given ranks, with the machine's device.
 
-    Ends the command where they are none, or contradict each other.
+    Ends the command if the options are invalid, or contradict each other.
     """
     if gpus is None and hosts is not None:
         fail(context, "--hosts says where GPUs are: give --gpus, too, such as --gpus 8xB200")

@@ -1,4 +1,4 @@
-"""``lazygt plan-serving``: what a service of batching stages needs, and how long requests take."""
+"""``lazygt plan-serving``: GPUs and latencies of a service of batching stages."""
 
 from __future__ import annotations
 

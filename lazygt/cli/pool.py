@@ -1,4 +1,4 @@
-"""``lazygt pool``: how a pool is doing, and who is to leave it."""
+"""``lazygt pool``: status of a pool, and the end of its sessions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def status(
     keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything, for scripts")] = False,
 ) -> None:
-    """Say who has workers of a pool, who waits, and what each has used."""
+    """Show the sessions of a pool: those with workers, those that wait, and their usage."""
     told = _asked(context, on, key, keys, Pool.status)
     if as_json:
         typer.echo(json.dumps(told))
@@ -47,7 +47,7 @@ def status(
 
 @app.command()
 def drain(context: typer.Context, on: On, key: Key = None, keys: Keys = None) -> None:
-    """Have a pool admit nobody any more. It ends when its last session has."""
+    """Let a pool admit no more sessions. It ends with its last session."""
     _asked(context, on, key, keys, Pool.drain)
     typer.echo("it admits nobody any more, and ends with its last session")
 
@@ -72,7 +72,7 @@ def _asked(
     keys: Path | None,
     ask: Callable[[Pool], Any],
 ) -> Any:
-    """What a pool answers."""
+    """Return a pool's answer."""
     if key is not None and keys is not None:
         fail(context, "say who you are with --key FILE or with --keys FOLDER, not both")
     try:

@@ -1,6 +1,7 @@
 """Runs of an unchanged script as by ``python script args``, and of its sessions.
 
-Also the commands' script argument, and their errors."""
+Also the commands' script argument, and their errors.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 @dataclass
 class Ran:
-    """A script that has run: the sessions it opened, in order, and whether it failed."""
+    """A script that has run: the sessions it opened, in order; and True if it failed."""
 
     sessions: list[Session]
     failed: bool
@@ -50,8 +51,8 @@ def run_script(
 
     Args:
         inline: where the script opens no session, run its plans in this process.
-        settings: of every session meanwhile, whatever the script says. A ``mesh`` takes the place
-            of the script's workers, or of its mesh if that has the same axes.
+        settings: of every session meanwhile, in place of the script's own. A ``mesh`` takes the
+            place of the script's workers, or of its mesh if that has the same axes.
         opened: called with each new session.
     """
     sessions: list[Session] = []
@@ -79,10 +80,10 @@ class _ScriptSession(Session):
 
 
 def forced_upon(given: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:
-    """A session's settings where some of them are not the script's to say.
+    """Return a session's settings, with forced ones in place of the script's own.
 
     Raises:
-        ValueError: a mesh is forced upon a script whose own has other axes.
+        ValueError: a mesh is forced upon a script with a mesh of other axes.
     """
     settings = {**given, **forced}
     if "launcher" in forced:  # nothing is asked of a pool
@@ -106,7 +107,7 @@ def forced_upon(given: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str
 
 
 def _run(script: Path, args: Sequence[str], inline: bool) -> bool:
-    """Run the script; whether it failed."""
+    """Run the script, and return whether it failed."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
@@ -131,7 +132,7 @@ def _run(script: Path, args: Sequence[str], inline: bool) -> bool:
 
 
 def _of_script(trace: TracebackType | None, script: Path) -> TracebackType | None:
-    """The traceback from the script's first frame on; all of it when it never got there."""
+    """Return the traceback from the script's first frame on; all of it without such a frame."""
     here = trace
     while here is not None and here.tb_frame.f_code.co_filename != str(script):
         here = here.tb_next
@@ -157,7 +158,7 @@ OnMachine = Annotated[
         help="whose costs count: a name such as h100, calibrated, or a machine file",
     ),
 ]
-#: For commands that take a script: what lazygt does not know is the script's.
+#: For commands that take a script: options unknown to lazygt are the script's.
 SETTINGS = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -173,9 +174,9 @@ class Option(NamedTuple):
 
 
 class ScriptCommand(TyperCommand):
-    """A command whose options may stand before the script or behind it; ``--`` ends them.
+    """A command with options before the script or behind it; ``--`` ends them.
 
-    One that stands before the script is the script's own when it comes again behind it.
+    An option before the script that comes again behind it is the script's own there.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -190,7 +191,7 @@ class ScriptCommand(TyperCommand):
 
 
 def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
-    """``args`` with the command's own options in front; a first ``--`` ends them.
+    """Return ``args`` with the command's own options in front; a first ``--`` ends them.
 
     An option is only known by its whole name, so that none of the script's is taken apart.
 
@@ -220,7 +221,10 @@ def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
 def on_machine(
     context: typer.Context, settings: Mapping[str, Any], machine: str | None
 ) -> Mapping[str, Any]:
-    """The settings, with a machine if one is given. Ends the command when there is none such."""
+    """Return the settings, with a machine if one is given.
+
+    Ends the command when there is no such machine.
+    """
     if machine is None:
         return settings
     try:
@@ -233,7 +237,7 @@ def on_machine(
 def on_mesh(
     context: typer.Context, settings: Mapping[str, Any], mesh: str | None
 ) -> Mapping[str, Any]:
-    """The settings; on a mesh, if one is given, those of a dry session.
+    """Return the settings; on a mesh, if one is given, those of a dry session.
 
     Ends the command when it is no mesh.
     """
@@ -281,6 +285,6 @@ def finish(ran: Ran) -> None:
 
 
 def fail(context: typer.Context, message: str) -> NoReturn:
-    """Say what is wrong, and end with exit code 2."""
+    """Print the error, and end with exit code 2."""
     typer.echo(f"lazygt {context.info_name}: {message}", err=True)
     raise typer.Exit(2)

@@ -46,7 +46,7 @@ def serve(
         bool, typer.Option("--hidden", help="keep its processes from looking into one another")
     ] = False,
 ) -> None:  # fmt: skip
-    """Serve workers of this machine to clients with keys, fairly and each with its own processes.
+    """Serve workers here to clients with keys, fairly and each with its own processes.
 
     Clients write lazygt.session(on="tcp://HOST:PORT", key=FILE). See `lazygt keys` and
     `lazygt pool`. Ends with SIGTERM or Ctrl-C, or when it is drained; its sessions end with it.

@@ -1,5 +1,6 @@
-"""``lazygt explain``, ``why``, ``profile``: what a script would cost, why it was run as it was, and
-where its time went; ``lazygt doctor``: whether a session works on this machine.
+"""``lazygt explain``, ``why``, ``profile`` and ``doctor``.
+
+A script's costs, the reasons for its flushes and plans, its timeline; and a check of this machine.
 """
 
 from __future__ import annotations
@@ -45,12 +46,11 @@ _FAILED = " The script failed; this is what it recorded until then."
 def explain(
     context: typer.Context, script: Script, mesh: OnMesh = None, machine: OnMachine = None
 ) -> None:
-    """Record an unchanged script without computing anything, and say what it would cost.
+    """Record an unchanged script without computing anything, and show its costs.
 
-    For each of its lines: flops, bytes, launches and peak memory; what is fused, and why the rest
-    is not. On a mesh, which needs none of its workers: what one rank of it does, the collectives,
-    and what would be dearer. A script that fails on the way is explained up to there, with exit
-    code 1.
+    For each of its lines: flops, bytes, launches and peak memory; the fused ops, and why the others
+    are not. On a mesh, which needs none of its workers: the work of one rank, the collectives, and
+    dearer alternatives. A script that fails on the way is explained up to there, with exit code 1.
     """
     settings = on_machine(context, on_mesh(context, DRY, mesh), machine)
     ran = run(context, script, True, settings)
@@ -68,7 +68,7 @@ def explain(
 
 
 def _show(report: Report, head: str) -> None:
-    """In the terminal's width and colours; everything, as plain text, into a file or pipe."""
+    """Print in the terminal's width and colours; all, as plain text, into a file or pipe."""
     if sys.stdout.isatty():
         console = Console()
         console.print(head, style="italic")
@@ -78,7 +78,7 @@ def _show(report: Report, head: str) -> None:
 
 
 def why(context: typer.Context, script: Script, inline: Inline = False) -> None:
-    """Run an unchanged script and say what forced each flush and why each plan was built."""
+    """Run an unchanged script and say why each flush happened and each plan was built."""
     ran = run(context, script, inline)
     for number, session in enumerate(ran.sessions):
         stats = session.stats()
@@ -128,7 +128,7 @@ def profile(
 
 
 def doctor() -> None:
-    """Say what this machine has, and whether a session works on it."""
+    """Check this machine, and whether a session works on it."""
     findings = checks.report(lambda: Session(workers=1))
     table = Table("part", "", "finding", "advice")
     for check in findings:

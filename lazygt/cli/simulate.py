@@ -1,4 +1,4 @@
-"""``lazygt simulate``: what a step of a script takes on a machine that need not be there."""
+"""``lazygt simulate``: time and memory of a script's step on a machine that may not exist."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def simulate(
         bool, typer.Option("--check", help="then run it here, not compiled, and compare")
     ] = False,
 ) -> None:
-    """Record an unchanged script without computing anything, and say what a step would take.
+    """Record an unchanged script without computing anything, and predict a step.
 
-    A step is what the script repeats most. On a mesh, which needs none of its workers, ranks with
-    the same plan are simulated once. All is estimated from the figures of a machine file: kernels
-    by the law of their family, collectives by kind, size and ranks, overlapped as the plans have
-    them.
+    A step is the part that the script repeats most. On a mesh, which needs none of its workers,
+    ranks with the same plan are simulated once. All is estimated from the figures of a machine
+    file: kernels by the law of their family, collectives by kind, size and ranks, overlapped as the
+    plans have them.
     """
     if output is not None:
         check_output(context, output)
@@ -106,7 +106,7 @@ def _again(
     compiled: bool,
     trial: Trial,
 ) -> Prediction:
-    """What a script takes that is changed; what it prints then is of no interest.
+    """Return the prediction of a changed script; its output is dropped.
 
     Raises:
         ValueError: it fails then, or runs nothing.
@@ -131,7 +131,7 @@ def _check(
     mesh: str | None,
     by_session: Sequence[Prediction | None],
 ) -> Ran:
-    """Run the script for real, and show each session's prediction beside what its workers did."""
+    """Run the script for real, and show each session's prediction beside the measured step."""
     devices = {prediction.machine.device for prediction in by_session if prediction is not None}
     if "cuda" in devices and not torch.cuda.is_available():
         fail(context, "--check runs the script on this machine, which has no CUDA device")
@@ -156,7 +156,7 @@ def _check(
 
 
 def _show(prediction: Prediction, as_json: bool) -> None:
-    """In the terminal's width and colours; everything, as plain text, into a file or pipe."""
+    """Print in the terminal's width and colours; all, as plain text, into a file or pipe."""
     if as_json:
         typer.echo(json.dumps(prediction.as_json()))
     elif sys.stdout.isatty():

@@ -144,7 +144,7 @@ def _tell(
 def _rows(
     script: Path, arguments: Sequence[str], combos: Sequence[Combination], ground: Ground
 ) -> tuple[list[Row], bool]:
-    """The rows, as far as they came, and whether the user interrupted."""
+    """Return the rows, as far as they came, and whether the user interrupted."""
     rows: list[Row] = []
     with _progress() as bar, _noting_interrupts() as interrupts:
         task = bar.add_task("", total=len(combos) * ground.ticks, what="")
@@ -170,7 +170,7 @@ def _progress() -> Progress:
 
 @dataclass
 class _Running:
-    """Runs the script; what it prints is kept, and seen no more than the last line of a failure."""
+    """Run of the script; of its output only the last line is shown, if it fails."""
 
     script: Path
     arguments: Sequence[str]

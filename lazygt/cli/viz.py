@@ -99,7 +99,7 @@ def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> N
 
 
 def _plans(session: Session) -> list[Plan]:
-    """A session's plans, numbered as ``lazygt dump`` numbers them."""
+    """Return a session's plans, numbered as ``lazygt dump`` numbers them."""
     return [entry.plan for entry in session.entries()]
 
 

@@ -1,4 +1,4 @@
-"""``lazygt worker``: this host's workers for a program whose client is on another host."""
+"""``lazygt worker``: this host's workers for a program with its client on another host."""
 
 from __future__ import annotations
 

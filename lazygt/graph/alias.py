@@ -1,7 +1,7 @@
-"""Which values may share memory, and where a write may really happen in place.
+"""Alias analysis: values that may share memory, and writes that may happen in place.
 
 A graph is pure: a write makes a new version. Copying for every write would be slow and would
-raise peak memory, so ``analyse`` finds the writes that nobody can tell from a copy: the old
+raise peak memory, so ``analyse`` finds the writes that give the same results in place: the old
 version, and every value that may share its memory, is never read again.
 
 A write through a view is recorded as two nodes, the op on the view and a ``write_back`` of the
@@ -11,8 +11,8 @@ view's new version into its base:
     v2 = aten.add_(v1, 1)                                 │ add_
     b3 = lazygt.write_back(b0, v2, [slice])  b3 <──slice── v2
 
-When neither ``b0`` nor another view of it is read afterwards, the pair runs as torch would run
-it: ``v1.add_(1)`` on the memory of ``b0``, which then is ``b3``.
+If neither ``b0`` nor another view of it is read afterwards, the pair runs as torch would run it:
+``v1.add_(1)`` on the memory of ``b0``, which then is ``b3``.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _NEVER = 1 << 60
 def view_step(
     op: str, position: int, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], which: int
 ) -> ViewStepKey:
-    """One view op without its operand: (op, operand's position, args, kwargs, result used)."""
+    """Return a view op without operand: (op, operand's position, args, kwargs, result used)."""
     return op, position, (*args[:position], None, *args[position + 1 :]), kwargs, which
 
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """How the writes of a graph are to be run.
+    """Modes in which the writes of a graph run.
 
     Attributes:
         modes: for each node, one mode a written value (for ``write_back``: of its base): COPY
-            first, IN_PLACE, or DONE (a ``write_back`` whose view was written in place).
-        owned_inputs: inputs whose memory is overwritten: the run must own them or copy them.
+            first, IN_PLACE, or DONE (a ``write_back`` of a view that was written in place).
+        owned_inputs: inputs that are overwritten: the run must own them or copy them.
         copied_outputs: positions in ``outputs`` that share memory with something that outlives
             the run, so that they must be copied out.
     """
@@ -58,7 +58,7 @@ class Writes:
 
 
 def last_uses(graph: Graph) -> list[int]:
-    """For each value the number of the node that reads it last; -1 if none does."""
+    """Return for each value the number of the node that reads it last; -1 if none does."""
     uses = [-1] * len(graph.values)
     for number, node in enumerate(graph.nodes):
         for ref in node.refs():
@@ -74,7 +74,7 @@ def analyse(graph: Graph) -> Writes:
 
 
 def op_facts(node: Node) -> OpFacts | None:
-    """The schema facts of a node's op; None for lazygt's own ops."""
+    """Return the schema facts of a node's op; None for lazygt's own ops."""
     op = node.op
     return facts(overload(op)) if "@" in op else _facts(op)
 
@@ -89,10 +89,10 @@ _STATEFUL = frozenset({"lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set
 
 
 def has_effect(node: Node) -> bool:
-    """Whether a node does more than compute its results, so that its place in the order counts.
+    """Return whether a node has an effect beside its results, so that its order counts.
 
     That is so for ops that draw random numbers, for ops that return nothing (assertions), for
-    a data-dependent op, whose answer the client waits for, and for collectives, to which all
+    a data-dependent op (the client waits for its answer), and for collectives, to which all
     ranks must come in the same order.
     """
     if node.body is not None:
@@ -102,7 +102,7 @@ def has_effect(node: Node) -> bool:
 
 
 def draws(node: Node) -> bool:
-    """Whether a node reads or sets the generator; attention that drops nothing does not."""
+    """Return whether a node reads or sets the generator; attention without dropout does not."""
     f = op_facts(node)
     if f is None:
         return node.op in _STATEFUL
@@ -110,7 +110,7 @@ def draws(node: Node) -> bool:
 
 
 def drops_nothing(node: Node) -> bool:
-    """Whether a node is attention, or its backward, without dropout."""
+    """Return whether a node is attention, or its backward, without dropout."""
     place = _dropout_of(node.op) if "attention" in node.op else None
     if place is None:
         return False
@@ -120,18 +120,18 @@ def drops_nothing(node: Node) -> bool:
 
 @cache
 def _dropout_of(op: str) -> int | None:
-    """The place of an op's ``dropout_p``, which is 0 where nothing is given."""
+    """Return the position of an op's ``dropout_p`` with the default 0; None if it has none."""
     arguments = overload(op)._schema.arguments
     places = [at for at, argument in enumerate(arguments) if argument.name == "dropout_p"]
     return places[0] if places and arguments[places[0]].default_value in (0.0, None) else None
 
 
 class Aliases:
-    """Which values live in which memory, learnt node by node in order.
+    """Alias sets: the memory of each value, learnt node by node in order.
 
     Attributes:
         memory: value -> number of its memory: the value that was first in it.
-        owned: inputs whose memory is the run's own, because a node up to here writes it in place.
+        owned: inputs in memory of the run's own, because a node up to here writes it in place.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -141,7 +141,7 @@ class Aliases:
         #: value -> number of its memory; memory -> values that live in it
         self.memory = list(range(count))
         self.members: list[list[int]] = [[i] for i in range(count)]
-        #: value -> (base, chain) for views whose derivation is known
+        #: value -> (base, chain) for views of known derivation
         self.derived: dict[int, tuple[int, tuple[ViewStepKey, ...]]] = {}
         #: write_back nodes that a write in place has made superfluous
         self.done: set[int] = set()
@@ -154,7 +154,7 @@ class Aliases:
         return Writes(tuple(modes), tuple(sorted(self.owned)), self._outputs())
 
     def visit(self, number: int, node: Node, results: range) -> tuple[str, ...]:
-        """Take the next node; returns the modes of its writes."""
+        """Take the next node, and return the modes of its writes."""
         if node.op == WRITE_BACK:
             return (self._write_back(number, node, results[0]),)
         if node.dynamic:
@@ -183,23 +183,23 @@ class Aliases:
                 self.derived[result] = base, (*chain, step)
 
     def dies(self, value: int) -> bool:
-        """Whether the memory of a value is the run's own and is not read after its last use."""
+        """Return whether a value's memory is the run's own and is not read after its last use."""
         home = self.memory[value]
         ours = home >= len(self.graph.inputs) or home in self.owned
         return ours and all(self.uses[m] <= self.uses[value] for m in self.members[home])
 
     def lives_until(self, value: int) -> int:
-        """The last node that reads something in the memory of a value."""
+        """Return the last node that reads something in the memory of a value."""
         return max((self.uses[each] for each in self.members[self.memory[value]]), default=-1)
 
     def share(self, value: int, other: int) -> None:
-        """From here on ``value`` lives where ``other`` does."""
+        """Place ``value`` in the memory of ``other`` from here on."""
         home = self.memory[other]
         self.memory[value] = home
         self.members[home].append(value)
 
     def _read_later(self, value: int, number: int, besides: tuple[int, ...] = ()) -> bool:
-        """Whether something in the memory of ``value`` is read after node ``number``."""
+        """Return whether something in the memory of ``value`` is read after node ``number``."""
         home = self.memory[value]
         alive = [member for member in self.members[home] if self.uses[member] > number]
         self.members[home] = alive
@@ -222,7 +222,7 @@ class Aliases:
     def _matching_write_back(
         self, number: int, target: int, version: int
     ) -> tuple[int, int] | None:
-        """(base, node number) of the write_back that follows a write to a view of that base."""
+        """Return (base, node number) of the write_back after a write to a view of the base."""
         base, chain = self.derived.get(target, (-1, ()))
         for later in range(number + 1, len(self.graph.nodes)):
             node = self.graph.nodes[later]
@@ -234,7 +234,7 @@ class Aliases:
         return None
 
     def _keep(self, target: int, version: int) -> None:
-        """``version`` lives where ``target`` did."""
+        """Place ``version`` in the memory of ``target``."""
         self.share(version, target)
         if target in self.derived:
             self.derived[version] = self.derived[target]

@@ -1,4 +1,4 @@
-"""What is alive while a graph runs: which values, how many bytes, and the most at once."""
+"""Liveness: the values alive at each node of a graph, their bytes, and the peak."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 
 
 class Change(NamedTuple):
-    """What is alive beside what was before.
+    """Memory that becomes alive, or is dropped.
 
     Attributes:
-        home: the value in whose memory it lies; of a pack that is being sent, the launch's result.
-        nbytes: below 0: it is dropped.
-        packed: it is a pack that is being sent.
+        home: the first value in the memory; of a pack that is being sent, the launch's result.
+        nbytes: its bytes; below 0: it is dropped.
+        packed: True for a pack that is being sent.
     """
 
     home: int
@@ -29,12 +29,12 @@ class Change(NamedTuple):
 
 
 def peak_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> int:
-    """The most bytes alive at once while the nodes run in order; see ``alive_bytes``."""
+    """Return the most bytes alive at once while the nodes run in order; see ``alive_bytes``."""
     return max(alive_bytes(graph, frees), default=sum(map(extent_bytes, graph.inputs)))
 
 
 def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
-    """The bytes alive while each node runs; see ``alive_changes``."""
+    """Return the bytes alive while each node runs; see ``alive_changes``."""
     homes = homes_of(graph)
     sizes = list(map(extent_bytes, graph.values))
     now = sum(sizes[home] for home in set(homes[: len(graph.inputs)]))
@@ -49,12 +49,12 @@ def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
 def alive_changes(
     graph: Graph, frees: Sequence[Collection[int]], homes: Sequence[int]
 ) -> Iterator[tuple[list[Change], list[Change]]]:
-    """For each node what is alive beside what was before, and what is dropped after it.
+    """Yield for each node the memory that becomes alive at it, and that is dropped after it.
 
-    Values that share memory (views, versions written in place, what lies in the buffer that it came
-    in) count once, for as long as one of them lives. So does a pack of values that is being sent.
-    What a node needs only while it runs (workspaces, the values between the members of a fused
-    node) is not counted. Before the first node all inputs are alive.
+    Values that share memory (views, versions written in place, results that lie in their receive
+    buffer) count once, for as long as one of them lives. So does a pack of values that is being
+    sent. Temporary memory of a node (workspaces, the values between the members of a fused node)
+    is not counted. Before the first node all inputs are alive.
 
     Args:
         frees: for each node the values that are dropped after it, inputs among them; an input
@@ -84,12 +84,12 @@ def alive_changes(
 
 
 def extent_bytes(meta: TensorMeta | None) -> int:
-    """Bytes from a tensor's first element in memory to its last."""
+    """Return the bytes from a tensor's first element in memory to its last."""
     return meta.extent * meta.dtype.itemsize if meta is not None else 0
 
 
 def homes_of(graph: Graph) -> list[int]:
-    """For each value the first one in whose memory it lives."""
+    """Return for each value the first one in the same memory."""
     homes = list(range(len(graph.values)))
     launches = {
         results[0]: node for node, results in graph.numbered() if node.op in (LAUNCH, LAUNCH_)
@@ -113,12 +113,12 @@ def homes_of(graph: Graph) -> list[int]:
     return homes
 
 
-#: Launches whose results are put together of what comes.
+#: Launches with results that are put together from the received blocks.
 _MADE_ANEW = ("all_to_all", "send_recv", "take_rows", "put_rows")
 
 
 def _stays(launch: Node, kept: Sequence[int]) -> list[int]:
-    """Which of the values of a launch are used where they lie in its buffer, once it has come."""
+    """List the values of a launch that are used where they lie in its receive buffer."""
     kind, values, moves, _, _ = launch.args
     copied = kind in _MADE_ANEW or (kind == "all_gather" and len(values) > 1)
     return [

@@ -1,4 +1,4 @@
-"""The collectives of a rank's graph, as they are counted and explained; and their flat buffers."""
+"""The collectives of a rank's graph, counted and explained; and their flat buffers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RING = {
 _EXCHANGES = COLLECTIVES | POINT_TO_POINT
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
 _OF_ROWS = frozenset({"take_rows", "put_rows"})
-#: What each does for the op that asked for it.
+#: The purpose of each for the op that asked for it.
 _PURPOSE = {
     "all_reduce": "adds up what each rank made with",
     "all_gather": "puts together the blocks made by",
@@ -51,16 +51,16 @@ class Communication:
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``send_recv``
-            for rows that go from rank to rank, and for either half of what goes between stages.
+            for rows that go from rank to rank, and for either half of a transfer between stages.
         reduce_op: ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing.
         nbytes: payload of the rank: the operand of an all-reduce, the gathered result of an
             all-gather, the unreduced operand of a reduce-scatter, the local operand of an
-            all-to-all, what this rank sends of rows. Rows that are sent by an index are an
+            all-to-all, the rows that this rank sends. Rows that are sent by an index are an
             all-to-all, too: all of a rank's rows count, with their places, as if none were its own.
         mesh_dim: the axis of the mesh along which ranks meet.
         source: the user's ``file:line``.
-        why: which op's result it moves, and for which.
-        ranks: how many meet; 1 where the mesh is not known.
+        why: the op that made the moved value, and the op that reads it.
+        ranks: the number that meet; 1 where the mesh is not known.
     """
 
     kind: str
@@ -73,24 +73,24 @@ class Communication:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes that a rank sends where the ranks pass them on in a ring."""
+        """Bytes that a rank sends if the ranks pass them on in a ring."""
         return round(ring_bytes(self.kind, self.nbytes, self.ranks))
 
 
 def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
-    """Bytes that each of ``ranks`` sends in a ring for a collective of this payload.
+    """Return the bytes that each of ``ranks`` sends in a ring for this payload.
 
-    What goes from one rank to single others (``send_recv``) is sent as it is.
+    Messages from one rank to single others (``send_recv``) are sent as they are.
     """
     return _RING[kind] * nbytes * (ranks - 1) / ranks if kind in _RING else float(nbytes)
 
 
 def ring_limit(kind: str, nbytes: int) -> int:
-    """What ``ring_bytes`` comes to for very many ranks: (N - 1) / N is left out."""
+    """Return the limit of ``ring_bytes`` for very many ranks: (N - 1) / N is left out."""
     return _RING.get(kind, 1) * nbytes
 
 
-# -- what carries a collective between ranks on CPUs of one host -----------------------------------
+# -- the transport of a collective between ranks on CPUs of one host -------------------------------
 
 #: Bytes that a rank sends to all others together, up to which sockets are as fast as shared memory.
 SOCKET_BYTES = 1 << 20
@@ -99,18 +99,19 @@ EXTRA_BYTES = 256 << 10
 
 
 def socket_bytes(kind: str, nbytes: int, ranks: int) -> float:
-    """Bytes that a rank sends through sockets for a collective of this payload.
+    """Return the bytes that a rank sends through sockets for a collective of this payload.
 
-    Of an all-reduce everybody gets everything, at once; the rest is as much as in a ring.
+    In an all-reduce each rank sends its whole value to all others, in one exchange; the other
+    collectives send as much as in a ring.
     """
     return float((ranks - 1) * nbytes) if kind == "all_reduce" else ring_bytes(kind, nbytes, ranks)
 
 
 def goes_by_sockets(kind: str, nbytes: int, ranks: int) -> bool:
-    """Whether ranks send one another what is needed, through sockets; else they share memory.
+    """Return whether ranks exchange the values through sockets; else through shared memory.
 
-    There each rank reduces its part, and the parts are gathered, which is no more than in a ring.
-    All ranks have to choose alike.
+    In shared memory each rank reduces its part, and the parts are gathered, which is no more than
+    in a ring. All ranks have to choose alike.
     """
     sent = socket_bytes(kind, nbytes, ranks)
     extra = sent - ring_bytes(kind, nbytes, ranks)
@@ -118,16 +119,16 @@ def goes_by_sockets(kind: str, nbytes: int, ranks: int) -> bool:
 
 
 def communications(graph: Graph, mesh: Mesh | None = None) -> tuple[Communication, ...]:
-    """The collectives of one rank's graph, in the order in which they are launched.
+    """Return the collectives of one rank's graph, in the order of their launches.
 
     Args:
-        mesh: tells how many ranks meet.
+        mesh: gives the number of ranks that meet.
     """
     return tuple(communications_by_node(graph, mesh).values())
 
 
 def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, Communication]:
-    """The same, each with the number of the node that launches it."""
+    """Return the same, each by the number of the node that launches it."""
     if all(node.op not in _EXCHANGES for node in graph.nodes):
         return {}
     values = graph.values
@@ -177,8 +178,10 @@ def _payload(node: Node, values: Sequence[TensorMeta | None]) -> int:
 
 
 def rows_payload(operands: Sequence[TensorMeta | None]) -> int:
-    """Bytes that a rank exchanges, of the operands of an exchange of rows: a row and its place for
-    each that the index names."""
+    """Return the bytes of an exchange of rows, for a rank, from its operands.
+
+    Each row that the index names counts with its place.
+    """
     value, index, *_ = operands
     if value is None or index is None:
         return 0
@@ -187,7 +190,7 @@ def rows_payload(operands: Sequence[TensorMeta | None]) -> int:
 
 
 def _bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> int:
-    """The payload of one of the values that travel together."""
+    """Return the payload of one of the values that travel together."""
     kind, operands, moves, _, _ = node.args
     meta = values[operands[position].index]
     if meta is None or kind != "all_gather":
@@ -199,7 +202,7 @@ def _bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> in
 
 
 def _makers(graph: Graph) -> list[str]:
-    """The op that made each value."""
+    """Return the op that made each value."""
     makers = ["an input"] * len(graph.inputs)
     for node in graph.nodes:
         makers += [node.op] * len(node.results)
@@ -207,7 +210,7 @@ def _makers(graph: Graph) -> list[str]:
 
 
 def _users(graph: Graph) -> dict[int, str]:
-    """The op that reads each value first; of what is under way, the one that reads what arrives."""
+    """Return the op that reads each value first; of a launch, the first reader of its results."""
     users: dict[int, str] = {}
     for node in graph.nodes:
         for value in node.refs():
@@ -233,7 +236,7 @@ def _why(node: Node, makers: Sequence[str], user: str | None) -> str:
     return f"{_PURPOSE[_purpose(node)]} {maker}{others}, for {user or 'the result'}"
 
 
-# -- how values that travel in one collective lie in its flat buffer -------------------------------
+# -- layout of the values of one collective in its flat buffer -------------------------------------
 #
 # Every value has a slot. A slot has the same length on every rank of the axis, although blocks may
 # not: it has room for the largest block, the first. Slots begin at multiples of ``ALIGN`` bytes,
@@ -244,7 +247,7 @@ ALIGN = 64
 
 
 class Slots(NamedTuple):
-    """Elements: where each slot starts, how long its value is, and all slots together."""
+    """Elements: start of each slot, length of its value, and total of all slots."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -258,7 +261,7 @@ def slots(
     parts: int,
     itemsize: int,
 ) -> Slots:
-    """The slots of one rank's values.
+    """Return the slots of one rank's values.
 
     Args:
         kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
@@ -284,19 +287,19 @@ def slots(
 
 
 def buffer_length(kind: str, parts: int, total: int, count: int = 1) -> int:
-    """Elements of the buffer that a launch receives into.
+    """Return the elements of the buffer that a launch receives into.
 
     Args:
         total: of the slots of a rank.
-        count: of the values. Several that are scattered are packed, and this rank's block of what
-            they come to is written over that of its own.
+        count: of the values. Several that are scattered are packed, and this rank's block of the
+            result is written over its own block.
     """
     packed = kind == "reduce_scatter" and count > 1
     return parts * total if kind == "all_gather" or packed else total
 
 
 def _block(shape: Sequence[int], move: Sequence[int], parts: int) -> int:
-    """Elements of the largest block of a value that is gathered or scattered along a dim."""
+    """Return the elements of the largest block of a value gathered or scattered along a dim."""
     dim, *size = move
     rest = math.prod([each for place, each in enumerate(shape) if place != dim])
     return rest * block_size(size[0] if size else shape[dim], parts, 0)

@@ -1,4 +1,4 @@
-"""What a training step of a transformer exchanges, by kind of parallelism, without a program.
+"""Communication volume of a transformer's training step, by kind of parallelism.
 
     data        gradients all-reduced                                   P
       ZeRO-1/2  gradients reduce-scattered, new weights gathered        2 P
@@ -10,23 +10,23 @@
     context
       ring      keys and values passed on, forward and backward, and
                 their gradients sent home (Liu et al., 2023)            6 B S V a layer
-      Ulysses   queries, keys, values and what comes of them exchanged,
+      Ulysses   queries, keys, values and results exchanged,
                 forward and backward (Jacobs et al., 2023)              4 B S (H + V) a layer
     expert      all-to-all there and back, forward and backward         4 K B S H a layer
 
-P: the parameters' bytes. B: sequences that one replica computes at once, S: their length, H: the
-hidden size, V: what a token's keys have of it (all, or less where heads share keys), K: experts a
-token; times the bytes of an element, which is why a dtype is asked for: B x S x H is a number of
-elements.
+The figures follow from the model's sizes, without a program. P: the parameters' bytes. B: sequences
+that one replica computes at once, S: their length, H: the hidden size, V: the width of a token's
+keys (H, or less if heads share keys), K: experts a token; times the bytes of an element, which is
+why a dtype is asked for: B x S x H is a number of elements.
 
-A step of M microbatches exchanges activations M times. Gradients are added up where they were made
-and reduced once, unless they, or weights, are kept in blocks (ZeRO-2 and 3): then each microbatch
+A step of M microbatches exchanges activations M times. Each rank adds up its gradients, which are
+reduced once, unless they, or weights, are kept in blocks (ZeRO-2 and 3): then each microbatch
 gathers the weights and scatters its gradients. Ranks along the context have the same weights, and
 reduce gradients together with those of data.
 
-*Logical* is the payload. What the ranks of a ring send for it is the business of
-``graph.collectives.ring_bytes``: 2 (N - 1) / N of an all-reduce's payload, (N - 1) / N of a
-gather's, a scatter's or an exchange's, all of what goes from one rank to another.
+*Logical* is the payload. ``graph.collectives.ring_bytes`` gives the bytes that the ranks of a ring
+send for it: 2 (N - 1) / N of an all-reduce's payload, (N - 1) / N of a gather's, a scatter's or an
+exchange's, and the whole payload from one rank to another.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import NamedTuple
 from lazygt.graph.collectives import ring_bytes, ring_limit
 
 DATA, TENSOR, PIPELINE, CONTEXT, EXPERT = "data", "tensor", "pipeline", "context", "expert"
-#: What axes of a mesh are named for each kind of parallelism.
+#: Names of mesh axes for each kind of parallelism.
 _AXES = {
     DATA: "data dp ddp fsdp batch replica replicate shard",
     TENSOR: "model tensor tp mp",
@@ -54,7 +54,7 @@ RING, ULYSSES = "ring", "ulysses"
 
 
 def parallelism_of(axis: str) -> str:
-    """The kind of parallelism that an axis of a mesh is named for; empty where it is none."""
+    """Return the kind of parallelism that an axis is named for; empty if it is none."""
     return _BY_AXIS.get(axis.lower(), "")
 
 
@@ -63,11 +63,11 @@ class Volume(NamedTuple):
 
     Attributes:
         parallelism: the kind that they belong to.
-        ranks: how many meet.
-        kind: as ``Communication`` has it.
-        what: is sent.
-        times: how many there are in the whole model.
-        elements: of each one's payload, whole.
+        ranks: the number that meet.
+        kind: as in ``Communication``.
+        what: the sent values, in words.
+        times: the number of collectives in the whole model.
+        elements: of each one's whole payload.
         itemsize: bytes of an element.
         rank_elements: of all payloads that one rank takes part in.
     """
@@ -138,7 +138,7 @@ class TransformerStep:
     kv_hidden: int = 0
 
     def volumes(self) -> tuple[Volume, ...]:
-        """What it exchanges, kind by kind; nothing for a kind of one rank."""
+        """Return the exchanged volumes, kind by kind; nothing for a kind of one rank."""
         return (*self._data(), *self._tensor(), *self._pipeline(), *self._context(),
                 *self._expert())  # fmt: skip
 
@@ -163,7 +163,7 @@ class TransformerStep:
             )
 
     def _of_state(self) -> Iterator[tuple[str, str, int]]:
-        """Kind, what is sent, and how often in a step."""
+        """Yield (kind, name of the sent values, times a step)."""
         if self.zero == 0:
             yield _REDUCE, "gradients", 1
             return
@@ -205,13 +205,13 @@ class TransformerStep:
             return
         for what in ("keys, values, forward", "keys, values, backward", "their gradients"):
             volume = self._layers(CONTEXT, self.context, _SEND, what, 2, self.keys)
-            # its own block goes to nobody, the others' once round
+            # its own block is not sent to itself, the others' go once round
             yield volume._replace(rank_elements=volume.rank_elements * (self.context - 1))
 
     def _layers(
         self, parallelism: str, ranks: int, kind: str, what: str, times: int, elements: int
     ) -> Volume:
-        """So many in each layer; a rank has the layers of its stage, and its part of a sequence."""
+        """Return ``times`` collectives a layer; a rank has its stage's layers and sequence part."""
         of_rank = -(-self.layers // self.pipeline)
         return Volume(
             parallelism, ranks, kind, what, times * self.layers * self.microbatches, elements,

@@ -1,7 +1,8 @@
-"""What a graph costs: arithmetic, bytes moved and launches.
+"""Cost of a graph: arithmetic, bytes moved and launches.
 
 The numbers are those of the graph as it is written, counted and not timed. Every op reads each
-operand and writes each result once (not what it only overwrites, nor rows that it does not pick).
+operand and writes each result once (operands that it only overwrites, and rows that it does not
+pick, are not read).
 
 family                       flops
 matmul                       the formula of torch.utils.flop_counter
@@ -27,7 +28,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg
 from lazygt.graph.placement import COLLECTIVES, POINT_TO_POINT, WAIT
 
-#: What ranks do together, and the end of it.
+#: Collectives, and the waits for them.
 _COLLECTIVES = COLLECTIVES | POINT_TO_POINT | {WAIT}
 #: Every family, those that a fused node takes its family from first.
 FAMILIES = ("matmul", "reduction", "pointwise", "random", "other", "memory", "collective",
@@ -73,7 +74,7 @@ Metas = Sequence[TensorMeta | None]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one node, or several together, cost.
+    """Cost of one node, or of several together.
 
     Attributes:
         flops: arithmetic operations; a fused multiply-add is two.
@@ -102,13 +103,13 @@ class Cost:
 
 
 def base_name(op: str) -> str:
-    """``add`` for ``aten.add_.Tensor``: the op without namespace, overload and in-place mark."""
+    """Return an op's bare name, without in-place mark: ``add`` for ``aten.add_.Tensor``."""
     name = op.split(".")[1]
     return name if name.endswith("__") else name.removesuffix("_")
 
 
 def _grouped_flops(matrix: torch.Tensor, other: torch.Tensor, *_: object, **__: object) -> int:
-    """Of products of groups of rows: each row, or column, is in one of them."""
+    """Return the flops of products of groups of rows: each row, or column, is in one group."""
     groups = matrix.shape[0] if (matrix.dim(), other.dim()) == (3, 2) else 1
     return 2 * matrix.numel() * other.shape[-1] // groups
 
@@ -123,7 +124,7 @@ def _formula(base: str) -> Callable[..., int] | None:
 
 
 def family(node: Node) -> str:
-    """Which of FAMILIES a node is of; a fused node is of the first that a member is of."""
+    """Return a node's family; a fused node has the first of FAMILIES that a member has."""
     if node.body is not None:
         return min((family(member) for member in node.body.nodes), key=FAMILIES.index)
     if node.op in _COLLECTIVES or node.op.startswith("_c10d_functional."):
@@ -148,7 +149,7 @@ def _family_of_name(base: str) -> str:
 
 
 def _is_tagged_pointwise(base: str) -> bool:
-    """Whether torch tags any overload so; it leaves out some in-place and backward ops."""
+    """Return whether torch tags any overload so; it omits some in-place and backward ops."""
     packet = getattr(torch.ops.aten, base, None)
     if packet is None:
         return False
@@ -157,12 +158,12 @@ def _is_tagged_pointwise(base: str) -> bool:
 
 
 def graph_costs(graph: Graph) -> list[Cost]:
-    """The cost of each node, in order."""
+    """Return the cost of each node, in order."""
     return [sum(members, Cost()) for members in member_costs(graph)]
 
 
 def member_costs(graph: Graph) -> list[list[Cost]]:
-    """For each node the costs of its members; of a plain node, its own alone.
+    """Return for each node the costs of its members; for a plain node, its own alone.
 
     A fused node is one launch that reads the node's inputs and writes its results. Those bytes
     and the launch are its first member's; every member has its own flops.
@@ -179,7 +180,7 @@ def member_costs(graph: Graph) -> list[list[Cost]]:
 
 
 def by_line(graph: Graph) -> dict[str, Cost]:
-    """The cost of each of the user's lines (``file:line``), in order of appearance.
+    """Return the cost of each of the user's lines (``file:line``), in order of appearance.
 
     The members of a fused node count to their own lines, with the bytes and the launch at the
     first one's line (see ``member_costs``).
@@ -193,7 +194,7 @@ def by_line(graph: Graph) -> dict[str, Cost]:
 
 
 def _moved(node: Node, metas: Metas, modes: Sequence[str]) -> Cost:
-    """A node's bytes and launches."""
+    """Return a node's bytes and launches."""
     if DONE in modes or _is_free(node):
         return Cost()
     read = sum(_stored(metas[value]) for value in set(node.refs()) - _unread(node))
@@ -211,12 +212,12 @@ def _moved(node: Node, metas: Metas, modes: Sequence[str]) -> Cost:
 
 
 def _is_free(node: Node) -> bool:
-    """Whether a node touches no element."""
+    """Return whether a node touches no element."""
     return node.body is None and (base_name(node.op) in _FREE or family(node) == "view")
 
 
 def _unread(node: Node) -> set[int]:
-    """The values that a node names and whose elements it does not read, or not all of them."""
+    """Return the operands of a node that it does not read, or not entirely."""
     base = base_name(node.op)
     if base in _LIKENESSES or base in _PICKS or base in _OVERWRITES:
         first = node.args[0] if node.args else None
@@ -225,7 +226,7 @@ def _unread(node: Node) -> set[int]:
 
 
 def _stored(meta: TensorMeta | None) -> int:
-    """Bytes of a tensor's distinct elements; 0 where nothing is known."""
+    """Return the bytes of a tensor's distinct elements; 0 for an unknown meta."""
     if meta is None:
         return 0
     count = 1
@@ -262,7 +263,7 @@ def _formula_flops(
     kwargs: tuple[tuple[str, Any], ...],
     results: tuple[TensorMeta | None, ...],
 ) -> int:
-    """What an op's formula gives for tensors like these; a model has few such ops, many times."""
+    """Return the flops by an op's formula; cached, since a model repeats few such ops."""
     args = map_arg(args, _tensor)
     if base in _VECTOR_PRODUCTS:
         return 2 * int(args[_VECTOR_PRODUCTS[base]].numel())
@@ -274,7 +275,7 @@ def _formula_flops(
 
 
 def _tensor(item: Any) -> Any:
-    """A meta tensor for what stands for one, as torch's formulas take them."""
+    """Return a meta tensor for a TensorMeta, as torch's formulas take it; else the item."""
     return item.empty("meta") if type(item) is TensorMeta else item
 
 
@@ -283,7 +284,7 @@ _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
 
 def product_sizes(node: Node, metas: Metas) -> tuple[int, int, int, int] | None:
-    """(m, n, k, how many) of a node's products of [m, k] and [k, n]; None for another op."""
+    """Return (m, n, k, count) of a node's products of [m, k] and [k, n]; None for another op."""
     if node.body is not None or (places := _PRODUCTS.get(base_name(node.op))) is None:
         return None
     operands = [meta.shape for value in node.refs() if (meta := metas[value]) is not None]

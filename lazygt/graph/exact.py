@@ -1,7 +1,7 @@
-"""Numbers as they are: told apart by type and bits.
+"""Exact equality of numbers: by type and bits.
 
-Python's ``==`` takes 1, 1.0 and True for one number, 0.0 and -0.0 too, and finds that a NaN is not
-even itself. Whatever is kept for a number, and whatever is merged with another, asks here.
+Python's ``==`` takes 1, 1.0 and True for one number, 0.0 and -0.0 too, and a NaN as unequal to
+itself. Caches with numbers in their keys, and passes that merge numbers, compare them by ``exact``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from marshal import dumps
 from typing import Any
 
-#: The last format that says only what a number is, and not how often Python holds it.
+#: The last format that depends on the number alone, and not on Python's reference counts.
 _FORMAT = 2
 
 
 def exact(arg: Any) -> Any:
-    """A node's argument as part of a key: equal for arguments that are the same."""
+    """Return a node's argument as part of a key: equal for arguments that are the same."""
     kind = type(arg)
     if kind is tuple:
         return tuple([exact(item) for item in arg])

@@ -1,7 +1,7 @@
 """torch's process-wide flags that decide bits or errors of ops: read, checked, set.
 
-A plan is recorded under some flags and runs under the same ones, in whatever process. They are
-written as differences to torch's defaults, so that a program without any has none to send.
+A plan is recorded under some flags and runs under the same ones, in any process. They are written
+as differences to torch's defaults, so that a program without any has none to send.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Flag:
     Attributes:
         default: torch's.
         choices: the values it may have; a hostile peer sends others.
-        get, set: torch's own functions, not what a session puts in their place.
+        get, set: torch's own functions, not a session's replacements.
     """
 
     default: Any
@@ -42,7 +42,7 @@ class Flag:
 
 
 def _switch(default: bool, name: str) -> Flag:
-    """A flag that ``torch._C`` has a getter and a setter of."""
+    """Return a flag that ``torch._C`` has a getter and a setter for."""
     get, put = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
     return Flag(default, (False, True), get, put)
 
@@ -66,7 +66,7 @@ def _precision(backend: str, op: str) -> Flag:
 
 
 def _matmul_precision() -> str:
-    """torch refuses to name it where backends were given precisions of their own."""
+    """Return the precision, also if backends have their own, which torch's getter refuses."""
     try:
         return torch._C._get_float32_matmul_precision()
     except RuntimeError:
@@ -76,7 +76,7 @@ def _matmul_precision() -> str:
 
 
 def _cudnn_allows_tf32() -> bool:
-    """torch refuses to say where cuDNN's ops were given precisions of their own."""
+    """Return the flag, also if cuDNN's ops have their own precisions: torch's getter refuses."""
     try:
         return torch._C._get_cudnn_allow_tf32()
     except RuntimeError:
@@ -84,7 +84,7 @@ def _cudnn_allows_tf32() -> bool:
 
 
 def flushes_denormals() -> bool:
-    """torch has no getter: a product of this thread's tells."""
+    """Return whether this thread flushes denormals, found by a product: torch has no getter."""
     smallest = torch.finfo(torch.float64).tiny
     return smallest * 0.5 == 0.0
 
@@ -152,10 +152,10 @@ TABLE: Mapping[str, Flag] = {
 
 
 def read_flags(threads: bool = False) -> Flags:
-    """The flags of this process; of those that threads have, this thread's.
+    """Return the flags of this process; of flags by thread, this thread's.
 
     Args:
-        threads: with the number of threads, if it is another one than the process began with.
+        threads: with the number of threads, if it is not the one that the process began with.
     """
     values = [(name, flag.get(), flag.default) for name, flag in TABLE.items()]
     flags = tuple([(name, value) for name, value, default in values if value != default])
@@ -166,10 +166,10 @@ def read_flags(threads: bool = False) -> Flags:
 
 
 def write_flags(flags: Flags, threads: int) -> None:
-    """Have these flags in this process, on this thread.
+    """Set these flags in this process, on this thread.
 
     Args:
-        threads: of kernels, where the flags do not say.
+        threads: of kernels, if the flags have no number.
     """
     given = dict(flags)
     for name, flag in TABLE.items():
@@ -182,7 +182,7 @@ def write_flags(flags: Flags, threads: int) -> None:
 
 
 def check_flags(flags: Flags) -> None:
-    """Refuse what ``read_flags`` never returns.
+    """Refuse flags that ``read_flags`` never returns.
 
     Raises:
         ValueError: a flag that is unknown, has no such value, or stands there twice.
@@ -202,17 +202,17 @@ def check_flags(flags: Flags) -> None:
 
 
 def flags_of_code(flags: Flags) -> Flags:
-    """Those that compiled code depends on."""
+    """Return the flags that compiled code depends on."""
     return tuple([flag for flag in flags if flag[0] not in _AT_RUN_TIME])
 
 
 def shown_flags(flags: Flags) -> str:
-    """For a plan's title."""
+    """Return the flags as text for a plan's title."""
     return ", ".join(f"{name}={value}" for name, value in flags)
 
 
 def fills_new_memory() -> bool:
-    """Whether ``torch.empty`` is not left as it is."""
+    """Return whether torch fills the memory of ``torch.empty``."""
     c = torch._C
     return c._get_deterministic_algorithms() and c._get_deterministic_fill_uninitialized_memory()
 

@@ -15,7 +15,7 @@ EACH, ALL = "each", "all"
 
 
 class ForeachForm(NamedTuple):
-    """How a horizontal op and its op on one tensor take the same arguments.
+    """Correspondence of the arguments of a horizontal op and its op on one tensor.
 
     Attributes:
         wide: the horizontal overload.
@@ -31,7 +31,7 @@ class ForeachForm(NamedTuple):
     keyword: str = ""
 
     def is_plain(self, node: Node) -> bool:
-        """Whether a node gives one result a tensor, in order, and has no argument beyond these."""
+        """Return whether a node has one result a tensor, in order, and no further argument."""
         targets = tuple(arg.index for arg in node.args[0])
         count = len(targets)
         results = (
@@ -42,7 +42,7 @@ class ForeachForm(NamedTuple):
     def narrow(
         self, args: tuple[Arg, ...], which: int
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-        """Arguments and keywords of ``single`` for one tensor, from the arguments of ``wide``."""
+        """Return arguments and keywords of ``single`` for one tensor, from those of ``wide``."""
         # the last one may be left out: it has a default
         arguments = tuple(
             arg[which] if kind is EACH else arg for kind, arg in zip(self.takes, args, strict=False)
@@ -54,7 +54,7 @@ class ForeachForm(NamedTuple):
     def widen(
         self, calls: Sequence[tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]]
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-        """Arguments and keywords of ``wide``, from those of its tensors' calls of ``single``."""
+        """Return the arguments and keywords of ``wide``, from the calls of ``single``."""
         rows = []
         for args, kwargs in calls:
             rows.append((*args, dict(kwargs).get(self.keyword, 1)) if self.keyword else args)

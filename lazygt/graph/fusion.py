@@ -1,8 +1,8 @@
-"""Which nodes may be members of a fused node: what pass and compiler agree on.
+"""Eligibility of nodes for fused nodes, as pass and compiler agree on it.
 
 A member is a pointwise op, a reduction or a normalization on dense tensors of ordinary dtypes. A
-run-time number may stand where a tensor of one element would give the same result, which the
-compiler puts there.
+run-time number is allowed where a tensor of one element gives the same result: the compiler puts
+one there.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16
                      torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
 _EXACT = (torch.float32, torch.float64)
 
-#: Where a run-time number may stand: functional overload -> positions and keywords. Not as an
-#: exponent: torch multiplies for 2 and 3 and takes roots for 0.5, compiled code takes logarithms.
+#: Places of run-time numbers: functional overload -> positions and keywords. No exponents: torch
+#: multiplies for 2 and 3 and takes roots for 0.5, compiled code takes logarithms.
 NUMBERS: dict[str, tuple[int | str, ...]] = {
     "aten.add.Tensor": (1, "alpha"),
     "aten.sub.Tensor": (1, "alpha"),
@@ -94,7 +94,11 @@ NUMBERS: dict[str, tuple[int | str, ...]] = {
 
 
 def is_fusible(node: Node, metas: Metas) -> bool:
-    """Whether a node may be a member of a fused node; ``metas`` has the meta of every value."""
+    """Return whether a node may be a member of a fused node.
+
+    Args:
+        metas: the meta of every value.
+    """
     if node.op in REDUCTIONS or node.op in NORMALIZATIONS:
         return bool(node.fresh) and _ordinary(node, metas) and _takes_numbers(node, metas)
     if len(node.results) != 1 or not is_pointwise(node.op):
@@ -106,7 +110,7 @@ def is_fusible(node: Node, metas: Metas) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_pointwise(op: str) -> bool:
-    """Whether each element of the result follows from those of the operands at its place."""
+    """Return whether each result element depends on the operands' elements at its place alone."""
     if op in _COPIES:
         return True
     if op.startswith("lazygt.") or "_foreach" in op or "@" in op:
@@ -121,9 +125,9 @@ def is_pointwise(op: str) -> bool:
 
 
 def _ordinary(node: Node, metas: Metas) -> bool:
-    """Whether all tensors have elements, an ordinary dtype and no lazy bits."""
+    """Return whether all tensors have elements, an ordinary dtype and no lazy bits."""
     results = node.results
-    if node.op in NORMALIZATIONS:  # gradients that nobody asked for, statistics that were given
+    if node.op in NORMALIZATIONS:  # gradients that were not asked for, statistics that were given
         results = tuple(meta for meta in results if meta is not None and 0 not in meta.shape)
     tensors = [metas[value] for value in node.refs()] + list(results)
     return bool(tensors) and all(
@@ -134,7 +138,7 @@ def _ordinary(node: Node, metas: Metas) -> bool:
 
 @lru_cache(maxsize=4096)
 def pure_form(op: str) -> tuple[str, str]:
-    """The functional overload of a pointwise op or reduction, and the keyword that falls away.
+    """Return the functional overload of a pointwise op or reduction, and the dropped keyword.
 
     Raises:
         KeyError: there is none.
@@ -158,7 +162,7 @@ def _overloads(namespace: str, name: str) -> list[Overload]:
 
 
 def numbers_of(node: Node) -> list[tuple[int | str, Param]]:
-    """The run-time numbers among the arguments: (position or keyword, which)."""
+    """Return the run-time numbers among the arguments: (position or keyword, Param)."""
     numbers: list[tuple[int | str, Param]] = []
     places: list[tuple[int | str, Arg]] = [*enumerate(node.args), *node.kwargs]
     for place, arg in places:
@@ -167,7 +171,7 @@ def numbers_of(node: Node) -> list[tuple[int | str, Param]]:
 
 
 def _takes_numbers(node: Node, metas: Metas) -> bool:
-    """Whether each run-time number could be a tensor, with the same arithmetic."""
+    """Return whether each run-time number could be a tensor, with the same arithmetic."""
     numbers = numbers_of(node)
     if not numbers:
         return True
@@ -184,7 +188,7 @@ def _takes_numbers(node: Node, metas: Metas) -> bool:
 
 
 def expand_fused(graph: Graph, kept: Collection[int] = ()) -> Graph:
-    """``graph`` with every fused node replaced by its members, in their order.
+    """Return ``graph`` with every fused node replaced by its members, in their order.
 
     Args:
         kept: numbers of fused nodes that stay as they are.
@@ -217,7 +221,7 @@ class _Inlined:
         )
 
     def _members(self, node: Node, body: Graph, numbers: list[int]) -> list[int]:
-        """Add a fused node's members; returns the numbers of the node's results."""
+        """Add a fused node's members, and return the numbers of the node's results."""
         inner = [numbers[ref] for ref in node.refs()]
         params = [arg.index for arg in node.args if type(arg) is Param]
         for number, member in enumerate(body.nodes):

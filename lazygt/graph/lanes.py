@@ -1,4 +1,4 @@
-"""Lanes: what a group of horizontal ops computes for one tensor of each of its lists.
+"""Lanes: the work of a group of horizontal ops on one tensor of each of its lists.
 
     _foreach_mul_([a, b], 0.9)               a.mul_(0.9)       b.mul_(0.9)
     _foreach_add_([a, b], [c, d])            a.add_(c)         b.add_(d)
@@ -20,7 +20,7 @@ from lazygt.graph.fusion import is_fusible, is_pointwise, numbers_of
 from lazygt.graph.meta import TensorMeta, intern
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg, ref
 
-#: How many lanes are compiled together: a call serves so many, the last one perhaps fewer.
+#: Lanes that are compiled together: a call serves so many, the last one perhaps fewer.
 LANES = 8
 
 
@@ -31,7 +31,7 @@ class Lanes(NamedTuple):
         lane: the first lane's members.
         operands: for each lane the inputs of the body that are the lane's inputs.
         params: for each lane the numbers of the body that are the lane's.
-        outputs: for each output of the body its lane, and which of the lane's outputs it is.
+        outputs: for each output of the body its lane, and its position in the lane's outputs.
         length: elements of a lane's tensors, on average.
     """
 
@@ -43,7 +43,7 @@ class Lanes(NamedTuple):
 
 
 def lane_count(node: Node) -> int:
-    """How many lanes a node has; 0 if it is no horizontal op that lanes are made of."""
+    """Return the number of lanes of a node; 0 if it is no horizontal op that forms lanes."""
     form = SPLIT.get(node.op)
     if form is None or not form.is_plain(node) or not is_pointwise(form.single):
         return 0
@@ -51,7 +51,7 @@ def lane_count(node: Node) -> int:
 
 
 def part(node: Node, which: int) -> Node:
-    """What a horizontal node computes for one of its tensors."""
+    """Return the node on one of a horizontal node's tensors."""
     form = SPLIT[node.op]
     args, kwargs = form.narrow(node.args, which)
     return Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[which : which + 1],
@@ -61,10 +61,10 @@ def part(node: Node, which: int) -> Node:
 def lanes_of(
     body: Graph, row_major: Callable[[TensorMeta], bool] = TensorMeta.is_contiguous
 ) -> Lanes | None:
-    """The lanes of a body; None if not all nodes are horizontal, or its lanes are not all alike.
+    """Return the lanes of a body; None if a node is not horizontal, or lanes differ.
 
     Args:
-        row_major: says whether a tensor lies in memory as a fresh one does.
+        row_major: predicate for a tensor that lies in memory as a fresh one does.
     """
     counts = {lane_count(node) for node in body.nodes}
     if len(counts) != 1 or 0 in counts:
@@ -110,7 +110,7 @@ class _Lane:
         self.numbers = {value: number for number, value in enumerate([*self.operands, *results])}
 
     def graph(self, outputs: tuple[int, ...]) -> Graph:
-        """The lane by itself."""
+        """Return the lane as a graph of its own."""
         nodes = [_moved(node, self.numbers, self.params.index) for node in self.parts]
         inputs = tuple(meta for value in self.operands if (meta := self.metas[value]) is not None)
         kinds = tuple(self.body.params[index] for index in self.params)
@@ -118,7 +118,7 @@ class _Lane:
 
 
 def _moved(node: Node, values: Mapping[int, int], param: Callable[[int], int]) -> Node:
-    """A node with other numbers for its values and params."""
+    """Return a node with other numbers for its values and params."""
 
     def leaf(arg: Arg) -> Arg:
         if type(arg) is Ref:
@@ -131,14 +131,14 @@ def _moved(node: Node, values: Mapping[int, int], param: Callable[[int], int]) -
 
 
 def _program(graph: Graph) -> tuple[object, ...]:
-    """All that lanes have in common: everything but the sizes."""
+    """Return the common part of lanes, as a key: everything but the sizes."""
     nodes = [(n.op, exact(n.args), exact(n.kwargs), n.writes) for n in graph.nodes]
     dtypes = [None if meta is None else meta.dtype for meta in graph.values]
     return graph.params, tuple(nodes), tuple(dtypes), len(graph.inputs)
 
 
 def _is_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) -> bool:
-    """Whether all tensors of a lane may be taken as vectors of one length."""
+    """Return whether all tensors of a lane may be taken as vectors of one length."""
     shape = graph.inputs[0].shape
     return 0 not in shape and all(
         meta is not None and meta.shape == shape and not (meta.conj or meta.neg) and row_major(meta)
@@ -150,7 +150,7 @@ def _is_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) -> bool:
 
 
 def abreast(lane: Graph, count: int, length: int) -> Graph:
-    """The graph of ``count`` lanes, one after another, on vectors of one length."""
+    """Return the graph of ``count`` lanes, one after another, on vectors of one length."""
     width, members = len(lane.inputs), len(lane.nodes)
     nodes: list[Node] = []
     outputs: list[int] = []
@@ -166,7 +166,7 @@ def abreast(lane: Graph, count: int, length: int) -> Graph:
 
 
 def vectors(graph: Graph, lengths: Sequence[int]) -> Graph:
-    """The graph on vectors; as many of its inputs and nodes, from the first, for each length."""
+    """Return the graph on vectors; each length holds for an equal share of inputs and nodes."""
 
     def vector(meta: TensorMeta | None, length: int) -> TensorMeta:
         assert meta is not None
@@ -186,7 +186,7 @@ def vectors(graph: Graph, lengths: Sequence[int]) -> Graph:
 
 
 def widened(graph: Graph, count: int) -> Graph:
-    """The graph of ``count`` lanes abreast with horizontal ops in the place of its members."""
+    """Return the graph of ``count`` lanes abreast with horizontal ops in place of its members."""
     first, members = len(graph.inputs), len(graph.nodes) // count
     values = dict(enumerate(range(first)))
     for number in range(len(graph.nodes)):

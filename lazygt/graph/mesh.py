@@ -1,9 +1,11 @@
-"""Mesh: the workers as a grid with named axes. Ranks run through the last axis fastest, and hosts
-have ranks one after another: inner axes lie within a host first.
+"""Mesh: the workers as a grid with named axes.
 
-With ``invariant=`` an axis has a fixed number of virtual ranks, whatever workers there are. The
-program is placed and cut for them, whoever runs it; a worker stands for as many neighbours on each
-axis as it takes.
+Ranks run through the last axis fastest, and hosts have ranks one after another: inner axes lie
+within a host first.
+
+With ``invariant=`` an axis has a fixed number of virtual ranks, for any number of workers. The
+program is placed and cut for the virtual ranks; a worker stands for an equal number of neighbours
+on each axis.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from typing import Any, NamedTuple
 from lazygt.config import mesh_axes
 from lazygt.graph.placement import Placement, Shard
 
-#: How a value lies on a mesh: one placement an axis, in its order.
+#: Placement of a value on a mesh: one an axis, in its order.
 Placements = tuple[Placement, ...]
 
 
 class FSDPUnit(NamedTuple):
-    """Parameters that are stored in blocks along an axis and gathered together to be used (FSDP).
+    """FSDP unit: parameters stored in blocks along an axis and gathered together for use.
 
     Attributes:
         name: of the module that the parameters belong to.
         axis: of the mesh.
-        cap_bytes: so much is gathered, or reduced, at once; None: as everywhere in the session.
-        reshard_after_forward: the backward gathers again what the forward has used.
+        cap_bytes: bytes gathered, or reduced, at once; None: as everywhere in the session.
+        reshard_after_forward: the backward gathers again the parameters that the forward used.
         limit_all_gathers: at most two gathers are under way at a time, and one reduction.
     """
 
@@ -40,11 +42,11 @@ class FSDPUnit(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How a value is kept between two runs.
+    """Placement of a value between two runs.
 
     Attributes:
         pinned: it is also used so, and never moved for an op that would be faster otherwise.
-        unit: along this one's axis it is gathered to be used, whatever ``pinned`` says.
+        unit: along its axis the value is gathered for use, regardless of ``pinned``.
     """
 
     placements: Placements
@@ -66,7 +68,7 @@ class Mesh:
 
     @staticmethod
     def of(axes: Mapping[str, Any]) -> Mesh:
-        """The mesh with these axes.
+        """Return the mesh with these axes.
 
         Raises:
             ValueError: an axis without a name, or with less than one rank.
@@ -80,7 +82,7 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """The mesh that ``data=2,model=4`` names.
+        """Return the mesh that a text such as ``data=2,model=4`` names.
 
         Raises:
             ValueError: for any other text.
@@ -88,7 +90,7 @@ class Mesh:
         return Mesh.of(mesh_axes(text))
 
     def __getitem__(self, axis: str) -> Mesh:
-        """One axis as a mesh, as ``DeviceMesh`` is sliced.
+        """Return one axis as a mesh, as ``DeviceMesh`` is sliced.
 
         Raises:
             ValueError: there is no such axis.
@@ -104,7 +106,7 @@ class Mesh:
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis.
+        """Return the number of ranks along an axis.
 
         Raises:
             ValueError: there is no such axis.
@@ -114,12 +116,15 @@ class Mesh:
         return self.sizes[self.names.index(axis)]
 
     def index(self, rank: int, axis: str) -> int:
-        """Where a rank stands along an axis."""
+        """Return a rank's coordinate along an axis."""
         inner = math.prod(self.sizes[self.names.index(axis) + 1 :])
         return rank // inner % self.size(axis)
 
     def lines(self, axis: str) -> list[tuple[int, ...]]:
-        """The ranks that differ along one axis only, in its order; the same list on every rank."""
+        """Return the groups of ranks along one axis, in its order; the same list on every rank.
+
+        The ranks of a group differ along this axis only.
+        """
         lines: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             others = tuple(self.index(rank, name) for name in self.names if name != axis)
@@ -147,7 +152,7 @@ class VirtualMesh:
 
     @staticmethod
     def of(workers: Mesh, invariant: bool | int | Mapping[str, int] | None) -> VirtualMesh:
-        """The virtual ranks that ``lazygt.session(invariant=...)`` asks for.
+        """Return the virtual mesh that ``lazygt.session(invariant=...)`` asks for.
 
         Args:
             invariant: virtual ranks of every axis, or by axis (one that is not named has those of
@@ -173,18 +178,18 @@ class VirtualMesh:
         return VirtualMesh(workers, Mesh.of(sizes))
 
     def per_worker(self, axis: str) -> int:
-        """Virtual ranks that a worker stands for along an axis."""
+        """Return the number of virtual ranks of a worker along an axis."""
         return self.ranks.size(axis) // self.workers.size(axis)
 
     def worker(self, rank: int) -> int:
-        """The worker that stands for a virtual rank."""
+        """Return the worker that stands for a virtual rank."""
         worker = 0
         for axis, size in zip(self.workers.names, self.workers.sizes, strict=True):
             worker = worker * size + self.ranks.index(rank, axis) // self.per_worker(axis)
         return worker
 
     def of_worker(self, worker: int) -> tuple[int, ...]:
-        """The virtual ranks of a worker, in order."""
+        """Return the virtual ranks of a worker, in order."""
         ranges = []
         for axis in self.workers.names:
             first = self.workers.index(worker, axis) * self.per_worker(axis)
@@ -192,7 +197,7 @@ class VirtualMesh:
         return tuple([self._rank(place) for place in itertools.product(*ranges)])
 
     def holder(self, rank: int, placements: Placements) -> int:
-        """Of the ranks of the same worker that have the same block, the first."""
+        """Return the first of the ranks of the same worker that have the same block."""
         place = []
         for axis, placement in zip(self.ranks.names, placements, strict=True):
             index = self.ranks.index(rank, axis)
@@ -203,14 +208,14 @@ class VirtualMesh:
         return self._rank(tuple(place))
 
     def holders(self, worker: int, placements: Placements) -> tuple[int, ...]:
-        """Those of a worker's virtual ranks whose blocks it keeps, in order."""
+        """Return a worker's virtual ranks without those that repeat a block, in order."""
         return tuple(r for r in self.of_worker(worker) if self.holder(r, placements) == r)
 
     def slots(self, shardings: Sequence[Sharding | None]) -> tuple[range, ...]:
-        """For each of some values the places of a worker's blocks, one value after another.
+        """Return the places of a worker's blocks for each value, one value after another.
 
         Args:
-            shardings: how each lies on the virtual ranks; None: whole.
+            shardings: of each value on the virtual ranks; None: whole.
         """
         counts = [
             1 if sharding is None else len(self.holders(0, sharding.placements))
@@ -230,7 +235,7 @@ class VirtualMesh:
 
 
 def _ranks_of(axis: str, workers: int, invariant: bool | int | Mapping[str, int]) -> int:
-    """Virtual ranks of one axis."""
+    """Return the number of virtual ranks of one axis."""
     if isinstance(invariant, Mapping):
         wanted = invariant.get(axis, workers)
     else:

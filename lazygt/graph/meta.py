@@ -1,4 +1,4 @@
-"""TensorMeta: all that is known of a tensor before its value is."""
+"""TensorMeta: shape, strides, dtype and lazy bits of a tensor, known before its value."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TensorMeta:
 
     @staticmethod
     def of(t: torch.Tensor) -> TensorMeta:
-        """The meta of a strided tensor; equal metas are the same object."""
+        """Return the meta of a strided tensor; equal metas are the same object."""
         offset = int(t.storage_offset())
         return intern(tuple(t.shape), t.stride(), t.dtype, offset, t.is_conj(), t.is_neg())
 
@@ -67,18 +67,18 @@ class TensorMeta:
         return self.offset + 1 + sum((size - 1) * step for size, step in steps)
 
     def is_contiguous(self) -> bool:
-        """Whether the strides are those of a fresh row-major tensor."""
+        """Return whether the strides are those of a fresh row-major tensor."""
         return self.lies_as(contiguous_stride(self.shape))
 
     def lies_as(self, stride: Sequence[int]) -> bool:
-        """Whether every element is where ``stride`` has it."""
+        """Return whether every element is where ``stride`` has it."""
         return self.numel == 0 or all(
             size == 1 or have == want
             for size, have, want in zip(self.shape, self.stride, stride, strict=True)
         )
 
     def empty(self, device: str | torch.device) -> torch.Tensor:
-        """An uninitialised tensor of this meta (without the lazy bits) on ``device``."""
+        """Return an uninitialised tensor of this meta on ``device``."""
         t = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if self.offset:
             whole = torch.empty(self.extent, dtype=self.dtype, device=device)
@@ -90,7 +90,7 @@ class TensorMeta:
         return t
 
     def __str__(self) -> str:
-        """``f32[64, 784]``, with strides and offset only where they are not the usual ones."""
+        """Return ``f32[64, 784]``, with strides and offset only if they are not the usual ones."""
         text = f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
         if self.stride != contiguous_stride(self.shape):
             text += f"@({', '.join(map(str, self.stride))})"
@@ -107,7 +107,7 @@ def intern(
     conj: bool = False,
     neg: bool = False,
 ) -> TensorMeta:
-    """One object per distinct meta, so that comparing and hashing them stays cheap."""
+    """Return the one object of a distinct meta: comparing and hashing them stays cheap."""
     return _interned(shape, stride, dtype, offset, conj, neg)
 
 
@@ -116,7 +116,7 @@ _interned = lru_cache(maxsize=65536)(TensorMeta)
 
 
 def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
-    """Row-major strides in elements; torch counts a size of 0 as 1."""
+    """Return row-major strides in elements; torch counts a size of 0 as 1."""
     strides: list[int] = []
     step = 1
     for size in reversed(tuple(shape)):
@@ -126,7 +126,7 @@ def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """``f32`` for ``torch.float32``; the full name for rarer types."""
+    """Return ``f32`` for ``torch.float32``; the full name for rarer types."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -138,7 +138,7 @@ _LONG = {short: dtype for dtype, short in _SHORT.items()}
 
 
 def torch_name(text: str) -> torch.dtype | torch.layout | torch.memory_format:
-    """The constant that prints as ``torch.NAME``; ValueError for anything else."""
+    """Return the constant that prints as ``torch.NAME``; ValueError for anything else."""
     value = _NAMED.get(text.removeprefix("torch."))
     if value is None or not text.startswith("torch."):
         raise ValueError(f"{text!r} names no dtype, layout or memory format")
@@ -146,7 +146,7 @@ def torch_name(text: str) -> torch.dtype | torch.layout | torch.memory_format:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """The dtype that ``short_dtype`` printed; ValueError for anything else."""
+    """Return the dtype that ``short_dtype`` printed; ValueError for anything else."""
     dtype = _LONG.get(text) or _NAMED.get(text)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is not a torch dtype")

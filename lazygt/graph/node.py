@@ -2,8 +2,8 @@
 
 A graph numbers its values: the inputs first, then the results of each node in order. A node may
 name an op that torch runs in place; its *meaning* is still pure: it computes on copies, and the
-new version of every tensor it writes is one more result. Whether a copy is really made is the
-executor's business (see ``graph.alias``).
+new version of every tensor it writes is one more result. The executor decides which copies are
+really made (see ``graph.alias``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFS: list[Ref] = []
 
 
 def ref(index: int) -> Ref:
-    """``Ref(index)``, made once: passes renumber every argument of every node."""
+    """Return the cached ``Ref(index)``: passes renumber every argument of every node."""
     while index >= len(_REFS):
         _REFS.append(Ref(len(_REFS)))
     return _REFS[index]
@@ -44,7 +44,7 @@ class Param:
     index: int
 
 
-#: What may stand in an argument: Ref, Param, None, bool, int, float, complex, str, torch.dtype,
+#: An argument: Ref, Param, None, bool, int, float, complex, str, torch.dtype,
 #: torch.layout, torch.memory_format, DEVICE, or a tuple of these.
 Arg = Any
 
@@ -70,14 +70,14 @@ class Node:
         op: overload name, for example ``aten.add.Tensor``.
         args, kwargs: arguments with Ref and Param in place of tensors and run-time numbers.
         fresh: metas of the tensors that the op returns anew, in order. None for an undefined
-            tensor, and for an op with ``dynamic`` set, whose results are known only afterwards.
+            tensor, and for an op with ``dynamic`` set: its results are known only afterwards.
         writes: numbers of the values it writes; each write is one more result of the node, after
             the fresh ones.
         written: metas of the new versions, one a write.
         dynamic: shapes (or whether there is a tensor at all) depend on values.
         body: the members of a fused node (op FUSED), as a graph of their own. ``args`` are the
             values of the body's inputs, then the numbers of its params; the body's outputs are
-            the node's results. ``writes`` are the values whose memory a member writes.
+            the node's results. ``writes`` are the values that a member writes in place.
     """
 
     op: str
@@ -110,7 +110,7 @@ class Node:
         return self.fresh + self.written
 
     def refs(self) -> tuple[int, ...]:
-        """Numbers of the values it reads, in argument order, with repeats."""
+        """Return the numbers of the values it reads, in argument order, with repeats."""
         numbers = self._refs
         if numbers is None:
             refs: list[int] = []
@@ -137,7 +137,7 @@ def _init(
     dynamic: bool = False,
     body: Graph | None = None,
 ) -> None:
-    """As a frozen dataclass has it, in half the time: passes make most nodes anew."""
+    """Set the fields as a frozen dataclass does, in half the time: passes build many nodes."""
     _set_op(self, op)
     _set_args(self, args)
     _set_kwargs(self, kwargs)
@@ -153,8 +153,8 @@ def _init(
 Node.__init__ = _init  # type: ignore[method-assign]
 
 
-#: What an op takes of Python's memory, as measured: in a plan of the client, with the steps that it
-#: was recorded in, and in one of a worker, with what it was decoded to and prepared for.
+#: Python memory of an op, as measured: in a plan of the client, with the steps that it was recorded
+#: in, and in one of a worker, with its decoded and prepared forms.
 _BYTES_AN_OP = 1250
 
 
@@ -184,7 +184,7 @@ class Graph:
         return tuple(metas)
 
     def numbered(self) -> Iterator[tuple[Node, range]]:
-        """Each node with the numbers of its results."""
+        """Yield each node with the numbers of its results."""
         start = len(self.inputs)
         for node in self.nodes:
             stop = start + len(node.fresh) + len(node.written)
@@ -196,16 +196,16 @@ class Graph:
 
     @property
     def nbytes(self) -> int:
-        """What keeping a plan of it takes, about; in the client and in each worker."""
+        """Approximate memory of a plan of it, in the client and in each worker."""
         ops = sum(1 if node.body is None else len(node.body.nodes) for node in self.nodes)
         return _BYTES_AN_OP * (ops + 1)
 
     def line(self, number: int) -> str:
-        """The user's line of node ``number``, or ``"?"``."""
+        """Return the user's line of node ``number``, or ``"?"``."""
         return self.lines[number] if number < len(self.lines) else "?"
 
     def origin(self, number: int) -> int:
-        """The recorded op that node ``number`` comes from."""
+        """Return the number of the recorded op that node ``number`` comes from."""
         return self.origins[number] if self.origins else number
 
 
@@ -219,7 +219,7 @@ def _add_refs(args: tuple[Arg, ...], refs: list[int]) -> None:
 
 
 def params_in(arg: Arg) -> list[int]:
-    """The numbers of the Params inside an argument, in order, with repeats."""
+    """Return the numbers of the Params inside an argument, in order, with repeats."""
     if type(arg) is Param:
         return [arg.index]
     if type(arg) is tuple:
@@ -228,7 +228,7 @@ def params_in(arg: Arg) -> list[int]:
 
 
 def map_arg(arg: Arg, leaf: Any) -> Arg:
-    """``arg`` with ``leaf`` applied to everything that is not a tuple."""
+    """Return ``arg`` with ``leaf`` applied to everything that is not a tuple."""
     if type(arg) is tuple:
         return tuple(map_arg(item, leaf) for item in arg)
     return leaf(arg)
@@ -240,11 +240,11 @@ def map_arg(arg: Arg, leaf: Any) -> Arg:
 def print_graph(
     graph: Graph, name: str = "graph", notes: Sequence[str] = (), placements: Sequence[str] = ()
 ) -> str:
-    """The canonical text.
+    """Return the canonical text of a graph.
 
     Args:
         notes: a remark after each node's line.
-        placements: what stands behind each value's meta, in braces.
+        placements: text after each value's meta, in braces.
     """
     lines = [f"{name} {{"]
     for number, meta in enumerate(graph.inputs):
@@ -265,7 +265,7 @@ def print_graph(
 
 
 def print_node(node: Node, results: range, placements: Sequence[str] = ()) -> str:
-    """One node: its results with their metas, the op, the arguments."""
+    """Return the text of one node: its results with their metas, the op, the arguments."""
     shown = [
         f"%{number}: {_placed(meta, number, placements)}"
         for number, meta in zip(results, node.results, strict=True)
@@ -300,7 +300,7 @@ def _arg(arg: Arg) -> str:
 
 
 def _spelled(number: float | complex) -> str:
-    """A number that has no literal: as its type reads it, an unusual NaN by its bits."""
+    """Return a number without literal as its type reads it; an unusual NaN by its bits."""
     kind, text = type(number), str(number)
     if exact(kind(text)) != exact(number):
         parts = (number.real, number.imag) if kind is complex else (number,)

@@ -1,7 +1,7 @@
 """Facts about an op, read once from its schema.
 
-torch's schemas say nearly all: what an op writes, what its results alias, where a Python number
-may stand. The few things they leave out stand in the tables at the top.
+torch's schemas say nearly all: the arguments that an op writes, the aliases of its results, the
+arguments that may be Python numbers. The few facts that they omit stand in the tables at the top.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 
 def undispatched() -> Any:
-    """A guard under which ops run as they do outside any other op.
+    """Return a guard under which ops run as they do outside any other op.
 
-    While torch dispatches an op to Python, everything above Python is off: autograd, and also
-    what resolves conjugate and negative bits.
+    While torch dispatches an op to Python, every dispatch key above Python is off: autograd, and
+    also the resolution of conjugate and negative bits.
     """
     return torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
 
@@ -54,7 +54,7 @@ UNDECLARED_ALIASES = frozenset(
     }
 )
 
-#: Of those, the ones whose results never overlap each other.
+#: Of those, the ones with results that never overlap each other.
 DISJOINT = frozenset(
     {
         "aten.unsafe_split.Tensor",
@@ -63,8 +63,8 @@ DISJOINT = frozenset(
     }
 )
 
-#: Dtypes, shapes or strides of their results depend on the kind of device: on what the workers
-#: have, so meta tensors can't tell.
+#: Dtypes, shapes or strides of their results depend on the kind of the workers' device, so meta
+#: tensors can't tell.
 BY_DEVICE = frozenset(
     {
         "aten._batch_norm_with_update.default",
@@ -82,8 +82,8 @@ BY_DEVICE = frozenset(
     }
 )
 
-#: Results whose size only the kernel knows, or that torch's meta kernels get wrong: workspaces
-#: that only the op's own backward looks into.
+#: Results of a size that only the kernel knows, or that torch's meta kernels get wrong: workspaces
+#: that only the op's own backward reads.
 OPAQUE_RESULTS: dict[str, tuple[int, ...]] = {
     "aten._embedding_bag.default": (1, 2, 3),
     "aten._embedding_bag_forward_only.default": (1, 2, 3),
@@ -102,12 +102,12 @@ MASKABLE = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
 #: A Python number in these shapes the result, so it is part of the program, not of its data.
 SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 
-#: Arguments whose number decides how the op is done (whether it draws, which norm it is), so it is
+#: Arguments with a number that selects the computation (random or not, the kind of norm), so it is
 #: part of the program too.
 DECIDING_NUMBERS = frozenset({"dropout", "dropout_p", "ord"})
 
-#: Of ops with a whole number that says where something is, and shapes no result: the position of
-#: that argument. Such a number may be given when a plan runs (``record.positions``).
+#: Position of the argument of an op that is an index, a whole number that shapes no result. Such a
+#: number may be given when a plan runs (``record.positions``).
 POSITIONS = {
     "aten.narrow.default": 2,
     "aten.roll.default": 1,
@@ -117,10 +117,10 @@ POSITIONS = {
     "aten.slice.Tensor": 2,
 }
 
-#: Views that may be refused, or look otherwise, for where in memory their operand begins.
+#: Views that are refused, or have another meta, by the storage offset of their operand.
 BEGINNING_MATTERS = frozenset({"aten.view.dtype", "aten.view_as_complex.default"})
 
-#: Never draw, although torch tags them as random: they take no dropout, or what was drawn for it.
+#: Never draw, although torch tags them as random: they take no dropout, or its drawn mask.
 NEVER_DRAW = frozenset(
     {
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
@@ -141,15 +141,15 @@ _SCALAR_LISTS = ("List[number]", "List[Scalar]")
 
 
 class Foreign:
-    """An op that torch alone does not have: the user's, or a library's.
+    """An op that is not torch's own: the user's, or a library's.
 
-    It stands for an overload wherever facts are asked, also where the op is not defined. Two
+    It stands for an overload in all queries of facts, also in processes without the op. Two
     definitions of one op have two names, so that no graph is taken for another.
 
     Attributes:
         name: ``namespace.op.overload@`` and the module that defines it, or a hash of its code.
-        infer: runs it on meta or fake tensors; None: only values can tell what it returns.
-        definition: what tells workers of it.
+        infer: runs it on meta or fake tensors; None: its results depend on values.
+        definition: the description of it for workers.
     """
 
     __slots__ = ("__weakref__", "_facts", "_schema", "definition", "infer", "name", "tags")
@@ -171,7 +171,7 @@ class Foreign:
         return self.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Its results on meta or fake tensors.
+        """Return its results on meta or fake tensors.
 
         Raises:
             NotImplementedError: there is no fake kernel.
@@ -188,22 +188,22 @@ class Foreign:
         return self._facts
 
 
-#: The foreign ops that somebody holds, by name.
+#: The foreign ops that are still referenced, by name.
 _FOREIGN: weakref.WeakValueDictionary[str, Foreign] = weakref.WeakValueDictionary()
 
 
 def add_foreign(op: Foreign) -> None:
-    """Have graphs name an op. Whoever needs it holds it: nothing else does."""
+    """Let graphs name an op; the table holds it weakly, so the caller must keep it."""
     _FOREIGN[op.name] = op
 
 
 def title(name: str) -> str:
-    """The op that a graph names, as the user knows it."""
+    """Return the user's name of an op in a graph."""
     return name.partition("@")[0]
 
 
 class OpFacts:
-    """What recorder and executor need to know of one overload."""
+    """Facts about one overload, for recorder and executor."""
 
     __slots__ = (
         "aliases",
@@ -238,7 +238,7 @@ class OpFacts:
         #: position -> 1 when a number there is data, 2 when a list of numbers is
         self.hoist = tuple(0 if shaped else _hoist(a) for a in positional)
         self.hoist_named = {a.name: 0 if shaped else _hoist(a) for a in arguments if a.kwarg_only}
-        #: the argument that says only where something is
+        #: the argument that is an index alone
         self.position = POSITIONS.get(self.name)
         self.writes = tuple(
             i for i, a in enumerate(positional) if _is_written(a) or i in extra_writes
@@ -295,7 +295,7 @@ def _return_kind(ret: Any) -> str:
 
 
 def facts(func: Overload | Foreign) -> OpFacts:
-    """The facts of an overload."""
+    """Return the facts of an overload."""
     return func.facts if isinstance(func, Foreign) else _facts(func)
 
 
@@ -306,12 +306,12 @@ def _facts(func: Overload) -> OpFacts:
 
 @cache
 def writing_facts(func: Overload) -> OpFacts:
-    """The facts of an op in UNDECLARED_WRITES when its flag is on."""
+    """Return the facts of an op in UNDECLARED_WRITES when its flag is on."""
     return OpFacts(func, extra_writes=UNDECLARED_WRITES[str(func)][0])
 
 
 def returned_write(f: OpFacts, position: int) -> int | str:
-    """Which written argument the return at ``position`` is: a position or a keyword."""
+    """Return the position or keyword of the written argument that a return is."""
     ret = f.func._schema.returns[position].alias_info
     assert ret is not None
     for i, argument in enumerate(f.func._schema.arguments):
@@ -323,7 +323,7 @@ def returned_write(f: OpFacts, position: int) -> int | str:
 
 @lru_cache(maxsize=4096)
 def viewed_argument(f: OpFacts) -> int:
-    """The position of the argument that a view op's result is a view of."""
+    """Return the position of the argument that a view op's result is a view of."""
     for i, argument in enumerate(f.func._schema.arguments):
         if argument.alias_info is not None and not argument.alias_info.is_write:
             return i
@@ -331,7 +331,7 @@ def viewed_argument(f: OpFacts) -> int:
 
 
 def overload(name: str) -> Any:
-    """The overload called ``name`` (``namespace.op.overload``); KeyError when there is none."""
+    """Return the overload ``name`` (``namespace.op.overload``); KeyError if there is none."""
     return _FOREIGN[name] if "@" in name else _torchs(name)
 
 

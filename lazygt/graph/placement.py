@@ -1,7 +1,6 @@
-"""Placements: how one value lies on the ranks of one mesh axis; and the ops that move it between
-them.
+"""Placements of a value along one mesh axis, and the ops that move it between them.
 
-A placement says it for one axis; a value on a mesh has one placement an axis.
+A value on a mesh has one placement an axis.
 
 The collectives are nodes of a rank's graph like any other. All give row-major results. Their
 arguments:
@@ -17,23 +16,23 @@ arguments:
     lazygt.first(value, axis)                            R -> P(sum), nothing is sent
     lazygt.launch(kind, values, moves, op, axis)         begins a collective of several values
     lazygt.launch_(kind, values, moves, op, axis)        the same of one value, in its own memory
-    lazygt.wait(flying, held, kept, axis)                ends it, and gives what each value became
+    lazygt.wait(flying, held, kept, axis)                ends it, and gives each value's result
     lazygt.send(value, peer, axis)                       H(here) -> H(peer), the one half
     lazygt.recv(peer, shape, dtype, device, axis)        H(peer) -> H(here), the other half
 
 ``size`` is the global size of the dim that is put together; blocks are ``shard_bounds`` of it.
-``rows`` says how many each rank sends to each: ``((from, to, count), ...)`` in order. What a rank
-sends lies along ``dim`` in the order of those who get it, what it gets in that of the senders.
+``rows`` has the number that each rank sends to each: ``((from, to, count), ...)`` in order. Along
+``dim``, a rank's sent rows lie in the order of the receivers, received rows in that of the senders.
 
 Rows are taken from, or put into, a value that has ``rows`` of its ``size`` on each rank but the
-last ones. An index is flat and counts in the whole value; how many of its rows lie elsewhere it
-alone tells. What all ranks put, or add where it is ``added``, is put in the order of the ranks.
+last ones. An index is flat and counts in the whole value; its values alone tell how many of its
+rows lie elsewhere. The rows of all ranks are put, or added if ``added``, in the order of the ranks.
 
 A launch does not wait for other ranks. ``kind`` is the collective's name without ``lazygt.``, and
 ``moves`` has the arguments between value and op of each of the values: ``(dim, size)`` for a
-gather, ``(dim,)`` for a reduce-scatter. ``flying`` is what a launch gave. Until the wait nobody
-may write ``held``: values that are sent from where they lie. ``kept`` are the positions of results
-that outlive the run, and get memory of their own.
+gather, ``(dim,)`` for a reduce-scatter. ``flying`` is a launch's result. Until the wait no op may
+write ``held``: values that are sent without a copy. ``kept`` are the positions of results that
+outlive the run, and get memory of their own.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ REPLICATE_TO_PARTIAL = "lazygt.first"
 SEND = "lazygt.send"
 RECV = "lazygt.recv"
 
-#: Exchanges of which only the values of an index tell how much goes where.
+#: Exchanges of numbers of rows that only the values of an index tell.
 EXCHANGES_OF_ROWS = frozenset({TAKE_ROWS, PUT_ROWS})
 #: Ops for which all ranks of the axis must meet, in the same order.
 COLLECTIVES = EXCHANGES_OF_ROWS | {
@@ -70,7 +69,7 @@ COLLECTIVES = EXCHANGES_OF_ROWS | {
 }  # fmt: skip
 #: Ops for which two ranks of the axis must meet. A send does not wait for its receiver.
 POINT_TO_POINT = frozenset({SEND, RECV})
-#: Ops whose result depends on which rank runs them.
+#: Ops with a result that depends on the rank.
 COLLECTIVE_OPS = COLLECTIVES | POINT_TO_POINT | {SHARD, REPLICATE_TO_PARTIAL, WAIT}
 
 REDUCE_OPS = ("sum", "max", "min", "prod")
@@ -78,7 +77,7 @@ REDUCE_OPS = ("sum", "max", "min", "prod")
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank has the whole value."""
+    """The whole value on every rank."""
 
     def __str__(self) -> str:
         return "R"
@@ -86,7 +85,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank i has the i-th block along ``dim`` (from 0); blocks are ``shard_bounds``."""
+    """Block i along ``dim`` (from 0) on rank i; blocks are ``shard_bounds``."""
 
     dim: int
 
@@ -96,14 +95,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """``dim`` is ``outer`` x size x ``inner``; of each size rank i has the i-th block.
+    """Block i of each group on rank i: ``dim`` is ``outer`` x size x ``inner``, cut in size.
 
-    What a value ``[L, N, E]`` in S(1) is, seen as ``[L * N, E]``: ``outer`` is L. Seen as
-    ``[L, N * E]`` it is S(1) where ranks have as many of N; else ``inner`` is E, with one
-    ``outer``. It lies so between two ops alone: no input, output or annotation has this placement.
+    A value ``[L, N, E]`` in S(1) has it when seen as ``[L * N, E]``: ``outer`` is L. Seen as
+    ``[L, N * E]`` it is S(1) if all ranks have an equal number of N; else ``inner`` is E, with one
+    ``outer``. It occurs between two ops alone: no input, output or annotation has this placement.
 
-    Where the groups are of several sizes, ``widths`` has them, in parts of the dim of which there
-    are ``outer``: of 256 queries, 128 keys and 128 values (2, 1, 1). ``inner`` is 1 then.
+    If the groups have several sizes, ``widths`` has them, in units of the dim's size over
+    ``outer``: for 256 queries, 128 keys and 128 values (2, 1, 1). ``inner`` is 1 then.
     """
 
     dim: int
@@ -119,7 +118,7 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank has a value of the full shape; reduced with ``op`` they give the value."""
+    """A term of the full shape on every rank; reduced with ``op`` they give the value."""
 
     op: str = "sum"
 
@@ -129,7 +128,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
-    """Rank ``rank`` of the axis has the whole value, the others nothing."""
+    """The whole value on rank ``rank`` of the axis, nothing on the others."""
 
     rank: int
 
@@ -139,13 +138,13 @@ class SingleRank:
 
 @dataclass(frozen=True, slots=True)
 class Unspecified:
-    """Nothing is said of this axis."""
+    """No statement about this axis."""
 
     def __str__(self) -> str:
         return "?"
 
 
-#: Values are held by one rank on the axis of pipeline stages alone, where no rule is asked.
+#: One rank holds values on the axis of pipeline stages alone, which no sharding rule sees.
 #: ``Unspecified`` stands in annotations alone.
 Placement = Replicate | Shard | StridedShard | Partial | SingleRank | Unspecified
 #: The placements that cut a dim.
@@ -153,23 +152,23 @@ Cut = Shard | StridedShard
 
 
 def around(placement: Cut) -> tuple[int, int]:
-    """How often what is in blocks is there in the cut dim, and how many elements each of it is."""
+    """Return (outer, inner) of the cut dim; (1, 1) for plain blocks."""
     return (placement.outer, placement.inner) if isinstance(placement, StridedShard) else (1, 1)
 
 
 def whole_groups(placement: StridedShard, parts: int) -> bool:
-    """Whether blocks of the whole dim are so many groups of it each."""
+    """Return whether blocks of the whole dim are an equal number of whole groups each."""
     return placement.inner == 1 and placement.outer % parts == 0 and not placement.widths
 
 
 def groups(placement: Cut) -> int:
-    """By how much the cut dim is larger than what is in blocks."""
+    """Return the ratio of the cut dim to the size that is in blocks."""
     outer, inner = around(placement)
     return outer * inner
 
 
 def side_by_side(dim: int, sizes: Sequence[int]) -> Cut:
-    """The placement of pieces of a dim that are each in blocks."""
+    """Return the placement of a dim of adjacent pieces that are each in blocks."""
     unit = gcd(*sizes)
     if len(sizes) == 1 or not unit:
         return Shard(dim)
@@ -180,12 +179,12 @@ def side_by_side(dim: int, sizes: Sequence[int]) -> Cut:
 
 
 def uneven(placement: Placement) -> bool:
-    """Whether a placement has groups of several sizes."""
+    """Return whether a placement has groups of several sizes."""
     return isinstance(placement, StridedShard) and bool(placement.widths)
 
 
 def group_sizes(placement: Cut, size: int) -> tuple[int, ...]:
-    """The sizes of the groups of a dim of ``size``: of each a rank has one block."""
+    """Return the sizes of the groups of a dim of ``size``: a rank has one block of each."""
     if not isinstance(placement, StridedShard):
         return (size,)
     unit = size // placement.outer
@@ -193,22 +192,22 @@ def group_sizes(placement: Cut, size: int) -> tuple[int, ...]:
 
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Where block ``index`` of ``parts`` starts and stops, as ``torch.chunk`` cuts.
+    """Return start and stop of block ``index`` of ``parts``, as ``torch.chunk`` cuts.
 
-    The first blocks have ``ceil(size / parts)`` elements, the later ones what is left, maybe 0.
+    The first blocks have ``ceil(size / parts)`` elements, the later ones the rest, maybe 0.
     """
     step = -(-size // parts)
     return min(step * index, size), min(step * (index + 1), size)
 
 
 def block_size(size: int, parts: int, index: int) -> int:
-    """Elements of block ``index``."""
+    """Return the number of elements of block ``index``."""
     start, stop = shard_bounds(size, parts, index)
     return stop - start
 
 
 def held(placement: Cut, size: int, parts: int, index: int) -> int:
-    """Elements that rank ``index`` has of a dim of ``size``."""
+    """Return the number of elements of rank ``index`` in a dim of ``size``."""
     if uneven(placement):
         return sum([block_size(group, parts, index) for group in group_sizes(placement, size)])
     count = groups(placement)
@@ -218,7 +217,7 @@ def held(placement: Cut, size: int, parts: int, index: int) -> int:
 def local_shape(
     shape: tuple[int, ...], placement: Placement, parts: int, index: int
 ) -> tuple[int, ...]:
-    """The shape of what rank ``index`` has of a value of ``shape``."""
+    """Return the shape of rank ``index``'s block of a value of ``shape``."""
     if isinstance(placement, SingleRank) and placement.rank != index:
         return (0,)
     if not isinstance(placement, Cut):
@@ -228,7 +227,7 @@ def local_shape(
 
 
 def local_meta(meta: TensorMeta, placement: Placement, parts: int, index: int) -> TensorMeta:
-    """The meta of what rank ``index`` has of a value: row-major when it is a block."""
+    """Return the meta of rank ``index``'s block of a value: row-major if a dim is cut."""
     if isinstance(placement, SingleRank) and placement.rank != index:
         return intern((0,), (1,), meta.dtype)
     if not isinstance(placement, Cut):
@@ -238,10 +237,10 @@ def local_meta(meta: TensorMeta, placement: Placement, parts: int, index: int) -
 
 
 def as_placement(given: Any, dims: int | None = None) -> Placement:
-    """What a user gives as a placement, torch's own or lazygt's.
+    """Return the placement of a user's argument, torch's own or lazygt's.
 
     Args:
-        dims: of the tensor. A dim is counted from the front then; None: it stays as it is given.
+        dims: of the tensor, to count a negative dim from the front; None: the dim stays as given.
 
     Raises:
         ValueError: a dim that the tensor does not have, or no placement that lazygt knows.
@@ -257,7 +256,7 @@ def as_placement(given: Any, dims: int | None = None) -> Placement:
 def _known(given: Any) -> Placement:
     if isinstance(given, Replicate | Shard | Partial):
         return given
-    # Whoever has one of torch's has loaded it, which takes 0.3 s.
+    # A caller with one of torch's has loaded the module, which takes 0.3 s.
     torchs = sys.modules.get("torch.distributed.tensor")
     if torchs is not None and isinstance(given, torchs.Replicate):
         return Replicate()
@@ -274,11 +273,12 @@ def _known(given: Any) -> Placement:
 
 
 def placement_to_torch(placement: Placement) -> Any:
-    """The ``torch.distributed.tensor`` placement of a placement; torch has none for ``SingleRank``,
-    which stands for itself."""
+    """Return torch's DTensor placement; ``SingleRank``, which torch lacks, is returned itself."""
     if isinstance(placement, SingleRank):
         return placement
-    torchs = import_module("torch.distributed.tensor")  # takes 0.3 s, so only what is shown does it
+    torchs = import_module(
+        "torch.distributed.tensor"
+    )  # takes 0.3 s: only for values that are shown
     if isinstance(placement, Shard):
         return torchs.Shard(placement.dim)
     if isinstance(placement, Partial):

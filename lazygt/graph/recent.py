@@ -1,4 +1,4 @@
-"""What was used lately, bounded by number and by memory."""
+"""LRU cache, bounded by number and by memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """A mapping that forgets what was not used for longest; never what was kept last.
+    """LRU mapping; the entry that was added last is never evicted.
 
     Args:
-        most: so many are kept, at most.
-        most_bytes: so many bytes, as told, of all of them together.
+        most: most entries.
+        most_bytes: most bytes of all entries together, as given to ``keep``.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._kept: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        #: says that what is kept under a key was used
+        #: marks the entry of a key as used
         self.touch = self._kept.move_to_end
-        #: of all that is kept
+        #: bytes of all entries
         self.nbytes = 0
 
     def __contains__(self, key: K) -> bool:
@@ -33,11 +33,11 @@ class Recent(Generic[K, V]):
         return len(self._kept)
 
     def items(self) -> Iterator[tuple[K, V]]:
-        """Least recently used first; this is no use."""
+        """Return the entries, least recently used first, without marking them as used."""
         return ((key, value) for key, (value, _) in self._kept.items())
 
     def get(self, key: K) -> V | None:
-        """What is kept under a key, which counts as used now; None if there is nothing."""
+        """Return the value of a key and mark it as used; None if there is none."""
         value = self._kept.get(key)
         if value is None:
             return None
@@ -45,7 +45,7 @@ class Recent(Generic[K, V]):
         return value[0]
 
     def keep(self, key: K, value: V, nbytes: int) -> list[tuple[K, V]]:
-        """Keep something of so many bytes; what is forgotten for it."""
+        """Add an entry of ``nbytes`` bytes, and return the evicted entries."""
         self.drop(key)
         self._kept[key] = value, nbytes
         self.nbytes += nbytes
@@ -55,17 +55,17 @@ class Recent(Generic[K, V]):
         return forgotten
 
     def oldest(self) -> tuple[K, V]:
-        """Forget what was not used for longest, and return it."""
+        """Remove the least recently used entry, and return it."""
         key, (value, nbytes) = self._kept.popitem(last=False)
         self.nbytes -= nbytes
         return key, value
 
     def drop(self, key: K) -> None:
-        """Forget what is kept under a key, if anything is."""
+        """Remove the entry of a key, if there is one."""
         _, nbytes = self._kept.pop(key, (None, 0))
         self.nbytes -= nbytes
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries."""
         self._kept.clear()
         self.nbytes = 0

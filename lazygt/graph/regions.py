@@ -1,4 +1,4 @@
-"""Where the ranks' blocks of a placed value lie in the whole value."""
+"""Regions of the ranks' blocks in the whole of a placed value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Region = tuple[slice, ...]
 
 
 def region(mesh: Mesh, placements: Placements, shape: Sequence[int], rank: int) -> Region:
-    """What a rank has of a value of ``shape``, if it has any: one slice a dim.
+    """Return a rank's region of a value of ``shape``, if it has any: one slice a dim.
 
     A dim that several axes shard is cut by the first of them, its blocks by the next.
     """
@@ -28,7 +28,7 @@ def region(mesh: Mesh, placements: Placements, shape: Sequence[int], rank: int) 
 
 
 def owners(mesh: Mesh, placements: Placements, shape: Sequence[int]) -> dict[int, Region]:
-    """The ranks whose blocks make up the whole value, with their regions.
+    """Return the ranks with blocks that make up the whole value, with their regions.
 
     Of ranks with the same block the first one stands here, and none with an empty block, except
     the first rank that has any.
@@ -49,7 +49,7 @@ def owners(mesh: Mesh, placements: Placements, shape: Sequence[int]) -> dict[int
 
 
 def has_any(mesh: Mesh, placements: Placements, rank: int) -> bool:
-    """Whether a rank has anything of a value, if only an empty block."""
+    """Return whether a rank has a block of a value, even an empty one."""
     return all(
         placement.rank == mesh.index(rank, axis)
         for axis, placement in zip(mesh.names, placements, strict=True)
@@ -60,7 +60,7 @@ def has_any(mesh: Mesh, placements: Placements, rank: int) -> bool:
 def sent(
     mesh: VirtualMesh, placements: Placements, shape: Sequence[int]
 ) -> dict[int, tuple[Region, ...]]:
-    """The workers that have the whole value together, each with the regions of its blocks."""
+    """Return the workers that hold the whole value together, with the regions of their blocks."""
     workers = dict.fromkeys(map(mesh.worker, owners(mesh.ranks, placements, shape)))
     return {
         worker: tuple([region(mesh.ranks, placements, shape, rank)
@@ -70,7 +70,7 @@ def sent(
 
 
 def joined(meta: TensorMeta, blocks: Iterable[tuple[Region, torch.Tensor]]) -> torch.Tensor:
-    """The whole value on the CPU, laid out as ``meta`` says, of the blocks in its regions."""
+    """Return the whole value on the CPU, laid out as ``meta`` says, from its blocks."""
     whole = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
     for where, block in blocks:
         whole[where].copy_(block)

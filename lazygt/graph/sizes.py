@@ -1,4 +1,4 @@
-"""Sizes: a graph with symbols for them, and the same graph in given ones.
+"""Symbolic graphs: a graph with symbols for its sizes, and the graph in given sizes.
 
 Programs are run in other sizes more often than they change (a last batch that is smaller, a
 sequence that grows). A *symbolic* graph has a `Size` in the place of every number of 2 or more
@@ -7,7 +7,7 @@ numbers stand for themselves. Symbols are numbered as they appear, and equal siz
 one, so a graph has one symbolic graph and one list of sizes, and these make it again. In other
 sizes several symbols may stand for one number.
 
-Nothing is to be computed from a symbolic meta: its sizes do not fit each other.
+A symbolic meta is not for shape inference: its sizes do not fit each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Size:
 
 @lru_cache(maxsize=4096)
 def sized(op: str) -> frozenset[int | str]:
-    """The positions and keywords of an op in which a whole number is a size, and not data."""
+    """Return an op's positions and keywords at which a whole number is a size, and not data."""
     if op == WRITE_BACK:
         return frozenset({2})
     facts = None if op.startswith("lazygt.") else op_facts(Node(op, ()))
@@ -48,7 +48,7 @@ def sized(op: str) -> frozenset[int | str]:
 
 
 def sizes_in(node: Node) -> tuple[int, ...]:
-    """The sizes that stand in a node's arguments, each once."""
+    """Return the sizes that stand in a node's arguments, each once."""
     numbers = node._sizes
     if numbers is None:
         places = sized(node.op)
@@ -75,7 +75,7 @@ class SymbolicGraph:
         first: the sizes that it was seen in first, and the graph in these.
 
     Attributes:
-        count: how many sizes it has.
+        count: the number of its sizes.
     """
 
     def __init__(self, graph: Graph, first: tuple[Sizes, Graph] | None = None) -> None:
@@ -89,14 +89,14 @@ class SymbolicGraph:
 
     @staticmethod
     def of(graph: Graph) -> tuple[SymbolicGraph, Sizes]:
-        """A graph without its sizes, and these."""
+        """Return a graph without its sizes, and these."""
         symbols = _ToSymbols()
         symbolic = symbols.graph(graph)
         sizes = tuple(symbols.numbers)
         return SymbolicGraph(symbolic, (sizes, graph)), sizes
 
     def in_sizes(self, sizes: Sizes) -> Graph:
-        """The graph in these sizes; nodes in which none has changed are shared with the first."""
+        """Return the graph in these sizes; nodes without a changed size are the first graph's."""
         if self._first is None:
             self._first = sizes, _FromSymbols(sizes).graph(self.graph)
         before, first = self._first
@@ -134,7 +134,7 @@ def check_sizes(symbolic: SymbolicGraph, sizes: Sizes) -> None:
 
 
 class _Rewriting:
-    """A graph, node or meta with something else in the place of each size."""
+    """Rewriting of a graph, node or meta with something else in the place of each size."""
 
     def __init__(self) -> None:
         self._metas: dict[int, TensorMeta] = {}
@@ -144,7 +144,7 @@ class _Rewriting:
         return replace(graph, inputs=inputs, nodes=tuple([self.node(node) for node in graph.nodes]))
 
     def node(self, node: Node) -> Node:
-        """The node, its members too."""
+        """Return the node, rewritten with its members."""
         args, kwargs = self.arguments(node)
         fresh = [None if meta is None else self.meta(meta) for meta in node.fresh]
         written = [self.meta(meta) for meta in node.written]
@@ -153,7 +153,7 @@ class _Rewriting:
                     body)  # fmt: skip
 
     def meta(self, meta: TensorMeta) -> TensorMeta:
-        """The meta, the same object for the same one."""
+        """Return the rewritten meta, the same object for the same one."""
         written = self._metas.get(id(meta))
         if written is None:
             shape = tuple([self.number(size) for size in meta.shape])
@@ -164,16 +164,16 @@ class _Rewriting:
         return written
 
     def number(self, number: int) -> int:
-        """A size, stride or offset of a meta."""
+        """Return the replacement of a size, stride or offset of a meta."""
         raise NotImplementedError
 
     def arguments(self, node: Node) -> tuple[Args, Kwargs]:
-        """What the node is called with."""
+        """Return the node's rewritten arguments."""
         raise NotImplementedError
 
 
 class _ToSymbols(_Rewriting):
-    """Makes a graph symbolic.
+    """Rewriting of a graph to a symbolic one.
 
     Attributes:
         numbers: size -> its number, in the order of their appearance.
@@ -195,7 +195,7 @@ class _ToSymbols(_Rewriting):
         return self._call(node.op, node.args, node.kwargs)
 
     def _view(self, op: str, position: int, args: Args, kwargs: Kwargs, which: int) -> Arg:
-        """One of the views that a write_back goes through: as the node that makes it."""
+        """Return a view of a write_back's chain, rewritten as the node that makes it."""
         args, kwargs = self._call(op, args, kwargs)
         return op, position, args, kwargs, which
 
@@ -215,7 +215,7 @@ class _ToSymbols(_Rewriting):
 
 
 class _FromSymbols(_Rewriting):
-    """Puts sizes in the place of symbols."""
+    """Rewriting of a symbolic graph with sizes in the place of symbols."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class _FromSymbols(_Rewriting):
 
 
 class Resize(_Rewriting):
-    """Metas with other sizes in the place of those that they have."""
+    """Rewriting of metas with other sizes."""
 
     def __init__(self, have: Sizes, wanted: Sizes) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class _SymbolsIn:
         self._metas: dict[int, frozenset[int]] = {}
 
     def node(self, node: Node) -> frozenset[int]:
-        """Those of a node and of its members."""
+        """Return the symbols of a node and of its members."""
         inside: set[int] = set()
         for arg in (node.args, *[arg for _, arg in node.kwargs]):
             self._arg(arg, inside)
@@ -269,7 +269,7 @@ class _SymbolsIn:
         return frozenset(inside)
 
     def meta(self, meta: TensorMeta) -> frozenset[int]:
-        """Those of a meta."""
+        """Return the symbols of a meta."""
         inside = self._metas.get(id(meta))
         if inside is None:
             numbers = (*meta.shape, *meta.stride, meta.offset)

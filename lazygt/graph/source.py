@@ -1,4 +1,4 @@
-"""Who wrote an op: the user's own file:line.
+"""Source lines of ops: the user's own file:line.
 
 A *call site* is ``(code, lasti)``: cheap to take on every op, expanded only for an error or a dump.
 """
@@ -16,15 +16,15 @@ import torch
 CallSite = tuple[CodeType, int]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-#: where this package lies
+#: directory of this package
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-#: file name -> whether it belongs to torch, lazygt or the interpreter
+#: file name -> True if it belongs to torch, lazygt or the interpreter
 _library: dict[str, bool] = {}
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file belongs to torch, lazygt or the interpreter."""
+    """Return whether a file belongs to torch, lazygt or the interpreter."""
     installed = filename.startswith((_TORCH, PACKAGE, "<frozen", "<string>"))
     installed = installed or filename.endswith("contextlib.py")
     _library[filename] = installed
@@ -32,7 +32,7 @@ def is_library(filename: str) -> bool:
 
 
 def user_call_site(depth: int) -> CallSite | None:
-    """The innermost user frame at least ``depth`` frames up; None when there is none.
+    """Return the innermost user frame at least ``depth`` frames up; None when there is none.
 
     There is none on autograd's own threads, where backward ops are recorded.
     """
@@ -54,7 +54,7 @@ def user_call_site(depth: int) -> CallSite | None:
 
 
 def expand(call_site: CallSite | None) -> str:
-    """``file:line`` of a call site, or ``"?"``."""
+    """Return ``file:line`` of a call site, or ``"?"``."""
     if call_site is None:
         return "?"
     code, lasti = call_site
@@ -62,7 +62,7 @@ def expand(call_site: CallSite | None) -> str:
 
 
 def with_line(text: str) -> str:
-    """An error's text, and below it the user's line where there is one."""
+    """Return an error's text, and below it the user's line if there is one."""
     call_site = user_call_site(1)
     return text if call_site is None else f"{text}\n  at {expand(call_site)}"
 

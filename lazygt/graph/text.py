@@ -1,4 +1,4 @@
-"""The canonical text of a graph, parsed back to an equal graph; ``node.print_graph`` prints it.
+"""Parser of a graph's canonical text, which ``node.print_graph`` prints.
 
     graph {
       %0: f32[64, 784] = input
@@ -11,8 +11,7 @@
 
 Values are ``%n``, run-time numbers ``$n``, the worker's device ``device``. The last results of a
 node that ``writes`` values are their new versions. A fused node shows its members in braces,
-with numbers of their own. Where a value lies on a mesh stands behind its meta, and is left out
-again by the parser:
+with numbers of their own. A value's placement on a mesh follows its meta, and the parser skips it:
 
       %2: f32[64, 784] {data: S(0), model: P(sum) -> R} = aten.mul.Tensor(%0, $0)
 """
@@ -31,7 +30,7 @@ from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 
 
 def _read_spelled(token: str) -> Any:
-    """The number that ``node`` spelled so."""
+    """Return the number that ``node`` spelled so."""
     name, _, inner = token.partition("(")
     kind: Any = {"float": float, "complex": complex}[name]
     text = ast.literal_eval(inner[:-1])
@@ -54,7 +53,7 @@ _META = re.compile(
 
 
 def parse_graph(text: str) -> Graph:
-    """The graph whose canonical text this is.
+    """Return the graph of a canonical text, equal to the printed one.
 
     Raises:
         ValueError: naming the line that can't be read.
@@ -64,7 +63,7 @@ def parse_graph(text: str) -> Graph:
 
 
 def _parse_rows(rows: Iterator[str]) -> Graph:
-    """The graph whose rows come next, up to the row that only closes it."""
+    """Return the graph of the next rows, up to the row that only closes it."""
     rows_read = _Rows()
     for raw in rows:
         body, _, remark = raw.strip().partition("  # ")
@@ -90,7 +89,7 @@ def _parse_rows(rows: Iterator[str]) -> Graph:
 
 
 class _Rows:
-    """What has been read of a graph."""
+    """Rows of a graph that have been read."""
 
     def __init__(self) -> None:
         self.inputs: list[TensorMeta] = []
@@ -109,7 +108,7 @@ class _Rows:
 
 
 def parse_meta(text: str) -> TensorMeta:
-    """The meta that ``str(meta)`` printed; ValueError for anything else."""
+    """Return the meta that ``str(meta)`` printed; ValueError for anything else."""
     match = _META.match(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a tensor meta such as f32[2, 3]")
@@ -143,7 +142,7 @@ def _parse_node(left: str, right: str, line: str) -> Node:
 
 
 class _Reader:
-    """Reads the arguments of one node."""
+    """Parser of the arguments of one node."""
 
     def __init__(self, text: str, at: int, line: str) -> None:
         self.text, self.at, self.line = text, at, line
@@ -214,18 +213,18 @@ _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def amount(number: int, unit: str) -> str:
-    """``2.1 Mflop``: three digits at most, in powers of 1000; without a unit ``2.1 M``."""
+    """Return ``2.1 Mflop``: at most three digits, in powers of 1000; without a unit ``2.1 M``."""
     power = min((len(str(abs(number))) - 1) // 3, len(_PREFIXES) - 1)
     return f"{number / 1000**power:.3g} {_PREFIXES[power]}{unit}".rstrip()
 
 
 def count(number: int, singular: str, plural: str = "") -> str:
-    """``1 launch``, ``2 launches``."""
+    """Return ``1 launch``, ``2 launches``."""
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def duration(seconds: float) -> str:
-    """``3.2 us``: three digits, in seconds, milliseconds or microseconds."""
+    """Return ``3.2 us``: three digits, in seconds, milliseconds or microseconds."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Passes: graph -> graph, pure, one small file each. Their order stands here and nowhere else."""
+"""Passes: pure functions graph -> graph, one small file each; and their order."""
 
 from lazygt.machine import Machine
 from lazygt.passes.base import Pass, run_passes
@@ -10,19 +10,19 @@ from lazygt.passes.foreach import Foreach
 from lazygt.passes.fuse import Fuse
 from lazygt.passes.lifetime import Lifetime
 
-#: What is done to a program, however many ranks run it.
+#: Passes on a program, for any number of ranks.
 BEFORE_SHARDING: tuple[Pass, ...] = (Fold(), CommonSubexpressions(), DeadCode())
-#: What is done to the program of one rank, be it the only one or not.
+#: Passes on the program of one rank, be it the only one or not.
 _ON_ONE_RANK: tuple[Pass, ...] = (Foreach(), Lifetime(), Fuse())
 
-#: All that is done to a program that one worker runs.
+#: All passes on a program that one worker runs.
 PIPELINE = BEFORE_SHARDING + _ON_ONE_RANK
-#: What is done to each rank's program, once ``sharding`` has made one for each.
+#: Passes on each rank's program, once ``sharding`` has made one for each.
 AFTER_SHARDING = (*_ON_ONE_RANK, Unpack())
 
 
 def priced(passes: tuple[Pass, ...], machine: Machine) -> tuple[Pass, ...]:
-    """The same passes; those that weigh costs have the machine's."""
+    """Return the same passes; those that weigh costs use the machine's."""
     return tuple([Fuse(machine) if each.name == Fuse.name else each for each in passes])
 
 

@@ -1,7 +1,7 @@
-"""What every pass shares: its contract, and the one way to write a graph anew.
+"""Common base of passes: their contract, and the one way to rebuild a graph.
 
-A pass never edits a graph. It says which nodes stand where, and which values stand for which,
-all in the numbers of the graph it was given; ``rebuild`` renumbers.
+A pass never edits a graph. It gives the nodes in their new order and the values that replace
+others, all in the numbers of the given graph; ``rebuild`` renumbers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lazygt.uncollected import uncollected
 
 
 class Pass(Protocol):
-    """A name and one method.
+    """Protocol of a pass: a name and one method.
 
-    What a pass wants to know of sizes, beyond which are equal, it asks (``passes.questions``), and
-    it puts no size into a graph that it has computed: of a program in other sizes it is not asked
-    again, as long as its questions have the same answers.
+    A pass may compare sizes for equality; all other decisions by sizes go through
+    ``passes.questions``. It puts no computed size into a graph: it does not run again for a program
+    in other sizes, as long as its questions have the same answers.
     """
 
     name: str
 
     def run(self, graph: Graph) -> Graph:
-        """A graph that computes the same outputs from the same inputs; ``graph`` if it is best."""
+        """Return a graph with the same outputs for the same inputs; ``graph`` if it is best."""
 
 
 class Placed(NamedTuple):
@@ -55,7 +55,7 @@ def run_passes(
     check: bool = False,
     stages: list[tuple[str, Graph]] | None = None,
 ) -> Graph:
-    """The graph after each pass in turn.
+    """Return the graph after all passes in turn.
 
     Args:
         check: verify the graph after every pass.
@@ -82,14 +82,14 @@ def run_passes(
 
 
 def placed(graph: Graph) -> list[Placed]:
-    """Every node where it stands."""
+    """Return every node at its place."""
     return [
         Placed(node, results, number) for number, (node, results) in enumerate(graph.numbered())
     ]
 
 
 def rebuild(graph: Graph, rows: Sequence[Placed], same: Mapping[int, int] | None = None) -> Graph:
-    """The graph with these nodes in this order.
+    """Return the graph with these nodes in this order.
 
     Args:
         same: value -> the value that stands for it from now on.
@@ -119,7 +119,7 @@ def _new_numbers(graph: Graph, rows: Sequence[Placed], same: Mapping[int, int]) 
 
 
 def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
-    """The node with other numbers for the values; the node itself when they are the same."""
+    """Return the node with other numbers for the values; itself when they are the same."""
     changed = False
     args: list[Arg] = []
     for arg in node.args:
@@ -156,7 +156,7 @@ def _is(a: Arg, b: Arg) -> bool:
 
 
 def view_source(node: Node) -> int | None:
-    """The value that a view op's results are views of; None for an op that makes no view."""
+    """Return the value that a view op's results are views of; None for any other op."""
     f = op_facts(node)
     if f is None or not f.aliases or not node.args or node.writes:
         return None
@@ -165,11 +165,11 @@ def view_source(node: Node) -> int | None:
 
 
 def moving_views(graph: Graph) -> dict[int, int]:
-    """Values that lie where a number says that is known only when the graph runs.
+    """Return the values at offsets that are known only when the graph runs.
 
     Returns:
-        Each with the view that begins there: two others may lie at the same place although they
-        have other metas, and not lie there although they have the same.
+        Each with the view that begins there. Two such views may overlap although their metas
+        differ, and lie apart although their metas are equal.
     """
     views: dict[int, int] = {}
     for node, results in graph.numbered():
@@ -186,7 +186,7 @@ def moving_views(graph: Graph) -> dict[int, int]:
 
 
 def written_through(graph: Graph) -> set[int]:
-    """Values that some node writes, and all the values that those are views of.
+    """Return the values that some node writes, and all the values that those are views of.
 
     Replacing one of them would be right, but would turn a write in place into a copy.
     """
@@ -205,19 +205,18 @@ def written_through(graph: Graph) -> set[int]:
     return written
 
 
-# -- what has to come before what ------------------------------------------------------------------
+# -- order of nodes --------------------------------------------------------------------------------
 
 
 class Dependencies(NamedTuple):
-    """What constrains the order of a graph's nodes.
+    """Constraints on the order of a graph's nodes.
 
     Attributes:
-        before: for each node the numbers of the nodes that have to run before it: those that
-            make what it reads; for a write those that read that memory before it, so that a
-            write in place stays one; for a read of memory the last write to it, so that old and
-            new versions never meet in one node; for a node with an effect the last such before
-            it.
-        memory: for each value the value that was first in the same memory.
+        before: for each node the numbers of the nodes that have to run before it: the makers of
+            its operands; for a write the earlier readers of that memory, so that a write in place
+            stays one; for a read of memory the last write to it, so that old and new versions
+            never meet in one node; for a node with an effect the last such before it.
+        memory: for each value the first value in the same memory.
     """
 
     before: list[set[int]]
@@ -225,7 +224,7 @@ class Dependencies(NamedTuple):
 
 
 def dependencies(graph: Graph, in_turn: Callable[[Node], bool] = has_effect) -> Dependencies:
-    """What constrains the order of the nodes; linear in their number.
+    """Return the constraints on the order of the nodes; linear in their number.
 
     Args:
         in_turn: the nodes that keep their order among each other.
@@ -264,7 +263,7 @@ def _targets(node: Node) -> Sequence[int]:
 
 
 def _homes(node: Node, results: range) -> list[int]:
-    """For each result the value in whose memory it lives: its own number for new memory."""
+    """Return for each result a value in the same memory: its own number for new memory."""
     if node.op == WRITE_BACK:
         return [node.args[0].index]
     source = view_source(node)
@@ -275,7 +274,7 @@ def _homes(node: Node, results: range) -> list[int]:
 
 
 def scheduled(before: Sequence[set[int]], groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """All nodes in an order that keeps ``before``, the members of a group side by side.
+    """Return a topological order of all nodes, the members of a group side by side.
 
     A group stands where its last member stood, everything else as early as it did. No path may
     lead from one member of a group to another by way of a node outside of it.
@@ -313,22 +312,22 @@ def scheduled(before: Sequence[set[int]], groups: Sequence[Sequence[int]]) -> li
     return order
 
 
-# -- memory that nobody has written yet ------------------------------------------------------------
+# -- uninitialised memory --------------------------------------------------------------------------
 
 
 def is_uninitialized(node: Node) -> bool:
-    """Whether a node makes memory that nobody has written yet."""
+    """Return whether a node makes uninitialised memory."""
     return ".empty" in node.op or ".new_empty" in node.op
 
 
 def uninitialized(meta: TensorMeta) -> Node:
-    """The node that makes such memory."""
+    """Return the node that makes such memory."""
     kwargs = (("dtype", meta.dtype), ("device", DEVICE))
     return Node("aten.empty_strided.default", (meta.shape, meta.stride), kwargs, (meta,))
 
 
 def without_likenesses(graph: Graph) -> Graph:
-    """The graph in which such memory is made of its shape, not in the likeness of a value."""
+    """Return the graph with such memory made by its shape, not in the likeness of a value."""
     nodes = list(graph.nodes)
     for number, node in enumerate(nodes):
         if is_uninitialized(node) and node.refs() and (meta := node.fresh[0]) is not None:

@@ -1,4 +1,4 @@
-"""Classes of equal ranks: what all ranks of a class run is made once.
+"""Classes of equal ranks: the program of all ranks of a class is made once.
 
 A class has one graph object, which stands at the place of each of its ranks.
 """
@@ -14,23 +14,23 @@ T = TypeVar("T")
 
 
 def classes(graphs: Sequence[Graph]) -> list[Graph]:
-    """The graph of each class, in the order of their first ranks."""
+    """Return the graph of each class, in the order of their first ranks."""
     return list({id(graph): graph for graph in graphs}.values())
 
 
 def by_class(change: Callable[[Graph], T], graphs: Sequence[Graph]) -> list[T]:
-    """What a function makes of the graph of each rank; it is called once for each class."""
+    """Return a function's result for the graph of each rank, with one call a class."""
     results = {id(graph): change(graph) for graph in classes(graphs)}
     return [results[id(graph)] for graph in graphs]
 
 
 def same(a: Graph, b: Graph) -> bool:
-    """Whether two ranks run the same, though their graphs may be different objects."""
+    """Return whether two ranks run equal graphs, even if these are different objects."""
     return a is b or (a.inputs == b.inputs and a == b)
 
 
 def classified(graphs: Sequence[Graph]) -> list[Graph]:
-    """The graphs, with one object for those that are the same."""
+    """Return the graphs, with one object for those that are the same."""
     firsts: list[Graph] = []
 
     def first(graph: Graph) -> Graph:

@@ -1,8 +1,8 @@
 """cse: common subexpression elimination. Equal pure nodes become one.
 
 Bit for bit. Never merged: random ops, uninitialised memory, nodes that write or are written,
-fused nodes. A result is not kept alive for a later twin of its node either: whoever computes
-something twice to save memory (activation checkpointing does) keeps what was saved.
+fused nodes. A result is not kept alive for a later twin of its node either: a program that computes
+something twice to save memory (activation checkpointing) keeps that saving.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SMALL = 4096
 
 
 class CommonSubexpressions:
-    """Replaces a node by an earlier one with the same op and the same arguments."""
+    """Replacement of a node by an earlier one with the same op and the same arguments."""
 
     name = "cse"
 
@@ -48,7 +48,7 @@ class CommonSubexpressions:
 
 
 def may_merge(row: Placed, written: set[int]) -> bool:
-    """Whether a node's results may be those of an equal one.
+    """Return whether a node's results may be those of an equal one.
 
     Args:
         written: see ``written_through``.
@@ -57,14 +57,14 @@ def may_merge(row: Placed, written: set[int]) -> bool:
     return not (
         has_effect(node)
         or node.writes
-        or node.body is not None  # the op and the arguments don't say what its members do
+        or node.body is not None  # its members are not part of the key
         or ".empty" in node.op
         or ".new_empty" in node.op
     ) and written.isdisjoint(row.results)
 
 
 def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
-    """Whether the earlier node's results are there at node ``number``, or cost next to nothing."""
+    """Return whether earlier results are alive at node ``number``, or cost next to nothing."""
     if is_view(earlier.node):
         return True
     return all(
@@ -74,7 +74,7 @@ def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
 
 
 def key_of(node: Node, same: dict[int, int]) -> Any:
-    """Equal for nodes that compute the same.
+    """Return a key that is equal for nodes that compute the same.
 
     Args:
         same: value -> the value that it is the same as.
@@ -84,7 +84,7 @@ def key_of(node: Node, same: dict[int, int]) -> Any:
 
 
 def _named(arg: Arg, same: dict[int, int]) -> Any:
-    """An argument as part of a key."""
+    """Return an argument as part of a key."""
     kind = type(arg)
     if kind is Ref:
         return Ref, same.get(arg.index, arg.index)

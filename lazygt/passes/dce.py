@@ -1,7 +1,7 @@
-"""dce: dead code elimination. Nothing that nobody reads is computed.
+"""dce: dead code elimination. Values without readers are not computed.
 
-Bit for bit. Random ops stay even when nobody reads them: each draws from the one generator, and
-the numbers of those after it must not depend on what is alive.
+Bit for bit. Random ops stay even without readers: each draws from the one generator, and
+the numbers of those after it must not depend on liveness.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lazygt.passes.base import placed, rebuild
 
 
 class DeadCode:
-    """Drops the nodes whose results nobody reads, from the last to the first."""
+    """Removal of nodes with unread results, from the last to the first."""
 
     name = "dce"
 

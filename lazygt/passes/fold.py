@@ -1,19 +1,19 @@
-"""fold: what needs no computing is not computed.
+"""fold: constant folding, and removal of ops that change nothing.
 
-Bit for bit, and therefore shy: ``x + 0`` goes away for whole numbers, but not for floats, where
-it turns -0.0 into 0.0, and ``x * 1`` not for 16-bit floats, where it changes the bits of a NaN.
-Python numbers are known only at run time, so what folds are the numbers that torch itself put into
-the program (``ones_like`` at the start of a backward pass).
+Bit for bit, and therefore conservative: ``x + 0`` goes away for whole numbers, but not for floats,
+where it turns -0.0 into 0.0, and ``x * 1`` not for 16-bit floats, where it changes a NaN's bits.
+Python numbers are known only at run time, so only numbers that torch itself put into the program
+are folded (``ones_like`` at the start of a backward pass).
 
-- a view that shows just what an earlier view in its chain showed: ``t(t(x))``, ``view(view(x))``
+- a view equal to an earlier view in its chain: ``t(t(x))``, ``view(view(x))``
 - a view of a view of contiguous memory: one view
-- what is written through a view of all of a value, as gradients are added up through ``t(t(x))``
+- a write through a view of all of a value, as gradients are added up through ``t(t(x))``
 - ``x + 0``, ``x - 0``, ``x * 1``, ``x / 1``, ``-(-x)``, with a literal or a tensor of one number
-- a cast there and back, and a cast through a dtype that loses nothing; a copy nobody writes
+- a cast there and back, and a cast through a dtype that loses nothing; a copy that is never written
 - arithmetic on constants: a constant
 
-A value takes the place of a copy of it only when its memory is neither written nor larger than
-the copy: the copy may stand there to let the larger memory go.
+A value replaces a copy of it only if its memory is neither written nor larger than the copy: the
+copy may be there to free the larger memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 #: Views that their schema does not declare.
 _UNDECLARED_VIEWS = ("aten._unsafe_view.default", "aten._reshape_alias.default",
                      "aten.lift.default", "aten.lift_fresh.default")  # fmt: skip
-#: Dtypes with a kernel for all arithmetic. That an op has none is for the worker to say.
+#: Dtypes with a kernel for all arithmetic. For any other the worker reports a missing kernel.
 _COMPUTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
              torch.int16, torch.int8, torch.uint8, torch.bool)  # fmt: skip
 _FILLED = {"zeros": 0, "ones": 1, "zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
@@ -54,7 +54,7 @@ _WIDER = {
 
 
 def is_view(node: Node) -> bool:
-    """Whether its results surely lie in its operand's memory; others in ``view_source`` may."""
+    """Return whether results surely lie in the operand's memory (in ``view_source`` maybe)."""
     f = op_facts(node)
     return f is not None and not node.writes and (f.views or node.op in _UNDECLARED_VIEWS)
 
@@ -78,7 +78,7 @@ class _Fold:
         self.makers: dict[int, Node] = {}
         #: view -> the first value of its chain
         self.roots: dict[int, int] = {}
-        #: value -> the one number that all its elements are
+        #: value -> the common number of all its elements
         self.numbers: dict[int, Number] = {}
 
     def run(self) -> Graph:
@@ -114,24 +114,24 @@ class _Fold:
         return rule(self, node, result) if rule is not None else None
 
     def value(self, arg: Arg) -> int | None:
-        """The value that an argument names, after folding; None if it is no tensor."""
+        """Return the value that an argument names, after folding; None if it is no tensor."""
         return self.same.get(arg.index, arg.index) if type(arg) is Ref else None
 
     def number(self, arg: Arg) -> Number | None:
-        """The number that an argument is, all over; None if that is not known."""
+        """Return the common number of all elements of an argument; None if it is not known."""
         if type(arg) in (bool, int, float):
             return arg  # type: ignore[no-any-return]
         value = self.value(arg)
         return None if value is None else self.numbers.get(value)
 
     def stands_for(self, value: int | None, result: int) -> int | None:
-        """``value``, if it can take the place of ``result``, which has memory of its own."""
+        """Return ``value`` if it can replace ``result``, which has memory of its own; else None."""
         if value is None or self.metas[value] != self.metas[result] or not self.may_stay(value):
             return None
         return value
 
     def may_stay(self, value: int) -> bool:
-        """Whether reading ``value`` later costs neither a copy at a write nor larger memory."""
+        """Return whether a later read of ``value`` costs no copy at a write, and no memory."""
         root = self.roots.get(value, value)
         meta, whole = self.metas[value], self.metas[root]
         if root in self.written or meta is None or whole is None:
@@ -145,7 +145,7 @@ class _Fold:
             self.roots.update(dict.fromkeys(row.results, self.roots.get(root, root)))
 
     def _write_back(self, node: Node) -> Folded:
-        """A view that shows all of its base, as it lies there, is the base's new version."""
+        """Return a view that shows all of its base in its layout: it is the base's new version."""
         base, value = self.value(node.args[0]), self.value(node.args[1])
         assert base is not None
         alike = value is not None and self.metas[base] == self.metas[value]
@@ -191,7 +191,7 @@ class _Fold:
             self.numbers[result] = torch.full((), node.args[1], dtype=meta.dtype).item()
 
     def constant(self, node: Node, result: int) -> Folded:
-        """Arithmetic whose operands are all known: computed here, with torch's own kernel."""
+        """Fold arithmetic on known operands: it is computed here, with torch's own kernel."""
         meta = self.metas[result]
         assert meta is not None
         if not ask(row_major, meta) or meta.offset or meta.dtype not in _COMPUTED:
@@ -221,12 +221,12 @@ class _Fold:
 
 
 def _no_larger(meta: TensorMeta, other: TensorMeta) -> bool:
-    """Whether a tensor has at most the bytes of another."""
+    """Return whether a tensor has at most the bytes of another."""
     return meta.nbytes <= other.nbytes
 
 
 def _same_bits(a: TensorMeta | None, b: TensorMeta | None) -> bool:
-    """Whether a view shows its base's numbers as they are."""
+    """Return whether a view shows its base's numbers as they are."""
     if a is None or b is None:
         return False
     return (a.dtype, a.conj, a.neg) == (b.dtype, b.conj, b.neg)
@@ -236,7 +236,7 @@ def _same_bits(a: TensorMeta | None, b: TensorMeta | None) -> bool:
 
 
 def _neutral(neutral: Callable[[Number, TensorMeta], bool], both: bool) -> Rule:
-    """Drops an operation with its neutral number, on the right or on either side."""
+    """Return a rule that drops an op with its neutral number, on the right or on either side."""
 
     def rule(fold: _Fold, node: Node, result: int) -> Folded:
         meta = fold.metas[result]
@@ -271,7 +271,7 @@ def _real(meta: TensorMeta) -> bool:
 
 
 def _rounded(meta: TensorMeta) -> bool:
-    """Whether kernels compute in float32 and round: what bits a NaN then has is up to each."""
+    """Return whether kernels compute in float32 and round: a NaN's bits then vary by kernel."""
     return meta.dtype.is_floating_point and meta.dtype.itemsize < 4
 
 
@@ -289,7 +289,7 @@ def _negation(fold: _Fold, node: Node, result: int) -> Folded:
 
 
 def _cast(fold: _Fold, node: Node, result: int) -> Folded:
-    """A cast to what its operand is already, or by way of a dtype that holds it exactly."""
+    """Fold a cast to the operand's own dtype, or by way of a dtype that holds it exactly."""
     if any(name not in ("dtype", "device", "layout", "memory_format") for name, _ in node.kwargs):
         return None
     value = fold.value(node.args[0])
@@ -305,7 +305,7 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
     before, between, after = fold.metas[root], fold.metas[value], fold.metas[result]
     if before is None or between is None or after is None or before.stride != between.stride:
         return None
-    # a float out of a whole number's range gives what the route happens to give
+    # the result for a float out of a whole number's range depends on the route
     if between.dtype not in _WIDER.get(before.dtype, ()) or (_whole(after) and not _whole(before)):
         return None
     if _rounded(after) and not _whole(before):

@@ -2,8 +2,8 @@
 
 Many small tensors (an optimizer's biases, gradients that are clipped) cost a launch each, so runs
 of the same op on them become one horizontal ``_foreach`` op. For large tensors a horizontal op
-saves nothing, and keeps a temporary for every tensor at once: those it is taken apart for, which
-also lets them be fused op after op. Bit for bit on a CPU, where torch runs a horizontal op as the
+saves nothing, and keeps a temporary for every tensor at once: it is split for them, which also lets
+them be fused op after op. Bit for bit on a CPU, where torch runs a horizontal op as the
 single ones; on CUDA its horizontal kernels compute the same formula.
 """
 
@@ -33,7 +33,7 @@ Metas = Sequence[TensorMeta | None]
 
 
 class Foreach:
-    """Splits horizontal ops on large tensors, then merges single ones on small tensors."""
+    """Split of horizontal ops on large tensors, then merge of single ones on small tensors."""
 
     name = "foreach"
 
@@ -53,7 +53,7 @@ def _split(graph: Graph) -> Graph:
 
 
 def _parts(row: Placed, metas: Metas, memory: Sequence[int]) -> Iterator[Placed]:
-    """The node, or a node for each of its large tensors and one for the small ones."""
+    """Yield the node, or a node for each of its large tensors and one for the small ones."""
     node = row.node
     form = SPLIT.get(node.op)
     if form is None or not form.is_plain(node) or _sees_own_writes(node, form, memory):
@@ -71,7 +71,7 @@ def _parts(row: Placed, metas: Metas, memory: Sequence[int]) -> Iterator[Placed]
 
 
 def _sees_own_writes(node: Node, form: ForeachForm, memory: Sequence[int]) -> bool:
-    """Whether what it computes for one tensor may depend on what it wrote to another.
+    """Return whether the result for one tensor may depend on the write to another.
 
     ``_foreach_add_([a, b], [b, a])`` adds the new ``a`` to ``b``.
     """
@@ -93,7 +93,7 @@ def _part(row: Placed, which: int) -> Placed:
 
 
 def _rest(row: Placed, form: ForeachForm, kept: list[int]) -> Placed:
-    """The horizontal node for some of its tensors only."""
+    """Return the horizontal node for some of its tensors only."""
 
     def of(items: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(items[which] for which in kept) if items else ()
@@ -131,8 +131,10 @@ def _merged(graph: Graph) -> Graph:
 
 
 def _waited_for(graph: Graph, kinds: list[Any], before: Sequence[set[int]]) -> list[int]:
-    """For each node the first that waits for it, those aside that may run later themselves: views,
-    and what makes no more than what may become part of a horizontal op."""
+    """Return for each node the first that waits for it and cannot run later itself.
+
+    Views can run later, and so can nodes with results that may all become part of a horizontal op.
+    """
     small = {node.results[0] for node, kind in zip(graph.nodes, kinds, strict=True) if kind}
     waited = [len(graph.nodes)] * len(graph.nodes)
     for number, node in reversed(list(enumerate(graph.nodes))):
@@ -146,7 +148,7 @@ def _waited_for(graph: Graph, kinds: list[Any], before: Sequence[set[int]]) -> l
 
 
 def _in_time(members: list[int], waited: Sequence[int]) -> list[list[int]]:
-    """The members in groups, none of which keeps somebody waiting.
+    """Return the members in groups, none of which delays another node.
 
     A group stands where its last member stood. A backward that waited there for the next
     microbatch's loss would keep the activations of both.
@@ -171,7 +173,7 @@ def _has_run(kinds: list[Any]) -> bool:
 
 
 def _kind(node: Node, metas: Metas) -> tuple[Any, ...] | None:
-    """What nodes that may become one have in common; None for a node that stays as it is."""
+    """Return the common key of nodes that may be merged; None for a node that stays as it is."""
     if len(node.results) != 1 or node.dynamic or not node.args:
         return None
     numbers = type(node.args[-1]) is not Ref or any(name == "value" for name, _ in node.kwargs)
@@ -192,7 +194,7 @@ def _kind(node: Node, metas: Metas) -> tuple[Any, ...] | None:
 
 
 def _levels(kinds: list[Any], before: Sequence[set[int]]) -> list[int]:
-    """How many merging nodes lie on the longest way to each node, itself included.
+    """Return the number of merging nodes on the longest path to each node, itself included.
 
     Nodes of the same level can't depend on each other, nor can the groups they form.
     """
@@ -204,7 +206,7 @@ def _levels(kinds: list[Any], before: Sequence[set[int]]) -> list[int]:
 
 
 def _wide(rows: list[Placed], unit: list[int], kinds: list[Any]) -> Placed:
-    """One row for the nodes of a unit."""
+    """Return one row for the nodes of a unit."""
     if len(unit) == 1:
         return rows[unit[0]]
     nodes = [rows[number].node for number in unit]

@@ -7,8 +7,8 @@ its temporaries in registers, and rounds as the compiler does.
 
 A group grows along its dependences, from the first node to the last. It is closed when a node
 that can't be a member needs it, and stands where its last member stood. So it does not grow over
-other work where that would keep large operands alive, as gradients of several microbatches are
-that are added up. Not fused is what would gain nothing: see ``worth``.
+other work where that would keep large operands alive, such as gradients of several microbatches
+that are added up. A group without gain is not fused: see ``worth``.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Prices(NamedTuple):
 
     @staticmethod
     def of(machine: Machine) -> Prices:
-        """As a machine has them."""
+        """Return the prices of a machine."""
         return Prices(machine.host.call, machine.host.launch, 1 / machine.memory.bandwidth)
 
 
 class Fuse:
-    """Makes ``lazygt.fused`` nodes of the groups that are worth it.
+    """Fusion of the groups that are worth it into ``lazygt.fused`` nodes.
 
     Args:
-        machine: by whose prices; None: ``cpu-generic``.
+        machine: gives the prices; None: ``cpu-generic``.
     """
 
     name = "fuse"
@@ -78,7 +78,7 @@ class Fuse:
 
     @cached_property
     def prices(self) -> Prices:
-        """What is weighed."""
+        """Prices of the machine."""
         return Prices.of(self._machine or default_machine("cpu"))
 
     def run(self, graph: Graph) -> Graph:
@@ -93,12 +93,12 @@ class Fuse:
 
 
 class Candidate(NamedTuple):
-    """Nodes that belong together, be it worth fusing them or not; often one alone.
+    """Nodes that belong together, worth fusing or not; often one alone.
 
     Attributes:
         members: their numbers.
         gain: see ``worth``; they are fused when it is above 0.
-        closed: why the group grew no further; empty: the graph ended.
+        closed: the reason for the group's end; empty: the graph ended.
     """
 
     members: list[int]
@@ -107,14 +107,14 @@ class Candidate(NamedTuple):
 
 
 def candidates(graph: Graph, prices: Prices) -> list[Candidate]:
-    """What the pass finds in a graph, and what it thinks of it."""
+    """Return the groups that the pass finds in a graph, with their gains."""
     around = Surroundings(graph)
     groups = _Groups(graph, around.metas, dependencies(graph)).found()
     return [Candidate(g.members, worth(around, g.members, prices), g.closed) for g in groups]
 
 
 class Surroundings:
-    """A graph with what is asked of it again and again.
+    """A graph with tables for repeated queries.
 
     Attributes:
         metas: of every value.
@@ -134,7 +134,7 @@ class Surroundings:
         self.kept = set(graph.outputs)
 
     def escaping(self, group: Sequence[int]) -> list[int]:
-        """The results of a group's members that somebody else needs."""
+        """Return the results of a group's members that are needed outside of it."""
         members = set(group)
         return [
             value
@@ -144,9 +144,9 @@ class Surroundings:
         ]
 
     def written(self, group: Sequence[int]) -> dict[int, int]:
-        """The operands that a group's members write, with their versions after the last member."""
+        """Return the operands that a group's members write, with their last versions."""
         latest: dict[int, int] = {}
-        origin = {value: value for value in self.operands(group)}  # version -> where it lives
+        origin = {value: value for value in self.operands(group)}  # version -> its operand
         for row in (self.rows[number] for number in group):
             versions = row.results[len(row.node.fresh) :]
             for target, version in zip(row.node.writes, versions, strict=True):
@@ -156,7 +156,7 @@ class Surroundings:
         return latest
 
     def operands(self, group: Sequence[int]) -> list[int]:
-        """The values that a group's members take from elsewhere, in the order of their use."""
+        """Return the values that a group's members take from elsewhere, in order of use."""
         inner = {value for number in group for value in self.rows[number].results}
         taken: dict[int, None] = {}
         for number in group:
@@ -166,10 +166,10 @@ class Surroundings:
 
 
 def worth(around: Surroundings, group: Sequence[int], prices: Prices) -> float:
-    """Seconds that compiling a group may save in each run; at most 0: it is not worth it.
+    """Return the seconds that compiling a group saves a run; at most 0: it is not worth it.
 
     One by one, each member is launched, reads its operands and writes its results. Compiled,
-    there is one call, and what only members see never travels to memory.
+    there is one call, and values between members never travel to memory.
     """
     if len(group) == 1:
         return -prices.call
@@ -177,7 +177,7 @@ def worth(around: Surroundings, group: Sequence[int], prices: Prices) -> float:
 
 
 def _launches(around: Surroundings, group: Sequence[int]) -> tuple[int, int]:
-    """How many kernels a group launches one by one, and how many calls it is compiled."""
+    """Return a group's number of launches one by one, and of calls when compiled."""
     lanes = lane_count(around.rows[group[0]].node)
     return len(group) * max(lanes, 1), max(math.ceil(lanes / LANES), 1)
 
@@ -187,12 +187,12 @@ def _gain(prices: Prices, launches: int, calls: int, saved: int) -> float:
 
 
 def saved_bytes(around: Surroundings, group: Sequence[int]) -> int:
-    """Bytes that do not travel when a group is compiled."""
+    """Return the bytes that do not travel when a group is compiled."""
     return sum(times * meta.nbytes for meta, times in _saved(around, group))
 
 
 def _saved(around: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta, int]]:
-    """How often each tensor does not travel when a group is compiled."""
+    """Return each tensor that travels less when a group is compiled, and the times saved."""
     times: Counter[int] = Counter()
     for number in group:
         times.update({*around.rows[number].node.refs()})
@@ -204,7 +204,7 @@ def _saved(around: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta,
 
 
 def _fits(around: Surroundings, group: Sequence[int], prices: Prices) -> bool:
-    """Whether a group is worth it, and one that can be compiled."""
+    """Return whether a group is worth it, and can be compiled."""
     saved = _saved(around, group)
     given = (prices, *_launches(around, group), tuple([times for _, times in saved]))
     if not ask(_gains, *[meta for meta, _ in saved], given=given):
@@ -219,30 +219,30 @@ def _fits(around: Surroundings, group: Sequence[int], prices: Prices) -> bool:
 def _gains(
     prices: Prices, launches: int, calls: int, times: tuple[int, ...], *metas: TensorMeta
 ) -> bool:
-    """Whether so many launches are worth it, if these tensors do not travel so often."""
+    """Return whether compiling saves time, if the tensors travel ``times`` less often."""
     saved = sum(count * meta.nbytes for count, meta in zip(times, metas, strict=True))
     return _gain(prices, launches, calls, saved) > 0
 
 
-# -- which nodes belong together -----------------------------------------------------------------
+# -- grouping of nodes ---------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Group:
-    #: that has as many elements as its widest member walks over; None: of horizontal ops
+    #: has as many elements as its widest member walks over; None: of horizontal ops
     space: TensorMeta | None
     members: list[int] = field(default_factory=list)
     #: memory -> the parts of it that members read or write, as far as they can be told apart
     shown: dict[int, set[tuple[TensorMeta | None, int | None]]] = field(default_factory=dict)
     #: memory that members write
     written: set[int] = field(default_factory=set)
-    #: of horizontal ops: how many tensors each takes, and memory -> which of them lies there
+    #: of horizontal ops: the number of tensors of each, and memory -> position of its tensor
     lanes: int = 0
     lane_of: dict[int, int] = field(default_factory=dict)
     closed: str = ""
 
     def clashes(self, other: _Group) -> bool:
-        """Whether one writes what the other sees in another shape, or perhaps elsewhere.
+        """Return whether one writes memory that the other sees in another shape or place.
 
         A fused node writes its operands at its end, so of the memory it writes it may take no
         two different parts.
@@ -253,7 +253,7 @@ class _Group:
         )
 
     def crosses(self, other: _Group) -> bool:
-        """Whether what one computes for one tensor meets what the other does for another one."""
+        """Return whether the two use a memory in different lanes."""
         return any(other.lane_of.get(home, lane) != lane for home, lane in self.lane_of.items())
 
     def absorb(self, other: _Group) -> None:
@@ -267,7 +267,7 @@ class _Group:
 
 
 class _Groups:
-    """Finds the groups in one walk over the nodes."""
+    """Search for the groups in one walk over the nodes."""
 
     def __init__(self, graph: Graph, metas: Metas, order: Dependencies) -> None:
         self.graph, self.metas, self.order = graph, metas, order
@@ -281,7 +281,7 @@ class _Groups:
         self.work = -1
 
     def found(self) -> list[_Group]:
-        """The groups, with their members in order."""
+        """Return the groups, with their members in order."""
         for number, node in enumerate(self.graph.nodes):
             needed = self._open_before(number)
             alone = self._member(number, node)
@@ -298,7 +298,7 @@ class _Groups:
         return groups
 
     def _open_before(self, number: int) -> list[_Group]:
-        """The open groups that a node needs, the largest first."""
+        """Return the open groups that a node needs, the largest first."""
         groups = {
             id(group): group
             for other in self.order.before[number]
@@ -307,7 +307,7 @@ class _Groups:
         return sorted(groups.values(), key=lambda group: (-len(group.members), group.members[0]))
 
     def _member(self, number: int, node: Node) -> _Group | None:
-        """The node as a group of its own; None if it can't be in one."""
+        """Return the node as a group of its own; None if it can't be in one."""
         lanes = lane_count(node)
         if not lanes:
             return self._alone(number, node) if is_fusible(node, self.metas) else None
@@ -355,7 +355,7 @@ class _Groups:
 
     @staticmethod
     def _clash(home: _Group | None, group: _Group, alone: _Group) -> str:
-        """Why the three may not be one group; empty: they may."""
+        """Return the reason why the three may not be one group; empty: they may."""
         if alone.lanes != group.lanes:
             return "an op on one tensor and an op on many need each other"
         if group.crosses(alone) or (home is not None and home.crosses(group)):
@@ -372,7 +372,7 @@ class _Groups:
         return ""
 
     def _hoards(self, group: _Group) -> str:
-        """Why a group may not wait until here for its next member; empty: it may."""
+        """Return the reason why a group may not wait for its next member; empty: it may."""
         if group.space is None or max(group.members) > self.work:
             return ""
         nodes = [self.graph.nodes[number] for number in group.members]
@@ -392,11 +392,11 @@ class _Groups:
         return ""
 
     def _is_last(self, value: int, group: _Group) -> bool:
-        """Whether nobody reads a value after a group."""
+        """Return whether the last reader of a value is in a group."""
         return self.uses[value] in group.members
 
     def _is_large(self, value: int, space: TensorMeta) -> bool:
-        """Whether a value fills a group's space, and that is no small one."""
+        """Return whether a value fills a group's space, and the space is not small."""
         return self.metas[value] == space and not ask(fits, space, given=(SMALL,))
 
     def _close(self, group: _Group, why: str) -> None:
@@ -406,12 +406,12 @@ class _Groups:
 
 
 def _widest(*metas: TensorMeta) -> int:
-    """Which of several tensors has the most elements."""
+    """Return the position of the tensor with the most elements."""
     return max(range(len(metas)), key=lambda which: metas[which].numel)
 
 
 def _wider(meta: TensorMeta, other: TensorMeta) -> bool:
-    """Whether a tensor has more elements than another."""
+    """Return whether a tensor has more elements than another."""
     return meta.numel > other.numel
 
 
@@ -419,7 +419,7 @@ def _wider(meta: TensorMeta, other: TensorMeta) -> bool:
 
 
 def _unit(around: Surroundings, unit: list[int]) -> Placed:
-    """The row of a single node, or of the fused node of a group."""
+    """Return the row of a single node, or of the fused node of a group."""
     rows = [around.rows[number] for number in unit]
     if len(rows) == 1:
         return rows[0]
@@ -443,7 +443,7 @@ def _unit(around: Surroundings, unit: list[int]) -> Placed:
 def _body(
     around: Surroundings, rows: list[Placed], operands: list[int], outputs: list[int]
 ) -> tuple[Graph, list[Param]]:
-    """The members as a graph of their own, and the run-time numbers that they take."""
+    """Return the members as a graph of their own, and the run-time numbers that they take."""
     numbers = {value: inner for inner, value in enumerate(operands)}
     params: dict[int, int] = {}
 

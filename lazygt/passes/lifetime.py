@@ -1,8 +1,9 @@
-"""lifetime: a result is written over an operand that nobody reads any more.
+"""lifetime: a result is written over an operand that dies.
 
-Bit for bit: the same kernel writes to other memory. Only pointwise ops, which read each element
-before they write it, and only memory that the run made itself; inputs are donated by the run
-message (see ``graph.alias``), and when values die is the plan's schedule (``runtime.plan``).
+Bit for bit: the same kernel writes to other memory. Only pointwise ops are changed, which read each
+element before they write it, and only memory of the run's own is overwritten. The run message
+donates inputs (see ``graph.alias``), and the plan's schedule has the deaths of values
+(``runtime.plan``).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from lazygt.graph.ops import overload
 from lazygt.passes.base import placed, rebuild
 from lazygt.passes.questions import ask
 
-#: Of complex64 their CPU kernel rounds otherwise where it writes over an operand.
+#: Their CPU kernel rounds complex64 otherwise if it writes over an operand.
 _ROUNDED_IN_PLACE = frozenset({"aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor"})
 
 
 class Lifetime:
-    """Turns ``b = op(a)`` into ``op_(a)`` or ``op(a, out=a)`` where ``a`` dies."""
+    """Rewriting of ``b = op(a)`` to ``op_(a)`` or ``op(a, out=a)`` where ``a`` dies."""
 
     name = "lifetime"
 
@@ -49,7 +50,7 @@ class Lifetime:
 def _target(
     node: Node, number: int, aliases: Aliases, metas: Sequence[TensorMeta | None]
 ) -> int | None:
-    """The operand whose memory the node may overwrite."""
+    """Return the operand that the node may overwrite; None if there is none."""
     if len(node.fresh) != 1 or node.writes or node.dynamic or node.body is not None:
         return None
     result = node.fresh[0]
@@ -78,12 +79,12 @@ def _target(
 
 
 def _rounds_in_place(op: str, result: TensorMeta) -> bool:
-    """Whether the bits depend on where the result is written."""
+    """Return whether the bits depend on the memory that the result is written to."""
     return result.dtype == torch.complex64 and op in _ROUNDED_IN_PLACE
 
 
 def _is_whole(value: int, aliases: Aliases, metas: Sequence[TensorMeta | None]) -> bool:
-    """Whether a value fills its memory, so that writing there keeps nothing larger alive."""
+    """Return whether a value fills its memory, so that a write keeps nothing larger alive."""
     meta, home = metas[value], metas[aliases.memory[value]]
     if meta is None or home is None or meta.dtype != home.dtype:
         return False
@@ -91,12 +92,12 @@ def _is_whole(value: int, aliases: Aliases, metas: Sequence[TensorMeta | None]) 
 
 
 def _fills(meta: TensorMeta, home: TensorMeta) -> bool:
-    """Whether a tensor has no gaps, and as many elements as the one whose memory it lies in."""
+    """Return whether a tensor has no gaps, and as many elements as the first in its memory."""
     return meta.extent == meta.numel == home.numel
 
 
 def _writing(node: Node, target: int) -> Node | None:
-    """The node that writes its result over ``target``."""
+    """Return the node that writes its result over ``target``; None if no overload does."""
     forms = _overwriting(node.op)
     result = node.fresh[0]
     assert forms is not None
@@ -112,7 +113,7 @@ def _writing(node: Node, target: int) -> Node | None:
 
 @lru_cache(maxsize=4096)
 def _overwriting(op: str) -> tuple[str, str, str] | None:
-    """The overloads of a pointwise op that write in place and to a given tensor.
+    """Return the overloads of a pointwise op that write in place and to a given tensor.
 
     Returns:
         (in-place overload or "", out overload or "", its keyword), or None for other ops.
@@ -137,7 +138,7 @@ def _overloads(namespace: str, name: str) -> Iterable[str]:
 
 
 def _takes(op: str, wanted: list[tuple[str, str]], out: str = "") -> bool:
-    """Whether there is an overload of this name that takes these arguments (and ``out``)."""
+    """Return whether an overload of this name takes these arguments (and ``out``)."""
     try:
         function = overload(op)
     except KeyError:

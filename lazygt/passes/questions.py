@@ -1,9 +1,9 @@
-"""Questions: what passes ask of sizes, noted, and asked again in other sizes.
+"""Questions: guards on sizes, recorded in passes and evaluated again in other sizes.
 
-Whether two tensors have the same shape, strides or offset, whether two ops are called with the same
-sizes, and what is 0 or 1, a pass may look at as it likes: programs that differ there are different
-programs to `passes.template` (``told_apart``). Whatever else it decides by sizes it asks here, so
-that who has its answers for some sizes can tell whether it would get the same ones for others.
+A pass may compare tensors' shapes, strides and offsets and the sizes in calls of ops for equality,
+and any size with 0 and 1, without a question: programs that differ there are different programs to
+`passes.template` (``told_apart``). All other decisions by sizes go through ``ask``, so that the
+recorded answers tell whether the pass would decide alike in other sizes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ A = TypeVar("A")
 
 
 class Asked:
-    """The questions that were asked in one run of the passes, with their answers."""
+    """Questions of one run of the passes, with their answers."""
 
     def __init__(self) -> None:
-        #: question, what is given with it and the tensors that it is about -> the same, its answer
+        #: question, its arguments, ids of its tensors -> question, arguments, tensors, answer
         self._answers: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], list[TensorMeta], Any]]
         self._answers = {}
 
@@ -40,13 +40,15 @@ class Asked:
         metas: tuple[TensorMeta, ...],
         answer: Any,
     ) -> None:
-        """Take note of an answer."""
+        """Record an answer."""
         key = question, given, *map(id, metas)
         self._answers.setdefault(key, (question, given, list(metas), answer))
 
     def hold(self, resize: Resize) -> bool:
-        """Whether all answers are the same in other sizes; also not, when one was about a size
-        that no other takes the place of."""
+        """Return whether all answers are the same in other sizes.
+
+        They are not if a question was about a size that ``resize`` does not replace.
+        """
         try:
             for question, given, metas, answer in self._answers.values():
                 others = [resize.meta(meta) for meta in metas]
@@ -62,7 +64,7 @@ _ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 @contextmanager
 def noted() -> Iterator[Asked]:
-    """Take note of all questions in the block."""
+    """Record of all questions in the block."""
     asked = Asked()
     token = _ASKED.set(asked)
     try:
@@ -72,11 +74,11 @@ def noted() -> Iterator[Asked]:
 
 
 def ask(question: Callable[..., A], *metas: TensorMeta, given: tuple[Hashable, ...] = ()) -> A:
-    """The answer to a question about the sizes of tensors.
+    """Return, and record, the answer to a question about the sizes of tensors.
 
     Args:
         question: a function of ``given`` and these metas, and of nothing else.
-        given: what it asks about besides; no size.
+        given: its other arguments; no size.
     """
     answer = question(*given, *metas)
     asked = _ASKED.get()
@@ -86,10 +88,10 @@ def ask(question: Callable[..., A], *metas: TensorMeta, given: tuple[Hashable, .
 
 
 def told_apart(metas: Iterable[TensorMeta | None], nodes: Iterable[Node]) -> int:
-    """How many different shapes, strides, offsets and calls there are.
+    """Return the number of different shapes, strides, offsets and calls.
 
-    A program in sizes of which two have become equal is the same one to every pass where this is
-    what it was.
+    If two sizes of a program have become equal, it is the same program to every pass as long as
+    this number has not changed.
 
     Args:
         metas: of the inputs.
@@ -103,7 +105,7 @@ def told_apart(metas: Iterable[TensorMeta | None], nodes: Iterable[Node]) -> int
 
 
 class _Apart:
-    """What there is of each kind."""
+    """Distinct shapes, strides, offsets and calls."""
 
     def __init__(self) -> None:
         self.shapes: set[tuple[int, ...]] = set()
@@ -126,7 +128,7 @@ class _Apart:
 
 
 def _calls(node: Node) -> Iterator[Any]:
-    """How a node calls its op, or those of its chain, whatever the tensors."""
+    """Yield a node's call of its op, or those of its chain, without tensors."""
     if node.op == WRITE_BACK:
         for op, _, args, kwargs, _ in node.args[2]:
             yield op, exact(args), exact(kwargs)
@@ -143,10 +145,10 @@ def _without_tensor(arg: Arg) -> Arg:
 
 
 def fits(nbytes: int, meta: TensorMeta) -> bool:
-    """Whether a tensor has at most so many bytes."""
+    """Return whether a tensor has at most ``nbytes`` bytes."""
     return meta.nbytes <= nbytes
 
 
 def row_major(meta: TensorMeta) -> bool:
-    """Whether a tensor has the strides of a fresh one."""
+    """Return whether a tensor has the strides of a fresh one."""
     return meta.is_contiguous()

@@ -19,7 +19,7 @@ class Skeleton(NamedTuple):
 
     Attributes:
         key: everything but the sizes.
-        sizes: what the symbols stand for, in the order in which they appear; each another number.
+        sizes: the numbers of the symbols, in order of appearance; all different.
     """
 
     key: tuple[Any, ...]
@@ -27,14 +27,14 @@ class Skeleton(NamedTuple):
 
 
 def skeleton(graph: Graph) -> Skeleton:
-    """The reading of a recorded graph; linear in its size."""
+    """Return the skeleton of a recorded graph; linear in its size."""
     reader = _Reader()
     reader.read(graph)
     return Skeleton(tuple(reader.key), tuple(reader.symbols))
 
 
 class _Reader:
-    """Writes a graph down as one flat list, in which what was written says how to read on."""
+    """Serialization of a graph to one flat, self-delimiting list."""
 
     def __init__(self) -> None:
         self.key: list[Any] = []
@@ -51,7 +51,7 @@ class _Reader:
             self._node(node)
 
     def _node(self, node: Node) -> None:
-        """One node, its members too."""
+        """Add one node, with its members, to the key."""
         places = sized(node.op)
         self.key += (node.op, len(node.args), len(node.kwargs), len(node.fresh), node.writes,
                      len(node.written), node.dynamic)  # fmt: skip

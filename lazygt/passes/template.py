@@ -1,12 +1,12 @@
-"""Templates: a program that was optimised once is not optimised again for other sizes.
+"""Templates: optimised programs, reused in other sizes.
 
 Sizes change from step to step (a batch that is smaller, a sequence that is longer), the program
 does not. So a recorded graph is read with a symbol in the place of every size: graphs that then
-read the same get the same decisions from every pass, and what the passes made of the first
-becomes, with other sizes put in, what they would make of the next.
+read the same get the same decisions from every pass. The optimised first graph, with other sizes
+put in, is the optimised next one.
 
-That holds as long as what passes asked of the first's sizes (``passes.questions``) has the same
-answers for the next's, which is checked every time.
+That holds as long as the passes' questions about the first's sizes (``passes.questions``) have the
+same answers for the next's, which is checked every time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lazygt.passes.base import Pass, run_passes
 from lazygt.passes.questions import Asked, noted, told_apart
 from lazygt.passes.skeleton import skeleton
 
-#: Of a program so many plans are kept for which passes have decided otherwise.
+#: Most plans that are kept of a program, each for other decisions of the passes.
 _MOST_VARIANTS = 8
-#: What one word of a template's key takes of Python's memory, about; a question is as many.
+#: Approximate Python memory of a word of a template's key, and words of a question.
 _BYTES_A_WORD, _WORDS_A_QUESTION = 16, 30
 
 Stages = list[tuple[str, Graph]]
 
 
 class Resizable(Protocol):
-    """What is made of a graph, and of the same one in other sizes."""
+    """Plan of a graph that can be made in other sizes."""
 
     @property
     def graph(self) -> Graph:
@@ -39,24 +39,24 @@ class Resizable(Protocol):
 
     @property
     def sizes(self) -> Sizes:
-        """Those that it is in."""
+        """Sizes that it is in."""
 
     @property
     def nbytes(self) -> int:
-        """What keeping it takes, about."""
+        """Approximate memory of it."""
 
     def resized(self, sizes: Sizes) -> Self:
-        """The same in others."""
+        """Return the same plan in other sizes."""
 
 
 P = TypeVar("P", bound=Resizable)
 
 
 class Optimised(NamedTuple, Generic[P]):
-    """What the passes made of a graph.
+    """Result of the passes for a graph.
 
     Attributes:
-        plan: made of it.
+        plan: of the optimised graph.
         template, sizes: its program, and the sizes that the graph has.
     """
 
@@ -66,15 +66,15 @@ class Optimised(NamedTuple, Generic[P]):
 
 
 class Templates(Generic[P]):
-    """The passes, with a memory for programs that differ only in sizes.
+    """The passes, with a cache for programs that differ only in sizes.
 
     Args:
         passes: in their order.
-        most, most_bytes: so many programs are remembered, of so many bytes, those used last.
-        make: what is made of the graph that comes out of the passes.
+        most, most_bytes: bounds of the LRU cache: number of programs, and their bytes.
+        make: builds the plan of an optimised graph.
 
     Attributes:
-        resized: how many graphs needed no pass.
+        resized: the number of graphs that needed no pass.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Templates(Generic[P]):
     def optimised(
         self, graph: Graph, check: bool = False, stages: Stages | None = None
     ) -> Optimised[P]:
-        """What the passes make of a recorded graph; it keeps the rules of ``graph.verify``.
+        """Return the optimised form of a recorded graph; it keeps the rules of ``graph.verify``.
 
         Args:
-            check: verify after every pass, and what comes out of a template.
-            stages: gets what every pass makes, so every pass is run.
+            check: verify after every pass, and a plan that comes out of a template.
+            stages: gets the result of every pass, so every pass is run.
 
         Raises:
             GraphError: when the graph breaks its own rules; with ``check``, naming the pass.
@@ -112,7 +112,7 @@ class Templates(Generic[P]):
         return Optimised(plan, template, read.sizes)
 
     def resize(self, template: Template[P], sizes: Sizes, check: bool = False) -> P | None:
-        """What the passes would make of a template's program in these sizes; None: not known.
+        """Return the plan of a template's program in these sizes; None: not known.
 
         Args:
             check: verify it.
@@ -126,7 +126,7 @@ class Templates(Generic[P]):
 
 
 class Template(Generic[P]):
-    """What the passes made of one program, by how its sizes make them decide.
+    """Plans of one program, by the decisions that its sizes lead to.
 
     Args:
         words: of its key.
@@ -139,14 +139,14 @@ class Template(Generic[P]):
 
     @property
     def nbytes(self) -> int:
-        """What keeping it takes, about."""
+        """Approximate memory of it."""
         words = self._words + sum(len(each.asked) * _WORDS_A_QUESTION for each in self._variants)
         return _BYTES_A_WORD * words + sum(each.plan.nbytes for each in self._variants)
 
     def keep(self, sizes: Sizes, asked: Asked, plan: P) -> None:
-        """Take note of what the passes made in sizes for which ``resized`` had nothing.
+        """Add the plan of sizes for which ``resized`` had none.
 
-        A size of the plan that is none of the program's was computed: it has no place in others.
+        A plan with a computed size, one that is none of the program's, is not kept.
         """
         if set(plan.sizes) <= set(sizes):
             places = tuple([sizes.index(size) for size in plan.sizes])
@@ -154,7 +154,7 @@ class Template(Generic[P]):
             del self._variants[_MOST_VARIANTS:]
 
     def resized(self, sizes: Sizes) -> P | None:
-        """What the passes would make in these sizes; None when that is not known."""
+        """Return the plan in these sizes; None when it is not known."""
         for place, variant in enumerate(self._variants):
             if variant.asked.hold(Resize(variant.sizes, sizes)):
                 if place:
@@ -166,18 +166,18 @@ class Template(Generic[P]):
 
 
 def _alike(plan: Resizable, other: Resizable) -> bool:
-    """Whether two plans of one template differ in sizes only, although some have become equal."""
+    """Return whether two plans differ in sizes only, although some have become equal."""
     counts = [told_apart(each.graph.inputs, each.graph.nodes) for each in (plan, other)]
     return counts[0] == counts[1]
 
 
 class _Variant(NamedTuple, Generic[P]):
-    """What the passes made of a program.
+    """Plan of a program by one set of answers.
 
     Attributes:
         sizes: of the program then.
-        asked: what they asked.
-        places: for each size of the plan which of those it is.
+        asked: the questions of the passes.
+        places: for each size of the plan its position in ``sizes``.
     """
 
     sizes: Sizes

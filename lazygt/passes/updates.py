@@ -1,4 +1,4 @@
-"""What is updated with what: for a gradient, the parameter that an optimizer writes with it."""
+"""Parameters by gradient: for a gradient, the parameter that an optimizer writes with it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def updated_with(graph: Graph, known: Mapping[int, T]) -> dict[int, T]:
-    """For each value what is known of the input that is written with it, or with what it becomes.
+    """Return for each value the ``known`` entry of the input that it, or a result, updates.
 
-    It is followed through ops on what has its shape, as the moments of an optimizer have. A
+    The search goes through ops on values of its shape, as the moments of an optimizer have. A
     horizontal op writes each tensor of a list with those at its place in other lists.
 
     Args:
@@ -39,13 +39,15 @@ def updated_with(graph: Graph, known: Mapping[int, T]) -> dict[int, T]:
 
 
 def written(node: Node) -> tuple[int, ...]:
-    """The values that a node writes."""
+    """Return the values that a node writes."""
     return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
 
 
 def _lanes(node: Node, results: range) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """The operands that belong together, with what is made of them: of a horizontal op those at
-    one place of its lists."""
+    """Return the operands that belong together, with their results.
+
+    In a horizontal op those at one place of its lists belong together.
+    """
     lists = [arg for arg in node.args if type(arg) is tuple and arg and type(arg[0]) is Ref]
     if not lists:
         return [(node.refs(), results)]

@@ -25,7 +25,7 @@ class Poisson:
     """Requests that know nothing of one another."""
 
     def times(self, qps: float, seconds: float, rng: np.random.Generator) -> Times:
-        """Arrivals in so many seconds, in order."""
+        """Return the arrivals in ``seconds`` seconds, in order."""
         return _uniform(rng.poisson(qps * seconds), seconds, rng)
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Bursty:
             )
 
     def times(self, qps: float, seconds: float, rng: np.random.Generator) -> Times:
-        """Arrivals in about so many seconds, in order; as many as are meant on average."""
+        """Return arrivals in about ``seconds`` seconds, in order; ``qps * seconds`` on average."""
         calm = (1 - self.peak * self.share) / (1 - self.share)
         cycles = max(round(seconds * self.share / self.burst), 1)
         lasting = np.empty(2 * cycles)
@@ -102,7 +102,7 @@ class Recorded:
         return (len(self.seen) - 1) / self.seen[-1]
 
     def times(self, qps: float, seconds: float, rng: np.random.Generator) -> Times:
-        """All of them, however long that takes."""
+        """Return all of them, at ``qps`` requests a second, for any ``seconds``."""
         return np.array(self.seen) * (self.qps / qps)
 
     def __str__(self) -> str:
@@ -116,10 +116,10 @@ _KEYS: dict[str, Callable[[str], float]] = {
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """The arrivals that a command line means.
+    """Parse the arrivals of a command line.
 
     Raises:
-        ValueError: it means none, or the file can't be read.
+        ValueError: the text means none, or the file can't be read.
     """
     if text == "poisson":
         return Poisson()

@@ -22,7 +22,7 @@ from lazygt.serving.stages import Stage
 
 #: Share of the time that GPUs are busy, above which random arrivals queue up.
 HIGH_LOAD = 0.85
-_SLACK = 1e-9  # 30,000 / (20 / 0.03) is 45, whatever floating point makes of it
+_SLACK = 1e-9  # 30,000 / (20 / 0.03) is 45, despite rounding
 
 
 class StageNumbers(NamedTuple):
@@ -51,19 +51,19 @@ class StageNumbers(NamedTuple):
 
 
 def qps_of_gpu(batch: int, inference: float) -> float:
-    """Requests a second: batch / inference."""
+    """Return the requests a second: batch / inference."""
     return batch / inference
 
 
 def gpus_needed(qps: float, of_gpu: float) -> int:
-    """GPUs = ceil(total QPS / QPS of a GPU): all of them are then busy all the time."""
+    """Return ceil(total QPS / QPS of a GPU): all GPUs are then busy all the time."""
     return max(ceil(qps / of_gpu), 1)
 
 
 def collection_seconds(batch: int, arriving: float) -> float:
-    """Seconds until a batch has arrived: batch / requests a second at one queue.
+    """Return the seconds until a batch has arrived: batch / requests a second at one queue.
 
-    A batch of one request is there when that is.
+    A batch of one request needs no time.
     """
     return batch / arriving if batch > 1 else 0.0
 
@@ -100,7 +100,7 @@ def busy_gpus(qps: float, stage: Stage) -> float:
 
 
 def gpus_at_load(qps: float, stage: Stage, load: float) -> int:
-    """GPUs of which each is busy for at most this share of the time; 0 for a stage without."""
+    """Return the fewest GPUs that are each busy for at most this share; 0 without GPUs."""
     return max(ceil(busy_gpus(qps, stage) / load), 1) if stage.on_gpus else 0
 
 

@@ -48,10 +48,10 @@ class Claim(NamedTuple):
 
 
 def parse_claim(text: str) -> Claim:
-    """The claim that a command line means.
+    """Parse the claim of a command line.
 
     Raises:
-        ValueError: it means none.
+        ValueError: the text means none.
     """
     stage, settings = parse_settings(text, "rank:qps=500,collection=100ms")
     values = read_settings(f"the claim of {stage!r}", settings, _KEYS)
@@ -71,11 +71,11 @@ _KEYS: dict[str, Callable[[str], Any]] = {
 }  # fmt: skip
 
 
-# -- what the numbers that were given say by themselves --------------------------------------------
+# -- remarks on the given numbers by themselves ----------------------------------------------------
 
 
 def spotted(stages: Sequence[StageNumbers]) -> list[Remark]:
-    """Loads that can't be, and mistakes that explain a number of GPUs or a wait."""
+    """Return remarks on impossible loads, and on mistakes behind a number of GPUs or a wait."""
     remarks = []
     for numbers in stages:
         if numbers.gpus:
@@ -99,7 +99,7 @@ def _of_load(numbers: StageNumbers) -> list[Remark]:
 
 
 def _of_gpus(numbers: StageNumbers) -> list[Remark]:
-    """As many GPUs as there would be if they did nothing while requests wait."""
+    """Remark on as many GPUs as if they did nothing while requests wait."""
     stage, come = numbers.stage, numbers.qps
     fewest = gpus_needed(come, numbers.qps_of_gpu)
     if stage.gpus is None or stage.gpus < _MANY * fewest:
@@ -114,7 +114,7 @@ def _of_gpus(numbers: StageNumbers) -> list[Remark]:
 
 
 def _of_wait(numbers: StageNumbers) -> list[Remark]:
-    """A wait in which a batch would fill if all requests came into one queue."""
+    """Remark on a wait in which a batch fills only if all requests come into one queue."""
     stage = numbers.stage
     if stage.batch == 1 or not 0 < stage.wait < numbers.collection / 2:
         return []
@@ -127,7 +127,7 @@ def _of_wait(numbers: StageNumbers) -> list[Remark]:
 
 
 def _of_batch(numbers: StageNumbers) -> list[Remark]:
-    """Requests that wait for a batch to fill longer than it takes."""
+    """Remark on requests that wait for a batch to fill longer than it takes."""
     stage = numbers.stage
     if stage.wait < numbers.collection or numbers.collection < 2 * stage.inference:
         return []
@@ -141,7 +141,7 @@ def _of_batch(numbers: StageNumbers) -> list[Remark]:
 
 
 def judged(qps: float, stages: Sequence[StageNumbers], claims: Sequence[Claim]) -> list[Remark]:
-    """Of each claim whether it holds, and which mistake explains it if not.
+    """Return for each claim whether it holds, and the mistake that explains it if not.
 
     Raises:
         ValueError: a claim of a stage that is not there, or of one without GPUs.

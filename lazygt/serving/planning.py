@@ -30,7 +30,7 @@ from lazygt.serving.simulation import (
 )
 from lazygt.serving.stages import Stage, check_service, parse_stage
 
-#: How often GPUs are added because a long simulation shows what a short one did not.
+#: Most additions of GPUs because a long simulation misses the SLO that a short one held.
 _LONGER = 10
 
 
@@ -109,7 +109,7 @@ class _Service:
         return simulate(qps, numbers, self.arrivals, seconds, self.balance, self.seed)
 
     def plan(self, slo: float | None, claims: Sequence[Claim]) -> ServicePlan:
-        """Everything there is to say."""
+        """Return the plan: figures, choices and remarks."""
         remarks = judged(self.qps, self.numbers, claims)
         choices = self._choices(slo)
         chosen = choices[0 if choices[0].why == GIVEN else -1]
@@ -134,7 +134,7 @@ class _Service:
         return choices
 
     def _enough(self, slo: float) -> Gpus | None:
-        """The fewest GPUs for the SLO: of those that short simulations find, a long one too."""
+        """Return the fewest GPUs for the SLO by short simulations, confirmed by a long one."""
         enough = gpus_that_hold(
             self.qps, self.stages, slo, lambda gpus: self.run(gpus, self.qps, self.tried)
         )

@@ -14,14 +14,14 @@ Gpus = tuple[int, ...]
 Try = Callable[[Gpus], Run]
 
 _STEP = 1.25
-#: So many times the GPUs that are busy are tried at most: then waiting is not what takes long.
+#: Most times the busy GPUs that are tried: beyond it waiting is not the cause of a latency.
 _MOST = 20.0
 
 
 def gpus_that_hold(qps: float, stages: Sequence[Stage], slo: float, simulated: Try) -> Gpus | None:
-    """The fewest GPUs with which the simulated p99 is within ``slo`` seconds; None: none do.
+    """Return the fewest GPUs with a simulated p99 within ``slo`` seconds; None: none hold it.
 
-    All stages get as many times the GPUs that are busy, and then each as many fewer as it can.
+    First all stages get the same multiple of their busy GPUs, then each as few as it can do with.
     Never so few that they are busy all the time: then the queue grows as long as it is simulated.
     """
 
@@ -39,7 +39,7 @@ def gpus_that_hold(qps: float, stages: Sequence[Stage], slo: float, simulated: T
 
 
 def _gpus(qps: float, stages: Sequence[Stage], factor: float) -> Gpus:
-    """So many times the GPUs that are busy, and more than those."""
+    """Return ``factor`` times the busy GPUs of each stage, and more than those."""
     return tuple(
         max(math.ceil(busy * factor), least(busy)) if (busy := busy_gpus(qps, stage)) else 0
         for stage in stages
@@ -47,13 +47,13 @@ def _gpus(qps: float, stages: Sequence[Stage], factor: float) -> Gpus:
 
 
 def more(gpus: Gpus) -> Gpus:
-    """One GPU more in a hundred, for the stage that has the most."""
+    """Add one GPU in a hundred to the stage that has the most."""
     at = gpus.index(max(gpus))
     return (*gpus[:at], gpus[at] + math.ceil(gpus[at] / 100), *gpus[at + 1 :])
 
 
 def least(busy: float) -> int:
-    """The fewest GPUs that are not busy all the time."""
+    """Return the fewest GPUs that are not busy all the time."""
     return math.floor(busy * (1 + 1e-9)) + 1
 
 

@@ -72,7 +72,7 @@ class ServicePlan(Printed):
         draw(self.curve, self.qps, self.slo, self._title(), Path(path))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON has it: seconds, requests a second, shares from 0 to 1."""
+        """Return everything for JSON: seconds, requests a second, shares from 0 to 1."""
         return {
             "qps": self.qps,
             "slo": self.slo,
@@ -116,7 +116,7 @@ class ServicePlan(Printed):
         return "one queue" if self.balance == "shared" else f"a queue a GPU ({self.balance})"
 
     def _named(self, choice: Choice) -> dict[str, int]:
-        """GPUs by stage."""
+        """Return the number of GPUs by stage."""
         pairs = zip(self.formulas, choice.gpus, strict=True)
         return {numbers.stage.name: gpus for numbers, gpus in pairs if gpus}
 
@@ -170,7 +170,7 @@ def _titled(text: str) -> Text:
 
 
 def _table(*columns: str) -> Table:
-    """Columns that begin with ``>`` stand to the right."""
+    """Return a table; columns that begin with ``>`` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         right = name.startswith(">")

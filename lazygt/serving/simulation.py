@@ -29,9 +29,9 @@ from lazygt.serving.formulas import StageNumbers
 from lazygt.serving.stages import Stage
 
 BALANCES = ("random", "round-robin", "shared")
-#: What is simulated where nothing else is said: a minute, but for so many requests, and inferences.
+#: Default length of a simulation: a minute, with bounds on requests, and fewest inferences.
 _SECONDS, _MOST, _FEWEST, _INFERENCES = 60.0, 2_000_000, 20_000, 100
-#: Of what is only tried, or one of many.
+#: Requests of a simulation that is only a trial, or one of many.
 _TRIED = 300_000
 #: More take too much memory.
 _LIMIT = 50_000_000
@@ -93,7 +93,7 @@ def simulated_seconds(qps: float, stages: Sequence[Stage]) -> float:
 
 
 def tried_seconds(qps: float, stages: Sequence[Stage]) -> float:
-    """The same for one of many simulations."""
+    """Return the seconds of one of many simulations."""
     coming = qps * max(stage.fan for stage in stages)
     return max(_TRIED / coming, _INFERENCES / 2 * max(stage.inference for stage in stages))
 
@@ -194,12 +194,12 @@ def _shares(
 
 
 def _queue(came: Times, stage: Stage, gpus: int) -> Served:
-    """Requests that wait in one queue, in order, for GPUs which are all alike."""
+    """Serve requests of one queue, in order, by GPUs that are all alike."""
     return _one_by_one(came, stage, gpus) if stage.batch == 1 else _in_batches(came, stage, gpus)
 
 
 def _one_by_one(came: Times, stage: Stage, gpus: int) -> Served:
-    """Each takes equally long, so the k-th gets the GPU of the one ``gpus`` before it."""
+    """Serve requests of equal length: the k-th gets the GPU of the one ``gpus`` before it."""
     seconds, done = stage.seconds(1), np.empty_like(came)
     for gpu in range(min(gpus, len(came))):
         mine_came = came[gpu::gpus]

@@ -17,10 +17,10 @@ from typing import Any
 
 from lazygt.graph.text import duration
 
-#: So many are a second; dividing by them rounds 5us to what 5e-6 is.
+#: Units a second; division by them rounds 5us to the float 5e-6.
 _UNITS = {"us": 1e6, "ms": 1e3, "s": 1.0, "min": 1 / 60}
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(\w*)", re.IGNORECASE)
-#: How a batch waits that goes only when it is full.
+#: The ``wait`` of a batch that goes only when it is full.
 FULL = "full"
 
 
@@ -95,10 +95,10 @@ class Stage:
 
 
 def parse_stage(text: str) -> Stage:
-    """The stage that a command line means.
+    """Parse the stage of a command line.
 
     Raises:
-        ValueError: it means none.
+        ValueError: the text means none.
     """
     name, settings = parse_settings(text, "rank:batch=50,infer=80ms")
     return Stage(name, **read_settings(f"stage {name!r}", settings, _KEYS))
@@ -145,7 +145,7 @@ def read_settings(
 
 
 def parse_duration(text: str, unit: str = "") -> float:
-    """Seconds.
+    """Parse a duration, and return its seconds.
 
     Args:
         unit: of a number that has none; by default it must have one.
@@ -163,7 +163,7 @@ def parse_duration(text: str, unit: str = "") -> float:
 
 
 def parse_count(text: str) -> int:
-    """A whole number.
+    """Parse a whole number.
 
     Raises:
         ValueError: it is none.
@@ -175,7 +175,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_wait(text: str) -> float:
-    """Seconds; infinity for ``full``."""
+    """Parse a wait, and return its seconds; infinity for ``full``."""
     return math.inf if text == FULL else parse_duration(text)
 
 
@@ -193,7 +193,7 @@ _KEYS: dict[str, Callable[[str], Any]] = {
 
 
 def check_service(qps: float, stages: Iterable[Stage], slo: float | None) -> None:
-    """That the question can be answered.
+    """Check that the service can be planned.
 
     Raises:
         ValueError: no requests, no stage, two of one name, or an SLO that nothing can hold.

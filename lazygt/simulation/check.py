@@ -59,7 +59,7 @@ class Check(Printed):
 
 
 def check(prediction: Prediction, runs: Iterable[TimedRun]) -> Check:
-    """Sets a prediction beside timed runs of the same plans.
+    """Compare a prediction with timed runs of the same plans.
 
     Raises:
         ValueError: a plan of the step was run fewer than two times: the first is a warm-up.
@@ -85,7 +85,7 @@ def check(prediction: Prediction, runs: Iterable[TimedRun]) -> Check:
 
 
 def _warm(runs: Iterable[TimedRun]) -> dict[str, list[TimedRun]]:
-    """The runs of each plan, by the beginning of its name, without the first one of each rank."""
+    """Return the runs by the beginning of their plan's name, without each rank's first."""
     ranks: dict[tuple[str, int, int], list[TimedRun]] = defaultdict(list)
     for run in runs:
         if run.plan is not None:

@@ -127,7 +127,7 @@ class Rehearsal:
         ]
 
     def on(self, machine: Machine) -> Simulated:
-        """One run.
+        """Simulate one run on a machine.
 
         Raises:
             Deadlock: ranks wait for each other.
@@ -196,7 +196,7 @@ class _Run:
         self.sent: dict[tuple[str, int], list[float]] = defaultdict(list)
         self._received: dict[tuple[str, int], int] = defaultdict(int)
         self._free: dict[str, float] = defaultdict(float)
-        #: what is under way -> its axis, and its place among what was launched there
+        #: collective under way -> its axis, and its place among the launches there
         self._under_way: dict[int, tuple[str, int]] = {}
         #: axis -> its collectives, and when those began and ended of which that is known
         self._flights: dict[str, list[Communication]] = defaultdict(list)
@@ -216,7 +216,7 @@ class _Run:
         return f"rank {self.told.rank} at {node.op} ({self._graph.line(self._next)})"
 
     def advance(self, runs: Sequence[_Run]) -> bool:
-        """Go on until something has to be waited for that is not known yet; whether it moved."""
+        """Simulate up to a wait with an unknown end, and return whether a node was done."""
         begin, now = self._next, self._now
         while not self.ended and self._step(self._next, runs):
             self._begun_at.append(now)
@@ -228,7 +228,7 @@ class _Run:
         return self._next > begin
 
     def _step(self, number: int, runs: Sequence[_Run]) -> bool:
-        """Do a node; False: it can't be told yet when."""
+        """Simulate a node, and return True; False if its time is not known yet."""
         node = self._graph.nodes[number]
         if node.op in _LAUNCHES or node.op in COLLECTIVES:
             if not self._begun(number):

@@ -40,7 +40,7 @@ class Product(NamedTuple):
     sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def seconds(self, machine: Machine) -> float:
-        """Without the launch."""
+        """Return the seconds without the launch."""
         if not any(self.sizes):
             return self.flops / machine.matmul.rate_of(self.dtype)
         return matmul_seconds(machine, self.dtype, *self.sizes)
@@ -61,7 +61,7 @@ class Kernel(NamedTuple):
     compiled: bool = False
 
     def seconds(self, machine: Machine) -> float:
-        """Without the launch."""
+        """Return the seconds without the launch."""
         work = sum(product.seconds(machine) for product in self.products)
         work += sum(count / machine.pointwise[kind] for kind, count in self.elements)
         return max(work, moving_seconds(machine, self.nbytes))
@@ -91,7 +91,7 @@ def node_seconds(graph: Graph, machine: Machine) -> list[float]:
 
 
 def product_flops(kernels: Iterable[Sequence[Kernel]]) -> Counter[str]:
-    """Arithmetic operations of matrix products and the like, by dtype as the machine names it."""
+    """Return the flops of matrix products and the like, by the machine's name of the dtype."""
     flops = Counter[str]()
     for of_node in kernels:
         for kernel in of_node:
@@ -101,7 +101,7 @@ def product_flops(kernels: Iterable[Sequence[Kernel]]) -> Counter[str]:
 
 
 def flops_of(kernels: Iterable[Sequence[Kernel]]) -> int:
-    """Arithmetic operations, all of them."""
+    """Return the number of all arithmetic operations."""
     return sum(
         sum(product.flops for product in kernel.products)
         + sum(count for _, count in kernel.elements)
@@ -143,7 +143,7 @@ def _product(node: Node, flops: int, metas: Sequence[TensorMeta | None]) -> Prod
 
 
 def _dtype(operands: Sequence[TensorMeta]) -> str:
-    """Of its first operand; half precision of either kind has one rate."""
+    """Return the first operand's dtype; half precision of either kind has one rate."""
     return _ITEMSIZES.get(operands[0].dtype.itemsize, "f32") if operands else "f32"
 
 

@@ -29,11 +29,11 @@ from lazygt.runtime.plan import Schedule
 GATHERED, ACTIVATIONS, _UPDATES = "gathered", "activations", "updates"
 #: Every kind, as reports list them.
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, OTHER)
-#: Ops whose result is a gradient because an operand of its size is one, besides views.
+#: Ops with a result that is a gradient if an operand of its size is one, besides views.
 _SUMS = frozenset(
     {"add", "mul", "div", "_to_copy", "clone", "copy", "neg", "_foreach_mul", "where"}
 )
-#: What is made of parameters alone by these, besides views, are parameters in another form.
+#: Ops, besides views, that make parameters in another form if all operands are parameters.
 _COPIES = frozenset({"_to_copy", "clone", "copy", "contiguous"})
 _EXCHANGES = COLLECTIVES | {LAUNCH, LAUNCH_, WAIT}
 
@@ -141,7 +141,7 @@ def _lines(
 
 
 def _makers(graph: Graph) -> list[tuple[int, int]]:
-    """(value, node) of all that nodes make."""
+    """Return (value, node) of all results of nodes."""
     return [
         (value, number) for number, (_, results) in enumerate(graph.numbered()) for value in results
     ]
@@ -151,7 +151,7 @@ def _makers(graph: Graph) -> list[tuple[int, int]]:
 
 
 def value_kinds(graph: Graph, homes: Sequence[int], told: Told) -> list[str]:
-    """The kind of each value's memory.
+    """Return the kind of each value's memory.
 
     Args:
         homes: see ``homes_of``.

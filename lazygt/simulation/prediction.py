@@ -246,7 +246,7 @@ class Prediction(Printed):
         )  # fmt: skip
 
     def by_line(self) -> list[tuple[str, float]]:
-        """(the user's line, seconds that the busiest rank computes of it), the dearest first."""
+        """Return (the user's line, seconds on the busiest rank), the dearest first."""
         spent: dict[str, float] = defaultdict(float)
         for run in self.runs:
             busiest = max(run.simulated.classes, key=lambda ranks: ranks.busy)
@@ -355,7 +355,7 @@ class Prediction(Printed):
         return names + events
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as plain data; seconds and bytes."""
+        """Return the figures as plain data; seconds and bytes."""
         return {
             "machine": self.machine.name,
             "mesh": None if self.mesh is None else dict(zip(self.mesh.names, self.mesh.sizes,

@@ -86,7 +86,7 @@ class Living(Observer):
         self.beside[run] = held
 
     def _written(self, plan: Plan) -> list[tuple[int, int]]:
-        """(output, input) of a plan, by position, where one is the other written in place."""
+        """Return a plan's (output, input) positions: the output is the input written in place."""
         if plan.digest not in self._versions:
             graph, homes = plan.graph, homes_of(plan.graph)
             self._versions[plan.digest] = [
@@ -209,13 +209,13 @@ def _tokens(session: Session, plan: Plan) -> int:
 
 
 def _last_turn(flushes: list[Flush], entries: Mapping[bytes | None, PlanRecord]) -> list[Flush]:
-    """From after the last backward pass but one to the last; all, if there are no two."""
+    """Return the flushes from after the last backward but one to the last; all without two."""
     trained = [n for n, flush in enumerate(flushes) if entries[flush.digest].plan.backward]
     return flushes[trained[-2] + 1 : trained[-1] + 1] if len(trained) > 1 else flushes
 
 
 def _spent(plans: Mapping[bytes, Plan], machine: Machine) -> dict[bytes, float]:
-    """Seconds that a run of each plan counts for when a step is looked for."""
+    """Return the seconds that a run of each plan counts for in the search for a step."""
     trains = any(plan.backward for plan in plans.values())
     return {
         name: 0.0 if trains and not plan.backward else sum(node_seconds(plan.graph, machine))

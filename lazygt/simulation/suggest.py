@@ -28,12 +28,12 @@ from lazygt.graph.text import amount, duration
 from lazygt.machine import Machine
 from lazygt.parallel.knobs import Forced, forced_knobs
 
-#: Arguments of scripts that say how much a step takes.
+#: Arguments of scripts that set the work of a step.
 _BATCHES = ("--batch", "--batch-size")
 _LISTS = (nn.ModuleList, nn.Sequential)
 #: So many are suggested.
 _MOST = 3
-#: What is gained less than this by is not worth a change.
+#: The least gain that is worth a change.
 _LEAST = 0.01
 #: A share of memory is worth this share of time, where both ways there is enough.
 _MEMORY = 0.25
@@ -140,7 +140,7 @@ def _batches(arguments: Sequence[str]) -> Iterator[Trial]:
 
 
 def _meshes(mesh: Mesh | None) -> Iterator[Mesh]:
-    """With a factor of 2 moved from one axis to another."""
+    """Yield the meshes with a factor of 2 moved from one axis to another."""
     if mesh is None:
         return
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
@@ -198,8 +198,10 @@ def _suggestion(trial: Trial, now: Predicted, other: Predicted, capacity: float)
 
 @contextmanager
 def blocks_checkpointed(wanted: bool = True) -> Iterator[None]:
-    """Blocks of one class that stand in one list, made meanwhile, are computed again for their
-    backward."""
+    """Context in which repeated blocks are computed again for their backward.
+
+    These are blocks of one class that stand in one list and are made in the context.
+    """
     if not wanted:
         yield
         return
@@ -211,7 +213,7 @@ def blocks_checkpointed(wanted: bool = True) -> Iterator[None]:
 
 
 def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """A module gets a child."""
+    """Checkpoint a new child of a list, and its siblings of the same class."""
     if child is None or not isinstance(parent, _LISTS) or not any(True for _ in child.children()):
         return
     alike = [other for other in parent.children() if type(other) is type(child)]

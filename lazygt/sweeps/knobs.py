@@ -20,9 +20,9 @@ from typing import Any
 
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _WRAPS = ("auto", "block", "one", "block2")
-#: What names that ``fully_shard`` or other scripts have are here.
+#: Names in ``fully_shard`` or in other scripts -> names of knobs.
 _OTHER_NAMES = {"reshard_after_forward": "reshard"}
-#: How much a name is like a knob's that is meant to be one.
+#: Similarity from which a name is taken for a misspelt knob.
 _ALIKE = 0.75
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
@@ -50,7 +50,7 @@ def _flag(text: str) -> bool:
     return _FLAGS[text.lower()]
 
 
-#: knob -> the argument of ``fully_shard`` that it is, and what it makes of a value's text
+#: knob -> its argument of ``fully_shard``, and the parser of a value's text
 FORCED: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "wrap": ("wrap", _wrap),
     "bucket_cap_mb": ("bucket_cap_mb", _cap),
@@ -88,7 +88,7 @@ class Combination:
 
 
 def combinations(knobs: Mapping[str, Sequence[Any] | str]) -> list[Combination]:
-    """Every combination of the values, the last knob's turned fastest.
+    """Return every combination of the values, the last knob's turned fastest.
 
     Args:
         knobs: values by knob; a text with commas is several. Other values count as their
@@ -116,7 +116,7 @@ def combinations(knobs: Mapping[str, Sequence[Any] | str]) -> list[Combination]:
 
 
 def parsed(arguments: Iterable[str]) -> dict[str, str]:
-    """The knobs that ``wrap=auto,block reshard=1,0`` names.
+    """Parse knobs such as ``wrap=auto,block reshard=1,0``.
 
     Raises:
         ValueError: a knob is named twice.
@@ -137,7 +137,7 @@ def is_knob(argument: str) -> bool:
 
 
 def matching(combos: Sequence[Combination], text: str) -> int:
-    """The number of the first combination that has the values of ``wrap=auto,reshard=1``.
+    """Return the number of the first combination with values such as ``wrap=auto,reshard=1``.
 
     Raises:
         ValueError: there is none.
@@ -151,7 +151,7 @@ def matching(combos: Sequence[Combination], text: str) -> int:
 
 
 def _name(given: str) -> str:
-    """The knob's own name.
+    """Return the knob's own name.
 
     Raises:
         ValueError: it looks like a knob of ``fully_shard`` that is written otherwise.

@@ -16,8 +16,9 @@ _BASELINE, _OTHERS, _HIDDEN = "tab:red", "tab:blue", "0.8"
 
 
 def draw(rows: Sequence[Row], baseline: int, title: str, path: Path) -> None:
-    """Draw tokens a second against peak memory, and beside it the share of each step in
-    collectives, with its exposed part as a bar.
+    """Draw tokens a second against peak memory, and the steps' shares in collectives.
+
+    A share's exposed part is a bar.
 
     Raises:
         ValueError: neither a ``.png`` nor a ``.svg``.

@@ -52,7 +52,7 @@ class Sweep(Printed):
         yield Text(f"\n{self.verdict}")
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the sweep as plain data."""
         return {
             "title": self.title,
             "rows": [row.as_json() for row in self.rows],
@@ -70,8 +70,9 @@ class Sweep(Printed):
             writer.writerows(rows)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw tokens a second against peak memory, and the exposed shares as bars, into a
-        ``.png`` or ``.svg``.
+        """Draw tokens a second against peak memory, and exposed shares, into a file.
+
+        The file is a ``.png`` or ``.svg``; the shares are bars.
 
         Raises:
             ValueError: another suffix, or no row has figures.

@@ -61,7 +61,7 @@ class Row:
         return f"{self.rate:,.0f} {unit}" if self.rate >= 100 else f"{self.rate:.3g} {unit}"
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data: seconds, bytes, shares from 0 to 1; None where nothing is known."""
+        """Return the row as plain data: seconds, bytes, shares from 0 to 1; None: unknown."""
         shares = self.shares
         return {
             **self.combination.values,
@@ -76,7 +76,7 @@ class Row:
         }
 
     def cells(self, baseline: Row) -> list[str]:
-        """As the table has it, after the knobs."""
+        """Return the cells of the table, after the knobs."""
         shares = self.shares
         against = _UNKNOWN
         if self.done and baseline.done:

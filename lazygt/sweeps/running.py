@@ -24,14 +24,14 @@ from lazygt.sweeps.row import FAILED, MEASURED, SIMULATED, SKIPPED, Row
 from lazygt.sweeps.shares import Shares, measured_shares, simulated_shares
 from lazygt.sweeps.steps import Steps, StepsDone, Stopwatch, Window
 
-#: Of the memory that a rank has: workspaces of kernels, and what an allocator wastes, are in no
+#: Share of a rank's memory that is used: workspaces of kernels, and an allocator's waste, are in no
 #: prediction.
 SAFE = 0.9
 #: Steps that a dry run does: the first makes the optimizer's state, and a step has to be repeated.
 DRY_STEPS = 4
 
 #: Runs the program once: the combination (of which ``passed`` is the program's), the settings of
-#: its sessions, and who wants to be told of these. Raises what the program raises.
+#: its sessions, and a callback for these. Raises the program's errors.
 Run = Callable[[Combination, Mapping[str, Any], Callable[[Session], object]], object]
 
 
@@ -72,11 +72,11 @@ class Ground:
 
 
 def rows_of(combos: Sequence[Combination], run: Run, ground: Ground) -> Iterator[Row]:
-    """A row for each combination, as they come. One that fails is a row, too."""
+    """Yield a row for each combination, as they come. One that fails is a row, too."""
     for combo in combos:
         try:
             yield _row(combo, run, ground)
-        except Exception as error:  # noqa: BLE001 - whatever the program raises is told in its row
+        except Exception as error:  # noqa: BLE001 - any error of the program is told in its row
             yield Row(combo, ground.how, FAILED, note=_line(error))
 
 
@@ -86,7 +86,7 @@ def _row(combo: Combination, run: Run, ground: Ground) -> Row:
     except Exception as error:
         if ground.simulated or isinstance(error, KnobsIgnored):
             raise
-        # zeros stood for what the program read: with values it may go on
+        # zeros stood for the values that the program read: with these it may go on
         row = _measured(combo, run, ground, 0)
         return replace(row, note=f"its memory was not looked at before: {_line(error)}")
     peak, room = prediction.peak_bytes, _room(prediction, ground)
@@ -102,7 +102,7 @@ def _row(combo: Combination, run: Run, ground: Ground) -> Row:
 
 
 def _predicted(combo: Combination, run: Run, ground: Ground) -> Prediction:
-    """A step of a combination, of which nothing is computed."""
+    """Predict a step of a combination, without computing anything."""
     watched: dict[int, Living] = {}
 
     def opened(session: Session) -> None:
@@ -190,7 +190,7 @@ def _forced_run(combo: Combination) -> Iterator[_Sessions]:
 
 
 def _room(prediction: Prediction, ground: Ground) -> float:
-    """Bytes that a rank may use."""
+    """Return the bytes that a rank may use."""
     if ground.memory is not None:
         return ground.memory
     if ground.simulated:
@@ -203,7 +203,7 @@ def _room(prediction: Prediction, ground: Ground) -> float:
 
 
 def _line(error: Exception) -> str:
-    """An error in a line."""
+    """Return an error in a line."""
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, ProgramFailed):
         return text

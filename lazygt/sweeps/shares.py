@@ -53,7 +53,7 @@ class Shares(NamedTuple):
 
 
 def simulated_shares(prediction: Prediction) -> Shares:
-    """Those of the rank that waits the longest."""
+    """Return the shares of the rank that waits the longest."""
     step, mesh, machine = prediction.step_seconds, prediction.mesh, prediction.machine
     rows = prediction.collectives
     exposed = sum(row.exposed for row in rows)
@@ -80,12 +80,12 @@ def simulated_shares(prediction: Prediction) -> Shares:
 def measured_shares(
     runs: Sequence[TimedRun], step_seconds: float, steps: int, mesh: Mesh, machine: Machine
 ) -> Shares:
-    """The mean over the ranks.
+    """Return the mean shares of the ranks.
 
     Args:
-        runs: timed op by op, which has a client do more than it does otherwise.
-        step_seconds: that a step takes when it is not timed so.
-        steps: that the runs were.
+        runs: timed op by op, with which a client does more work than without.
+        step_seconds: of a step that is not timed so.
+        steps: the number of steps of the runs.
     """
     graphs = [(run.plan.steps.graph, run.timings) for run in runs if run.plan is not None]
     ranks = len({(run.pid, run.track) for run in runs})

@@ -115,7 +115,7 @@ class Stopwatch:
         self._profile = ExitStack()
 
     def opened(self, session: Session) -> None:
-        """A session has been opened."""
+        """Follow a session that has been opened."""
         self.steps.opened(session)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Stopwatch:
         self._tick()
         window = self.window
         if done in (window.warmup - 1, window.warmup):
-            session.compiled()  # what is compiled was run once more before the window begins
+            session.compiled()  # compiled code was run once more before the window begins
         if done == window.warmup:
             _settled(session)
             self._forget_peak(session)
@@ -152,7 +152,7 @@ class Stopwatch:
 
 
 def _memory(session: Session) -> Memory:
-    """That of rank 0, as ``Session.memory`` has it, without a sync point."""
+    """Return rank 0's memory, as in ``Session.memory``, without a sync point."""
     with session.recorder.lock, DEFER_INTERRUPT:
         memory, *_ = session._client.memory([()])  # no kind in particular
     return memory

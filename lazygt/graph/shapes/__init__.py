@@ -1,9 +1,9 @@
-"""What an op's results will look like, without running a meta kernel: exact, and much quicker.
+"""Shape rules: metas of an op's results without a meta kernel, exact and much quicker.
 
-An answer comes only where it is sure; an error, and whatever is unusual, is left to torch's meta
-kernels, so every error stays torch's own. A rule, one small function an op, has the parameters of
-its op, tensors as metas, and answers None for whatever is unusual; none is asked about tensors with
-lazy bits or without elements. There are rules for the ops of common training steps. Pointwise ops
+An answer comes only where it is sure; errors and unusual calls are left to torch's meta kernels, so
+every error stays torch's own. A rule, one small function an op, has the parameters of its op,
+tensors as metas, and returns None for an unusual call; no rule is called for tensors with lazy bits
+or without elements. There are rules for the ops of common training steps. Pointwise ops
 need no rule: their results' dtypes are learned, from a sample of the op or from the first meta
 kernel that ran for the same operands in other sizes.
 """
@@ -39,7 +39,7 @@ class Shapes:
     """The rules, and the dtypes of pointwise results learned so far."""
 
     def __init__(self) -> None:
-        #: None: what the meta kernel said is not what ``_pointwise`` would say
+        #: None: the meta kernel's answer differs from that of ``_pointwise``
         self._learned: dict[Any, torch.dtype | None] = {}
 
     def results(
@@ -50,7 +50,7 @@ class Shapes:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
-        """Metas of the fresh results and of the written tensors; None when no rule is sure.
+        """Return the metas of fresh results and written tensors; None when no rule is sure.
 
         Raises nothing. Arguments as in ``infer.Inference.results``.
         """
@@ -84,7 +84,7 @@ class Shapes:
         params: list[Any],
         results: Results,
     ) -> None:
-        """Take note of what the meta kernel found for a pointwise op."""
+        """Record the meta kernel's result for a pointwise op."""
         if f.name in RULES or f.name in WRITING_RULES or len(self._learned) >= _LEARNED_LIMIT:
             return
         key = _pointwise_key(f, args, kwargs, metas, params)
@@ -120,7 +120,7 @@ def _resolved(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:
 
 @cache
 def _one_result(f: OpFacts) -> bool:
-    """Whether a pointwise op returns one tensor: a new one, or its first argument, written."""
+    """Return whether a pointwise op has one result: a new one, or its written first argument."""
     plain = f.pointwise and not f.writes_named
     return plain and (f.outputs, f.writes) in ((("f",), ()), (("w",), (0,)))
 
@@ -140,7 +140,7 @@ def _pointwise_key(
     metas: dict[int, TensorMeta],
     params: list[Any],
 ) -> tuple[Any, ...] | None:
-    """All that a pointwise result's dtype depends on; None where that is hard to say."""
+    """Return all that a pointwise result's dtype depends on; None where that is hard to say."""
     if not _one_result(f):
         return None
     key: list[Any] = [f]
@@ -167,14 +167,14 @@ def _pointwise_key(
 
 
 def _alike(operands: list[TensorMeta]) -> bool:
-    """Whether both are tensors of one shape; to torch a number is one without dims."""
+    """Return whether both are tensors of one shape; to torch a number is one without dims."""
     return len(operands) == 2 and operands[0].shape == operands[1].shape
 
 
 def _pointwise(
     f: OpFacts, args: tuple[Arg, ...], metas: dict[int, TensorMeta], dtype: torch.dtype
 ) -> Results | None:
-    """The result of a pointwise op on row-major tensors."""
+    """Return the result of a pointwise op on row-major tensors."""
     operands = [metas[arg.index] for arg in args if type(arg) is Ref]
     shape = broadcast([meta.shape for meta in operands])
     if shape is None:

@@ -1,4 +1,4 @@
-"""What the rules are made of."""
+"""Building blocks of the shape rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 class Results(NamedTuple):
-    """What is known of an op's results before they are computed.
+    """Metas and numbers of an op's results, known before they are computed.
 
     Attributes:
         fresh, written: metas of the tensors it returns anew, and of those it writes.
@@ -35,18 +35,20 @@ FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 @lru_cache(maxsize=65536)
 def contiguous(shape: Shape, dtype: torch.dtype) -> TensorMeta:
-    """The meta of a fresh row-major tensor."""
+    """Return the meta of a fresh row-major tensor."""
     return intern(shape, contiguous_stride(shape), dtype)
 
 
 def is_contiguous(meta: TensorMeta) -> bool:
-    """Whether the strides are row-major, from wherever it starts."""
+    """Return whether the strides are row-major, at any offset."""
     return meta.plain or meta.stride == contiguous_stride(meta.shape)
 
 
 def is_dense(meta: TensorMeta) -> bool:
-    """Whether elements lie in places of their own, without gaps: what is made like it is laid out
-    like it."""
+    """Return whether elements lie in places of their own, without gaps.
+
+    ``empty_like`` and its kin keep the strides of such a tensor.
+    """
     step = 1
     for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
         if size != 1:
@@ -57,7 +59,7 @@ def is_dense(meta: TensorMeta) -> bool:
 
 
 def broadcast(shapes: list[Shape]) -> Shape | None:
-    """The common shape of shapes without zeros; None when they do not fit."""
+    """Return the common shape of shapes without zeros; None when they do not fit."""
     first = shapes[0] if shapes else None
     if first is None or shapes.count(first) == len(shapes):
         return first
@@ -69,23 +71,23 @@ def broadcast(shapes: list[Shape]) -> Shape | None:
 
 
 def position(dim: Any, rank: int) -> int | None:
-    """A dimension counted from the front; None when there is no such dimension."""
+    """Return a dimension counted from the front; None when there is no such dimension."""
     if type(dim) is not int or not -rank <= dim < rank:
         return None
     return dim % rank
 
 
 def same_float(*metas: TensorMeta) -> bool:
-    """Whether all are of one and the same float dtype."""
+    """Return whether all are of one and the same float dtype."""
     dtype = metas[0].dtype
     return dtype in FLOATS and all(m.dtype is dtype for m in metas)
 
 
 def seen(source: TensorMeta, shape: Iterable[int], stride: Iterable[int], offset: int) -> Metas:
-    """A view of ``source``."""
+    """Return the meta of a view of ``source``."""
     return (intern(tuple(shape), tuple(stride), source.dtype, offset),)
 
 
 def without(items: Shape, at: int) -> Shape:
-    """A shape, or strides, without dimension ``at``."""
+    """Return a shape, or strides, without dimension ``at``."""
     return items[:at] + items[at + 1 :]

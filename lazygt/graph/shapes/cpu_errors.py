@@ -1,4 +1,4 @@
-"""Errors of torch's CPU kernels, for calls that a meta kernel refuses with a text of its own.
+"""Errors of torch's CPU kernels, for calls that a meta kernel refuses with another text.
 
 The refused op runs once more on zeros of the same shapes, strides and dtypes. They lie in mapped
 memory, of which no page exists until it is written; a kernel that refuses its arguments has touched
@@ -19,8 +19,8 @@ from lazygt.graph.node import Arg
 from lazygt.graph.ops import OpFacts, undispatched
 from lazygt.graph.shapes.meta_run import with_tensors
 
-#: Elements of all operands, and numbers among arguments: a kernel that takes what the meta kernel
-#: refused computes with as much.
+#: Most elements of all operands, and largest number among arguments: a kernel that takes a call
+#: that the meta kernel refused computes with as much.
 _MOST_ELEMENTS = 2**26
 #: Ops that compute nothing before they have compared all shapes and dtypes.
 _CHECK_FIRST = frozenset(
@@ -34,7 +34,7 @@ _OF_OTHER_KIND: tuple[type[Exception], ...] = (
     OSError,
     OverflowError,  # operands that no address space holds
 )
-#: The same by their texts, and of a kernel that there is none of.
+#: The same by their texts, and refusals for want of a kernel.
 _OTHER_REASONS = ("Could not run ", "DefaultCPUAllocator", "[enforce fail")
 _MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 
@@ -46,7 +46,7 @@ def cpu_error(
     metas: Mapping[int, TensorMeta],
     params: Sequence[Any],
 ) -> Exception | None:
-    """The exception that torch's CPU kernel raises for a call, or None.
+    """Return the exception that torch's CPU kernel raises for a call, or None.
 
     Args:
         args, kwargs, metas, params: as those of ``run_on_metas``.
@@ -63,7 +63,7 @@ def cpu_error(
             f.func(*operands[0], **operands[1])
     except _OF_OTHER_KIND:
         return None
-    except Exception as error:  # noqa: BLE001 - whatever the kernel raises is the answer
+    except Exception as error:  # noqa: BLE001 - any error of the kernel is the answer
         return None if str(error).startswith(_OTHER_REASONS) else error
     return None
 
@@ -87,7 +87,7 @@ def _numbers(arg: Any) -> Iterable[int]:
 
 
 def _zeros(meta: TensorMeta) -> torch.Tensor:
-    """A CPU tensor of zeros that takes no memory while nothing is written to it."""
+    """Return a CPU tensor of zeros that takes no memory while nothing is written to it."""
     nbytes = max(meta.extent, 1) * meta.dtype.itemsize
     flat = torch.frombuffer(mmap.mmap(-1, nbytes, flags=_MAPPED), dtype=torch.uint8)
     t = flat.view(meta.dtype).as_strided(meta.shape, meta.stride, meta.offset)

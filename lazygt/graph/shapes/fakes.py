@@ -1,4 +1,4 @@
-"""Fake tensors of a GPU that this process leaves alone."""
+"""Fake tensors of a GPU, without a CUDA context in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _here = threading.local()
 
 
 def _init_gpu_context(device: torch.device) -> None:
-    """torch's own, which allocates on the GPU, outside of ``fake_tensors``."""
+    """Call torch's own, which allocates on the GPU, only outside of ``fake_tensors``."""
     if not getattr(_here, "is_inside", False):
         _create_context(device)
 
@@ -24,11 +24,12 @@ fake_tensor.init_gpu_context = _init_gpu_context  # type: ignore[assignment]
 
 @contextmanager
 def fake_tensors(fallback: bool) -> Iterator[None]:
-    """Make fake tensors, of GPUs without a context there: that takes 0.5 GB, and children that
-    are forked later could not use CUDA.
+    """Mode of fake tensors that opens no CUDA context.
+
+    A context takes 0.5 GB, and children that are forked later could not use CUDA.
 
     Args:
-        fallback: whether an op without a fake kernel is run on zeros.
+        fallback: True to run an op without a fake kernel on zeros.
     """
     before = getattr(_here, "is_inside", False)
     _here.is_inside = True

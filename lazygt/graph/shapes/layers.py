@@ -133,7 +133,7 @@ def _attention_on_cpus(
     attn_mask: TensorMeta | None = None,
     scale: float | None = None,
 ) -> Metas | None:
-    """Heads of keys may be fewer, each for several of the queries."""
+    """Return attention's metas; keys may have fewer heads, each for several of the queries."""
     if not len(query.shape) == len(key.shape) == 4 or key.shape != value.shape or dropout:
         return None
     batch, heads, length, size = query.shape

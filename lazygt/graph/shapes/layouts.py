@@ -1,8 +1,8 @@
-"""Strides of results where torch's meta kernels give others than its kernels do.
+"""Strides of results where torch's meta kernels differ from its CPU and GPU kernels.
 
-Strides say which views are allowed, so what a handle shows must be what eager torch would give.
-Each op stands under the way in which its kernel lays its result out. Where the list is
-short of an op, the workers find out (see ``infer.Inference.correct``).
+Strides decide which views are allowed, so a handle must show those of eager torch. Each op is
+listed under the layout of its kernel. The workers notice an op that the list lacks (see
+``infer.Inference.correct``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def relaid(
     operands: Sequence[torch.Tensor],
     fresh: Sequence[TensorMeta | None],
 ) -> list[TensorMeta | None]:
-    """The metas of an op's fresh results, with the strides that its kernel gives.
+    """Return the metas of an op's fresh results, with the strides that its kernel gives.
 
     Args:
-        device_type: what the workers compute on.
+        device_type: of the workers.
         operands: the tensors that the op takes, in order, as meta tensors.
-        fresh: what torch's meta kernel says.
+        fresh: the metas of torch's meta kernel.
     """
     here = _ON_CPU if device_type == "cpu" else _ON_GPU
     layouts = _EVERYWHERE.get(name) or here.get(name)
@@ -48,15 +48,15 @@ def relaid(
 
 
 def _rows(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
-    """Row-major, whatever the operands are."""
+    """Return row-major strides, for any operands."""
     return contiguous_stride(shape)
 
 
 def _iterated(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
-    """Strides that torch's loop over elements (TensorIterator) gives a result of up to three.
+    """Return the strides that TensorIterator gives a result of up to three operands.
 
-    A lone operand goes with a number. torch makes a tensor of it: it is on the CPU, where a meta
-    kernel leaves it out, and so keeps strides of dims of one element that the loop does not.
+    A lone operand goes with a number. torch makes it a CPU tensor, which a meta kernel leaves out,
+    and so keeps strides of dims of one element that TensorIterator does not.
     """
     if len(operands) < 3:
         other = operands[-1] if len(operands) > 1 else torch.empty((), device="meta")
@@ -65,7 +65,7 @@ def _iterated(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strid
 
 
 def _single(t: torch.Tensor) -> torch.Tensor:
-    """In single precision if of half: meta kernels convert halves, and lose strides of 0."""
+    """Return halves in single precision: meta kernels convert halves, and lose strides of 0."""
     return _floats(t) if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
@@ -74,7 +74,7 @@ def _floats(t: torch.Tensor) -> torch.Tensor:
 
 
 def _iterated_over(*positions: int) -> Layout:
-    """The same over some of the operands, in the order in which the kernel names them."""
+    """Return the same layout over some of the operands, in the kernel's order."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         return _iterated([operands[position] for position in positions], shape)
@@ -83,12 +83,12 @@ def _iterated_over(*positions: int) -> Layout:
 
 
 def _power(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
-    """The first operand times a power of a number, which is row-major."""
+    """Return the strides of the first operand times a power of a number, which is row-major."""
     return _iterated((operands[0], torch.empty(operands[1].shape, device="meta")), shape)
 
 
 def _negated(position: int) -> Layout:
-    """As torch's loop over elements lays out what it makes of that operand alone."""
+    """Return TensorIterator's layout for a function of that operand alone."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         return _floats(operands[position]).neg().stride()
@@ -97,7 +97,7 @@ def _negated(position: int) -> Layout:
 
 
 def _format_of(position: int) -> Layout:
-    """Channels-last where that operand is, else row-major."""
+    """Return a layout: channels-last where that operand is, else row-major."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         form = suggest_memory_format(operands[position])
@@ -107,7 +107,7 @@ def _format_of(position: int) -> Layout:
 
 
 def _like(position: int) -> Layout:
-    """As that operand, if it is dense and has the result's shape."""
+    """Return the layout of that operand, if it is dense and has the result's shape."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         source = operands[position]
@@ -119,7 +119,7 @@ def _like(position: int) -> Layout:
 
 
 def _convolved(*positions: int) -> Layout:
-    """Channels-last where one of those operands is, as cuDNN does it, but not in double precision.
+    """Return cuDNN's layout: channels-last if one of the operands is, except in float64.
 
     Only a torch that was built with CUDA can be asked for it.
     """

@@ -1,6 +1,6 @@
-"""Meta kernels of lazygt's own, for ops that torch's refuse, or give another shape than its others.
+"""Meta kernels of lazygt's own, where torch's refuse valid calls or give wrong shapes.
 
-They have the op's parameters, tensors as meta tensors, and raise what torch's kernels raise.
+They have the op's parameters, tensors as meta tensors, and raise the errors of torch's kernels.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 aten: Any = torch.ops.aten
-#: What a grouped product takes, and what torch's kernels call it.
+#: Dtypes of a grouped product, with their names in torch's kernels.
 _CPP_NAMES = {
     torch.float32: "float",
     torch.bfloat16: "c10::BFloat16",
     torch.float16: "c10::Half",
 }
-#: What torch's errors call the dtypes of recurrent layers.
+#: Names of the dtypes of recurrent layers in torch's errors.
 _TYPE_NAMES = {
     torch.float64: "Double",
     torch.float32: "Float",
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",
 }
-#: Bytes that rows of a grouped product begin at multiples of.
+#: Alignment of the rows of a grouped product, in bytes.
 _ALIGNMENT = 16
 
 
@@ -40,7 +40,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """torch's own knows bfloat16 alone."""
+    """Infer a grouped product; torch's own knows bfloat16 alone."""
     flat = [t.dim() == 2 for t in (a, b)]
     _check_factors(a, b, flat)
     _check(
@@ -78,7 +78,7 @@ def _check_factors(a: torch.Tensor, b: torch.Tensor, flat: list[bool]) -> None:
 
 
 def _check_strides(t: torch.Tensor) -> None:
-    """Rows or columns have to be without gaps, and to begin at multiples of 16 bytes."""
+    """Check that rows or columns have no gaps, and begin at multiples of 16 bytes."""
     (rows, columns), (row, column) = t.shape[-2:], t.stride()[-2:]
     if row == 1 and column >= max(1, rows):
         step = column
@@ -124,7 +124,7 @@ def _multi_margin_loss(
     weight: torch.Tensor | None = None,
     reduction: int = 1,
 ) -> torch.Tensor:
-    """torch's own makes one loss of a target without dims a vector."""
+    """Infer the loss; torch's own makes one loss of a target without dims a vector."""
     loss: torch.Tensor = aten.multi_margin_loss.default(x, target, p, margin, weight, reduction)
     return loss if target.dim() else loss.new_empty(())
 
@@ -132,18 +132,18 @@ def _multi_margin_loss(
 def _multilabel_margin_loss(
     x: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's own makes the loss of one sample without a batch a vector."""
+    """Infer the loss; torch's own makes that of one sample without a batch a vector."""
     loss, is_target = aten.multilabel_margin_loss_forward.default(x, target, reduction)
     return (loss if target.dim() > 1 else loss.new_empty(())), is_target
 
 
 def _view_copy(source: torch.Tensor, size: list[int]) -> torch.Tensor:
-    """torch's own takes only what could be viewed without a copy."""
+    """Infer a reshaped copy; torch's own refuses a tensor that needs more than a view."""
     return source.reshape(size).contiguous()
 
 
 def _cudnn_grid_sampler(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """torch has none."""
+    """Infer the samples; torch has no meta kernel."""
     sampled: torch.Tensor = aten.grid_sampler_2d.default(x, grid, 0, 0, True)
     return torch.empty(sampled.shape, dtype=x.dtype, device="meta")
 
@@ -151,7 +151,7 @@ def _cudnn_grid_sampler(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
 def _cudnn_grid_sampler_backward(
     x: torch.Tensor, grid: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch has none."""
+    """Infer both gradients; torch has no meta kernel."""
     of_x, of_grid = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x, grid))
     return of_x, of_grid
 
@@ -174,9 +174,10 @@ def _cudnn_rnn(
     batch_sizes: list[int],
     dropout_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """torch's own has no weights packed, and row-major outputs of samples that come first.
+    """Infer a recurrent layer's results.
 
-    The sizes of the last two results, reserve and packed weights, are cuDNN's affair.
+    torch's own packs no weights, and gives batch-first outputs row-major. Only cuDNN knows the
+    sizes of the last two results, reserve and packed weights.
     """
     _check_same_dtype(x, [hx, cx], "hidden")
     _check_same_dtype(x, weight, "parameter")
@@ -211,7 +212,7 @@ def _check_size(state: torch.Tensor, expected: list[int], name: str) -> None:
 def _steps_first(
     x: torch.Tensor, batch_first: bool, batch_sizes: list[int], width: int
 ) -> torch.Tensor:
-    """A sequence like ``x``, which lies in memory step by step."""
+    """Return a sequence like ``x``, which lies in memory step by step."""
     if not batch_first or batch_sizes:
         return x.new_empty((*x.shape[:-1], width))
     return x.new_empty((x.size(1), x.size(0), width)).transpose(0, 1)
@@ -241,7 +242,7 @@ def _cudnn_rnn_backward(
     reserve: torch.Tensor,
     output_mask: list[bool],
 ) -> tuple[Any, ...]:
-    """torch has none."""
+    """Infer the gradients; torch has no meta kernel."""
     _check(train, "cudnn RNN backward can only be called in training mode")
     of_x = _steps_first(x, batch_first, batch_sizes, x.size(-1))
     of_hx, of_cx = (None if t is None else t.new_empty(t.shape) for t in (hx, cx))

@@ -1,8 +1,8 @@
 """An op's results found by running it on meta tensors.
 
 A meta tensor has shape, strides and dtype but no memory. torch's own meta kernels raise torch's
-own errors for arguments that do not fit. A few of them ask which device they stand for; those
-run on fake tensors, which are meta tensors that claim to be on the workers' device.
+own errors for arguments that do not fit. A few of them depend on the device; those run on
+fake tensors, which are meta tensors that claim to be on the workers' device.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def run_on_metas(
     params: Sequence[Any],
     device_type: str,
 ) -> Results | None:
-    """What an op's results will look like; None when only values can tell.
+    """Return the metas of an op's results; None when they depend on values.
 
     Args:
         args, kwargs: with Ref for tensors and Param for run-time numbers.
         metas: the meta of every Ref.
         params: the value of every Param.
-        device_type: what the workers compute on.
+        device_type: of the workers.
 
     Raises:
         Exception: torch's own, when the op does not take such arguments.
@@ -59,11 +59,11 @@ def run_on_metas(
         try:
             returned = META_KERNELS.get(f.name, f.func)(*margs, **mkwargs)
         except NotImplementedError:
-            # a foreign op that has no fake kernel is not one of those that resize what they write
+            # a foreign op that has no fake kernel is not one of those that resize their outputs
             only_writes = f.foreign and all(kind[0] == "w" for kind in f.outputs)
             if f.outputs and not only_writes:
                 return None
-            returned = (None,) * len(f.outputs)  # it has no result but what it writes
+            returned = (None,) * len(f.outputs)  # its only results are written
     if f.name in _ONE_DTYPE:
         _check_one_dtype(f, tensors)
     elif f.name in _KEEPING_DTYPE:
@@ -85,7 +85,7 @@ def with_tensors(
     params: Sequence[Any],
     device: torch.device,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """An op's arguments with a tensor for each Ref, and the value of each Param."""
+    """Return an op's arguments with a tensor for each Ref, and the value of each Param."""
 
     def leaf(arg: Arg) -> Any:
         if type(arg) is Ref:
@@ -102,7 +102,7 @@ def with_tensors(
 def _described(
     f: OpFacts, returned: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Results:
-    """What an op returned and wrote, as metas."""
+    """Return the metas of an op's returned and written tensors."""
     written = [args[i] for i in f.writes if i < len(args)]
     written += [kwargs[name] for name in f.writes_named if name in kwargs]
     items = (returned,) if len(f.outputs) == 1 else tuple(returned or ())
@@ -120,7 +120,7 @@ def _described(
 def _corrected(
     f: OpFacts, fresh: list[TensorMeta | None], operands: list[torch.Tensor], device_type: str
 ) -> list[TensorMeta | None]:
-    """What torch's meta kernels get wrong, put right."""
+    """Return the metas with the errors of torch's meta kernels corrected."""
     if f.name in _NORMS and device_type == "cpu":
         _mixed_statistics(operands, fresh)
     if f.name == _GROUP_NORM_BACKWARD and fresh[0] is not None:
@@ -133,7 +133,7 @@ def _corrected(
 
 
 def _with_strides(meta: TensorMeta | None, of: Results | None) -> TensorMeta | None:
-    """``meta`` with the strides of the one result that another run of its op has."""
+    """Return ``meta`` with the strides of the one result of another run of its op."""
     like = None if of is None else of.fresh[0]
     if meta is None or like is None:
         return meta
@@ -141,7 +141,7 @@ def _with_strides(meta: TensorMeta | None, of: Results | None) -> TensorMeta | N
 
 
 def _by_device(f: OpFacts, metas: Mapping[int, TensorMeta], device_type: str) -> bool:
-    """Whether the results depend on the kind of device.
+    """Return whether the results depend on the kind of device.
 
     Norms are told apart on CPUs only. On fake tensors of a GPU their decompositions would write
     in place, which torch refuses where it was built without CUDA.
@@ -152,7 +152,7 @@ def _by_device(f: OpFacts, metas: Mapping[int, TensorMeta], device_type: str) ->
 
 
 def _widened(metas: Mapping[int, TensorMeta]) -> Mapping[int, TensorMeta] | None:
-    """The operands in single precision, where an expanded one is of half precision.
+    """Return the operands in single precision if an expanded one is of half precision.
 
     torch's meta kernels convert such operands first, and the converted ones are row-major; its
     kernels do not, and lay their result out as for any other dtype.
@@ -170,7 +170,7 @@ def _widened(metas: Mapping[int, TensorMeta]) -> Mapping[int, TensorMeta] | None
 
 _CONVOLUTIONS = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 
-#: Ops whose meta kernels let pass what their other kernels refuse: tensors of several dtypes.
+#: Ops with meta kernels that accept tensors of several dtypes, which their other kernels refuse.
 _ONE_DTYPE = frozenset(
     f"aten.{name}.default"
     for name in ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "convolution")
@@ -184,7 +184,7 @@ def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
         raise RuntimeError(f"{f.name}: expected tensors of the same dtype, but got {names}")
 
 
-#: Ops whose meta kernels let pass a result that does not fit into what they write.
+#: Ops with meta kernels that accept a result that does not fit the written tensor's dtype.
 _KEEPING_DTYPE = frozenset({"aten.add_.Tensor", "aten.sub_.Tensor", "aten.mul_.Tensor"})
 
 
@@ -201,18 +201,18 @@ _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
 def _no_buffer(operands: list[torch.Tensor], buffer: TensorMeta | None) -> TensorMeta:
-    """On GPUs the backward computes again what CPUs leave for it."""
+    """Return an empty buffer: on GPUs the backward computes the values of CPUs' buffer again."""
     return TensorMeta((0,), (1,), operands[0].dtype)
 
 
 def _single_norms(operands: list[torch.Tensor], norms: TensorMeta | None) -> TensorMeta | None:
-    """On GPUs the norms of half precision are kept in single precision."""
+    """Return the norms' meta: GPUs keep norms of half precision in single precision."""
     if norms is None or norms.dtype != torch.float16:
         return norms
     return TensorMeta(norms.shape, norms.stride, torch.float32)
 
 
-#: Op -> its second result on GPUs, by the operands and what the meta kernel says.
+#: Op -> its second result on GPUs, by the operands and the meta kernel's.
 _OTHER_ON_GPUS: Mapping[
     str, Callable[[list[torch.Tensor], TensorMeta | None], TensorMeta | None]
 ] = {
@@ -223,14 +223,14 @@ _OTHER_ON_GPUS: Mapping[
 #: The input's gradient has the input's dtype; torch's meta kernel promotes it with the weights'.
 _GROUP_NORM_BACKWARD = "aten.native_group_norm_backward.default"
 
-#: Norms whose results 1 and 2 are the mean and the inverse deviation.
+#: Norms: results 1 and 2 are the mean and the inverse deviation.
 _NORMS = frozenset(name for name in BY_DEVICE if "norm" in name)
 
 
 def _mixed_statistics(tensors: list[torch.Tensor], fresh: list[TensorMeta | None]) -> None:
-    """On a CPU, half-precision input under float32 weights has float32 statistics.
+    """Set float32 statistics for half-precision input under float32 weights, as on CPUs.
 
-    torch's own fake kernels say they have the input's dtype, whatever the weights'.
+    torch's own fake kernels give them the input's dtype for any weights.
     """
     if len({t.dtype for t in tensors}) == 1:
         return
@@ -241,7 +241,7 @@ def _mixed_statistics(tensors: list[torch.Tensor], fresh: list[TensorMeta | None
 
 
 def _rooted(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:
-    """Fresh results own their memory, so their offset is 0 whatever the meta kernel did."""
+    """Return the metas with offset 0: fresh results own their memory."""
     if f.views:
         return metas
     return [

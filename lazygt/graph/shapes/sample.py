@@ -1,7 +1,7 @@
 """A pointwise op's dtype and layout found by running it on a few elements, on the CPU.
 
-torch's meta kernels of pointwise ops are written in Python, and load sympy and dynamo for what they
-do: a second or more, in every process that needs one of them.
+torch's meta kernels of pointwise ops are written in Python, and load sympy and dynamo: a second or
+more, in every process that needs one of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sampled_dtype(
     metas: Mapping[int, TensorMeta],
     params: Sequence[Any],
 ) -> torch.dtype | None:
-    """The dtype of what a pointwise op makes of row-major tensors, where that is row-major again.
+    """Return the dtype of a pointwise result on row-major tensors, if it is row-major too.
 
     None where the op refuses such arguments, or where it is not sure.
     """
@@ -45,7 +45,7 @@ def sampled_dtype(
     try:
         with undispatched(), torch.no_grad():
             result = f.func(*map(leaf, args), **{name: leaf(arg) for name, arg in kwargs})
-    except Exception:  # noqa: BLE001 - whatever it is, the meta kernel says it on the user's line
+    except Exception:  # noqa: BLE001 - the meta kernel raises it on the user's line
         return None
     if result.device.type != "cpu" or result.stride() != contiguous_stride(tuple(result.shape)):
         return None
@@ -54,5 +54,5 @@ def sampled_dtype(
 
 
 def _sample(meta: TensorMeta) -> torch.Tensor:
-    """Ones, laid out as the tensor is: how strides compare does not depend on sizes above one."""
+    """Return ones with sizes of at most 2: larger sizes do not change the order of strides."""
     return torch.ones([min(size, 2) for size in meta.shape], dtype=meta.dtype, device="cpu")

@@ -118,7 +118,7 @@ def _reduced(
     *,
     dtype: torch.dtype | None = None,
 ) -> Metas | None:
-    """A sum or mean of floats over some dimensions."""
+    """Return the meta of a sum or mean of floats over some dimensions."""
     rank = len(source.shape)
     if not is_contiguous(source) or source.dtype not in FLOATS or dtype not in (None, source.dtype):
         return None

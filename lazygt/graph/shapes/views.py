@@ -44,7 +44,7 @@ def _unsafe_view(source: TensorMeta, shape: Shape) -> Metas | None:
 
 
 def _with_guess(shape: Shape, numel: int) -> Shape | None:
-    """The shape with its one -1 replaced; None when it does not hold ``numel`` elements."""
+    """Return the shape with its one -1 replaced; None if it does not hold ``numel`` elements."""
     known = math.prod(size for size in shape if size != -1)
     if any(size < -1 for size in shape) or shape.count(-1) > 1 or known == 0:
         return None

@@ -1,1 +1,1 @@
-"""Collectives of the ranks' programs: which travel together, and what is computed meanwhile."""
+"""Bucketing of the ranks' collectives, and their overlap with computation."""

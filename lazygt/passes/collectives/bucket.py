@@ -1,10 +1,10 @@
-"""Which collectives travel together, and in which order they are launched.
+"""Buckets of collectives, and the order of their launches.
 
-Decided once for all ranks that meet, from all their programs: blocks and even programs of ranks
-differ, the order in which they meet may not. So two collectives share a bucket only when neither
-needs the other on any rank, and sizes are those of the rank with the most.
+Buckets are decided once for all ranks that meet, from all their programs: blocks and even programs
+of ranks differ, the order in which they meet may not. So two collectives share a bucket only when
+neither needs the other on any rank, and sizes are those of the rank with the most.
 
-Reductions, and gathers of what was computed, go in the order in which their operands are ready:
+Reductions, and gathers of computed values, go in the order in which their operands are ready:
 gradients from the last layer to the first. Gathers of stored parameters go in the order in which
 they are needed, a wrap unit at a time.
 """
@@ -38,20 +38,20 @@ from lazygt.passes.base import dependencies, placed, rebuild, view_source
 from lazygt.passes.collectives.units import reduced_units
 from lazygt.passes.sharding.turns import turns
 
-# -- the collectives of one program: what each needs, when it could begin, who waits for it --------
+# -- the collectives of one program: dependences, earliest start, first reader ---------------------
 
 #: Between a stored parameter and its gather there may be views and these.
 _CASTS = frozenset({"aten._to_copy.default", "aten.clone.default"})
-#: How a backward adds a gradient to that of an earlier one.
+#: The op by which a backward adds a gradient to an earlier one's.
 _SUM = "aten.add_.Tensor"
 #: Read nothing of their operand but its shape.
 _LIKENESSES = frozenset({
     f"aten.{name}_like.default" for name in ("ones", "zeros", "empty", "full")
 })  # fmt: skip
-#: Bytes of all that an op reads and makes up to which it may run later than it is written:
-#: it takes no longer than its launch, and keeps no memory to speak of.
+#: Most bytes of an op's operands and results together for it to run later than it is written: it
+#: takes no longer than its launch, and keeps hardly any memory alive.
 SMALL = 4 << 10
-#: kind -> where the reduce op stands among its arguments
+#: kind -> position of the reduce op among its arguments
 _REDUCE_OP = {ALL_REDUCE: 1, REDUCE_SCATTER: 2}
 
 
@@ -68,7 +68,7 @@ class CollectiveInfo(NamedTuple):
         used: the first node that has to wait for its result and can't run later itself, as
             views, writes back, collectives and small pure ops can; the number of nodes if none
             has to. Of a stored parameter the first that computes with it, be it small or not.
-        stored: the input that it gathers; None for what is computed.
+        stored: the input that it gathers; None for a computed value.
         above: the collectives that it depends on, as bits.
     """
 
@@ -86,16 +86,16 @@ class CollectiveInfo(NamedTuple):
 
     @property
     def signature(self) -> tuple[str, str | None, str, torch.dtype]:
-        """What is equal on all ranks that meet; sizes of blocks are not."""
+        """The attributes that are equal on all ranks that meet; sizes of blocks are not."""
         return self.kind, self.op, self.axis, self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveAnalysis:
-    """A graph, its collectives in order, and what has to come before what, collectives set free.
+    """A graph, its collectives, and its dependences without the order among collectives.
 
     Attributes:
-        turns: for each node how often forward and backward have taken turns before it.
+        turns: for each node the number of changes between forward and backward before it.
     """
 
     graph: Graph
@@ -104,15 +104,15 @@ class CollectiveAnalysis:
     turns: Sequence[int]
 
     def end_of_turn(self, node: int) -> int:
-        """The first node after this one that is of another forward or backward."""
+        """Return the first node after this one that is of another forward or backward."""
         return bisect_right(self.turns, self.turns[max(node, 0)])
 
 
 def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> CollectiveAnalysis:
-    """Look at a rank's program; linear in its size, times its collectives / 64.
+    """Analyse a rank's program; linear in its size, times its collectives / 64.
 
     Args:
-        backward: which recorded ops, by number, are of a backward pass.
+        backward: the recorded ops of a backward pass, by number.
     """
     before = dependencies(
         graph, lambda node: has_effect(node) and node.op not in COLLECTIVES
@@ -156,10 +156,10 @@ def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> Collect
 
 
 def unhooked(graph: Graph) -> Graph:
-    """The graph in which nobody waits for a reduced value to make another in its likeness.
+    """Return the graph with likenesses of reduced values made from the unreduced ones.
 
     A backward begins with ones in the shape of the loss; the loss before its reduction has that
-    shape too.
+    shape too, and needs no wait.
     """
     values = graph.values
     reduced = {
@@ -178,12 +178,12 @@ def unhooked(graph: Graph) -> Graph:
 
 
 def moves_alone(collective: CollectiveInfo) -> bool:
-    """Whether a collective never shares its buffer with others."""
+    """Return whether a collective never shares its buffer with others."""
     return collective.kind in EXCHANGES_OF_ROWS | {ALL_TO_ALL, SEND_RECV}
 
 
 def _above(graph: Graph, before: Sequence[set[int]]) -> list[int]:
-    """For each node the collectives that it depends on, as bits."""
+    """Return for each node the collectives that it depends on, as bits."""
     masks: list[int] = []
     bits: dict[int, int] = {}
     for number, node in enumerate(graph.nodes):
@@ -197,7 +197,7 @@ def _above(graph: Graph, before: Sequence[set[int]]) -> list[int]:
 
 
 def _makers(graph: Graph) -> list[int]:
-    """The node that makes each value."""
+    """Return the node that makes each value; -1 for inputs."""
     makers = [-1] * len(graph.inputs)
     for number, node in enumerate(graph.nodes):
         makers += [number] * len(node.results)
@@ -205,7 +205,7 @@ def _makers(graph: Graph) -> list[int]:
 
 
 def _uses(graph: Graph, before: Sequence[set[int]], passes_on: Callable[[Node], bool]) -> list[int]:
-    """For each node the first that waits for it, those aside that can wait themselves."""
+    """Return for each node the first that waits for it, except nodes that ``passes_on``."""
     uses = [len(graph.nodes)] * len(graph.nodes)
     for number in reversed(range(len(graph.nodes))):
         use = uses[number] if passes_on(graph.nodes[number]) else number
@@ -215,12 +215,12 @@ def _uses(graph: Graph, before: Sequence[set[int]], passes_on: Callable[[Node], 
 
 
 def _passes_on(node: Node) -> bool:
-    """Whether a node does not compute, but shows, moves or copies what is there."""
+    """Return whether a node does not compute, but only views, moves or copies values."""
     return view_source(node) is not None or node.op in COLLECTIVES or node.op == WRITE_BACK
 
 
 def _reduced(graph: Graph) -> set[int]:
-    """The blocks that reduce-scatters make, and views of them."""
+    """Return the blocks that reduce-scatters make, and views of them."""
     reduced: set[int] = set()
     for node, results in graph.numbered():
         if node.op == REDUCE_SCATTER or (view_source(node) in reduced):
@@ -229,13 +229,15 @@ def _reduced(graph: Graph) -> set[int]:
 
 
 def _adds_up(node: Node, reduced: Set[int]) -> bool:
-    """Whether a node adds a reduced block to one that is there, as gradients of microbatches are:
-    it may run as late as the sum is read."""
+    """Return whether a node adds a reduced block to an earlier one, as for microbatches.
+
+    It may run as late as the sum is read.
+    """
     return node.op == _SUM and not reduced.isdisjoint(node.refs()[1:])
 
 
 def _is_small(node: Node, values: Sequence[TensorMeta | None]) -> bool:
-    """Whether a node may run later: it only computes its results, and next to nothing."""
+    """Return whether a node may run later: it only computes its results, and next to nothing."""
     if node.writes or node.op == WRITE_BACK or has_effect(node):
         return False
     metas = (*(values[value] for value in node.refs()), *node.results)
@@ -243,7 +245,7 @@ def _is_small(node: Node, values: Sequence[TensorMeta | None]) -> bool:
 
 
 def _stored(graph: Graph, value: int, makers: Sequence[int]) -> int | None:
-    """The input that a value is, in another form."""
+    """Return the input that a value is a view or cast of; None if it is computed."""
     while makers[value] >= 0:
         node: Node = graph.nodes[makers[value]]
         if node.writes or (view_source(node) is None and node.op not in _CASTS):
@@ -254,16 +256,16 @@ def _stored(graph: Graph, value: int, makers: Sequence[int]) -> int | None:
 
 # -- buckets ---------------------------------------------------------------------------------------
 
-#: Bytes of a bucket, as torch's DistributedDataParallel has it.
+#: Bytes of a bucket, as in torch's DistributedDataParallel.
 CAP = 25 << 20
-#: The same of one that has reductions of several wrap units: what those of one unit wait for is
-#: not kept for those of another, but where a launch takes longer.
+#: The same of one with reductions of several wrap units: one unit's gradients are not kept alive
+#: for another's, except where a launch takes longer.
 MIXED = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """When a bucket is closed. A unit that has a cap of its own packs what is smaller than that.
+    """Limits of buckets. A unit with a cap of its own packs all values smaller than that.
 
     Attributes:
         bucket: bytes of a bucket.
@@ -277,17 +279,17 @@ class Caps:
     units: Mapping[int, FSDPUnit] = field(default_factory=dict)
 
     def bucket_of(self, unit: FSDPUnit | None) -> int:
-        """Bytes of a bucket of a unit's values."""
+        """Return the bytes of a bucket of a unit's values."""
         return self.bucket if unit is None or unit.cap_bytes is None else unit.cap_bytes
 
     def alone_of(self, unit: FSDPUnit | None) -> int:
-        """Bytes from which a value of a unit is not packed with others."""
+        """Return the bytes from which a value of a unit is not packed with others."""
         return self.alone if unit is None or unit.cap_bytes is None else unit.cap_bytes
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Collectives, by their place in the order of a program, that are one collective.
+    """Collectives that are launched as one, by their places in a program's order.
 
     Attributes:
         nbytes: together, on the rank with the most.
@@ -302,17 +304,17 @@ class Bucket:
 
     @property
     def limited(self) -> bool:
-        """Whether it waits for others of its kind that are under way."""
+        """True if it waits for others of its kind that are under way."""
         return self.unit is None or self.unit.limit_all_gathers
 
 
 def agree(analyses: Sequence[CollectiveAnalysis]) -> bool:
-    """Whether all ranks meet in the same collectives in the same order."""
+    """Return whether all ranks meet in the same collectives in the same order."""
     return len({tuple([m.signature for m in one.collectives]) for one in analyses}) == 1
 
 
 def buckets(analyses: Sequence[CollectiveAnalysis], caps: Caps) -> list[Bucket]:
-    """The buckets in the order of launch, for ranks that ``agree``."""
+    """Return the buckets in the order of launch, for ranks that ``agree``."""
     finder = _Buckets(analyses, caps)
     for place in _in_order(finder.above, finder.wanted):
         finder.add(place)
@@ -320,7 +322,7 @@ def buckets(analyses: Sequence[CollectiveAnalysis], caps: Caps) -> list[Bucket]:
 
 
 def one_each(analysis: CollectiveAnalysis) -> list[Bucket]:
-    """No two together, in the order of the program."""
+    """Return one bucket a collective, in the order of the program."""
     return [_alone(place, collective) for place, collective in enumerate(analysis.collectives)]
 
 
@@ -330,7 +332,7 @@ def _alone(place: int, collective: CollectiveInfo) -> Bucket:
 
 
 class _Buckets:
-    """Finds the buckets in one walk over the collectives."""
+    """Search for the buckets in one walk over the collectives."""
 
     def __init__(self, analyses: Sequence[CollectiveAnalysis], caps: Caps) -> None:
         self.analyses, self.caps = analyses, caps
@@ -369,7 +371,7 @@ class _Buckets:
             self.open[key] = alone
 
     def ordered(self) -> list[Bucket]:
-        """The buckets in the order of launch."""
+        """Return the buckets in the order of launch."""
         index = {id(bucket): number for number, bucket in enumerate(self.all)}
         above = [
             [index[id(other)] for other in self._directly(bucket)] for bucket in self.all
@@ -397,18 +399,18 @@ class _Buckets:
         )
 
     def _may_mix(self, bucket: Bucket, alone: Bucket) -> bool:
-        """Whether collectives of different units may travel together."""
+        """Return whether collectives of different units may travel together."""
         return not bucket.stored and bucket.nbytes + alone.nbytes <= MIXED
 
     def _turn(self, place: int) -> int:
-        """Which forward or backward a reduction to blocks is of."""
+        """Return the number of the forward or backward of a reduce-scatter; 0 for others."""
         collective = self.collectives[place]
         if collective.kind != REDUCE_SCATTER:
             return 0
         return self.analyses[0].turns[max(collective.ready, 0)]
 
     def _delays(self, bucket: Bucket, place: int) -> bool:
-        """Whether a user of the bucket would have to wait until the collective can begin."""
+        """Return whether a reader of the bucket would wait until the collective can begin."""
         return any(
             one.collectives[place].stored is None
             and min(one.collectives[member].used for member in bucket.members)
@@ -417,7 +419,7 @@ class _Buckets:
         )
 
     def _needs(self, place: int, wanted: Bucket) -> bool:
-        """Whether a collective depends on a bucket, by way of others too."""
+        """Return whether a collective depends on a bucket, directly or by way of others."""
         sought = self._places(wanted)
         seen, todo = 0, self.masks[place]
         while todo and not todo & sought:
@@ -429,18 +431,18 @@ class _Buckets:
         return bool(todo)
 
     def _places(self, bucket: Bucket) -> int:
-        """The members of a bucket as bits."""
+        """Return the members of a bucket as bits."""
         return sum(1 << member for member in bucket.members)
 
     def _directly(self, bucket: Bucket) -> list[Bucket]:
-        """The other buckets that one depends on."""
+        """Return the other buckets that one directly depends on."""
         return [self.home[other] for member in bucket.members for other in self.above[member]]
 
     def _begins(self, above: Sequence[Sequence[int]]) -> list[int]:
-        """For each bucket the node at which it is wanted to begin.
+        """Return for each bucket the node at which it is wanted to begin.
 
-        No bucket begins before those above it have been waited for: what stands behind it in the
-        order of launch would wait for them too.
+        No bucket begins before those above it have been waited for: later buckets in the order of
+        launch would wait for them too.
         """
         begins = [
             max(*(self.wanted[member] for member in bucket.members),
@@ -458,7 +460,7 @@ class _Buckets:
 
 
 def _in_order(above: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[int]:
-    """Each after those above it, the one that is wanted first first."""
+    """Return a topological order; of ready items the one that is wanted first comes first."""
     waits = [set(others) for others in above]
     followers: list[list[int]] = [[] for _ in above]
     for number, others in enumerate(waits):

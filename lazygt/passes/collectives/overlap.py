@@ -1,14 +1,14 @@
-"""Collectives under way while something else is computed.
+"""Overlap of collectives with computation.
 
-Every bucket becomes a launch, which waits for nobody, and a wait. A launch stands as early as its
+Every bucket becomes a launch, which does not block, and a wait. A launch stands as early as its
 operands are there, a wait right before the first node that computes with a result; everything else
 keeps its order. A gather of stored parameters is launched when the one before it is waited for, so
 two are under way at most, or right after it, where its weights are copied out of their buffer. A
 reduce-scatter is launched when the one before it has been waited for, and is waited for before its
-backward ends: what was not reduced yet dies as a backward goes, and blocks are left of it.
+backward ends: unreduced gradients die as a backward goes, and only their blocks remain.
 
-No rank can wait for ever: all ranks launch the same collectives in the same order and wait only
-for what they have launched, so the first one that is not complete always can be.
+There is no deadlock: all ranks launch the same collectives in the same order and wait only for
+launched ones, so the first one that is not complete always can be.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ MOST_GATHERS = 2
 def overlapped(
     graphs: Sequence[Graph], mesh: Mesh, caps: Caps, backward: Collection[int] = ()
 ) -> tuple[Graph, ...]:
-    """The program of every rank, its collectives bucketed, launched early and waited for late.
+    """Return each rank's program, collectives bucketed, launched early, waited for late.
 
     Args:
-        graphs: of each rank; ranks that run the same have one object, here and in the result.
-        backward: which recorded ops, by number, are of a backward pass.
+        graphs: of each rank; equal programs are one object, here and in the result.
+        backward: the recorded ops of a backward pass, by number.
     """
     known: dict[tuple[int, ...], dict[int, Graph]] = {}
     programs: list[Graph] = list(graphs)
@@ -71,7 +71,7 @@ def overlapped(
 def _together(
     graphs: dict[int, Graph], mesh: Mesh, caps: Caps, backward: Collection[int]
 ) -> dict[int, Graph]:
-    """The new program of each of these, whose ranks meet each other."""
+    """Return the new programs of ranks that meet each other."""
     analyses = {
         key: analyse_collectives(unhooked(graph), backward) for key, graph in graphs.items()
     }
@@ -84,7 +84,7 @@ def _together(
 
 
 def _connected(graphs: Sequence[Graph], mesh: Mesh) -> list[list[int]]:
-    """The ranks, in groups whose members meet each other, by way of others too."""
+    """Return the connected components of ranks that meet."""
     group = {rank: [rank] for rank in range(len(graphs))}
     axes = by_class(_axes, graphs)
     for axis in mesh.names:
@@ -105,11 +105,11 @@ def _axes(graph: Graph) -> set[str]:
 
 
 class _Key(NamedTuple):
-    """Where a node is wanted: at an old node's place.
+    """Place at which a node is wanted, by an old node.
 
     Attributes:
-        side: 0: before it and what it waits for; 1: a wait; 2: what comes when all have been waited
-            for; 3: the old node; 4: what comes after it.
+        side: 0: before the old node and its waits; 1: one of its waits; 2: after its waits; 3: the
+            old node; 4: after it.
     """
 
     place: int
@@ -117,7 +117,7 @@ class _Key(NamedTuple):
 
 
 def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) -> Graph:
-    """A rank's program with the buckets launched in this order."""
+    """Return a rank's program with the buckets launched in this order."""
     units = _Units(analysis, order)
     metas = analysis.graph.values
     rows: list[Placed] = []
@@ -135,7 +135,7 @@ def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) 
 
 
 class _Units:
-    """A program's nodes, launches and waits: what comes before what, and where each is wanted.
+    """A program's nodes, launches and waits, with their dependences and wanted places.
 
     Units are numbered: old nodes by their own numbers, then launch and wait of each bucket.
     """
@@ -153,7 +153,7 @@ class _Units:
             for place in bucket.members
         }
         self.readers = _readers(analysis.graph)
-        #: what parameters go through before they are gathered
+        #: nodes that parameters go through before they are gathered
         self.pulled: set[int] = set()
         self.before: dict[int, set[int]] = {}
         self.keys: dict[int, _Key] = {}
@@ -174,14 +174,14 @@ class _Units:
         return self.count + 2 * number + 1
 
     def _mapped(self, node: int) -> set[int]:
-        """What comes before a node; of a collective its wait."""
+        """Return the dependences of a node; a collective is replaced by its wait."""
         return {
             self.wait(self.home[other]) if other in self.home else other
             for other in self.analysis.before[node]
         }
 
     def _bucket(self, number: int, bucket: Bucket, gathers: list[int]) -> None:
-        """Its launch, in turn, and its wait.
+        """Add a bucket's launch, in turn, and its wait.
 
         Args:
             gathers: the buckets of stored parameters so far.
@@ -208,12 +208,11 @@ class _Units:
         self.keys[self.wait(number)] = _Key(needed, 1)
 
     def _copies(self, number: int) -> bool:
-        """Whether weights are copied from their buffer when they are waited for, so that both live
-        at a time."""
+        """Return whether weights are copied from their buffer at the wait, so that both live."""
         return len(self.order[number].members) > 1
 
     def _follow(self, number: int, bucket: Bucket, scatters: dict[str, int]) -> None:
-        """A reduce-scatter comes after the end of the one before it on its axis.
+        """Order a reduce-scatter after the end of the one before it on its axis.
 
         Args:
             scatters: the last one of each axis so far.
@@ -233,8 +232,10 @@ class _Units:
             self.keys[wait] = min(self.keys[wait], self.keys[launch])
 
     def _pull(self, units: set[int], wanted: _Key) -> None:
-        """What a parameter goes through before it is gathered is wanted no later; what nobody else
-        reads, such as a cast, no earlier either."""
+        """Move the nodes that a parameter goes through before its gather to the gather's place.
+
+        None is wanted later; nodes for gathers alone, such as a cast, are wanted no earlier either.
+        """
         for unit in units:
             if unit < self.count and (self.keys[unit] > wanted or self._is_for_gathers(unit)):
                 self.pulled.add(unit)
@@ -242,8 +243,7 @@ class _Units:
                 self._pull(self.before[unit], wanted)
 
     def _is_for_gathers(self, node: int) -> bool:
-        """Whether a node's results are gathered, or go through such nodes, and no gather has asked
-        for them yet."""
+        """Return whether a node, not yet pulled, is read by gathers and pulled nodes alone."""
         readers = self.readers[node]
         return (
             bool(readers)
@@ -255,7 +255,7 @@ class _Units:
         return node in self.home and bool(self.order[self.home[node]].stored)
 
     def in_order(self) -> Iterator[int]:
-        """Each unit after those before it, the one that is wanted first first."""
+        """Yield units in a topological order; of ready ones the one that is wanted first."""
         followers: dict[int, list[int]] = {}
         for unit, others in self.before.items():
             for other in others:
@@ -274,7 +274,7 @@ class _Units:
 
 
 def _readers(graph: Graph) -> list[list[int]]:
-    """For each node those that take its results."""
+    """Return for each node those that take its results."""
     makers = [-1] * len(graph.inputs)
     readers: list[list[int]] = [[] for _ in graph.nodes]
     for number, node in enumerate(graph.nodes):
@@ -296,10 +296,10 @@ def _halves(
     mesh: Mesh,
     metas: Sequence[TensorMeta | None],
 ) -> tuple[Placed, Placed]:
-    """The launch and the wait of a bucket.
+    """Return the launch and the wait of a bucket.
 
     Args:
-        flying: the number of what is under way.
+        flying: the number of the launch's result.
         metas: of the values of the graph.
     """
     collectives = [analysis.collectives[place] for place in bucket.members]
@@ -330,7 +330,7 @@ def _known(meta: TensorMeta | None) -> TensorMeta:
 
 
 def _sends_from_there(kind: str, count: int) -> bool:
-    """Whether a launch may send its operand from where it lies, without a copy."""
+    """Return whether a launch may send its operand without a copy."""
     return count == 1 and kind in (ALL_GATHER, REDUCE_SCATTER)
 
 
@@ -341,7 +341,7 @@ def _length(
     parts: int,
     metas: Sequence[TensorMeta | None],
 ) -> int:
-    """Elements of the buffer that a launch receives into."""
+    """Return the number of elements of the buffer that a launch receives into."""
     if kind in ("all_to_all", "send_recv", "take_rows", "put_rows"):
         assert metas[0] is not None
         return metas[0].numel

@@ -1,4 +1,4 @@
-"""Which wrap unit a reduced gradient belongs to: that of the parameter that it updates."""
+"""Wrap units of reduced gradients: each has that of the parameter that it updates."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lazygt.passes.updates import updated_with
 
 
 def reduced_units(graph: Graph, units: Mapping[int, FSDPUnit]) -> dict[int, FSDPUnit]:
-    """The unit of each reduce-scatter of a rank's program, by number of the node.
+    """Return the unit of each reduce-scatter of a rank's program, by number of the node.
 
-    One that no parameter of this program is updated with is of the first unit that stores blocks
-    of its shape.
+    A reduce-scatter that updates no parameter of this program is of the first unit that stores
+    blocks of its shape.
 
     Args:
         units: by number of the input.

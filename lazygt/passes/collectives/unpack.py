@@ -1,12 +1,12 @@
-"""Where what comes of a launch lies: in its buffer, in its operand's memory, or in its own.
+"""Memory of a launch's results: its buffer, its operand's memory, or memory of their own.
 
 Results of a bucketed collective are used where they lie in its buffer, which is freed when the
-last of them dies. One that outlives the run would keep all of it, so it is copied out. What is
-packed and scattered comes back in the pack, which has room for all ranks' blocks: that a result
-leaves if it lives until something else is sent.
+last of them dies. One that outlives the run would keep all of it, so it is copied out. Packed
+values that are scattered come back in the pack, which has room for all ranks' blocks: a result is
+copied out of it if it lives until the next launch.
 
-A gradient that travels alone and that nobody else reads has its block written over it, if that
-dies as soon: it is added to the block of an earlier microbatch.
+A gradient that travels alone, and is read by its collective only, has its block written over it, if
+the block dies as soon: it is added to the block of an earlier microbatch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lazygt.passes.base import Placed, placed, rebuild
 
 
 class Unpack:
-    """Decides it for each wait; runs when all other writes are decided."""
+    """Choice of that memory for each wait; runs when all other writes are decided."""
 
     name = "unpack"
 
@@ -50,7 +50,7 @@ class Unpack:
 
 
 class _Pair(NamedTuple):
-    """A launch and its wait, and the first launch after that; the wait itself if there is none."""
+    """A launch, its wait, and the first launch after it; the wait itself if there is none."""
 
     launch: int
     wait: int
@@ -58,7 +58,7 @@ class _Pair(NamedTuple):
 
 
 def _pairs(graph: Graph) -> Iterator[_Pair]:
-    """The launches whose results may lie in their buffers."""
+    """Yield the launches with results that may lie in their buffers."""
     launches: dict[int, int] = {}
     waits: list[tuple[int, int]] = []
     for number, (node, results) in enumerate(graph.numbered()):
@@ -79,13 +79,16 @@ def _scatters(launch: Node) -> bool:
 
 
 def _packs(launch: Node) -> bool:
-    """Whether a launch scatters several values, in one buffer."""
+    """Return whether a launch scatters several values, in one buffer."""
     return _scatters(launch) and len(launch.args[1]) > 1
 
 
 def _is_free(launch: Placed, pair: _Pair, aliases: Aliases) -> bool:
-    """Whether the block may be written over the operand: its memory is the run's own, it lies there
-    as it is sent, and nobody but the collective reads it any more."""
+    """Return whether the block may be written over the operand.
+
+    The operand's memory is the run's own, has the layout that is sent, and only the collective
+    reads it from the launch on.
+    """
     (operand,), ((dim,),) = launch.node.args[1:3]
     value, graph = operand.index, aliases.graph
     meta = graph.values[value]
@@ -105,7 +108,7 @@ def _is_free(launch: Placed, pair: _Pair, aliases: Aliases) -> bool:
 
 
 def _over_operand(launch: Node, graph: Graph) -> Node:
-    """The launch that reduces into its only operand."""
+    """Return the launch that reduces into its only operand."""
     (operand,) = launch.args[1]
     meta = graph.values[operand.index]
     assert meta is not None
