@@ -1,8 +1,8 @@
 """States of checkpoints as MessagePack, in a closed set of types that run no code.
 
-None, truth values, numbers, strings and bytes stand for themselves. Everything else is an array of
-a name from `_KINDS` and its fields. A reader makes what that table makes, and nothing else: it
-imports no module, looks up no attribute by name, and takes no more memory than the bytes it reads.
+None, booleans, numbers, strings and bytes stand for themselves. Everything else is an array of a
+name from `_KINDS` and its fields. A reader makes only values of that table: it imports no module,
+looks up no attribute by name, and takes no more memory than the bytes it reads.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from lazygt.graph.meta import TORCH_NAMES, torch_name
 
-#: Containers within containers, at most.
+#: Maximum depth of nested containers.
 _DEPTH = 100
 _INT64 = range(-(1 << 63), 1 << 63)
 _PLAIN = (type(None), bool, float, str, bytes)
-#: Types that are saved as such, as the factory of a ``defaultdict`` is.
+#: Types that may be values themselves, such as the factory of a ``defaultdict``.
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, complex, str, list, tuple, set, dict)}
 _DEVICES = frozenset({"cpu", "cuda", "lazygt", "meta", "mps", "xpu"})
 #: Simple NumPy dtypes: no objects, no fields, and no text that NumPy would interpret.
@@ -31,7 +31,7 @@ _DTYPE = re.compile(r"[<>|=](?:[biufcSUV]\d{1,9}|[mM]8(?:\[\d{0,9}[A-Za-z]{1,2}\
 
 
 class _Kind(NamedTuple):
-    """A type: its fields, each of which is encoded in turn, and the value made of them."""
+    """A type, the function to its fields, which are encoded in turn, and the way back."""
 
     type: type
     fields: Callable[[Any], Iterable[Any]]
@@ -173,13 +173,13 @@ def _name_of(value: Any) -> str:
 
 
 def encoded(name: str, state: Any, leaf: Callable[[Tensor], int]) -> bytes:
-    """A state without its tensors.
+    """Encode a state without its tensors.
 
     Args:
-        leaf: the number of a tensor, which stands in its place.
+        leaf: returns the number of a tensor, which is encoded in its place.
 
     Raises:
-        TypeError: a value in it is of no type that checkpoints have.
+        TypeError: a value in it has a type that checkpoints don't support.
     """
 
     def fields(value: Any, depth: int) -> Any:
@@ -202,13 +202,13 @@ def encoded(name: str, state: Any, leaf: Callable[[Tensor], int]) -> bytes:
 
 
 def decoded(data: bytes, tensor: Callable[[int], Any]) -> Any:
-    """The state that ``encoded`` encoded.
+    """Decode a state from the bytes of ``encoded``.
 
     Args:
         tensor: number of a leaf -> the value for its place.
 
     Raises:
-        ValueError: for all other bytes.
+        ValueError: the bytes are no encoded state.
     """
 
     def value(given: Any, depth: int) -> Any:

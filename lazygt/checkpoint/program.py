@@ -1,8 +1,8 @@
 """Checkpoints of a running program: registered objects, written at marked steps.
 
-A moment is saved by a snapshot that the workers take there for recovery anyway; another thread
-writes from the snapshot's memory while the program goes on. Without snapshots (``recover="off"``,
-inline) values are fetched, and written likewise.
+A moment is saved by a snapshot that the workers take for recovery anyway; another thread writes
+from the snapshot's memory while the program goes on. Without snapshots (``recover="off"``, inline)
+the values are fetched, and also written by that thread.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from lazygt.runtime.shared_memory import Arena
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds between two checkpoints at least, where nothing else is asked for.
+#: Minimum seconds between two checkpoints by default.
 LEAST_SECONDS = 1.0
-#: How much less the writing thread weighs than the program's.
+#: Niceness of the writing thread: lower priority than the program's threads.
 _NICENESS = 10
 
 
@@ -54,10 +54,10 @@ class CheckpointRecord:
 
     Attributes:
         step: the program's number of the step.
-        path: of the file, which may have been replaced by later ones.
-        nbytes: of the file.
-        seconds: from the mark until it was on the disk.
-        busy: of these, in which a worker or a thread of the client was at work for it.
+        path: path of the file, which may have been replaced by later ones.
+        nbytes: bytes of the file.
+        seconds: time from the mark until the file was on the disk.
+        busy: part of these seconds in which a worker or a thread of the client worked for it.
     """
 
     step: int
@@ -77,7 +77,7 @@ class _Moment(NamedTuple):
     about: dict[str, Any]
 
 
-#: those of open sessions
+#: checkpoints of open sessions
 _open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 
@@ -89,7 +89,7 @@ class Checkpoints:
 
     Attributes:
         resumed: True if the program has asked for the last checkpoint.
-        records: of the written checkpoints.
+        records: records of the written checkpoints.
     """
 
     def __init__(self, config: Config) -> None:
@@ -107,16 +107,16 @@ class Checkpoints:
         self._mesh: VirtualMesh
         self._settings: dict[str, str] = {}
         self._arenas: dict[int, Arena] = {}
-        #: moments that were marked since one was saved
+        #: number of marks since the last saved one
         self._marks = 0
-        #: whether the program has asked for anything
+        #: True if the program has called `mark` or `resume`
         self._used = False
         self._due = 0.0
-        #: what a snapshot is being taken for, and what is being written
+        #: the moment of the pending snapshot, and the write under way
         self._pending: _Moment | None = None
         self._writing: Future[CheckpointRecord] | None = None
         self._begun = 0.0
-        #: that nothing is being saved: what is to be said, and whether it was
+        #: reason that nothing is being saved, and True once the program was warned
         self._problem, self._told = "", False
         self._thread = ThreadPoolExecutor(1, "lazygt-checkpoint", _step_back)
         _open.add(self)
@@ -135,22 +135,23 @@ class Checkpoints:
         if client.recovery is not None and about.checkpoint_every is None:
             client.recovery.waits_for_marks = True
 
-    # -- what the program says -----------------------------------------------------------
+    # -- calls of the program ------------------------------------------------------------
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """Have objects saved and resumed under these names."""
+        """Register objects to save and resume under these names."""
         for name, given in objects.items():
             states.check_registered(name, given)
         self._objects.update(objects)
 
     def mark(self, step: int, values: Mapping[str, Any], now: bool) -> bool:
-        """The program is done with so many steps; whether this moment is being saved."""
+        """Mark that ``step`` steps are done; return whether this moment is being saved."""
         self._used = True
         self._check_mark(step, values)
         with self._recorder.lock, DEFER_INTERRUPT:
             self._heed()
             if self._mesh.ranks.world_size > 1 and self._recorder.trace.step.ops:
-                # where plans end decides how ranks add up: never by what the clock says
+                # the end of a plan affects the order of sums over ranks, so it must not depend on
+                # the clock
                 self._recorder.flush("checkpoint")
             self._marks += 1
             saved = self._save_now(step, values) if now else self._is_due()
@@ -219,10 +220,10 @@ class Checkpoints:
         return time.monotonic() >= self._due
 
     def _save_now(self, step: int, values: Mapping[str, Any]) -> bool:
-        """Save this moment and wait until it is on the disk; whether it is.
+        """Save this moment, wait for the disk, and return whether it is saved.
 
         Raises:
-            ExecutionError: it has values that could not be computed.
+            ExecutionError: a value could not be computed.
         """
         self._finish()
         recovers = self._client.recovery is not None
@@ -260,12 +261,12 @@ class Checkpoints:
         return captured, texts, drawn
 
     def _snapped(self, moment: _Moment, snapshot: Snapshot) -> None:
-        """All ranks have their part of the snapshot: it stays until it is written."""
+        """Write a moment from its complete snapshot, which stays until it is written."""
         self._pending = None
         recovery = self._client.recovery
         rows = {rank: {row.id: row for row in part.values} for rank, part in snapshot.parts.items()}
         if recovery is None or not are_there(moment.sources, rows):
-            return  # something has failed, and that is raised where the program waits for it
+            return  # a failure, which is raised where the program waits for it
         slowest = max(part.nanoseconds for part in snapshot.parts.values()) / 1e9
         self._write(rows, slowest, moment)
         recovery.reader = self._writing
@@ -280,12 +281,12 @@ class Checkpoints:
                 self._arenas[rank] = self._client.link.snapshot_arena(rank)
         return self._arenas
 
-    # -- what has become of it -----------------------------------------------------------
+    # -- the result of a write -----------------------------------------------------------
 
     def _heed(self) -> bool:
-        """Look at the write under way, and return whether it has succeeded."""
+        """Take in the result of the write under way, and return whether it has succeeded."""
         if self._client.recovery is None:
-            self._pending = None  # of that there will be no snapshot
+            self._pending = None  # its snapshot will not be taken
         writing = self._writing
         if writing is None or not writing.done():
             return False
@@ -360,7 +361,7 @@ def _written(
 
 
 def _step_back() -> None:
-    """Have this thread work where nobody else wants to."""
+    """Lower this thread's priority."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
@@ -372,12 +373,12 @@ def resume(folder: str | os.PathLike[str]) -> Saved:
     """Read the last checkpoint in a folder, inside a session or without one.
 
     ``saved[name]`` is the state registered under a name, ``saved.step`` the last step of the run,
-    and ``saved.load(model=model, ...)`` gives objects their states, and the random generators
-    theirs. A session that goes on with a run says ``session.resume()`` instead.
+    and ``saved.load(model=model, ...)`` loads the states of objects and of the random generators.
+    A session that continues a run calls ``session.resume()`` instead.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or another version of torch or lazygt has
-            saved it.
+        CheckpointError: there is no checkpoint, or it is damaged, or it was saved by another
+            version of torch or lazygt.
     """
     path = Path(os.path.abspath(folder))
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint that was read: states by name, and the objects that may take them."""
+"""A checkpoint read from a file: states by name, and their loading into objects."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Contents(msgspec.Struct, frozen=True):
     """The first section of a file; the others are the values of the leaves.
 
     Attributes:
-        states: by name, without their tensors.
-        classes: of the objects that were registered, by name.
-        generators: see ``generators``.
+        states: encoded states without their tensors, by name.
+        classes: classes of the registered objects, by name.
+        generators: encoded states of the random generators; see ``generators``.
     """
 
     states: dict[str, bytes]
@@ -44,19 +44,19 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a checkpoint requires: others compute other bits."""
+    """Return the versions that a checkpoint requires: others may compute other bits."""
     return {"lazygt": VERSION, "torch": str(torch.__version__)}
 
 
 class Saved(Mapping[str, Any]):
     """Saved states of a run by registered name.
 
-    That of a module or an optimizer is its ``state_dict()``, with tensors on the CPU.
+    The state of a module or an optimizer is its ``state_dict()``, with tensors on the CPU.
 
     Attributes:
-        step: the step with which the run was saved; 0: there is nothing, a run begins.
-        path: of the file; None: there is none.
-        settings: of the session that saved it.
+        step: number of the saved step; 0: there is no checkpoint, a run begins.
+        path: path of the file; None: there is none.
+        settings: settings of the session that saved it.
     """
 
     def __init__(self, file: CheckpointFile | None = None) -> None:
@@ -119,14 +119,14 @@ class Saved(Mapping[str, Any]):
         Tensors from workers go to the workers of the open session.
 
         Raises:
-            CheckpointError: they are not the registered objects, and nothing was loaded; or one
-                does not take its state, and then models and optimizers are as they were.
+            CheckpointError: the objects are not the registered ones, and nothing was loaded; or an
+                object rejects its state, and then models and optimizers are unchanged.
         """
         for name, given in objects.items():
             self._check(name, given)
         drawn = self._decoded("the random generators", self._contents.generators, self._on_cpu)
         here = self._here()
-        # what checks least first: whatever raises leaves models and optimizers as they are
+        # objects with fewer checks first: if one raises, models and optimizers are unchanged
         for name in sorted(objects, key=lambda name: _is_checked(objects[name])):
             with self._taking(name):
                 states.load(objects[name], self._state(name, here))
@@ -137,7 +137,7 @@ class Saved(Mapping[str, Any]):
 
     @contextmanager
     def _taking(self, name: str) -> Iterator[None]:
-        """Turn an object's complaint of its state into an error that names file and object."""
+        """Conversion of an object's error in loading to one that names file and object."""
         try:
             yield
         except LazyGTError:
@@ -160,7 +160,7 @@ class Saved(Mapping[str, Any]):
             states.check(self.path, name, given, self._contents.classes[name], state)
 
     def _here(self) -> Callable[[int], Tensor]:
-        """Tensors where they belong; each is brought there once."""
+        """Return the lookup of tensors on their devices; each is moved there once."""
         in_session = current_session() is not None
         known: dict[int, Tensor] = {}
 
@@ -173,7 +173,7 @@ class Saved(Mapping[str, Any]):
         return here
 
     def _place(self, name: str, given: Any) -> None:
-        """Have tensors lie as they lay, where nobody has said how they are to."""
+        """Restore the saved shardings of tensors without a placement of their own."""
         state = self._state(name, self._leaf)
         for tensor, leaf in states.pairs(states.state_of(given), state):
             if not is_lazy(tensor) or view_of(tensor) is not None:
@@ -186,7 +186,7 @@ class Saved(Mapping[str, Any]):
 
 
 def _contents(file: CheckpointFile) -> Contents:
-    """The first section, with a leaf for each of the others."""
+    """Read the first section, and check that it has a leaf for each of the others."""
     _check_versions(file)
     contents = unpacked(file.path, file.section(0) if len(file) else b"", Contents)
     if len(contents.leaves) != len(file) - 1:
@@ -197,7 +197,7 @@ def _contents(file: CheckpointFile) -> Contents:
 
 
 def _described(file: CheckpointFile) -> tuple[int, dict[str, str]]:
-    """Step and settings."""
+    """Return step and settings."""
     step, settings = file.about.get("step"), file.about.get("settings")
     if not isinstance(step, int) or not isinstance(settings, dict):
         raise CheckpointError(file.path, "it does not say its step and settings")
@@ -222,7 +222,7 @@ def _check_versions(file: CheckpointFile) -> None:
 
 
 def generators(recorder: Recorder) -> dict[str, Any]:
-    """The states of the generators that a program draws from without naming one."""
+    """Return the states of the default random generators."""
     workers = recorder.generator.get_state() if recorder.generator.holds else None
     on_cpu = recorder.worker_device == "cpu"
     return {
@@ -236,7 +236,7 @@ def generators(recorder: Recorder) -> dict[str, Any]:
 
 
 def set_generators(state: dict[str, Any]) -> None:
-    """Have the generators go on from these states; no sync point."""
+    """Set the states of the default random generators; no sync point."""
     random.setstate(state["python"])
     states.check_numpy(state["numpy"][2])
     np.random.set_state(state["numpy"])

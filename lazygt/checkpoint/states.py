@@ -1,4 +1,4 @@
-"""States of registered objects: nested containers, and the tensors in them apart.
+"""States of registered objects: nested containers, with the tensors in them separate.
 
 Each tensor is a *leaf* with a number; `encoding` has the rest as bytes.
 """
@@ -28,8 +28,8 @@ class Leaf(msgspec.Struct, frozen=True):
     """A tensor of a state.
 
     Attributes:
-        lazy: it is of the session, not on the CPU.
-        placements: how it lay on the mesh, as text; none: whole on every worker.
+        lazy: True if it is a tensor of the session, not of the CPU.
+        placements: its placements on the mesh, as text; none: whole on every worker.
     """
 
     dtype: str
@@ -40,11 +40,11 @@ class Leaf(msgspec.Struct, frozen=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """As torch has it; ValueError: torch has none of that name."""
+        """The torch dtype; raises ValueError if torch has none of that name."""
         return dtype_of(self.dtype)
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether a tensor of this dtype, shape and stride takes exactly so many bytes."""
+        """Return whether a tensor of this dtype, shape and stride takes exactly ``nbytes``."""
         if len(self.shape) != len(self.stride):
             return False
         numel = math.prod(self.shape)
@@ -74,7 +74,7 @@ def _set_tensor(given: Tensor, state: Tensor) -> None:
 
 
 def check_numpy(position: Any, words: int = 624) -> None:
-    """Raise ValueError for a place outside a generator's words: NumPy reads there unchecked."""
+    """Raise ValueError for a position outside a generator's words: NumPy does not check."""
     if not 0 <= position <= words:
         raise ValueError(f"the place {position} among {words} words of a NumPy generator")
 
@@ -119,35 +119,35 @@ def check_registered(name: str, given: Any) -> None:
 
 
 def state_of(given: Any) -> Any:
-    """The state of a registered object; its tensors may be the object's own."""
+    """Return the state of a registered object; its tensors may be the object's own."""
     way = _way(given)
     assert way is not None
     return way.get(given)
 
 
 def load(given: Any, state: Any) -> None:
-    """Give a registered object a state."""
+    """Load a state into a registered object."""
     way = _way(given)
     assert way is not None
     way.set(given, state)
 
 
 def class_of(given: Any) -> str:
-    """Return the class name of an object in checkpoints; of a sharded module, its own."""
+    """Return the class name of an object; of a sharded module, that of its plain class."""
     if isinstance(given, Tensor):
         return Tensor.__qualname__
     kind: type = getattr(type(given), "__plain_class__", type(given))
     return kind.__qualname__
 
 
-# -- whose state it is ---------------------------------------------------------------------
+# -- comparison with a saved state ---------------------------------------------------------
 
 
 def check(path: Any, name: str, given: Any, saved_class: str, state: Any) -> None:
     """Raise CheckpointError unless a saved state can be this object's.
 
     Args:
-        state: with a ``Leaf`` for each tensor.
+        state: the saved state, with a ``Leaf`` for each tensor.
     """
     if saved_class != class_of(given):
         why = f"{name!r} was a {saved_class}, and is a {class_of(given)} here"
@@ -166,7 +166,7 @@ def check(path: Any, name: str, given: Any, saved_class: str, state: Any) -> Non
 
 
 def _tensors(state: Any) -> dict[str, str]:
-    """The tensors of a flat state, each as it is told in errors."""
+    """Return the tensors of a flat state, each described for errors."""
     items = state.items() if isinstance(state, Mapping) else [("", state)]
     return {key: _told(value) for key, value in items if isinstance(value, Tensor | Leaf)}
 
@@ -187,7 +187,7 @@ def _differences(name: str, here: Mapping[str, str], saved: Mapping[str, str]) -
 
 
 def pairs(here: Any, saved: Any) -> Iterable[tuple[Tensor, Leaf]]:
-    """The tensors of a state, each with the leaf that stands in its place in a saved one."""
+    """Yield the tensors of a state, each with the leaf in its place in a saved state."""
     if isinstance(saved, Leaf):
         if isinstance(here, Tensor):
             yield here, saved

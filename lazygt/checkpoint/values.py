@@ -1,4 +1,4 @@
-"""The values of a checkpoint's tensors: where they lie, and as the bytes that are written."""
+"""Values of a checkpoint's tensors: their locations, and their bytes in the file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lazygt.runtime.messages import Copied
 from lazygt.runtime.recovery.snapshot import laid_out
 from lazygt.runtime.shared_memory import Arena
 
-#: Integers of each size, in which any dtype's elements are copied; of 16 bytes there are none.
+#: Element size -> dtype for copies of any dtype's elements; torch has no integers of 16 bytes.
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Block(NamedTuple):
-    """A part of a value, which a worker has under a number; no region: the whole value."""
+    """A part of a value, held by a worker under a number; no region: the whole value."""
 
     rank: int
     key: int
@@ -38,12 +38,12 @@ class Captured:
 
     def __init__(self, recorder: Recorder, mesh: VirtualMesh) -> None:
         self._recorder, self._mesh = recorder, mesh
-        #: on the CPU a copy; a handle that is no view else
+        #: of a CPU tensor a copy; else a handle that is no view
         self._tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
 
     def leaf(self, t: Tensor) -> int:
-        """The number of a tensor; its values are those of now."""
+        """Capture a tensor with its present values, and return its number."""
         if not is_lazy(t):
             return self._add(_dense(t.detach().cpu()))
         if storage_of(t).owner is not self._recorder:
@@ -60,17 +60,17 @@ class Captured:
         return len(self._tensors) - 1
 
     def ship(self) -> None:
-        """Have all values on the workers; does not wait."""
+        """Flush, so that the workers get or compute all values; does not wait."""
         for t in self._tensors:
             if is_lazy(t) and storage_of(t).host is None and storage_of(t).remote is None:
                 self._recorder.index_of(t)
         self._recorder.flush("checkpoint")
 
     def fetched(self) -> list[Tensor]:
-        """All of them on the CPU; a sync point.
+        """Return all tensors on the CPU; a sync point.
 
         Raises:
-            ExecutionError: one could not be computed.
+            ExecutionError: a value could not be computed.
         """
         return [
             _dense(self._recorder.fetch(t, "checkpoint")) if is_lazy(t) else t
@@ -78,11 +78,11 @@ class Captured:
         ]
 
     def leaves(self) -> list[Leaf]:
-        """Description of each tensor."""
+        """Return the description of each tensor."""
         return [_leaf(t) for t in self._tensors]
 
     def sources(self) -> list[Tensor | list[Block]]:
-        """Place of each tensor: here, or with the workers."""
+        """Return the location of each tensor: a CPU tensor, or the blocks on workers."""
         return [self._source(t) for t in self._tensors]
 
     def _source(self, t: Tensor) -> Tensor | list[Block]:
@@ -104,7 +104,7 @@ class Captured:
 
 
 def _dense(t: Tensor) -> Tensor:
-    """A CPU tensor of its own, without gaps in its memory."""
+    """Return a copy of a CPU tensor, without gaps in its memory."""
     copy = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.preserve_format)
     return copy if _is_dense(copy) else copy.contiguous()
 
@@ -127,7 +127,7 @@ def _leaf(t: Tensor) -> Leaf:
 
 
 def placements_of(leaf: Leaf) -> Placements:
-    """Return its placements."""
+    """Return the placements of a leaf."""
     return tuple(map(_placement, leaf.placements))
 
 
@@ -140,7 +140,7 @@ def _placement(text: str) -> Placement:
 
 # -- bytes ---------------------------------------------------------------------------------
 
-#: The copies that a snapshot has of a rank's values, by value.
+#: Rank -> value -> its copy in a snapshot.
 Rows = Mapping[int, Mapping[int, Copied]]
 
 
@@ -150,10 +150,10 @@ def sections(
     rows: Rows,
     memory: Callable[[int, Copied], Tensor],
 ) -> Iterator[memoryview]:
-    """The bytes of values, one after another.
+    """Yield the bytes of each value.
 
     Args:
-        memory: of a rank's copy, as bytes.
+        memory: returns the bytes of a rank's copy.
     """
     for leaf, source in zip(leaves, sources, strict=True):
         if isinstance(source, Tensor):
@@ -193,17 +193,17 @@ def _numbers(t: Tensor) -> np.ndarray:
 
 
 def _bytes(t: Tensor) -> memoryview:
-    """The elements in memory order."""
+    """Return a dense tensor's bytes in memory order."""
     if not t.numel():
         return memoryview(b"")
     return t.as_strided((t.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def tensor_of(leaf: Leaf, data: memoryview) -> Tensor:
-    """The tensor that lies on a section's bytes.
+    """Return the tensor over a section's bytes.
 
     Raises:
-        ValueError: it would lie on others.
+        ValueError: the tensor needs another number of bytes.
     """
     if not leaf.fits(len(data)):
         raise ValueError(f"{leaf.dtype}{list(leaf.shape)} does not take {len(data)} bytes")

@@ -31,7 +31,7 @@ SessionFactory = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `fail`: lazygt can't work; `warn`: it works, but less well than it could."""
+    """One finding. `fail`: lazygt can't work; `warn`: it works, but not as well as it could."""
 
     name: str
     status: Status
@@ -40,7 +40,7 @@ class Check:
 
 
 def report(open_session: SessionFactory | None = None) -> list[Check]:
-    """Everything there is to say about this machine, in reading order.
+    """Run all checks of this machine, and return the findings in reading order.
 
     Args:
         open_session: opens a session with one worker, as `lazygt.session` does. Without it no
@@ -80,7 +80,7 @@ def torch_version() -> Check:
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """(2, 13) of "2.13.0a0+cpu"."""
+    """Return major and minor version: (2, 13) of "2.13.0a0+cpu"."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 
@@ -173,7 +173,10 @@ def memory() -> Check:
 
 
 def available_memory() -> int | None:
-    """Bytes that a new process can have, by the machine's account and the control group's."""
+    """Return the available memory in bytes, by /proc/meminfo and the control group's limit.
+
+    None: /proc/meminfo does not tell.
+    """
     words = read_words("/proc/meminfo")
     if "MemAvailable:" not in words:
         return None
@@ -188,7 +191,7 @@ def available_memory() -> int | None:
 
 
 def read_words(path: str) -> list[str]:
-    """The words of a small system file; none where there is no such file."""
+    """Return the words of a small system file; none if it can't be read."""
     try:
         return Path(path).read_text().split()
     except OSError:
@@ -214,7 +217,7 @@ def pidfd() -> Check:
 
 
 def costs() -> Check:
-    """By which machine's costs sessions plan, unless they say otherwise."""
+    """Check the machine model by which sessions plan by default."""
     config = Config.load()
     if config.machine is None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -234,7 +237,7 @@ def session(open_session: SessionFactory) -> Check:
     try:
         with open_session():
             values = (torch.arange(4, device="lazygt") * 2 + 1).tolist()
-    except Exception as error:  # noqa: BLE001  the doctor reports whatever went wrong
+    except Exception as error:  # noqa: BLE001  the doctor reports any error
         advice = "run with LAZYGT_LOG=path and look at its last lines"
         return Check("session", "fail", f"{type(error).__name__}: {error}", advice)
     if values != [1, 3, 5, 7]:

@@ -17,11 +17,11 @@ class ExchangeTime(NamedTuple):
     """Collectives of one kind on one axis, over all workers.
 
     Attributes:
-        times: how many.
-        nbytes: payload.
+        times: number of collectives.
+        nbytes: payload in bytes.
         exposed: seconds in which workers launched them or waited for them, and computed nothing.
-        hidden: seconds between launch and wait, in which they computed; a collective may have
-            ended before that.
+        hidden: seconds between launch and wait, in which workers computed; a collective may have
+            ended earlier.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class ExchangeTime(NamedTuple):
     hidden: float
 
     def __add__(self, other: object) -> ExchangeTime:
-        """Both together."""
+        """Return the sum of two rows."""
         if not isinstance(other, ExchangeTime):
             return NotImplemented
         return self._replace(
@@ -44,10 +44,10 @@ class ExchangeTime(NamedTuple):
 
 
 def exchange_times(runs: Iterable[tuple[Graph, Timings]]) -> list[ExchangeTime]:
-    """The collectives of timed runs, the most exposed first.
+    """Sum up the collectives of timed runs by kind and axis, the most exposed first.
 
     Args:
-        runs: of the steps of a plan, with when each was done.
+        runs: graph of a plan's steps and their timings, for each run.
     """
     totals: dict[tuple[str, str], ExchangeTime] = {}
     for graph, timings in runs:
@@ -61,8 +61,8 @@ class Flight(NamedTuple):
     """A collective of a timed run.
 
     Attributes:
-        launched, waited: when both began and ended, in nanoseconds; one that is waited for at once
-            was not waited for besides.
+        launched, waited: begin and end of its launch and of its wait, in nanoseconds; ``waited`` is
+            None for a blocking collective.
     """
 
     what: Communication
@@ -71,18 +71,18 @@ class Flight(NamedTuple):
 
     @property
     def nanoseconds(self) -> tuple[int, int]:
-        """From its launch to when it had been waited for; it may have ended before that."""
+        """Begin of its launch and end of its wait; it may have ended earlier."""
         return self.launched[0], (self.waited or self.launched)[1]
 
 
 def flights(graph: Graph, timings: Timings) -> list[Flight]:
-    """The collectives of a timed run, in the order of their launches."""
+    """Return the collectives of a timed run, in the order of their launches."""
     exchanges = communications_by_node(graph)
     if not exchanges:
         return []
     results = [values for _, values in graph.numbered()]
     flown: list[Flight] = []
-    #: value that is under way -> the number of its flight
+    #: value in flight -> the number of its flight
     under_way: dict[int, int] = {}
     for number, _, begin, end in timings.steps:
         node = graph.nodes[number]

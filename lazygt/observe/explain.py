@@ -41,12 +41,12 @@ DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}
 
 
 class Runs(NamedTuple):
-    """A graph that is run so many times; on a mesh, rank 0's.
+    """A graph with the number of its runs; on a mesh, rank 0's.
 
     Attributes:
-        before: as the fuse pass found it, where that is known.
-        collectives: those of one run.
-        decided: the decisions on its placements, where they are known.
+        before: the graph before the fuse pass, if known.
+        collectives: collectives of one run.
+        decided: decisions on its placements, if known.
         machine: the cost model.
     """
 
@@ -63,16 +63,16 @@ class Runs(NamedTuple):
 def explain(what: Graph | Plan | Session, machine: str | os.PathLike[str] | None = None) -> Report:
     """Report costs and fused groups of one run of a graph or plan.
 
-    Of a session the report is of every run so far of every plan that it keeps.
+    A session's report covers all runs so far of all plans that it keeps.
 
-    Costs no sync point. Print it; a notebook shows tables.
+    No sync point. Print the report; a notebook shows tables.
 
     Args:
         machine: the cost model: a name such as ``h100``, or a machine file. None: the session's
-            own, by which its plans were made; of a graph or plan, a CPU's.
+            own, by which its plans were made; for a graph or plan, a CPU's.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: the argument is something else.
         MachineError: there is no such machine.
     """
     priced = None if machine is None else machine_of(machine)
@@ -98,10 +98,10 @@ def explain(what: Graph | Plan | Session, machine: str | os.PathLike[str] | None
 
 
 def runs_of(session: Session, first: int = 0) -> list[Runs]:
-    """List a session's plans, oldest first, but for those that only read the generator.
+    """List a session's plans, oldest first, except those that only use the generator.
 
     Args:
-        first: the number of the oldest; ``lazygt dump`` and ``lazygt viz`` number them so, too.
+        first: number of the oldest plan, as in ``lazygt dump`` and ``lazygt viz``.
     """
     return [
         Runs(
@@ -129,10 +129,10 @@ def _before_fuse(session: Session, plan: Plan) -> Graph | None:
 
 
 def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
-    """Build the report of graphs, each run so many times.
+    """Build the report of graphs and their runs.
 
     Args:
-        alternatives: price the best program without each collective, too, which solves the
+        alternatives: also price the best program without each collective, which solves the
             placements again for every one.
     """
     runs = list(runs)
@@ -222,7 +222,7 @@ def _plan_cost(runs: Runs) -> PlanCost:
     )
 
 
-# -- what is fused -------------------------------------------------------------------------------
+# -- fused groups and other ops ------------------------------------------------------------------
 
 
 def _fused(runs: Runs) -> Iterator[Fused]:
@@ -268,7 +268,7 @@ def _why(members: int, gain: float, closed: str, call: float) -> str:
 
 
 def _why_never(node: Node) -> str:
-    """Why a node can't be a member; empty where nobody would expect it to be one."""
+    """Return the reason that a node can't be a member; empty if it is no candidate."""
     kind = family(node)
     if node.body is not None or _is_bookkeeping(node):
         return ""
@@ -284,11 +284,11 @@ def _why_never(node: Node) -> str:
     return ""
 
 
-# -- what ranks exchange -------------------------------------------------------------------------
+# -- collectives ---------------------------------------------------------------------------------
 
 
 def _collectives(runs: Runs) -> list[CollectiveRow]:
-    """One row for all collectives that differ in nothing but their bytes."""
+    """Build one row for all collectives that differ only in their bytes."""
     if not runs.collectives:
         return []
     rows: dict[tuple[object, ...], CollectiveRow] = {}
@@ -314,7 +314,7 @@ def _outside(runs: Runs) -> Iterator[Outside]:
 
 
 def _alternatives(runs: Runs) -> list[AlternativeRow]:
-    """For the dearest collectives the best program without them; solves placements again."""
+    """Price the best program without each of the dearest collectives; solves placements."""
     if not runs.decided:
         return []
     from lazygt.passes.sharding.what_if import (
@@ -332,7 +332,7 @@ def _alternatives(runs: Runs) -> list[AlternativeRow]:
 
 
 def _merged(rows: Iterable[Any]) -> list[Any]:
-    """Rows that differ in their runs only, as one."""
+    """Merge rows that differ only in their runs."""
     times: dict[Any, int] = {}
     for row in rows:
         key = row._replace(runs=0)

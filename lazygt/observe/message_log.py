@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: The fields of a line, and what each must be; see ``InstructionLog``.
+#: Field of a line -> its type; see ``InstructionLog``.
 FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "t": (int, float), "direction": str, "kind": str, "rank": int, "run": int, "bytes": int,
     "why": str, "line": str,
@@ -30,13 +30,13 @@ class LoggedMessage(NamedTuple):
 
 @dataclass(slots=True)
 class Total:
-    """Messages that have something in common.
+    """Totals of messages with a common name.
 
     Attributes:
-        count, nbytes: messages, and bytes of all their frames (tensors in shared memory are not in
-            them).
-        milliseconds: from sending a run until its answer came, summed; several runs may be under
-            way at once, so a sum can be longer than the log.
+        count, nbytes: number of messages, and bytes of all their frames (without tensors in shared
+            memory).
+        milliseconds: sum of the times from sending a run to its answer; runs may overlap, so a sum
+            can be longer than the log.
     """
 
     name: str
@@ -45,18 +45,18 @@ class Total:
     milliseconds: float = 0.0
 
     def add(self, message: LoggedMessage, milliseconds: float) -> None:
-        """Count one message more."""
+        """Count one more message."""
         self.count += 1
         self.nbytes += message.nbytes
         self.milliseconds += milliseconds
 
 
 def read_log(path: Path) -> Iterator[LoggedMessage]:
-    """The messages of a log that ``LAZYGT_LOG`` has asked for.
+    """Yield the messages of a log written because of ``LAZYGT_LOG``.
 
     Raises:
         OSError: there is no such file, or it can't be read.
-        ValueError: a line is none of a log's, with its number.
+        ValueError: a line is not one of a log; the error has its number.
     """
     with path.open(encoding="utf-8") as lines:
         for number, text in enumerate(lines, 1):
@@ -76,10 +76,10 @@ def _message(fields: Any) -> LoggedMessage:
 
 
 class LogSummary:
-    """The totals of a log.
+    """Totals of a log.
 
     Attributes:
-        messages, nbytes, seconds: of all of it; of several sessions' logs the sum.
+        messages, nbytes, seconds: totals of the whole log; over several sessions, the sum.
     """
 
     def __init__(self, messages: Iterable[LoggedMessage]) -> None:
@@ -95,7 +95,7 @@ class LogSummary:
         self.seconds = sum(ends)
 
     def by_kind(self) -> list[Total]:
-        """By direction and kind: ``send run``, ``receive done``."""
+        """Sum all messages by direction and kind: ``send run``, ``receive done``."""
         return self._totals(lambda row: f"{row.direction} {row.kind}")
 
     def by_reason(self) -> list[Total]:
@@ -107,7 +107,7 @@ class LogSummary:
         return self._totals(lambda row: row.line if row.direction == "send" else "")
 
     def _totals(self, name_of: Callable[[LoggedMessage], str]) -> list[Total]:
-        """Those with a name, the one of most messages first."""
+        """Sum the messages with a name by that name, the most frequent first."""
         totals: dict[str, Total] = {}
         for number, row in enumerate(self._rows):
             name = name_of(row)
@@ -118,7 +118,7 @@ class LogSummary:
 
 
 def _waits(rows: Iterable[LoggedMessage]) -> dict[int, float]:
-    """Runs sent, by place in the log -> milliseconds until they were answered."""
+    """Return sent runs, by position in the log -> milliseconds until their answer."""
     sent: dict[tuple[int, int], tuple[int, float]] = {}
     waits: dict[int, float] = {}
     for number, row in enumerate(rows):

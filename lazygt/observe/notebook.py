@@ -1,6 +1,7 @@
 """Displays of notebooks: a tensor's values with its card, and a session's counts.
 
-A session's counts are shown without a sync point."""
+A session's counts are shown without a sync point.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from lazygt.record.recorder import recorder_of
 from lazygt.record.tensor import LazyTensor, State, storage_of, view_of
 from lazygt.session import Session
 
-#: The counts of ``stats()`` that the table of a session shows.
+#: Counts of ``stats()`` in the table of a session.
 _SHOWN = ("ops_recorded", "plans_built", "plan_hits", "messages_sent", "bytes_sent",
           "messages_received", "bytes_received", "bytes_uploaded", "bytes_fetched")  # fmt: skip
 
 
 def summary(t: LazyTensor) -> dict[str, str]:
-    """Shape, dtype, bytes, where the value is, and the user's line that made it."""
+    """Return shape, dtype, bytes, place of the value, and the user's line that made it."""
     where, call_site = _place(t)
     meta = TensorMeta.of(t)
     return {
@@ -36,7 +37,7 @@ def summary(t: LazyTensor) -> dict[str, str]:
 
 
 def _place(t: LazyTensor) -> tuple[str, CallSite | None]:
-    """Return the place of a handle's value, in words, and the line that made it, if known."""
+    """Return the place of a handle's value, in words, and its call site, if known."""
     storage, view = storage_of(t), view_of(t)
     state = storage.state
     if state is State.RECORDED:
@@ -49,19 +50,19 @@ def _place(t: LazyTensor) -> tuple[str, CallSite | None]:
 
 
 def tensor_html(t: LazyTensor) -> str:
-    """Values and card of a tensor. A sync point, as ``print`` is."""
+    """Return values and card of a tensor as HTML. A sync point, as ``print`` is."""
     return tensor_bundle(t)["text/html"]
 
 
 def tensor_bundle(t: LazyTensor) -> dict[str, str]:
-    """Text and HTML for IPython, of one fetch. A sync point, as ``print`` is."""
+    """Return text and HTML for IPython, with one fetch. A sync point, as ``print`` is."""
     rows, text = summary(t), repr(t)
     rows["value"] = storage_of(t).state.value  # since then it has been computed
     return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>{_table(_title(t), rows)}"}
 
 
 def session_html(session: Session) -> str:
-    """A session's counts as a table, and the collectives of its last plan as another."""
+    """Return a session's counts and the collectives of its last plan as HTML tables."""
     stats, plan = session.stats(), session.last_plan
     flushes = ", ".join(f"{reason} {count}" for reason, count in stats["flushes"].items())
     rows = {key.replace("_", " "): f"{stats[key]:,}" for key in _SHOWN}
@@ -70,7 +71,7 @@ def session_html(session: Session) -> str:
 
 
 def collectives_html(collectives: Sequence[Communication]) -> str:
-    """A plan's collectives, one a row, in the order of their launch."""
+    """Return a plan's collectives as an HTML table, in the order of their launch."""
     rows = [
         (each.kind, each.reduce_op or "", f"{each.nbytes:,}", f"{each.ring_bytes:,}",
          each.mesh_dim, each.source, each.why)

@@ -43,7 +43,7 @@ COLOURS = {
 #: For each node the boxes around it, from the outside.
 Paths = Mapping[str, tuple[str, ...]]
 
-#: Behind the line of a box: the gradients of what stands there.
+#: Suffix of a line's box with the ops that autograd ran for that line.
 BACKWARD = " backward"
 _SWEEPS = 4
 _NARROWEST = 8
@@ -56,12 +56,12 @@ class Label:
     """Look of a box.
 
     Attributes:
-        text, note: its first and second line.
+        text, note: first and second line of its text.
         source: the user's code, for a box of one line.
-        colour: its fill.
+        colour: fill colour.
         scale: 0 for the cheapest box to 1 for the dearest; letters grow with it.
         mark: ``"sync"``, ``"collective"`` or ``""``, for its frame.
-        tip: lines that show while the mouse is over it.
+        tip: lines of its tooltip.
     """
 
     text: str
@@ -74,7 +74,7 @@ class Label:
 
 
 def labels(drawing: nx.DiGraph, paths: Paths) -> dict[str, Label]:
-    """The label of every node of ``picture.to_networkx`` and of every box around them."""
+    """Return the label of every node of ``picture.to_networkx`` and of every box."""
     nodes = dict(drawing.nodes(data=True))
     boxes: dict[str, list[dict[str, Any]]] = {}
     for name, path in paths.items():
@@ -91,7 +91,7 @@ def labels(drawing: nx.DiGraph, paths: Paths) -> dict[str, Label]:
 
 
 def _scales(costs: Mapping[str, Cost]) -> dict[str, float]:
-    """0 for the cheapest to 1 for the dearest, by the logarithm of flops and bytes."""
+    """Return the logarithm of flops and bytes, scaled so that the dearest has 1."""
     work = {name: math.log1p(cost.flops + cost.bytes) for name, cost in costs.items()}
     most = max(work.values(), default=0.0) or 1.0
     return {name: amount / most for name, amount in work.items()}
@@ -110,7 +110,7 @@ def _node_label(data: Mapping[str, Any], scale: float) -> Label:
 
 
 def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: float) -> Label:
-    """A box is of the family of its dearest member."""
+    """Return the label of a box, in the colour of its dearest member's family."""
     dearest = max(members, key=lambda data: data["cost"].flops + data["cost"].bytes)
     colour, mark = COLOURS[dearest["family"]], _mark(members)
     if dearest["kind"] != "op":
@@ -174,7 +174,7 @@ def _source(line: str) -> tuple[str, ...]:
 
 
 def quotient(drawing: nx.DiGraph, box_of: Mapping[str, str]) -> nx.DiGraph:
-    """The drawing with every node replaced by its box, without edges inside a box.
+    """Return the drawing with every node replaced by its box, without edges inside a box.
 
     Nodes that ``box_of`` does not name are left out. Boxes stand in the order of their first
     members. Each node has ``members``, a list, and each edge ``values``, a tuple.
@@ -193,11 +193,11 @@ def quotient(drawing: nx.DiGraph, box_of: Mapping[str, str]) -> nx.DiGraph:
 
 
 def rows(graph: nx.DiGraph) -> list[list[Any]]:
-    """The nodes in rows, so that an edge that follows the order of the nodes points down.
+    """Return the nodes in rows, so that edges along the order of the nodes point down.
 
-    A node stands one row below the last node that it takes from (a node that takes nothing: one
-    row above the first that it gives to). Inside a row nodes stand near the middle of their
-    neighbours. A row that is too wide goes on in the next one.
+    It is a layered drawing (Sugiyama). A node stands one row below its last predecessor; a node
+    without predecessors, one row above its first successor. Inside a row nodes stand near the mean
+    place of their neighbours. A row that is too wide continues in the next one.
     """
     place = {node: number for number, node in enumerate(graph)}
     ahead = nx.DiGraph()
@@ -227,7 +227,7 @@ def _layers(ahead: nx.DiGraph) -> list[list[Any]]:
 
 
 def _sort_by_neighbours(layers: list[list[Any]], neighbours: Mapping[Any, Any]) -> None:
-    """One sweep of the barycentre method: each row by the mean place of its neighbours."""
+    """Run one sweep of the barycentre method: sort rows by the neighbours' mean place."""
     place = {
         node: (number + 0.5) / len(layer) for layer in layers for number, node in enumerate(layer)
     }
@@ -241,10 +241,10 @@ def _sort_by_neighbours(layers: list[list[Any]], neighbours: Mapping[Any, Any]) 
 
 
 def to_html(drawing: nx.DiGraph, paths: Paths, title: str, opened: Collection[str] = ()) -> str:
-    """The page of a drawing of ``picture.to_networkx``, as text.
+    """Return the HTML page of a drawing of ``picture.to_networkx``.
 
     Args:
-        paths: for each node the boxes around it; none for a node that stands free.
+        paths: for each node the boxes around it, from the outside; may be none.
         opened: boxes that are open at first.
     """
     boxes: list[dict[str, Any]] = []
@@ -273,7 +273,7 @@ def to_html(drawing: nx.DiGraph, paths: Paths, title: str, opened: Collection[st
 
 
 def legend(drawing: nx.DiGraph) -> dict[str, str]:
-    """The colours that a drawing uses, by family."""
+    """Return the colours that a drawing uses, by family."""
     used = {family for _, family in drawing.nodes(data="family")}
     return {family: colour for family, colour in COLOURS.items() if family in used}
 

@@ -1,4 +1,4 @@
-"""A graph as a picture: networkx in the middle; DOT, SVG, PNG or an HTML page at the end.
+"""Pictures of graphs: from networkx to DOT, SVG, PNG or an HTML page.
 
     input ──> addmm ──> relu ──> addmm ──> sum ──> output
               └─ net.py:8 ─────────────┘   └─ train.py:20
@@ -28,13 +28,13 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.observe.page import BACKWARD, Label, Paths, labels, legend, quotient, to_html
 
-#: Above so many ops ``collapse="auto"`` draws one box a line.
+#: Number of ops above which ``collapse="auto"`` draws one box a line.
 MANY = 150
-#: Among more boxes than this edges are straight: to lead them around boxes takes dot minutes.
+#: Number of boxes above which edges are straight: to route them around boxes takes dot minutes.
 _ROUTED = 300
 SUFFIXES = (".dot", ".svg", ".png", ".html")
 
-#: What the legend says besides the colours.
+#: Text of the legend besides the colours.
 _FRAMES = (
     "larger letters: dearer; double frame: the client waits for it; hexagon: ranks exchange it; "
     "dashed: back to an earlier line"
@@ -47,7 +47,7 @@ Collapse = Literal["auto"] | bool
 def to_networkx(
     graph: Graph, mesh: Mesh | None = None, backward: Collection[int] = ()
 ) -> nx.DiGraph:
-    """The graph as networkx has it: inputs, ops and outputs, and an edge from maker to user.
+    """Convert to networkx: inputs, ops and outputs, with an edge from producer to consumer.
 
     A fused node is not a node here: its members are, and their ``group`` is its id. The ids of
     all fused nodes are ``drawing.graph["groups"]``.
@@ -64,7 +64,8 @@ def to_networkx(
     one fused node, in its own numbering) and ``meta`` (their metas as text).
 
     Args:
-        mesh: of the ranks that run the graph, if it is known; tells how many meet.
+        mesh: mesh of the ranks that run the graph, if known; gives the number of ranks of each
+            collective.
         backward: numbers of the recorded ops that autograd ran, as ``Plan.backward``.
     """
     return _Drawing(graph, mesh, backward).drawing
@@ -75,7 +76,7 @@ class _Drawing:
         self.graph, self.metas, self.backward = graph, graph.values, backward
         self.collectives = communications_by_node(graph, mesh)
         self.drawing = nx.DiGraph(groups=[])
-        #: the id of what makes each value
+        #: id of each value's producer
         self.makers: list[str] = []
         for number, meta in enumerate(graph.inputs):
             self._add(f"in{number}", "input", "input", str(meta))
@@ -152,8 +153,10 @@ def to_dot(
     mesh: Mesh | None = None,
     backward: Collection[int] = (),
 ) -> str:
-    """The source of the picture in Graphviz's language; ``mesh``, ``backward``: see
-    ``to_networkx``.
+    """Return the picture in Graphviz's DOT language.
+
+    Args:
+        mesh, backward: see ``to_networkx``.
     """
     drawing = to_networkx(graph, mesh, backward)
     by_line = _is_by_line(drawing, collapse)
@@ -177,7 +180,7 @@ def to_dot(
 
 
 def _draw_nodes(dot: graphviz.Digraph, paths: Paths, shown: Mapping[str, Label]) -> None:
-    """Every node; the members of a fused node inside a frame of its own."""
+    """Draw every node; the members of a fused node inside a frame of its own."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, path in paths.items():
         groups.setdefault(path, []).append(name)
@@ -211,13 +214,13 @@ def _draw_each(dot: graphviz.Digraph, names: list[str], shown: Mapping[str, Labe
 
 
 def _lines(*texts: str) -> str:
-    """Text of several lines in which Graphviz sees neither escapes nor HTML."""
+    """Return a text of several lines, with Graphviz's escapes and HTML disabled."""
     shown: str = graphviz.nohtml("\\n".join(map(graphviz.escape, texts)))
     return shown
 
 
 def _draw_edges(dot: graphviz.Digraph, drawing: nx.DiGraph) -> None:
-    """Thicker where more values flow; dashed where an edge goes back to an earlier line."""
+    """Draw every edge: thicker for more values, dashed if it goes back to an earlier line."""
     place = {name: number for number, name in enumerate(drawing)}
     for source, target, values in drawing.edges(data="values"):
         attributes = {}
@@ -229,7 +232,7 @@ def _draw_edges(dot: graphviz.Digraph, drawing: nx.DiGraph) -> None:
 
 
 def _quoted(name: str) -> str:
-    """A name in which Graphviz sees no port: ``file:12`` would be port 12 of node ``file``."""
+    """Return a name without ports: ``file:12`` would be port 12 of node ``file``."""
     return name.replace(":", " line ")
 
 
@@ -247,13 +250,13 @@ def render(
     mesh: Mesh | None = None,
     backward: Collection[int] = (),
 ) -> Path:
-    """Write the picture to a file; its suffix (one of SUFFIXES) says how.
+    """Write the picture to a file; its suffix (one of SUFFIXES) gives the format.
 
-    ``.html`` is a page of its own that needs no other program: groups open at a click, the mouse
-    moves and magnifies, and a box searches. ``.svg`` and ``.png`` need Graphviz.
+    ``.html`` is a standalone page that needs no other program: groups open at a click, the mouse
+    pans and zooms, and there is a search box. ``.svg`` and ``.png`` need Graphviz.
 
     Args:
-        mesh: of the ranks that run the graph, if it is known: collectives then tell the bytes that
+        mesh: mesh of the ranks that run the graph, if known: collectives then show the bytes that
             a rank sends.
         backward: numbers of the recorded ops that autograd ran (``Plan.backward``); they get a box
             of their own a line.
@@ -262,8 +265,8 @@ def render(
         The path.
 
     Raises:
-        ValueError: for another suffix.
-        LazyGTError: when Graphviz's program ``dot`` is not installed.
+        ValueError: the path has another suffix.
+        LazyGTError: Graphviz's program ``dot`` is not installed.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
@@ -316,7 +319,7 @@ def _is_by_line(drawing: nx.DiGraph, collapse: Collapse) -> bool:
 
 
 def _paths(drawing: nx.DiGraph, by_line: bool) -> dict[str, tuple[str, ...]]:
-    """The boxes around each node: its line when lines are drawn, then its fused node.
+    """Return the boxes around each node: its line if lines are drawn, then its fused node.
 
     A fused node stands in the box of its first member's line.
     """

@@ -20,19 +20,22 @@ from lazygt.graph.text import amount, duration
 from lazygt.machine.outside import Outside
 from lazygt.printed import Printed
 
-#: The way to an installed package.
+#: Path prefix of installed packages.
 _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
 _LONGEST = 48
-#: What a column of texts is to be wide at least.
+#: Minimum width of a column of texts.
 _NARROWEST = 20
-#: Above ``outside_table``.
+#: Title of ``outside_table``.
 OUTSIDE = "outside of what was calibrated, the farthest of each kind"
-#: The column of what the user wrote.
+#: Column of the user's code.
 SOURCE = "source"
 
 
 class LineCost(NamedTuple):
-    """One of the user's lines over all runs, and the most bytes alive while an op of it runs."""
+    """Costs of one of the user's lines over all runs.
+
+    ``peak``: maximum bytes alive while an op of the line runs.
+    """
 
     line: str
     ops: int
@@ -41,7 +44,7 @@ class LineCost(NamedTuple):
 
 
 class PlanCost(NamedTuple):
-    """One plan: a single run of it, and how many there are."""
+    """Costs of a single run of a plan, and the number of its runs."""
 
     name: str
     runs: int
@@ -53,7 +56,7 @@ class PlanCost(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A group that is one node. ``saved``: bytes, ``gain``: seconds, both a run and estimated."""
+    """A fused group. ``saved``: bytes, ``gain``: seconds; both are estimates for one run."""
 
     runs: int
     members: tuple[str, ...]
@@ -63,7 +66,7 @@ class Fused(NamedTuple):
 
 
 class Unfused(NamedTuple):
-    """Ops that stay ops of their own although they compute no matrix product, and why."""
+    """Unfused ops, other than matrix products, with the reason."""
 
     runs: int
     members: tuple[str, ...]
@@ -72,10 +75,10 @@ class Unfused(NamedTuple):
 
 
 class CollectiveRow(NamedTuple):
-    """Collectives of one kind that one line asked for, in a single run, as one rank has them.
+    """One rank's collectives of one kind from one line, in a single run.
 
     ``nbytes``: payload, ``ring``: bytes that the rank sends in a ring, ``seconds``: an estimate;
-    all of them together. ``ranks``: their number.
+    each is a sum over the collectives. ``ranks``: the number of ranks.
     """
 
     runs: int
@@ -94,7 +97,7 @@ class CollectiveRow(NamedTuple):
 class ExchangedRow(NamedTuple):
     """A rank's collectives of one kind along an axis, in all runs.
 
-    ``parallelism``: the kind that the axis is named for; empty for another name. ``nbytes``:
+    ``parallelism``: the kind that the axis's name stands for; empty for another name. ``nbytes``:
     payload, ``ring``: bytes that the rank sends in a ring.
     """
 
@@ -110,7 +113,7 @@ class ExchangedRow(NamedTuple):
 class AlternativeRow(NamedTuple):
     """Cost of the best program without some collectives; see ``passes.sharding.what_if``.
 
-    ``extra``: seconds more; None: there is no program without them.
+    ``extra``: additional seconds; None: there is no program without them.
     """
 
     runs: int
@@ -130,10 +133,10 @@ class Report(Printed):
     """Work of a graph and its costs. Prints as tables, and shows in a notebook.
 
     Attributes:
-        head: sentences that stand above the tables.
-        lines: the dearest first.
+        head: sentences above the tables.
+        lines: the user's lines, the dearest first.
         collectives: the collectives, in the order of their first launch.
-        alternatives: programs without them, where they were asked for.
+        alternatives: programs without them, if asked for.
         outside: ops beyond the sizes that the machine was calibrated for.
     """
 
@@ -148,12 +151,12 @@ class Report(Printed):
 
     @property
     def total(self) -> Cost:
-        """The cost of all lines."""
+        """Cost of all lines."""
         return sum((each.cost for each in self.lines), Cost())
 
     @property
     def peak(self) -> int:
-        """The most bytes that any plan needs at once."""
+        """Maximum over the plans of their peak bytes."""
         return max((plan.peak for plan in self.plans), default=0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -234,7 +237,10 @@ class Report(Printed):
 
 
 def exchanged(collectives: Iterable[CollectiveRow]) -> list[ExchangedRow]:
-    """The bytes of all runs, by axis and kind of collective; axes in the order of their first."""
+    """Sum up the bytes of all runs by axis and kind of collective.
+
+    Axes are in the order of their first collective.
+    """
     rows: dict[tuple[str, int, str], ExchangedRow] = {}
     axes: dict[str, int] = {}
     for row in collectives:
@@ -249,7 +255,7 @@ def exchanged(collectives: Iterable[CollectiveRow]) -> list[ExchangedRow]:
 
 
 def exchanged_table(rows: Iterable[ExchangedRow]) -> _Grid:
-    """The bytes as a table."""
+    """Build the table of bytes by kind of parallelism."""
     table = _Grid("parallelism", "axis", ">ranks", "collective", ">count", ">logical",
                   ">ring a rank")  # fmt: skip
     for row in rows:
@@ -275,7 +281,7 @@ def _met(kind: str, reduce_op: str | None) -> str:
 
 
 def names(ops: Iterable[str]) -> str:
-    """``mul x2, add``: ops with how often each occurs, in the order of the first."""
+    """Return ops with their counts, in the order of first occurrence: ``mul x2, add``."""
     text = ", ".join(
         f"{op} x{times}" if times > 1 else op for op, times in Counter(ops).items()
     )  # fmt: skip
@@ -321,11 +327,11 @@ def _share(part: int, whole: int) -> str:
 
 
 class _Grid:
-    """Rows that are to become a table.
+    """Rows of a table to build.
 
     Args:
-        columns: their names; those that begin with ``>`` stand to the right.
-        spare: columns that are left out, one after another, where a terminal is too narrow.
+        columns: names of the columns; those that begin with ``>`` are right-aligned.
+        spare: columns to leave out, one after another, if the terminal is too narrow.
     """
 
     def __init__(self, *columns: str, spare: Sequence[str] = ()) -> None:
@@ -337,9 +343,9 @@ class _Grid:
         self.rows.append(tuple(map(str, cells)))
 
     def fitting(self, width: int) -> Table:
-        """Build the table in so many columns of characters.
+        """Build the table for a terminal of ``width`` characters.
 
-        Spare columns go, the user's code is cut short, and other texts are wrapped.
+        Spare columns are left out, the user's code is truncated, and other texts are wrapped.
         """
         shown = list(range(len(self.columns)))
         spare = list(self.spare)
@@ -360,10 +366,10 @@ class _Grid:
         return table
 
     def _width(self, at: int) -> int:
-        """Of a column, with the space before the next one."""
+        """Return the width of a column, with the space before the next one."""
         return 2 + max(len(cell) for cell in (self.columns[at], *(row[at] for row in self.rows)))
 
     def _least(self, at: int) -> int:
-        """The same, where texts go on below or are cut short."""
+        """Return the minimum width of a column, with its texts wrapped or truncated."""
         width = self._width(at)
         return width if self.columns[at].startswith(">") else min(width, _NARROWEST)

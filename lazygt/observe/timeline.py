@@ -1,7 +1,7 @@
 """Timeline of a session in Chrome's trace format, for Perfetto and chrome://tracing.
 
-All times are nanoseconds of the host's monotonic clock, which its processes share; workers send
-theirs with the answers of timed runs.
+All times are in nanoseconds of the host's monotonic clock, which its processes share; workers send
+their times with the answers of timed runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.session import Session
 
-#: A viewer grows slow, then useless; a longer profile keeps its beginning.
+#: Limit, because viewers get too slow; a longer profile keeps its beginning.
 MAX_EVENTS = 1_000_000
 _RECORDING, _MESSAGES, _COMPILES, _WORKERS = range(4)
 _TRACKS = {_RECORDING: "recording", _MESSAGES: "messages", _COMPILES: "compiles"}
@@ -50,9 +50,9 @@ class Timeline:
     """Events of client and workers, with their times.
 
     Attributes:
-        dropped: events that did not fit.
-        snapshots: parts of snapshots, by worker.
-        recoveries: the times that workers were replaced.
+        dropped: number of events beyond the limit.
+        snapshots: workers' parts of snapshots.
+        recoveries: replacements of workers.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def full(self) -> bool:
-        """True if there is no room for more."""
+        """True if there is no room for more events."""
         return self._count >= MAX_EVENTS
 
     @property
@@ -77,11 +77,11 @@ class Timeline:
 
     @property
     def timed(self) -> Sequence[TimedRun]:
-        """The timed runs, as they came."""
+        """The timed runs, in order of arrival."""
         return self._runs
 
     def session(self) -> int:
-        """The number of one more session that draws here."""
+        """Return a new number for one more session that draws here."""
         self._sessions += 1
         return self._sessions - 1
 
@@ -99,14 +99,14 @@ class Timeline:
             self._events.append(self._box(pid, track, name, begin, end, args))
 
     def instant(self, pid: int, track: int, name: str, args: Mapping[str, Any]) -> None:
-        """Add a tick at this moment."""
+        """Add an instant event at this moment."""
         if self._room(1):
             now = self._micro(time.monotonic_ns())
             self._events.append({"ph": "i", "s": "t", "name": name, "cat": "lazygt", "pid": pid,
                                  "tid": track, "ts": now, "args": dict(args)})  # fmt: skip
 
     def arrow(self, pid: int, track: int, number: int, at: int, head: bool) -> None:
-        """Add the tail or the head of the arrow ``number``, in the box that is there at ``at``."""
+        """Add the tail or the head of the arrow ``number``, in the box at the time ``at``."""
         kind = {"ph": "f", "bp": "e"} if head else {"ph": "s"}
         if self._room(1):
             self._events.append({**kind, "name": "run", "cat": "run", "id": number, "pid": pid,
@@ -118,11 +118,11 @@ class Timeline:
             self._runs.append(run)
 
     def events(self) -> list[dict[str, Any]]:
-        """All events, as Chrome's trace format has them."""
+        """Return all events in Chrome's trace format."""
         return [*self._events, *(event for run in self._runs for event in self._drawn(run))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to a file of JSON."""
+        """Write the trace to a JSON file."""
         trace = {
             "traceEvents": self.events(),
             "displayTimeUnit": "ms",
@@ -131,9 +131,9 @@ class Timeline:
         write_output(path, json.dumps(trace))
 
     def by_line(self) -> list[tuple[str, int, float]]:
-        """(user's line, steps, seconds on all workers), the slowest line first.
+        """List (user's line, steps, seconds on all workers), the slowest line first.
 
-        The time of a compiled group is its first step's line's.
+        The time of a compiled group counts for its first step's line.
         """
         steps: Counter[str] = Counter()
         spent: Counter[str] = Counter()
@@ -145,7 +145,7 @@ class Timeline:
         return [(line, steps[line], taken / 1e9) for line, taken in spent.most_common()]
 
     def collectives(self) -> list[ExchangeTime]:
-        """The collectives of all workers, the most exposed first; see ``ExchangeTime``."""
+        """List the collectives of all workers, the most exposed first; see ``ExchangeTime``."""
         return exchange_times(
             (run.plan.steps.graph, run.timings) for run in self._runs if run.plan is not None
         )
@@ -183,7 +183,7 @@ class Timeline:
                 "args": dict(args)}  # fmt: skip
 
     def _drawn(self, run: TimedRun) -> Iterable[dict[str, Any]]:
-        """The boxes of a run: the whole, and in it the steps with op and line."""
+        """Yield the boxes of a run: the whole, and in it the steps with op and line."""
         plan = run.plan
         name = f"plan {plan.digest.hex()[:12]}" if plan is not None else "no plan"
         about = {"run": run.number, "steps": len(run.timings.steps)}
@@ -202,7 +202,7 @@ class Timeline:
 
 @contextmanager
 def profile(session: Session, into: Timeline | None = None) -> Iterator[Timeline]:
-    """Draw a session's work during a block into a timeline; ``save`` it for Perfetto.
+    """Timeline of a session's work during a block; ``save`` it for Perfetto.
 
     Workers run plans node by node meanwhile; a compiled group is one node. The end of the block is
     a sync point.
@@ -211,7 +211,7 @@ def profile(session: Session, into: Timeline | None = None) -> Iterator[Timeline
         into: a timeline to draw into; by default a new one.
 
     Raises:
-        RuntimeError: when a profile is being taken already.
+        RuntimeError: a profile is being taken already.
     """
     if not isinstance(session, Session):
         raise TypeError(f"lazygt.profile: expected a session, not {type(session).__name__}")
@@ -243,7 +243,7 @@ class TimelineProbe(Observer):
         self._client.observer, self.wants_timings = self, True
 
     def detach(self, compiles: Iterable[Compile]) -> None:
-        """Draw the compiles that ended meanwhile, and leave the session as it was."""
+        """Draw the compiles that ended meanwhile, and restore the previous observer."""
         self._client.observer = self._before
         for compile in compiles:
             end = int((compile.at + compile.took) * 1e9)
@@ -255,7 +255,7 @@ class TimelineProbe(Observer):
 
     @contextmanager
     def flush(self, recent: Sequence[Flush]) -> Iterator[None]:
-        """Draw the flush that is added to the end of ``recent`` meanwhile, if one is."""
+        """Observation of a flush: draws the one added to ``recent`` in the block, if any."""
         begin, last = time.monotonic_ns(), recent[-1] if recent else None
         try:
             yield
@@ -276,23 +276,23 @@ class TimelineProbe(Observer):
         self._since = end
 
     def did(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
-        """Something within a flush, from ``begin`` to now."""
+        """Draw a part of a flush, from ``begin`` to now."""
         self._span(_RECORDING, what, begin, time.monotonic_ns(), args)
 
     def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
-        """A message has been sent or received."""
+        """Draw a message that was sent or received."""
         if self._before is not None:
             self._before.message(direction, kind, rank, run, size, why)
         about = {"rank": rank, "run": run, "bytes": size, "why": why}
         self.timeline.instant(self._pid, self._track(_MESSAGES), f"{direction} {kind}", about)
 
     def waiting(self, what: str) -> None:
-        """Nothing has come yet."""
+        """Pass on that nothing has come yet."""
         if self._before is not None:
             self._before.waiting(what)
 
     def came(self) -> None:
-        """The wait has ended."""
+        """Pass on that the wait has ended."""
         if self._before is not None:
             self._before.came()
 
@@ -318,7 +318,7 @@ class TimelineProbe(Observer):
         self._on_worker(rank, f"snapshot {snapped.number}", snapped.begin, end, about)
 
     def recovered(self, run: int, record: RecoveryRecord) -> None:
-        """Draw a recovery, on the workers that were replaced."""
+        """Draw a recovery, on the replaced workers."""
         if self._before is not None:
             self._before.recovered(run, record)
         self.timeline.recoveries.append(record)

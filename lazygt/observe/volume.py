@@ -23,17 +23,17 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 class VolumeClaim(NamedTuple):
-    """Bytes of one kind of parallelism, worked out elsewhere."""
+    """A claim on the bytes of one kind of parallelism, computed elsewhere."""
 
     parallelism: str
     nbytes: float
 
 
 def parse_volume_claim(text: str) -> VolumeClaim:
-    """The claim that a command line means, such as ``tensor=17.2TB``.
+    """Parse a claim of the command line, such as ``tensor=17.2TB``.
 
     Raises:
-        ValueError: it means none.
+        ValueError: the text is no claim.
     """
     parallelism, _, number = (part.strip() for part in text.partition("="))
     match = _BYTES.fullmatch(number)
@@ -47,9 +47,9 @@ class VolumeReport(Printed):
     """Collectives of a step. Prints as a table.
 
     Attributes:
-        dtypes: of the parameters, and of activations.
+        dtypes: dtype of the parameters, and of activations.
         volumes: the collectives, kind by kind.
-        remarks: on claims.
+        remarks: remarks on claims.
     """
 
     step: TransformerStep
@@ -58,7 +58,7 @@ class VolumeReport(Printed):
     remarks: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON has it; bytes."""
+        """Return the whole report as plain values for JSON, in bytes."""
         rows = [
             {**each._asdict(), "logical": each.logical, "ring_limit": each.limit,
              "ring_of_rank": each.ring}
@@ -126,10 +126,10 @@ def _bytes(volumes: Sequence[Volume]) -> list[str]:
 
 
 def judged(volumes: Sequence[Volume], claims: Sequence[VolumeClaim]) -> tuple[str, ...]:
-    """Judge each claim.
+    """Judge each claim, in words.
 
     Raises:
-        ValueError: a claim of a kind of parallelism that is not there.
+        ValueError: a claim is on a kind of parallelism without collectives.
     """
     rows = _by_parallelism(volumes)
     for claim in claims:

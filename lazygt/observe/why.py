@@ -1,6 +1,6 @@
 """Report of ``why``: reasons of flushes, plan misses, fallbacks and compiles.
 
-The session notes little while it runs (call sites and steps of the trie); texts are made on
+The session records little while it runs (call sites and steps of the trie); texts are made on
 request.
 """
 
@@ -22,7 +22,7 @@ from lazygt.session import Session
 if TYPE_CHECKING:
     from lazygt.passes.sharding.gathers import Gather
 
-#: How a flush that a data-dependent op forced names itself: ``data-dependent: aten.nonzero...``.
+#: Prefix of a flush's reason if a data-dependent op forced it: ``data-dependent: aten.nonzero...``.
 ASKED = "data-dependent: "
 
 
@@ -47,11 +47,11 @@ class Why:
         flushes: the latest ones, oldest first.
         flushed: number of all flushes.
         misses: the latest plan misses.
-        compiles: the groups for which compiled code was asked.
+        compiles: the groups for which compiled code was requested.
         gathers: ops with implicitly all-gathered operands, once each; shown among the fallbacks.
         cuda_graphs: the CUDA graphs of hot plans, by plan and rank.
-        recoveries: the times that workers were replaced.
-        machine: the cost model, where one was named.
+        recoveries: replacements of workers.
+        machine: the cost model, if one was named.
         resized: the latest plans that are known programs in other sizes: no pass ran for them.
     """
 
@@ -88,7 +88,7 @@ class Why:
     __repr__ = __str__
 
     def _flush_rows(self) -> list[str]:
-        """One row for all flushes that are alike, in the order of their first."""
+        """Return one row for each set of equal flushes, in the order of the first."""
         alike: Counter[tuple[str, str, int, str]] = Counter()
         hits: Counter[tuple[str, str, int, str]] = Counter()
         for flush in self.flushes:
@@ -104,7 +104,7 @@ class Why:
         ]
 
     def _resized_rows(self) -> list[str]:
-        """One row for all that began at one line, with the latest of them."""
+        """Return one row for each line and flush, with the latest of its resized plans."""
         alike = Counter((miss.line, miss.flush) for miss in self.resized)
         latest = {(miss.line, miss.flush): miss for miss in self.resized}
         return [

@@ -45,9 +45,9 @@ from lazygt.runtime.wire import Part, decode, encode, received
 M = TypeVar("M", bound=Part)
 
 _LOOK_SECONDS = 0.5
-#: Bytes of what goes around a message: numbers, lengths, headers.
+#: Bytes around a message: numbers, lengths, headers.
 _AROUND = 64 << 10
-#: Of the longest message between a pool and its clients.
+#: Bytes of the longest message between a pool and its clients.
 LONGEST = MAX_MESSAGE_BYTES + _AROUND
 
 
@@ -56,8 +56,8 @@ class PublishedName:
     """Published value of a pool.
 
     Attributes:
-        client: the key that published it.
-        shared: other keys may fetch it.
+        client: name of the key that published it.
+        shared: True if other keys may fetch it.
     """
 
     name: str
@@ -69,7 +69,7 @@ class PublishedName:
 def connect(
     on: str, key: str | os.PathLike[str] | KeyFile, timeout: float, grace: float = 30.0
 ) -> Connection:
-    """A connection to a pool.
+    """Connect to a pool.
 
     Args:
         grace: seconds for which the link may be dead.
@@ -83,7 +83,7 @@ def connect(
 
 
 def answer(connection: Connected, kinds: tuple[type[M], ...], until: float) -> tuple[M, Any]:
-    """Wait for an answer of one of these kinds: the message, and its frames.
+    """Wait for an answer of one of these kinds; return the message and its frames.
 
     Raises:
         PoolError: the pool has refused; or the connection has ended, or the time is over.
@@ -112,12 +112,12 @@ class Pool:
     ``lazygt.session(on=..., key=...)``.
 
     Args:
-        on: its address.
+        on: the pool's address.
         key: the client's key file, of ``lazygt keys new``, or its content.
         timeout: seconds that the pool may take to answer.
 
     Raises:
-        ConnectionLost: nobody answers there.
+        ConnectionLost: no pool answers there.
         AccessDenied: the pool does not know this key.
         VersionMismatch: the pool has another lazygt, torch or Python.
         SecurityError: the key file is none, or others may read it.
@@ -137,15 +137,16 @@ class Pool:
     def publish(
         self, name: str, value: torch.Tensor | Mapping[str, torch.Tensor], *, shared: bool = False
     ) -> None:
-        """Keep a tensor, or tensors by name, for later clients; in the place of this key's own
-        value of that name.
+        """Publish a tensor, or tensors by name, for later clients.
+
+        It replaces this key's own value of that name.
 
         Args:
-            shared: clients with other keys may fetch it, too.
+            shared: True if clients with other keys may fetch it, too.
 
         Raises:
             OverQuota: this key may not have so many bytes in the pool.
-            TypeError: it is neither.
+            TypeError: the value is neither.
         """
         tensors = {"": value} if isinstance(value, torch.Tensor) else dict(value)
         if not all(isinstance(t, torch.Tensor) for t in tensors.values()):
@@ -162,7 +163,7 @@ class Pool:
             self._answer(Ok)
 
     def fetch(self, name: str) -> Any:
-        """A published value: a CPU tensor, or a dict of them.
+        """Return a published value: a CPU tensor, or a dict of them.
 
         Raises:
             PoolError: nothing is published under that name for this key.
@@ -180,7 +181,7 @@ class Pool:
         """Remove the value that this key has published under a name.
 
         Raises:
-            PoolError: there is nothing.
+            PoolError: there is none.
         """
         self._ask(Forget(name), Ok)
 
@@ -196,7 +197,7 @@ class Pool:
         """Return `status`, and the status pages of clients and workers by session.
 
         Raises:
-            ProtocolError: the pool has said something else.
+            ProtocolError: the pool's answer has no pages.
         """
         self._connection.send(encode(Status(pages=True)))
         report, rest = self._answer_with_frames(Report)
@@ -205,8 +206,10 @@ class Pool:
         return json.loads(report.text), decoded(rest[0], dict[str, Pages])
 
     def drain(self) -> None:
-        """Have it admit nobody any more; it ends when its last session has. Needs a key that may
-        administer."""
+        """Make the pool admit no session any more; it ends when its last session has ended.
+
+        Needs a key that may administer.
+        """
         self._ask(DrainAll(), Ok)
 
     def evict(self, session: str) -> None:
@@ -218,7 +221,7 @@ class Pool:
         self._ask(EvictOne(session), Ok)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
     def __enter__(self) -> Pool:
@@ -244,7 +247,7 @@ class Pool:
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:
-    """A tensor's values on the CPU, row by row."""
+    """Return a tensor's values on the CPU, contiguous."""
     return t.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 

@@ -13,12 +13,12 @@ from lazygt.pool.turns import Pause, Resume
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A client asks for a session.
+    """A client's request for a session.
 
     Attributes:
         cores: torch threads of its workers together.
         grace: seconds for which its connection may be dead.
-        detach: it is to outlive its client until somebody ends it, or it expires.
+        detach: True if it outlives its client until it is ended, or expires.
     """
 
     session: str
@@ -31,14 +31,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A session has ended, and its processes are gone; or it has left the queue."""
+    """End of a session: its processes are gone, or it has left the queue."""
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many of a session's runs are with its workers, and so many are held back."""
+    """Numbers of a session's runs with its workers, and held back."""
 
     session: str
     running: int
@@ -47,7 +47,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A session's workers have run for so long since it was last said."""
+    """Seconds that a session's workers have run since the last such event."""
 
     session: str
     seconds: float
@@ -55,7 +55,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """So many bytes are held by sessions' workers and by published values."""
+    """Bytes held by sessions' workers, and by clients' published values."""
 
     sessions: Mapping[str, int]
     published: Mapping[str, int]
@@ -63,10 +63,10 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """A session's client is not there.
+    """Loss of a session's client.
 
     Attributes:
-        for_good: its process has ended, or it has left: it will not come back.
+        for_good: True if it will not come back: its process has ended, or it has left.
     """
 
     session: str
@@ -75,26 +75,26 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True)
 class ClientBack:
-    """A session has a connection again."""
+    """Return of a session's client."""
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Admit no session any more, and refuse the waiting ones."""
+    """Request to admit no session any more, and to refuse the waiting ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """End a session."""
+    """Request to end a session."""
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Passage of time."""
 
 
 Event = (
@@ -107,7 +107,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Start a session's workers in these places."""
+    """Instruction to start a session's workers in these places."""
 
     session: str
     places: tuple[int, ...]
@@ -115,7 +115,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Tell a client that its session won't be, and forget it."""
+    """Instruction to refuse a client's session, and forget it."""
 
     session: str
     error: PoolError
@@ -123,7 +123,10 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End a session's processes, tell its client, and say `Released` when they are gone."""
+    """Instruction to end a session's processes, and tell its client.
+
+    `Released` follows when they are gone.
+    """
 
     session: str
     error: PoolError

@@ -1,6 +1,6 @@
 """Admission gate of a session: its agent's connection, in which runs wait for their turn.
 
-Of a message only the kind and the number of the run are decoded.
+Only a message's kind and the number of its run are decoded.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.messages import Done, Run
 from lazygt.runtime.wire import Buffer, size_of
 
-#: Seconds that workers may take to load what they need. Until their first answer, so long at most,
-#: what they were given takes no room and no run-seconds.
+#: Seconds that workers may take to start. Until their first answer, so long at most, their runs
+#: take no room and no run-seconds.
 _START_SECONDS = 60.0
 
 
 class Gate:
-    """Passes a client's messages on, and counts its workers' answers; see ``Connected``.
+    """Forwarder of a client's messages that counts its workers' answers; see ``Connected``.
 
-    All of it is for the gateway's thread, but for ``send``, which is for any: answers of workers go
-    out on the threads that wait for them.
+    All methods are for the gateway's thread, except ``send``, which is for any: workers' answers
+    are sent on the threads that wait for them.
 
     Args:
-        connection: to the client.
+        connection: connection to the client.
         may_pass: returns whether the next run may go on, given the number with the workers.
-        changed: called when something was answered, on the thread that sends the answer.
+        changed: called after an answer, on the thread that sends it.
     """
 
     def __init__(
@@ -48,42 +48,42 @@ class Gate:
         self._lock = threading.Lock()
         #: run -> workers that have not answered it
         self._running: dict[int, int] = {}
-        #: the last run that has gone on, and to which workers; what it says to others goes on, too
+        #: the last forwarded run, and its workers so far; its messages to others pass, too
         self._last, self._told = 0, set[int]()
-        #: nothing counts before: the first answer, or the end of the time for a start
+        #: run-seconds count from here: the first answer, or the end of the time for a start
         self._begins = time.monotonic() + _START_SECONDS
         self._busy_since = 0.0
         self._seconds = 0.0
-        #: of the workers, by part
+        #: process ids of the workers, by part
         self.pids: dict[int, tuple[int, ...]] = {}
 
     @property
     def closed(self) -> str | None:
-        """Why the connection has ended, or None."""
+        """Reason for the connection's end, or None."""
         return self._connection.closed
 
     def close(self, reason: str = "done") -> None:
-        """Nothing: the connection is the gateway's."""
+        """Do nothing: the connection is the gateway's."""
 
     @property
     def held(self) -> int:
-        """Bytes of messages that wait here."""
+        """Bytes of the waiting messages."""
         return sum(map(size_of, self._waiting))
 
     def put(self, frames: list[memoryview]) -> None:
-        """A message from the client, for the agent.
+        """Queue a message from the client for the agent.
 
         Raises:
-            ProtocolError: it says that it is a run, and is none.
+            ProtocolError: it is a malformed run.
         """
         run_told(frames)
-        if Look.begins(frames[0]):  # what waits for its turn is no reason not to be seen
+        if Look.begins(frames[0]):  # status requests don't wait behind runs
             self._waiting.appendleft(frames)
         else:
             self._waiting.append(frames)
 
     def take(self) -> list[memoryview] | None:
-        """The next message that may go on, if there is one."""
+        """Return the next message that may go on; None: there is none."""
         if not self._waiting:
             return None
         frames = self._waiting[0]
@@ -93,7 +93,7 @@ class Gate:
         return self._waiting.popleft()
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """A message to the client, which gets it before it is counted."""
+        """Send a message to the client, and then count it."""
         self._connection.send(frames)
         header = bytes(frames[0])
         if Said.begins(header):
@@ -107,8 +107,10 @@ class Gate:
             self._forget()
 
     def load(self) -> tuple[float, int, int]:
-        """Seconds that runs have taken since this was last asked; runs with the workers; runs that
-        wait."""
+        """Return the run time since the last call, and the numbers of running and waiting runs.
+
+        The run time is in seconds.
+        """
         now = time.monotonic()
         with self._lock:
             self._count(now)
@@ -142,14 +144,14 @@ class Gate:
         self._changed()
 
     def _forget(self) -> None:
-        """Forget the runs under way: their answers may never come."""
+        """Forget the running runs: their answers may never come."""
         with self._lock:
             self._count(time.monotonic())
             self._running.clear()
         self._changed()
 
     def _count(self, now: float) -> None:
-        """Count the time until now, if something ran."""
+        """Add the time until now to the run time, if something ran."""
         if self._running:
             self._seconds += max(now - max(self._busy_since, self._begins), 0.0)
         self._busy_since = now
@@ -159,7 +161,7 @@ def run_told(frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]] | None:
     """Return the run's number and the workers of a message to an agent; None for others.
 
     Raises:
-        ProtocolError: it is malformed.
+        ProtocolError: the message is malformed.
     """
     if len(frames) < 2 or not Tell.begins(frames[0]) or not Run.begins(frames[1]):
         return None
@@ -169,7 +171,7 @@ def run_told(frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]] | None:
 
 
 def sequence_number(header: Buffer) -> int:
-    """The number of a run, in the header of its message or of the answer to it.
+    """Return the number of a run, from the header of its message or of the answer to it.
 
     Raises:
         ProtocolError: there is none.

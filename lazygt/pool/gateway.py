@@ -1,6 +1,6 @@
 """Gateway of a pool: connections and requests of clients.
 
-One thread does all of it, but for waiting for workers and sending their answers: their links have
+One thread does all of it, except waiting for workers and sending their answers: their links have
 threads of their own, and so has the end of a session. Nothing here waits for a client.
 """
 
@@ -41,25 +41,25 @@ from lazygt.pool.visitor import Visitor
 from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.wire import Part, decode
 
-#: Of one key.
+#: Limit of one key.
 _MOST_CONNECTIONS = 64
-#: Seconds between two looks at who is still there.
+#: Seconds between two checks of the clients' connections.
 _LOOK_SECONDS = 0.25
 
 
 @dataclass(slots=True)
 class Gateway:
-    """A pool.
+    """The gateway of a pool: its connections, sessions and published values.
 
     Args:
         administrates: returns whether the key of this name may administer.
         device: ``cpu`` or ``cuda``.
-        caches: a folder for compiled code, one inside for each client.
+        caches: folder for compiled code, with a folder for each client.
 
     Attributes:
         refused: counts of refused requests: ``protocol`` (malformed, which ends the connection),
-            ``administration``, ``foreign`` (of no session of theirs), ``connections`` (too many of
-            one key).
+            ``administration``, ``foreign`` (for no session of the client), ``connections`` (too
+            many of one key).
     """
 
     listener: Listener
@@ -104,12 +104,12 @@ class Gateway:
             self._end_all()
 
     def stop(self) -> None:
-        """Have `serve` end all sessions and return. From any thread, or a signal handler."""
+        """Make `serve` end all sessions and return; for any thread, or a signal handler."""
         self._stopping = True
         os.eventfd_write(self._alarm, 1)
 
     def step(self) -> None:
-        """Do all there is to do now."""
+        """Process all pending connections, messages and events."""
         while (connection := self.listener.accept()) is not None:
             self._admit(Visitor(connection))
         for visitor in list(self._visitors):
@@ -133,7 +133,7 @@ class Gateway:
             os.eventfd_read(self._alarm)
 
     def _post(self, act: Callable[[], object]) -> None:
-        """Have the gateway's thread do something. From any thread."""
+        """Queue a call for the gateway's thread; for any thread."""
         self._posted.append(act)
         os.eventfd_write(self._alarm, 1)
 
@@ -155,7 +155,7 @@ class Gateway:
     # -- clients -------------------------------------------------------------------------
 
     def _admit(self, visitor: Visitor) -> None:
-        """Take somebody in, unless there are very many with its key: each costs time."""
+        """Admit a client, unless its key has too many connections: each costs time."""
         if sum(other.client == visitor.client for other in self._visitors) < _MOST_CONNECTIONS:
             self._visitors.append(visitor)
             return
@@ -165,7 +165,7 @@ class Gateway:
         )
 
     def _attend(self, visitor: Visitor) -> None:
-        """Take the messages of a client; `accept` has read those of all."""
+        """Handle the messages of a client; ``Listener.accept`` has read those of all."""
         try:
             while visitor.connection.has_mail:
                 self._hear(visitor, visitor.connection.take() or [])
@@ -176,7 +176,7 @@ class Gateway:
             self._look_for(visitor)
 
     def _look_for(self, visitor: Visitor) -> None:
-        """See whether somebody is still there."""
+        """Check a client's connection, and report its loss or return to the sessions."""
         closed = visitor.connection.closed is not None
         if closed:
             self._visitors.remove(visitor)
@@ -223,7 +223,7 @@ class Gateway:
                 self.publishing.act(visitor, message, rest)
 
     def _report(self, visitor: Visitor, pages: bool) -> None:
-        """Say how the pool is doing, as far as somebody may know."""
+        """Send a client the report of the pool, as far as its key may see it."""
         whose = None if self.administrates(visitor.client) else visitor.client
         told = report(self.sessions.policy, self.sessions.hosted, self.publishing.values, whose)
         if whose is None:

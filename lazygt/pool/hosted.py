@@ -18,7 +18,7 @@ from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.status_reader import Page
 
-#: What may make the copier of a worker; see ``session.COPIER``.
+#: Allowed factories of a worker's copier; see ``session.COPIER``.
 _COPIERS = frozenset({"", "lazygt.transfer.copier:copier_for"})
 #: Variables that a client may set in its workers' environment.
 _VARIABLES = frozenset({
@@ -26,7 +26,7 @@ _VARIABLES = frozenset({
     "LAZYGT_PLAN_CODE", "LAZYGT_CUDA_GRAPHS", "LAZYGT_MAX_CUDA_GRAPH_BYTES", "LAZYGT_SHIP_CODE",
 })  # fmt: skip
 _LARGEST_ARENA = 1 << 30
-#: Seconds for which workers say more of themselves after somebody has looked.
+#: Seconds for which workers write detailed status pages after a look.
 _WATCHED_SECONDS = 3.0
 
 
@@ -35,11 +35,11 @@ class Terms:
     """Limits of a session's workers, for any request of its client.
 
     Attributes:
-        threads: of each worker.
+        threads: threads of each worker.
         device: ``cpu`` or ``cuda``.
-        places: of the pool, one for each worker; the GPUs of these numbers are theirs.
-        hidden: True if other processes of the pool's user are kept from looking into them.
-        cache: folder of this client's compiled code: no other is run for it.
+        places: places of the pool, one for each worker; also the numbers of their GPUs.
+        hidden: True if other processes of the pool's user are kept from inspecting them.
+        cache: folder of this client's compiled code: no other code is run for it.
     """
 
     workers: int
@@ -112,11 +112,11 @@ class Hosted:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of its workers."""
+        """Process ids of its workers."""
         return tuple(pid for part in self.gate.pids.values() for pid in part)
 
     def memory(self) -> int:
-        """Bytes held for it: its workers' own, shared ones, and messages on their way.
+        """Return the bytes held for it: its workers' private and shared memory, and messages.
 
         Code and files do not count.
         """
@@ -125,7 +125,7 @@ class Hosted:
         return private + max(shared, self.agent.held) + self.gate.held
 
     def doing(self) -> tuple[Page | None, ...]:
-        """The status pages of its workers; None: not written yet."""
+        """Return the status pages of its workers; None: not written yet."""
         parts = self.agent.parts.values()
         pages = tuple(page for part in parts for page in part.look(_WATCHED_SECONDS))
         return pages or (None,) * self._terms.workers
@@ -134,8 +134,8 @@ class Hosted:
         """End its workers, on a thread of its own.
 
         Args:
-            ended: called there once they are gone.
-            kill: at once, whatever they do.
+            ended: called on that thread once they are gone.
+            kill: kill them at once.
         """
 
         def act() -> None:
@@ -151,7 +151,7 @@ class Hosted:
 
     def _kill(self) -> None:
         for pid in self.pids:
-            # Ours, and not reaped, so nobody else can have its number.
+            # a child that is not reaped, so no other process can have its number
             if procfs.parent(pid) == os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -38,29 +38,30 @@ from lazygt.runtime.wire import decode, encode
 
 _LEAVE_SECONDS = 10.0
 _WATCHED_SECONDS = 3.0
-#: A pool that has said nothing for so many seconds is asked whether it is there.
+#: Seconds of silence after which a pool is asked for a sign of life.
 _QUIET_SECONDS = 2.0
-#: Who has not looked for so long was away itself: an answer may be on its way.
+#: After so many seconds without a look this client was stopped itself: an answer may be on its way.
 _ABSENT_SECONDS = 1.5
-#: The shortest time that a pool has for an answer.
+#: Minimum of the seconds that a pool has for an answer.
 _LEAST_PATIENCE = 10.0
 
 
 class SessionConnection:
     """Connection to a pool after the admission of a session; see ``Connected``.
 
-    It handles the messages that are not for the session's host. The kernel of a pool that is
-    stopped answers for it, so the pool itself is asked while the client waits for a message.
+    It handles the pool's own messages; the others are for the session's host. The kernel answers
+    for a pool that is stopped, so the pool itself is asked for a sign of life while the client
+    waits for a message.
 
     Args:
-        endpoint: of the pool.
+        endpoint: address of the pool.
         patience: seconds that the pool has for an answer.
 
     Attributes:
         error: the reason for the session's end.
-        doing: the client's status page, for observers of the pool.
-        leaving: no answers are awaited any more, so its end is no error.
-        left: the session has ended, or goes on without us.
+        doing: returns the client's status page, for observers of the pool.
+        leaving: True if no answers are awaited any more, so the connection's end is no error.
+        left: True if the session has ended, or goes on without this client.
     """
 
     def __init__(self, connection: Connection, endpoint: str, patience: float) -> None:
@@ -70,12 +71,12 @@ class SessionConnection:
         self.doing: Callable[[], Page | None] = lambda: None
         self.leaving = self.left = False
         self._looked = self._heard = time.monotonic()
-        #: when the pool was asked whether it is there, if it has not answered
+        #: time of the unanswered request for a sign of life
         self._asked: float | None = None
 
     @property
     def closed(self) -> str | None:
-        """Why nothing comes any more, or None."""
+        """Reason for the connection's end, or None."""
         if self.left:
             return "the session has left the pool"
         return str(self.error) if self.error is not None else self._connection.closed
@@ -86,11 +87,11 @@ class SessionConnection:
             self._connection.send(frames)
 
     def take(self) -> list[memoryview] | None:
-        """The next message of the session's host, if there is one.
+        """Return the next message of the session's host; None: there is none.
 
         Raises:
             PoolError: the pool has ended the session.
-            ConnectionLost: it has ended itself, is not reached any more, or does not answer.
+            ConnectionLost: the pool has ended, can't be reached any more, or does not answer.
         """
         frames = self._next()
         if frames is None:
@@ -113,7 +114,7 @@ class SessionConnection:
         return None
 
     def _look(self, now: float) -> None:
-        """See whether the pool is still there."""
+        """Check that the pool is alive; else set `error`."""
         if self.error is not None or self.left:
             return
         if self._connection.closed is not None:
@@ -138,7 +139,7 @@ class SessionConnection:
         self.leave()
 
     def leave(self) -> None:
-        """Say that we are done, and hang up once the pool has heard all that was sent."""
+        """Leave the session, and close the connection once the pool has read all messages."""
         self.leaving = True
         until = time.monotonic() + _LEAVE_SECONDS
         poller = select.poll()
@@ -157,12 +158,12 @@ class PoolLink(ClusterLink):
     """Workers of a pool; the session's `Link`.
 
     Attributes:
-        config: the session's, with the device that the workers compute on.
+        config: the session's configuration, with the workers' device.
 
     Raises:
         ConnectionLost, AccessDenied, VersionMismatch, SecurityError: see `Pool`.
         PoolFull, PoolDraining, GangTooLarge, OverQuota: the pool has refused.
-        PoolError: it had no workers in time.
+        PoolError: the pool had no workers in time.
     """
 
     def __init__(self, config: Config, mesh: Mesh, copier: str) -> None:
@@ -184,12 +185,12 @@ class PoolLink(ClusterLink):
             raise
 
     def look(self) -> None:
-        """See ``Link.look``; the pool may ask, too, while nobody waits for messages."""
+        """See ``Link.look``; also answers the pool while nothing waits for messages."""
         self._take_what_came()
         super().look()
 
     def close(self) -> None:
-        """End the workers, or leave them alone where the session is detached. Idempotent."""
+        """End the workers, or leave them running if the session is detached. Idempotent."""
         self._pool.leaving = True
         if self._detach:
             self._pool.leave()
@@ -209,7 +210,7 @@ def _admitted(connection: Connection, config: Config) -> Admitted:
     """Ask for workers, and wait for them.
 
     Raises:
-        PoolError: there are none, or not in time.
+        PoolError: the pool has refused, or had no workers in time.
     """
     until = time.monotonic() + config.start_timeout
     cores = (config.threads or 1) * config.workers

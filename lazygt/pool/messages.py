@@ -1,6 +1,6 @@
 """Messages between a pool and its clients, beside those of a session's agent.
 
-Tags begin at 32, so that one look at a header tells the two apart.
+Tags begin at 32, so that a header alone tells the two apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIRST_TAG = 32
 
 
 class Ask(Part, tag=32):
-    """A session is wanted.
+    """Request for a session.
 
     Attributes:
         cores: torch threads of all workers together; 0: one a worker.
@@ -32,15 +32,15 @@ class Ask(Part, tag=32):
 
 
 class Leave(Part, tag=33):
-    """The session's client is done; answered by ``Ok`` when its workers have ended."""
+    """The client's leave of its session; answered by ``Ok`` when its workers have ended."""
 
 
 class Publish(Part, tag=34):
     """Request to keep a value; answered by ``Ok`` before and after its ``Piece``s.
 
     Attributes:
-        rows: name and meta of each tensor, in the order of their bytes; "": it is a tensor.
-        shared: other clients may fetch it.
+        rows: name and meta of each tensor, in the order of their bytes; "": a single tensor.
+        shared: True if other clients may fetch it.
     """
 
     name: str
@@ -49,21 +49,21 @@ class Publish(Part, tag=34):
 
 
 class Piece(Part, tag=35):
-    """The frame that follows is the next bytes of a value, either way."""
+    """The next bytes of a value, in the frame that follows; in either direction."""
 
 
 class Fetch(Part, tag=36):
-    """Answered by ``Value`` and its pieces."""
+    """Request for a published value; answered by ``Value`` and its pieces."""
 
     name: str
 
 
 class Names(Part, tag=37):
-    """Answered by ``Listed``."""
+    """Request for the names of published values; answered by ``Listed``."""
 
 
 class Forget(Part, tag=38):
-    """A published value is not needed any more; answered by ``Ok``."""
+    """Request to remove a published value; answered by ``Ok``."""
 
     name: str
 
@@ -71,47 +71,47 @@ class Forget(Part, tag=38):
 class Status(Part, tag=39):
     """Request for a ``Report``.
 
-    A key that may not administer hears the number of other clients' sessions only.
+    A key that may not administer gets only the number of other clients' sessions.
 
     Attributes:
-        pages: status pages of workers and clients, too.
+        pages: True to get the status pages of workers and clients, too.
     """
 
     pages: bool = False
 
 
 class DrainAll(Part, tag=40):
-    """Admit nobody any more; answered by ``Ok``; for administrators."""
+    """Request to admit no session any more; answered by ``Ok``; for administrators."""
 
 
 class EvictOne(Part, tag=41):
-    """End a session; answered by ``Ok``; another client's only for administrators."""
+    """Request to end a session; answered by ``Ok``; another client's for administrators."""
 
     session: str
 
 
 class Doing(Part, tag=42):
-    """Status of a session's client: the next frame is its status page."""
+    """Status page of a session's client, in the frame that follows."""
 
 
 class AreYouThere(Part, tag=46):
-    """Answered by ``Here``."""
+    """Request for a sign of life; answered by ``Here``."""
 
 
 # -- to a client -----------------------------------------------------------------------------
 
 
 class Waits(Part, tag=48):
-    """A session waits; so many are before it."""
+    """Notice that a session waits, with the number of sessions before it."""
 
     ahead: Count
 
 
 class Admitted(Part, tag=49):
-    """A session has workers: from now on its client speaks with an agent.
+    """Notice that a session has workers: from now on its client speaks with an agent.
 
     Attributes:
-        device: that they compute on.
+        device: device of the workers.
     """
 
     session: str
@@ -119,18 +119,18 @@ class Admitted(Part, tag=49):
 
 
 class Failed(Part, tag=50):
-    """Error: a request is refused, or a session has ended; its class and arguments."""
+    """Class and arguments of an error: a request is refused, or a session has ended."""
 
     kind: str
     given: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, error: PoolError) -> Failed:
-        """An error, to travel."""
+        """Build the message of an error."""
         return cls(type(error).__name__, tuple(error.given))
 
     def error(self) -> PoolError:
-        """The error again."""
+        """Rebuild the error; an unknown class becomes a plain `PoolError`."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, PoolError)):
             return PoolError(f"{self.kind}: {', '.join(map(str, self.given))}")
@@ -141,7 +141,7 @@ class Failed(Part, tag=50):
 
 
 class Ok(Part, tag=51):
-    """It is done."""
+    """Confirmation of a request."""
 
 
 class Value(Part, tag=52):
@@ -163,11 +163,11 @@ class Report(Part, tag=54):
 
 
 class Watched(Part, tag=55):
-    """Somebody looks at the session; answered by ``Doing``, when the client has a moment."""
+    """Request for the client's status page; answered by ``Doing``, when the client is free."""
 
 
 class Here(Part, tag=60):
-    """The pool is not stopped."""
+    """Sign of life of the pool."""
 
 
 TO_POOL: tuple[type[Part], ...] = (

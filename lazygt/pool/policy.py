@@ -1,8 +1,8 @@
 """Admission policy of a pool as a pure state machine: grants, queue, refusals and ends.
 
-Events go in with the time at which they were seen (seconds, any monotonic origin), instructions
-come out. There is no clock, socket or thread here; `gateway` has those. `turns` schedules the runs
-of admitted sessions.
+Its input is events with the time at which they were seen (seconds, any monotonic origin), its
+output instructions. There is no clock, socket or thread here; `gateway` has those. `turns`
+schedules the runs of admitted sessions.
 
 A place is room for one worker process; a session gets as many as it asks for at once, or none. It
 keeps them until its processes are gone (`Released`), so a place never has two.
@@ -45,14 +45,14 @@ from lazygt.pool.turns import Turns
 
 @dataclass(slots=True)
 class Lease:
-    """A session that has places, or waits for them.
+    """A session with places, or waiting for them.
 
     Attributes:
-        places: none while it waits.
-        granted: when it got them.
-        expires: when it ends unless its client comes back; None: the client is there.
+        places: its places; empty while it waits.
+        granted: time of the grant.
+        expires: time of its end unless its client comes back; None: the client is connected.
         run_seconds: seconds that its workers have run, times their number.
-        memory: bytes of its workers when they were last measured.
+        memory: bytes of its workers at the last measurement.
     """
 
     asked: Asked
@@ -68,8 +68,8 @@ class Policy:
     """The state of a pool.
 
     Attributes:
-        leases: by session, in the order in which they were asked for.
-        draining: nobody is admitted any more.
+        leases: lease of each session, in the order of the requests.
+        draining: True if no session is admitted any more.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -78,7 +78,7 @@ class Policy:
         self.draining = False
         self.turns = Turns(rules.at_once)
         self._free = list(range(rules.workers))
-        #: client -> its sessions that wait; in the order of the round
+        #: client -> its waiting sessions; in round-robin order
         self._queue: OrderedDict[str, deque[str]] = OrderedDict()
 
     @property
@@ -88,7 +88,7 @@ class Policy:
 
     @property
     def queue(self) -> list[str]:
-        """The sessions that wait, in the order in which they will be admitted."""
+        """The waiting sessions, in the order of admission."""
         rows = [list(waiting) for waiting in self._queue.values()]
         longest = max(map(len, rows), default=0)
         return [row[turn] for turn in range(longest) for row in rows if turn < len(row)]
@@ -147,13 +147,13 @@ class Policy:
     def _last_of_most(self, newcomer: str) -> str:
         """Return the session that leaves a full queue: the last of the client with most.
 
-        So no client keeps others out. It is the newcomer's where none has more.
+        So no client keeps others out. The newcomer loses if none has more than it.
         """
         most = max(self._queue, key=lambda name: (len(self._queue[name]), name == newcomer))
         return self._queue[most][-1]
 
     def _objection(self, asked: Asked) -> PoolError | None:
-        """Why a session can't be, now or ever."""
+        """Return the reason to refuse a session, or None."""
         if asked.session in self.leases:
             return PoolError(f"there is a session {asked.session!r} already")
         if self.draining:
@@ -172,11 +172,11 @@ class Policy:
         return None
 
     def of(self, client: str) -> list[Lease]:
-        """A client's sessions."""
+        """Return a client's sessions."""
         return [lease for lease in self.leases.values() if lease.asked.client == client]
 
     def _admit(self, now: float) -> list[Instruction]:
-        """Give places to the waiting clients in turn; no session overtakes."""
+        """Grant places to the waiting clients round-robin; no session overtakes."""
         steps: list[Instruction] = []
         while self._queue:
             client, waiting = next(iter(self._queue.items()))
@@ -267,7 +267,7 @@ class Policy:
     def _weigh(
         self, sessions: Mapping[str, int], published: Mapping[str, int], now: float
     ) -> list[Instruction]:
-        """End the largest session of each client that holds more than it may."""
+        """Note the memory, and end the largest session of each client above its quota."""
         for session, nbytes in sessions.items():
             if session in self.leases:
                 self.leases[session].memory = nbytes

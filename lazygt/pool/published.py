@@ -1,4 +1,4 @@
-"""Published values of a pool: named, and outliving the sessions they come from."""
+"""Published values of a pool: named, and independent of the sessions they come from."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Rows = tuple[tuple[str, TensorMeta], ...]
 
 @dataclass(slots=True)
 class PublishedValue:
-    """A tensor, or tensors by name, as bytes that follow one another.
+    """A tensor, or tensors by name, as consecutive bytes.
 
     Attributes:
         rows: name and meta of each; see ``messages.Publish``.
-        shared: whether other clients may fetch it.
-        data: as many bytes as have come.
+        shared: True if other clients may fetch it.
+        data: the bytes received so far.
     """
 
     name: str
@@ -35,10 +35,10 @@ class PublishedValue:
         return sum(meta.nbytes for _, meta in self.rows)
 
     def add(self, piece: memoryview) -> bool:
-        """Take the next bytes; whether these were the last.
+        """Append the next bytes; return whether these were the last.
 
         Raises:
-            ProtocolError: there are more than it has.
+            ProtocolError: there are more bytes than the value has.
         """
         if len(self.data) + len(piece) > self.nbytes:
             raise ProtocolError(f"more bytes than the {self.nbytes} of {self.name!r}")
@@ -46,41 +46,41 @@ class PublishedValue:
         return len(self.data) == self.nbytes
 
     def pieces(self) -> Iterable[memoryview]:
-        """Its bytes, in pieces that fit into a message."""
+        """Yield the bytes in pieces of at most `PIECE_BYTES`."""
         view = memoryview(self.data)
         for begin in range(0, len(view), PIECE_BYTES):
             yield view[begin : begin + PIECE_BYTES]
 
 
 class PublishedValues:
-    """All that is published, by client and name."""
+    """All published values, by client and name."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str], PublishedValue] = {}
 
     def all(self) -> list[PublishedValue]:
-        """All of all clients."""
+        """List the values of all clients."""
         return list(self._values.values())
 
     def keep(self, value: PublishedValue) -> None:
-        """Keep a value, in the place of the client's own of that name."""
+        """Keep a value; it replaces the client's own of that name."""
         self._values[value.client, value.name] = value
 
     def nbytes(self, client: str, without: str | None = None) -> int:
-        """Bytes that a client has published.
+        """Return the bytes that a client has published.
 
         Args:
-            without: a name that does not count: it is about to be replaced.
+            without: name of a value to leave out, because it is about to be replaced.
         """
         values = self._values.values()
         return sum(v.nbytes for v in values if v.client == client and v.name != without)
 
     def count(self, client: str, without: str) -> int:
-        """Count the values that a client has published under other names than this one."""
+        """Count the values that a client has published under other names than ``without``."""
         return sum(whose == client and name != without for whose, name in self._values)
 
     def by_client(self) -> dict[str, int]:
-        """Bytes that each client has published."""
+        """Return the bytes that each client has published."""
         return {client: self.nbytes(client) for client, _ in self._values}
 
     def seen_by(self, client: str) -> list[PublishedValue]:
@@ -88,7 +88,7 @@ class PublishedValues:
         return [v for v in self._values.values() if v.client == client or v.shared]
 
     def of(self, client: str, name: str) -> PublishedValue:
-        """A value by its name: the client's own, or one that somebody shares.
+        """Return a value by its name: the client's own, or one shared by another client.
 
         Raises:
             PoolError: there is none that this client may fetch; or several others share one.
@@ -106,7 +106,7 @@ class PublishedValues:
         return theirs[0]
 
     def forget(self, client: str, name: str) -> None:
-        """Forget a client's own value.
+        """Remove a client's own value.
 
         Raises:
             PoolError: it has none of that name.

@@ -12,20 +12,20 @@ from lazygt.pool.visitor import Visitor
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.wire import Part
 
-#: Of one client.
+#: Limits of one client.
 _MOST_NAMES, _LONGEST_NAME = 1000, 256
-#: Values that one connection may have asked for before they are there.
+#: Limit of the requested values that one connection has not received yet.
 _MOST_FETCHES = 16
-#: Bytes that are sent ahead of what has been read.
+#: Limit of the sent bytes that a client has not read yet.
 _AHEAD_BYTES = 64 << 20
 
 
 class Publishing:
-    """Takes values from clients, and gives them out.
+    """Handler of clients' requests to publish and fetch values.
 
     Args:
-        held: bytes that the sessions of a client hold.
-        visitors: all that are there.
+        held: returns the bytes that the sessions of a client hold.
+        visitors: returns all connected clients.
 
     Attributes:
         values: the published values.
@@ -41,8 +41,8 @@ class Publishing:
         """Act on a request.
 
         Raises:
-            PoolError: it can't be had.
-            ProtocolError: it makes no sense.
+            PoolError: the request is refused.
+            ProtocolError: the request makes no sense.
         """
         match message:
             case Publish():

@@ -21,8 +21,8 @@ def report(
     """Build the report of a pool, with sessions in the order of their requests.
 
     Args:
-        whose: the client that asks: of other clients the report has numbers only. None: all
-            clients.
+        whose: the asking client: the report has only numbers of other clients. None: all clients
+            are reported.
     """
     now = time.monotonic()
     leases = policy.leases.items()

@@ -11,10 +11,10 @@ class Quota:
     """Quota of all sessions of one client; None: no limit.
 
     Attributes:
-        sessions: with workers, or waiting for them.
-        workers: of these.
+        sessions: sessions with workers, or waiting for them.
+        workers: workers of these sessions.
         cores: torch threads of these workers.
-        memory: bytes that the workers and the published values may hold.
+        memory: bytes of the workers and the published values.
     """
 
     sessions: int | None = None
@@ -28,13 +28,13 @@ class Rules:
     """Limits of a pool.
 
     Attributes:
-        workers: places.
-        at_once: workers that may run at the same time.
-        queue: sessions that may wait for places.
-        grace: the longest time, in seconds, for which a session's connection may be dead.
+        workers: number of places.
+        at_once: number of workers that may run at the same time.
+        queue: number of sessions that may wait for places.
+        grace: maximum seconds for which a session's connection may be dead.
         expiry: seconds that a detached session lives without its client.
-        quotas: by client; all others have ``quota``.
-        hidden: True if workers are kept from looking into one another; see ``hidden.hide``.
+        quotas: quota of each client; all others have ``quota``.
+        hidden: True if workers are kept from inspecting one another; see ``hidden.hide``.
     """
 
     workers: int
@@ -47,5 +47,5 @@ class Rules:
     hidden: bool = False
 
     def of(self, client: str) -> Quota:
-        """A client's quota."""
+        """Return a client's quota."""
         return self.quotas.get(client, self.quota)

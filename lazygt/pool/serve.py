@@ -18,13 +18,13 @@ from lazygt.pool.rules import Quota, Rules
 from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.cluster.keys import KeyFile, Keyring
 
-#: The name under which the pool's own key is known.
+#: Name of the pool's own key.
 SERVER = "(server)"
 _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def server_key(keyring: Keyring, endpoint: str = "") -> KeyFile:
-    """The pool's own key, as a client that may administer it has it."""
+    """Return the pool's own key, in the form of a client's key that may administer."""
     keys = keyring.server
     return KeyFile(SERVER, keys.public, keys.secret, keys.public, endpoint)
 
@@ -47,7 +47,7 @@ class Doorkeeper:
 def open_gateway(
     bind: tuple[str, int], keyring: Keyring, rules: Rules, device: str, caches: Path
 ) -> Gateway:
-    """A pool that listens; `Gateway.serve` serves.
+    """Open the gateway of a pool, which listens; `Gateway.serve` serves.
 
     Args:
         bind: host and port.
@@ -64,10 +64,10 @@ def open_gateway(
 
 
 def address(text: str) -> tuple[str, int]:
-    """Host and port of ``tcp://HOST:PORT``.
+    """Return host and port of ``tcp://HOST:PORT``.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text has another form.
     """
     scheme, _, rest = text.partition("://")
     host, _, port = rest.rpartition(":")
@@ -86,11 +86,11 @@ def quotas(path: Path) -> tuple[Quota, dict[str, Quota]]:
         [client.alice]
         sessions = 2
 
-    Entries that a client's table leaves out are those of ``default``.
+    Entries missing in a client's table are those of ``default``.
 
     Raises:
-        ValueError: it is something else.
-        OSError: it can't be read.
+        ValueError: the file has another content.
+        OSError: the file can't be read.
     """
     try:
         told = tomllib.loads(path.read_text())
@@ -125,7 +125,7 @@ def _limits(path: Path, name: str, table: Any) -> dict[str, int]:
 
 
 def _nbytes(text: str) -> int | None:
-    """The bytes of ``8 GiB``."""
+    """Return a size such as ``8 GiB`` in bytes; None: it is none."""
     number, _, unit = text.strip().partition(" ")
     with suppress(ValueError, KeyError):
         return int(float(number) * _SIZES[unit.strip()])
@@ -133,5 +133,5 @@ def _nbytes(text: str) -> int | None:
 
 
 def cores_here() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Sessions of a pool: carries out the policy's instructions with workers."""
+"""Sessions of a pool: execution of the policy's instructions."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from lazygt.runtime.launch.status_reader import Pages
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds between two looks at the memory of workers.
+#: Seconds between two measurements of the workers' memory.
 _WEIGH_SECONDS = 0.25
 
 
 class Sessions:
-    """All sessions, with workers or waiting for them. For the gateway's thread alone.
+    """All sessions, with workers or waiting for them; used by the gateway's thread alone.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        caches: a folder for compiled code, one inside for each client.
-        published: bytes that each client has published.
-        post: has the gateway's thread do something; from any thread.
+        caches: folder for compiled code, with a folder for each client.
+        published: returns the bytes that each client has published.
+        post: queues a call for the gateway's thread; for any thread.
 
     Attributes:
-        hosted: those with workers.
-        stirred: those with new messages.
+        hosted: sessions with workers.
+        stirred: sessions with new messages.
         refused: counts of refused requests; see `Gateway`.
     """
 
@@ -85,14 +85,14 @@ class Sessions:
         return self.policy.draining and not self.policy.leases
 
     def seconds_to_next(self) -> float | None:
-        """Seconds until `step` must be called without an event; None: not at all."""
+        """Return the seconds until `step` is due without an event; None: not at all."""
         now = time.monotonic()
         weigh = self._weigh_at - now if self.hosted else None
         waits = (self.policy.seconds_to_next(now), weigh)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def step(self) -> None:
-        """Do all there is to do now."""
+        """Do all pending work."""
         now = time.monotonic()
         if now >= self._weigh_at and self.hosted:
             self._weigh_at = now + _WEIGH_SECONDS
@@ -101,7 +101,7 @@ class Sessions:
         self._settle()
 
     def end_all(self) -> None:
-        """Order the end of all sessions; they have ended when none is `hosted`."""
+        """Begin to end all sessions; they have ended when none is `hosted`."""
         self._handle(Drain())
         for session in list(self.policy.leases):
             self._handle(Evict(session))
@@ -109,10 +109,10 @@ class Sessions:
     # -- for clients ---------------------------------------------------------------------
 
     def ask(self, visitor: Visitor, ask: Ask) -> None:
-        """A client wants a session.
+        """Request a session for a client.
 
         Raises:
-            PoolError: it has one.
+            PoolError: the client has one already.
         """
         if visitor.session is not None:
             raise PoolError("a connection has one session")
@@ -126,8 +126,7 @@ class Sessions:
             visitor.say(Waits(self.policy.queue.index(session)))
 
     def put(self, visitor: Visitor, frames: list[memoryview]) -> bool:
-        """A client says something to the agent of its session; without one it goes nowhere, and
-        this is False."""
+        """Pass a client's message to the agent of its session; return False if it has none."""
         hosted = self.hosted.get(visitor.session or "")
         if hosted is None:
             return False
@@ -137,7 +136,7 @@ class Sessions:
         return True
 
     def leave(self, visitor: Visitor) -> None:
-        """A client is done with its session: `Ok` when that has ended, or goes on without it."""
+        """End a client's session, unless it is detached; the client gets `Ok` after that."""
         session = visitor.session
         self._part(visitor)
         lease = self.policy.leases.get(session or "")
@@ -153,14 +152,14 @@ class Sessions:
             visitor.say(Ok())
 
     def lost(self, visitor: Visitor, for_good: bool) -> None:
-        """A client is not there, and will not be any more if it is for good."""
+        """Note that a client's connection is dead; ``for_good``: it will not come back."""
         if visitor.session is not None:
             self._handle(ClientGone(visitor.session, for_good))
         if for_good:
             self._part(visitor)
 
     def found(self, visitor: Visitor) -> None:
-        """A client is there again."""
+        """Note that a client is connected again."""
         if visitor.session is not None:
             self._handle(ClientBack(visitor.session))
 
@@ -175,7 +174,7 @@ class Sessions:
             self._handle(Evict(visitor.session))
 
     def client_of(self, session: str) -> str | None:
-        """Return the client of a session; None: there is none of that name."""
+        """Return the client of a session; None: there is no session of that name."""
         lease = self.policy.leases.get(session)
         return None if lease is None else lease.asked.client
 
@@ -183,7 +182,7 @@ class Sessions:
         """End a session.
 
         Raises:
-            PoolError: there is none of that name.
+            PoolError: there is no session of that name.
         """
         if session not in self.policy.leases:
             there = ", ".join(self.policy.leases) or "none"
@@ -206,10 +205,10 @@ class Sessions:
         return pages
 
     def drain(self) -> None:
-        """Admit nobody any more."""
+        """Admit no session any more."""
         self._handle(Drain())
 
-    # -- what the policy says ------------------------------------------------------------
+    # -- instructions of the policy ------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
         for step in self.policy.handle(event, time.monotonic()):
@@ -234,7 +233,7 @@ class Sessions:
             visitor.fail(error)
 
     def _part(self, visitor: Visitor) -> None:
-        """A session has no client any more."""
+        """Separate a client from its session."""
         self._visitors.pop(visitor.session or "", None)
         visitor.session = None
 
@@ -259,7 +258,7 @@ class Sessions:
         """End the workers of a session.
 
         Args:
-            kill: at once, whatever they do.
+            kill: kill them at once.
             ended: called once they are gone.
         """
         hosted = self.hosted[session]
@@ -273,10 +272,10 @@ class Sessions:
 
         hosted.end(lambda: self._post(gone), kill)
 
-    # -- what sessions say ---------------------------------------------------------------
+    # -- messages of sessions ------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Pass messages on as far as they may go, until nothing more follows."""
+        """Pass on all messages that may go on, until none is left."""
         while self.stirred:
             session = self.stirred.pop()
             hosted = self.hosted.get(session)

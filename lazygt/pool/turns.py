@@ -1,4 +1,4 @@
-"""Scheduler of runs, where more sessions want to run than there is room for.
+"""Scheduler of runs, for more sessions than there is room for.
 
 A pure state machine, as `policy`, which owns it. Deficit round robin over run-seconds (Shreedhar
 and Varghese, "Efficient Fair Queueing Using Deficit Round Robin", SIGCOMM 1995), with two
@@ -22,14 +22,14 @@ LINGER = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Hold back the client's messages to the workers of a session."""
+    """Instruction to hold back the client's messages to the workers of a session."""
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Pass on the messages held back, and the later ones."""
+    """Instruction to pass on the messages held back, and the later ones."""
 
     session: str
 
@@ -43,15 +43,15 @@ class _Part:
     width: int
     running: int = 0
     held: int = 0
-    #: has its turn
+    #: True if it has its turn
     passes: bool = False
-    #: when its last turn ended, or it began
+    #: time of the end of its last turn, or of its beginning
     since: float = 0.0
     quiet_since: float = 0.0
 
     @property
     def taken(self) -> int:
-        """The room that it takes; runs that are with the workers end there, turn or not."""
+        """Number of workers in use; runs already with the workers finish without a turn, too."""
         return self.width if self.passes or self.running else 0
 
     def is_live(self, now: float) -> bool:
@@ -59,36 +59,36 @@ class _Part:
 
 
 class Turns:
-    """The rounds.
+    """The scheduler's rounds and turns.
 
     Args:
-        at_once: workers that may run at the same time.
+        at_once: number of workers that may run at the same time.
     """
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
         self._parts: dict[str, _Part] = {}
-        #: client -> run-seconds that it has left in this round; in the order of the round
+        #: client -> run-seconds left in this round; in the order of the round
         self._deficits: OrderedDict[str, float] = OrderedDict()
-        #: is next, and gets its turn as soon as there is room: nobody overtakes it
+        #: the session with the next turn, as soon as there is room: none overtakes it
         self._next: str | None = None
 
     def add(self, session: str, client: str, workers: int, now: float) -> list[Pause | Resume]:
-        """A session has been granted workers. It begins with its messages held back."""
+        """Add a session with granted workers; it begins with its messages held back."""
         width = min(workers, self._at_once)
         self._parts[session] = _Part(client, width, since=now, quiet_since=now)
         self._deficits.setdefault(client, 0.0)
         return self.share(now)
 
     def remove(self, session: str, now: float) -> list[Pause | Resume]:
-        """A session is no more."""
+        """Remove a session."""
         part = self._parts.pop(session, None)
         if part is not None and not any(p.client == part.client for p in self._parts.values()):
             del self._deficits[part.client]
         return self.share(now)
 
     def load(self, session: str, running: int, held: int, now: float) -> list[Pause | Resume]:
-        """So many runs of a session are with its workers, and so many are held back."""
+        """Set the numbers of a session's runs with its workers, and held back."""
         part = self._parts.get(session)
         if part is None:
             return []
@@ -98,7 +98,7 @@ class Turns:
         return self.share(now)
 
     def charge(self, session: str, seconds: float, now: float) -> list[Pause | Resume]:
-        """The workers of a session have run for so long since it was last said."""
+        """Charge a session's client for the seconds that its workers have run."""
         part = self._parts.get(session)
         if part is None:
             return []
@@ -112,17 +112,17 @@ class Turns:
     def may_pass(self, session: str, running: int, now: float) -> bool:
         """Return whether the next run may go on to the workers.
 
-        Where others wait, runs go on one at a time, since a run can't be called back.
+        If others wait, runs go on one at a time, since a run can't be cancelled.
 
         Args:
-            running: runs of the session that are with its workers.
+            running: number of the session's runs with its workers.
         """
         if not self.passes(session):
             return False
         return not running or (self._next is None and not any(self._waiting(now)))
 
     def deficit(self, client: str) -> float:
-        """Run-seconds that a client has left in this round; negative: that it owes."""
+        """Return the run-seconds that a client has left in this round; negative: it owes."""
         return self._deficits.get(client, 0.0)
 
     def seconds_to_next(self, now: float) -> float | None:
@@ -134,7 +134,7 @@ class Turns:
         return min((wait for wait in quiet if wait > 0), default=None)
 
     def share(self, now: float) -> list[Pause | Resume]:
-        """Begin and end turns."""
+        """Begin and end turns, and return the instructions."""
         steps: list[Pause | Resume] = []
         while (session := self._choose(now)) is not None:
             part = self._parts[session]
@@ -153,7 +153,7 @@ class Turns:
         return part.width <= self._at_once - others
 
     def _end_turns(self, now: float) -> list[Pause | Resume]:
-        """End turns that are used up, or not used."""
+        """End turns of clients without run-seconds left, and of quiet sessions."""
         over = [
             session
             for session, part in self._parts.items()
@@ -177,7 +177,7 @@ class Turns:
         return self._next
 
     def _next_client(self, waiting: set[str]) -> str:
-        """Go round until one that waits owes nothing."""
+        """Go round until a waiting client owes nothing; each visit adds a quantum to it."""
         while True:
             client, deficit = next(iter(self._deficits.items()))
             if client in waiting:
@@ -188,7 +188,7 @@ class Turns:
             self._deficits.move_to_end(client)
 
     def _renew(self) -> None:
-        """Renew the deficits of running clients where no session waits."""
+        """Renew the used-up deficits of running clients, when no session waits."""
         for part in self._parts.values():
             if part.passes and self._deficits[part.client] <= 0:
                 self._deficits[part.client] = QUANTUM

@@ -18,38 +18,38 @@ from lazygt.runtime.launch.status_file import CAPACITY, ClientPage, decoded
 from lazygt.runtime.launch.status_reader import Page
 from lazygt.runtime.wire import Part, encode
 
-#: What a client has said counts for so many seconds where nobody has asked since.
+#: Seconds for which a client's status page is valid without a new request.
 _STALE_SECONDS = 2.0
 
 
 @dataclass(slots=True)
 class Visitor:
-    """Somebody with an allowed key.
+    """A connected client with an allowed key.
 
     Attributes:
-        session: that it has asked for.
-        publishing: a value of which bytes are still to come.
-        lost: nobody is there at the moment.
+        session: the session that it has asked for.
+        publishing: an incomplete value that it is publishing.
+        lost: True if its connection is dead at the moment.
     """
 
     connection: Connection
     session: str | None = None
     publishing: PublishedValue | None = None
     lost: bool = False
-    #: messages of published values that it has asked for
+    #: messages of requested published values
     sending: deque[Iterator[tuple[Part, list[Frame]]]] = field(default_factory=deque)
-    #: what its client has said that it does, and when; and when it was asked, if it has not since
+    #: last status page of its client, and its time; and the time of an unanswered request
     _page: Page | None = None
     _told: float = 0.0
     _asked: float | None = None
 
     @property
     def client(self) -> str:
-        """The name of its key."""
+        """Name of its key."""
         return self.connection.peer
 
     def say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
-        """Send a message, if somebody is there."""
+        """Send a message, unless the connection has ended."""
         if self.connection.closed is None:
             self.connection.send(encode(message, list(frames)))
 
@@ -76,7 +76,7 @@ class Visitor:
         """Keep the client's status page.
 
         Raises:
-            ProtocolError: that makes no sense.
+            ProtocolError: the page makes no sense.
         """
         if self.session is None or len(frames) != 1 or len(frames[0]) > 2 * CAPACITY:
             raise ProtocolError("a status page of nobody's")

@@ -87,7 +87,7 @@ def watch(source: Source, interval: float, console: Console) -> None:
     """Show a session until it ends.
 
     Raises:
-        ProtocolError: its pages make no sense.
+        ProtocolError: the session's pages make no sense.
     """
     with Live(drawn(source.snapshot()), console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -101,7 +101,7 @@ def watch(source: Source, interval: float, console: Console) -> None:
 
 
 def alone() -> None:
-    """The command without the others."""
+    """Run ``lazygt top`` alone, without the other commands."""
     app = typer.Typer(add_completion=False)
     app.command(name="top")(top)
     app(sys.argv[2:], prog_name="lazygt top")

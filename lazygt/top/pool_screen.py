@@ -17,13 +17,13 @@ from lazygt.top.screen import LETTERS, Screen, alerts, short
 from lazygt.top.status import STATES, SessionStatus
 
 _LONGEST_NAME = 16  # of a session
-_LEAST_ROWS = 14  # below which a session's own screen does not fit
+_LEAST_ROWS = 14  # with fewer, a session's own screen does not fit
 
 
 class PoolScreen:
     """Screen of a pool: alerts, a row for each session, and its client's work.
 
-    For a key that sees one session alone, that session's screen follows.
+    If only one session is visible, its own screen follows.
     """
 
     def __init__(self, status: PoolStatus) -> None:
@@ -80,7 +80,7 @@ def _alerts(status: PoolStatus) -> Iterator[Text]:
 
 
 def _urgency(row: Mapping[str, Any], sessions: Mapping[str, SessionStatus]) -> tuple[bool, int]:
-    """Sessions with ranks that are stuck come first, then as they were asked for."""
+    """Return the sort key of a row: sessions with stuck ranks first, then by request."""
     session = sessions.get(row["session"])
     return not (session is not None and session.stuck), 0
 
@@ -111,13 +111,13 @@ def _table(rows: list[Any], sessions: Mapping[str, SessionStatus]) -> Table:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    """A session's name; of a long one its end, which tells the client's sessions apart."""
+    """Return a session's name, if long only its end, which differs between sessions."""
     name = str(row["session"])
     return name if len(name) <= _LONGEST_NAME else "\u2026" + name[1 - _LONGEST_NAME :]
 
 
 def _brief(number: float) -> str:
-    """A number in five characters."""
+    """Return a number as a text of at most five characters."""
     if number < 10_000:
         return f"{number:.0f}" if number >= 100 or number == int(number) else f"{number:.1f}"
     return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.1f}M"

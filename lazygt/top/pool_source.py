@@ -1,4 +1,4 @@
-"""A pool that is watched, by way of its port."""
+"""Source of a pool's status, read through its port."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PoolSource:
     """All sessions of a pool that a key may see.
 
     Args:
-        on: where it listens.
-        key: a client's key file; by default the pool's own of this user.
+        on: the pool's address.
+        key: a client's key file; by default the key of this user's own pool.
 
     Raises:
         ConnectionLost, AccessDenied, VersionMismatch, SecurityError: see `Pool`.
@@ -33,7 +33,7 @@ class PoolSource:
         """Read the pool's present status.
 
         Raises:
-            NoSession: it has ended.
+            NoSession: the pool has ended.
         """
         try:
             told, pages = self._pool.look()
@@ -45,7 +45,7 @@ class PoolSource:
         """Read the status once all sessions have reported since the call.
 
         Args:
-            seconds: to wait at most.
+            seconds: maximum time to wait.
         """
         begin = time.monotonic()
         while True:
@@ -61,7 +61,7 @@ class PoolSource:
 
 
 def _is_fresh(status: PoolStatus, seconds: float) -> bool:
-    """Return whether all sessions with workers have reported within so many seconds."""
+    """Return whether all sessions with workers have reported in the last ``seconds``."""
     for row in status.told["sessions"]:
         session = status.sessions.get(row["session"])
         if row["places"] and (session is None or not session.session.pid):

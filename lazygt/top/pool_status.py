@@ -23,9 +23,9 @@ class PoolStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         at: time of the status, in seconds since the epoch.
-        on: its address.
-        told: its report, as ``lazygt pool status --json`` prints it.
-        sessions: by name, those that have workers.
+        on: the pool's address.
+        told: the pool's report, as ``lazygt pool status --json`` prints it.
+        sessions: status of the sessions with workers, by name.
     """
 
     at: float
@@ -37,8 +37,8 @@ class PoolStatus(msgspec.Struct, frozen=True):
 def pool_status(on: str, told: Mapping[str, Any], pages: Mapping[str, Pages]) -> PoolStatus:
     """Build a pool's status from its report and the pages of its sessions.
 
-    Texts of clients and workers are not trusted: they may be for another user's terminal, and a
-    session with pages that make no sense has no status.
+    Texts of clients and workers are not trusted: another user's terminal may show them. A session
+    with pages that make no sense has no status.
     """
     sessions = {}
     for row in told["sessions"]:
@@ -72,7 +72,7 @@ def _client(row: Mapping[str, Any], page: Page | None) -> Page:
 
 
 def _rank(page: Page | None) -> Page | None:
-    """A worker's page, if it makes sense."""
+    """Return a worker's page; None if it makes no sense."""
     with suppress(ProtocolError):
         if page is not None:
             decoded(page.message, WorkerPage)
@@ -84,7 +84,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def _printable(value: Any) -> Any:
-    """The same, with no character in its texts that a terminal would act on."""
+    """Return the value with all non-printable characters in its texts replaced."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else _UNREADABLE for c in value)
     if isinstance(value, dict):
@@ -95,7 +95,7 @@ def _printable(value: Any) -> Any:
 
 
 def plain_pool(status: PoolStatus) -> dict[str, Any]:
-    """The same with names, as docs/top.md describes it."""
+    """Return a pool's status as a dict; docs/top.md describes it."""
     rows = [
         {**row, "status": plain(there) if there is not None else None}
         for row in status.told["sessions"]

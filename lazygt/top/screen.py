@@ -13,7 +13,7 @@ from rich.text import Text
 from lazygt.printed import plain_table
 from lazygt.top.status import STUCK, RankStatus, SessionStatus
 
-#: The letter of a state in the grid, and its colour.
+#: State -> its letter in the grid, and its style.
 LETTERS = {
     "frozen": ("F", "bold white on red"),
     "gone": ("X", "bold white on red"),
@@ -24,8 +24,8 @@ LETTERS = {
     "idle": ("i", "dim"),
     "starting": ("s", "cyan"),
 }
-_LONGEST_ROW = 64  # ranks of a grid's row
-_NAMED = 6  # runs of ranks that a line names
+_LONGEST_ROW = 64  # ranks in a row of the grid
+_NAMED = 6  # ranges of ranks that a line names
 
 
 class Screen:
@@ -115,7 +115,7 @@ def alerts(status: SessionStatus) -> Iterator[Text]:
 
 
 def _unreachable(ranks: Iterable[RankStatus]) -> dict[str, list[RankStatus]]:
-    """The ranks of which nothing is heard, by their host."""
+    """Return the unreachable ranks of each host."""
     there: dict[str, list[RankStatus]] = {}
     for rank in ranks:
         if rank.state == "unreachable":
@@ -124,7 +124,7 @@ def _unreachable(ranks: Iterable[RankStatus]) -> dict[str, list[RankStatus]]:
 
 
 def _harm(blocked: Collection[int], client_waits: bool) -> str:
-    """Return the victims of ranks that are stuck, in words."""
+    """Return the effects of stuck ranks on others, in words."""
     victims = [f"blocks {ranks_text(blocked)}"] if blocked else []
     if client_waits:
         victims.append("keeps the client waiting")
@@ -149,7 +149,7 @@ def _grid(ranks: Sequence[RankStatus]) -> Iterator[Text]:
 
 
 def _urgency(rank: RankStatus) -> tuple[bool, int, bool, float, int]:
-    """The ranks that matter most come first: stuck ones, those that block others, slow ones."""
+    """Return the sort key of a rank: stuck ranks, then blocking ones, then slow ones."""
     waits = rank.state == "waiting"
     return rank.state not in STUCK, -len(rank.blocks), waits, -rank.seconds, rank.rank
 
@@ -186,7 +186,7 @@ def _concerns(rank: RankStatus) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``; of very many the first ones."""
+    """Return ranks as text: ``rank 3``, ``ranks 0-2, 5``; of very many the first ones."""
     runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -200,7 +200,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def short(line: str) -> str:
-    """The end of a long path, which says more than its beginning."""
+    """Return a line, if long only its end, which says more than its beginning."""
     return line if len(line) <= 50 else "..." + line[-47:]
 
 

@@ -13,7 +13,7 @@ from lazygt.runtime.launch.status_reader import Pages, open_files, read_pages, s
 from lazygt.top.pool_status import PoolStatus, plain_pool
 from lazygt.top.status import SessionStatus, plain, put_together
 
-#: A viewer counts as gone after so many seconds: longer than any sensible pause between two looks.
+#: Seconds after which a viewer counts as gone: more than any sensible pause between two looks.
 _LEASE_SECONDS = 3.0
 _LOOK_AGAIN_SECONDS = 0.02
 
@@ -22,27 +22,27 @@ Status = SessionStatus | PoolStatus
 
 
 def as_json(status: Status) -> bytes:
-    """A status as docs/top.md describes it."""
+    """Encode a status as JSON; docs/top.md describes it."""
     return msgspec.json.encode(
         plain(status) if isinstance(status, SessionStatus) else plain_pool(status)
     )
 
 
 class Source(Protocol):
-    """A session that is watched, wherever it is, or the sessions of a pool."""
+    """Source of the status of a session, or of the sessions of a pool."""
 
     def snapshot(self) -> Status:
         """Read the present status.
 
         Raises:
-            NoSession: it has ended.
+            NoSession: the session or pool has ended.
         """
 
     def settled(self, seconds: float) -> Status:
         """Read the status once all have reported since the call.
 
         Args:
-            seconds: to wait at most.
+            seconds: maximum time to wait.
         """
 
     def close(self) -> None:
@@ -50,12 +50,12 @@ class Source(Protocol):
 
 
 class LocalSource:
-    """A session on this machine, of this user.
+    """A session of this user on this machine.
 
     Args:
-        pid: of the process that opened it.
-        file: its pages.
-        interval: seconds between two looks at most.
+        pid: process id of its client.
+        file: its status pages.
+        interval: maximum seconds between two looks.
     """
 
     def __init__(self, pid: int, file: StatusFile, interval: float = 1.0) -> None:
@@ -79,7 +79,7 @@ class LocalSource:
         """Read the status once all running processes have reported since the call.
 
         Args:
-            seconds: to wait at most.
+            seconds: maximum time to wait.
         """
         until = time.monotonic() + seconds
         since = time.monotonic_ns()
@@ -104,10 +104,10 @@ def open_source(wanted: str, interval: float = 1.0) -> LocalSource:
     """Open the session of a process or of a name; with neither, the only one there is.
 
     Args:
-        wanted: number of the process, name of the session, or empty.
+        wanted: process id, name of the session, or empty.
 
     Raises:
-        NoSession: there is none, there are several, or it is another user's.
+        NoSession: there is no such session, there are several, or it is another user's.
     """
     if wanted.isdigit():
         return _of_process(int(wanted), wanted, interval)
@@ -124,7 +124,7 @@ def open_source(wanted: str, interval: float = 1.0) -> LocalSource:
 def listed(known: list[tuple[str, int]]) -> str:
     """List sessions, one a line, as the command line names them.
 
-    A session is named by its process if its name is there twice, as in two pools.
+    A session is named by its process if its name occurs twice, as in two pools.
     """
     names = [name for name, _ in known]
     return "\n".join(

@@ -12,7 +12,7 @@ from lazygt.errors import NoSession
 from lazygt.runtime.launch.status_file import ClientPage, WorkerPage, decoded
 from lazygt.runtime.launch.status_reader import Page, Pages
 
-#: The states of a rank, and what each means.
+#: State of a rank -> its meaning.
 STATES = {
     "frozen": "its process is stopped, by SIGSTOP or a debugger",
     "gone": "its process has ended",
@@ -23,7 +23,7 @@ STATES = {
     "unreachable": "its host does not answer, or the client, by way of which it would",
     "starting": "it is not ready yet, or nothing has been heard of it yet",
 }
-#: States of ranks that others wait for in vain.
+#: States in which a rank makes no progress, so that others wait in vain.
 STUCK = frozenset({"frozen", "gone", "silent", "unreachable"})
 _SILENT_SECONDS = 2.0
 
@@ -33,17 +33,17 @@ class RankStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         state: one of ``STATES``.
-        run, plan: number of the run under way, or of the last one, and its plan's name.
-        step: the node of the plan, where it is known (in runs that are timed); else -1.
+        run, plan: number of the current or last run, and its plan's name.
+        step: number of the plan's node, if known (in timed runs); else -1.
         doing: the user's function that runs, with its line.
-        seconds: for so long it has been acting on the message under way.
+        seconds: time spent on the current message so far.
         waits_for: ranks that have not come to its collective.
-        blocks: ranks that wait for this one, if by way of others; none while it waits itself.
+        blocks: ranks that wait for this one, even indirectly; none while it waits itself.
         done: number of messages that it has acted on.
         living, allocated, peak, resident: bytes.
-        age: seconds since it last said so.
+        age: seconds since its last report.
         host: its host; empty: the client's.
-        unheard: seconds since nothing is heard from there; 0 while something is.
+        unheard: seconds without any message from that host; 0 while it is reachable.
     """
 
     rank: int
@@ -71,10 +71,11 @@ class SessionStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         at: time of the status, in seconds since the epoch.
-        client: ``running``, ``frozen``, ``gone`` or ``silent``; age: seconds since it last said so.
+        client: ``running``, ``frozen``, ``gone`` or ``silent``.
+        age: seconds since the client's last report.
         session: the client's own page.
         memory: bytes on rank 0 by kind, with ``other``.
-        ranks: by rank.
+        ranks: status of each rank, in order.
         stuck: ranks that are frozen, gone, silent or unreachable.
     """
 
@@ -88,7 +89,7 @@ class SessionStatus(msgspec.Struct, frozen=True):
 
 
 def plain(status: SessionStatus) -> dict[str, Any]:
-    """The same with names, as docs/top.md describes it."""
+    """Return a session's status as a dict; docs/top.md describes it."""
     told: dict[str, Any] = msgspec.to_builtins(status)
     told["session"] = msgspec.structs.asdict(status.session)
     del told["session"]["kinds"]  # they are in "memory"
@@ -96,7 +97,7 @@ def plain(status: SessionStatus) -> dict[str, Any]:
 
 
 def put_together(hosts: Sequence[Pages]) -> SessionStatus:
-    """A session's status, from the pages of its hosts.
+    """Build a session's status from the pages of its hosts.
 
     Raises:
         NoSession: no host has the client's page.
@@ -158,7 +159,7 @@ def _process_state(page: Page, else_state: str) -> str:
 
 
 def blocks(waits: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
-    """Find the ranks that each rank that does not wait itself blocks, even indirectly.
+    """Find the ranks that each non-waiting rank blocks, even indirectly.
 
     Args:
         waits: rank -> the ranks that it waits for.

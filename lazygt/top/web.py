@@ -1,8 +1,8 @@
 """Live view in a browser on this machine: a page, and a stream of server-sent events.
 
 Only this machine is served, and only clients with the address, which has a random token in it.
-Other users of the machine may connect, and get 404 without the token. A page of another origin that
-sends a browser here under a name of its own is refused by the name.
+Other users of the machine may connect, and get 404 without the token. A request under another host
+name is refused (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lazygt.errors import LazyGTError
 from lazygt.top.sources import Source, as_json
 
 _HOST = "127.0.0.1"
-_REQUEST_SECONDS = 30.0  # that a browser may take to ask, or not to read
+_REQUEST_SECONDS = 30.0  # timeout of a browser that does not finish its request, or does not read
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -30,14 +30,14 @@ _HEADERS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a session's page, and its events.
+    """HTTP server of a session's page, and of its events.
 
     Args:
-        port: 0: any.
+        port: port to listen on; 0: any.
         interval: seconds between two events.
 
     Attributes:
-        address: for a browser.
+        address: URL for a browser.
 
     Raises:
         OSError: the port is taken.
@@ -53,7 +53,7 @@ class Server(ThreadingHTTPServer):
         self.address = f"http://{_HOST}:{self.server_port}/{self.token}/"
 
     def event(self) -> tuple[str, bytes]:
-        """A kind of event, and its text: a status, or why there are no more."""
+        """Return an event's kind and text: a status, or the reason that there are no more."""
         try:
             with self._lock:
                 return "status", as_json(self._source.snapshot())
@@ -61,7 +61,7 @@ class Server(ThreadingHTTPServer):
             return "ended", str(error).encode()
 
     def server_close(self) -> None:
-        """Stop, and end the streams."""
+        """Stop the server, and end the streams."""
         self.ended.set()
         super().server_close()
 
@@ -110,14 +110,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # it has gone
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the terminal is the user's."""
+        """Log nothing: the terminal is the user's."""
 
 
 def serve(source: Source, port: int, interval: float, tell: Callable[[str], object]) -> None:
     """Serve until interrupted.
 
     Args:
-        tell: is told the address.
+        tell: called with the address.
 
     Raises:
         LazyGTError: the port is taken.

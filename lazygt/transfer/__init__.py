@@ -65,7 +65,7 @@ __all__ = [
     "transfer_weights",
 ]
 
-#: Which files have the public names. A file is loaded when one of its names is asked for.
+#: File -> its public names. A file is loaded when one of its names is asked for.
 _FILES = {
     "transports.process_group": {"BroadcastTransferReceiver", "BroadcastTransferSender"},
     "transports.cuda_ipc": {"CudaIpcTransferReceiver", "CudaIpcTransferSender"},
@@ -100,23 +100,23 @@ def transfer_weights(
     Args:
         source: a module, a mapping of tensors, or an extractor made with casts, groups or other
             names. The workers of a lazygt session, sharded or not, send their own values. So do
-            the ranks of a torchrun trainer whose module is made of DTensors (FSDP2): every rank
-            calls, and one has the sender.
+            the ranks of a torchrun trainer with a module of DTensors (FSDP2): every rank calls,
+            and one has the sender.
         sender: None on the other ranks of such a trainer.
         version: greater than the receivers' own; by default the last one plus 1.
         timeout: seconds for the whole transfer.
-        progress: draw a bar; None: where standard error is a terminal.
+        progress: draw a bar; None: only if standard error is a terminal.
 
     Raises:
-        TypeError: the source is none of these, or has a parameter that can't travel; or there is no
-            sender.
+        TypeError: the source is none of these, or has a parameter that can't be sent; or there is
+            no sender.
         ValueError: none of the ranks of a trainer has a sender, or several have.
-        TransferError: it failed; receivers keep their version, and it may be tried again at
-            once. Its subclasses name the receiver and the reason: see `lazygt.transfer.errors`.
+        TransferError: the transfer failed; receivers keep their version, and it may be tried again
+            at once. Its subclasses name the receiver and the reason: see `lazygt.transfer.errors`.
         ExecutionError, WorkerDied, WorkerFrozen: the session could not compute the values, or
             lost a worker; receivers keep their version, too.
     """
-    # why: `import lazygt` need not load what only some scripts use
+    # why: `import lazygt` need not load modules that only some scripts use
     from torch import nn
     from tqdm import tqdm
 

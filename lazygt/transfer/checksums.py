@@ -1,4 +1,4 @@
-"""Bytes of tensors: as they travel, copied and checked by several threads.
+"""Bytes of tensors: wire format, and copies and checksums by several threads.
 
 Threads of Python rather than of OpenMP: many small copies lose most of their time in OpenMP's
 barriers on a busy machine, and memmove and crc32 run without the interpreter's lock.
@@ -32,7 +32,7 @@ B = TypeVar("B")
 class Copy(NamedTuple):
     """Copy between two tensors of one shape; two dtypes make it a cast.
 
-    The target of a source that travels as it is may also be its bytes, flat uint8.
+    The target of a source that is sent unchanged may also be its bytes, flat uint8.
     """
 
     source: Tensor
@@ -40,14 +40,14 @@ class Copy(NamedTuple):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor as a flat uint8 tensor; nothing is copied."""
+    """Return the bytes of a contiguous tensor as a flat uint8 view."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def wire_bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of a tensor as they travel: cast, contiguous, flat uint8.
+    """Return the bytes of a tensor on the wire: cast, contiguous, flat uint8.
 
-    The same memory where the tensor travels as it is; else a copy.
+    A view of the same memory if the tensor is sent unchanged; else a copy.
     """
     return as_bytes(tensor.detach().to(dtype).contiguous().resolve_conj().resolve_neg())
 
@@ -66,13 +66,16 @@ def travels_as_it_is(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def crc32(data: Tensor) -> int:
-    """CRC-32 of a flat uint8 tensor; a tensor on a GPU is copied to the host for it."""
+    """Return the CRC-32 of a flat uint8 tensor; a tensor on a GPU is copied to the host."""
     host = data.cpu()
     return _crc32(_buffer(host))
 
 
 def xor64(data: Tensor) -> int:
-    """All 64-bit words of a flat uint8 tensor, xor-ed where it lies; blind to moved words."""
+    """Return the xor of a flat uint8 tensor's 64-bit words, on its device.
+
+    It does not depend on the order of the words.
+    """
     words = data.numel() // 8
     if data.storage_offset() % 8:  # torch views words where they begin at a multiple of 8 alone
         data = data.clone()
@@ -83,12 +86,12 @@ def xor64(data: Tensor) -> int:
 
 
 def sha256(data: Tensor) -> bytes:
-    """SHA-256 of a flat uint8 tensor on the CPU."""
+    """Return the SHA-256 of a flat uint8 tensor on the CPU."""
     return hashlib.sha256(_buffer(data)).digest()
 
 
 def _buffer(data: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """The memory of a CPU tensor, which must outlive it."""
+    """Return a CPU tensor's memory as a ctypes array; the tensor must outlive it."""
     return _memory(data.data_ptr() or _NOWHERE, data.numel())
 
 
@@ -100,7 +103,7 @@ CHECKSUMS: dict[str, Checksum | None] = {"none": None, "crc32": crc32, "xor64": 
 
 
 def checksum_named(name: str) -> Checksum | None:
-    """The checksum of a name; None for "none".
+    """Return the checksum of a name; None for "none".
 
     Raises:
         ValueError: there is none of this name.
@@ -114,10 +117,10 @@ def checksum_named(name: str) -> Checksum | None:
 
 
 class CopyPool:
-    """Threads that copy and check; CPU work only. Close it when it is no longer needed.
+    """Thread pool for copies and checksums on the CPU; to be closed after use.
 
     Args:
-        threads: None: as many as this process may use, at most `THREADS`.
+        threads: number of threads; None: one for each core of this process, at most `THREADS`.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -125,7 +128,7 @@ class CopyPool:
         self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="lazygt-transfer")
 
     def copy(self, copies: Sequence[Copy], check: Checksum | None) -> list[int]:
-        """Copy; the checksum of each run (0 without ``check``)."""
+        """Copy, and return the checksum of each copy's bytes (0 without ``check``)."""
 
         def job(part: Sequence[Copy]) -> list[int]:
             return [_copy_one(copy, check) for copy in part]
@@ -134,15 +137,15 @@ class CopyPool:
         return [value for done in self._all(job, parts) for value in done]
 
     def check(self, runs: Sequence[Tensor], check: Checksum) -> list[int]:
-        """The checksums of the tensors' bytes, in order."""
+        """Return the checksums of the tensors' bytes, in order."""
         return self.copy([Copy(run, run) for run in runs], check)
 
     def map(self, function: Callable[[A], B], given: Sequence[A]) -> list[B]:
-        """The function of each of these, in order."""
+        """Return the function's results for the given items, in order."""
         return list(self._pool.map(function, given))
 
     def close(self) -> None:
-        """End the threads after the jobs that they have begun."""
+        """Cancel the waiting jobs, and end the threads after the running ones."""
         self._pool.shutdown(cancel_futures=True)
 
     def _all(self, job: Callable[[A], B], parts: Sequence[A]) -> list[B]:
@@ -154,7 +157,7 @@ class CopyPool:
         return [done.result() for done in jobs]
 
     def _parts(self, copies: Sequence[Copy], sizes: Sequence[int]) -> list[Sequence[Copy]]:
-        """Cut a list of copies into jobs, in order: some for each thread, and none too small."""
+        """Cut a list of copies into jobs, in order: several a thread, and none too small."""
         most = max(_JOB_BYTES, sum(sizes) // (4 * self._count))
         parts: list[Sequence[Copy]] = []
         begin = room = 0
@@ -190,7 +193,7 @@ def _copy_bytes(source: Tensor, target: Tensor, check: Checksum | None) -> int:
 
 
 def _copy_with_crc32(source: Tensor, target: Tensor) -> int:
-    """Copy block by block, and return the checksum."""
+    """Copy block by block, and return the CRC-32."""
     read, written, size = source.data_ptr(), target.data_ptr(), source.nbytes
     value = 0
     for start in range(0, size, _BLOCK):

@@ -1,8 +1,8 @@
 """The control connection: small messages beside the data, over a local socket.
 
-A message is 4 bytes of length and a msgpack map with a ``kind``; file descriptors ride along. The
-socket lies in a directory that only its user can enter. The kernel names the peer's process, and
-its end is noticed at once even if a child that it forked still holds the socket.
+A message is 4 bytes of length and a msgpack map with a ``kind``, with file descriptors as ancillary
+data. The socket lies in a directory that only its user can enter. The kernel names the peer's
+process, and its end is noticed at once even if a child that it forked still holds the socket.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class PeerGone(Exception):
 
 
 class Deadline:
-    """A point in time, ``seconds`` after it is made.
+    """A point in time, ``seconds`` after its construction.
 
     Raises:
-        ValueError: they are no seconds that somebody can wait.
+        ValueError: the seconds are no number, negative, or above 2,000,000.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -54,7 +54,7 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds to go, never below 0."""
+        """Seconds left, never below 0."""
         return max(self._end - time.monotonic(), 0.0)
 
     @property
@@ -66,11 +66,11 @@ class Connection:
     """One end of a control connection; used by one thread.
 
     Attributes:
-        pid: the process at the other end.
+        pid: process id of the peer.
 
     Raises:
-        SecurityError: the other end belongs to another user.
-        PeerGone: it has ended already.
+        SecurityError: the peer belongs to another user.
+        PeerGone: the peer has ended already.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -93,15 +93,15 @@ class Connection:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """To poll for reading: the socket, and the other process's end."""
+        """Descriptors to poll for reading: the socket, and the peer's pidfd."""
         return self._sock.fileno(), self._pidfd
 
     def send(self, message: Message, deadline: Deadline, fds: Sequence[int] = ()) -> None:
         """Send a message.
 
         Raises:
-            PeerGone: there is no one to send it to, or an earlier message was interrupted.
-            TimeoutError: the other end has not read earlier messages until the deadline.
+            PeerGone: the peer has gone, or an earlier message was interrupted.
+            TimeoutError: the peer has not read earlier messages by the deadline.
         """
         body = msgpack.packb(message)
         if self._torn:
@@ -123,8 +123,8 @@ class Connection:
         """Yield the messages that have arrived; does not wait.
 
         Raises:
-            PeerGone: the other end has gone, and all it said has been yielded.
-            ProtocolError: it does not follow the protocol.
+            PeerGone: the peer has gone, and all its messages have been yielded.
+            ProtocolError: the peer does not follow the protocol.
         """
         ended = self._fill()
         while (message := self._take()) is not None:
@@ -133,13 +133,13 @@ class Connection:
             raise PeerGone
 
     def has_ended(self, seconds: float) -> bool:
-        """Return whether the other process has ended; wait at most so long for that."""
+        """Return whether the peer's process has ended; wait at most ``seconds`` for it."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         return bool(poller.poll(seconds * 1e3))
 
     def take_fd(self) -> int:
-        """The next file descriptor that came with a message.
+        """Return the next file descriptor that came with a message.
 
         Raises:
             ProtocolError: there is none.
@@ -149,7 +149,7 @@ class Connection:
         return self._fds.popleft()
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         if self._pidfd < 0:
             return
         self._sock.close()
@@ -169,7 +169,7 @@ class Connection:
             raise TimeoutError(f"process {self.pid} does not read its messages")
 
     def _fill(self) -> bool:
-        """Read all available bytes; True when the connection has ended."""
+        """Read all available bytes; return whether the connection has ended."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, _FDS_AT_ONCE)

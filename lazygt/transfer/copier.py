@@ -1,6 +1,6 @@
-"""Copy requests done in a process that holds blocks: copied, cast, summed, or only compared.
+"""Execution of copy requests in a source process: copies, casts, checksums, comparisons.
 
-A transport's source end knows the way to its places.
+The transport's source end provides the memory of a place.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Digests = dict[int, dict[tuple[int, int, Bounds], bytes]]
 
 
 class Copier:
-    """Copies blocks for senders.
+    """Executor of senders' copy requests.
 
     Args:
-        threads: that copy at the same time; None: as many as this process may use, at most 4.
-        device: where the values are.
-        ends: of transports that have been made already, by kind.
+        threads: number of copying threads; None: one for each core of this process, at most 4.
+        device: device of the values.
+        ends: transports' existing source ends, by kind.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Copier:
     def copy_packed(
         self, packed: Any, value_of: Callable[[int], Tensor]
     ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Checksums and handles for a request that has travelled; raises as `copy` does."""
+        """Act on a packed request; like `copy`, with tuples as the result."""
         checks, handles = self.copy(CopyRequest.read(packed), value_of)
         return tuple(checks), tuple(handles)
 
@@ -76,8 +76,8 @@ class Copier:
         """Act on a request, and return the checksums of the blocks, and handles.
 
         Raises:
-            ProtocolError: the request fits neither the place nor the values.
-            OSError: the place is not there any more.
+            ProtocolError: the request does not fit the place or the values.
+            OSError: the place does not exist any more.
             TransferError: the receivers did not take the copies.
         """
         with self._lock:
@@ -115,7 +115,7 @@ class Copier:
         numbers: tuple[int, int],
         value_of: Callable[[int], Tensor],
     ) -> list[int]:
-        """Flags for each block; its digest is kept for later transfers."""
+        """Return the flags of each block, and keep its digest for later transfers."""
         known = self._digests.setdefault(request.sender, {})
         for gone in known.keys() - {*request.live, *numbers, request.transfer}:
             del known[gone]
@@ -134,14 +134,14 @@ class Copier:
 
 
 def copier_for(device: torch.device) -> Copier:
-    """A worker's: with its share of the cores."""
+    """Return a worker's `Copier`, with a thread for each of its cores."""
     return Copier(max(torch.get_num_threads(), 1), device)
 
 
 def _copies(
     end: SourceEnd, request: CopyRequest, blocks: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Copy]]:
-    """The bytes of each block where its place wants them, and how they get there."""
+    """Return each block's bytes in its place, and the copies that fill them."""
     borrows, view = end.borrows(request.place), end.buffer(request.sender, request.place)
     runs: list[Tensor] = []
     copies: list[Copy] = []
@@ -167,13 +167,13 @@ def _copies(
 
 
 class LocalSource:
-    """This process as a source: one rank that has all of the values.
+    """This process as a source: one rank with all of the values.
 
-    It copies in threads, so its caller sees deaths.
+    It copies in threads, so its caller notices deaths meanwhile.
 
     Args:
         ends: see `Copier`.
-        at_once: requests; one is made ready while another is copied.
+        at_once: concurrent requests; one is prepared while another is copied.
 
     Attributes:
         value_of: key -> tensor.
@@ -207,7 +207,7 @@ class LocalSource:
         self._threads.submit(self._copy, 0, CopyRequest(sender, ()))
 
     def close(self) -> None:
-        """End the threads after the copies that they have begun."""
+        """End the threads after all requested copies."""
         self._threads.shutdown()
         self._copier.close()
 
@@ -220,7 +220,7 @@ class LocalSource:
 
 
 def _digest(pair: tuple[CopyItem, Tensor]) -> bytes | None:
-    """Return SHA-256 of a block's bytes as they travel; None outside of the host's memory."""
+    """Return the SHA-256 of a block's wire bytes; None outside of the host's memory."""
     item, block = pair
     if block.device.type != "cpu":
         return None
@@ -228,7 +228,7 @@ def _digest(pair: tuple[CopyItem, Tensor]) -> bytes | None:
 
 
 def _block(tensor: Tensor, bounds: Bounds) -> Tensor:
-    """A block of a tensor; the tensor itself if it is all of it."""
+    """Return a block of a tensor; the tensor itself if the block is all of it."""
     if _is_whole(bounds, tensor.shape):
         return tensor
     if len(bounds) != tensor.dim() or any(

@@ -1,7 +1,7 @@
-"""Copy requests as plain data: holders of a model's blocks, and the copies to make.
+"""Copy requests as plain data, and the sources: the processes that hold a model's blocks.
 
-A block goes to a *place*: memory that the receivers map, a group that it is broadcast in, a buffer
-that is lent by a handle. Each kind of place has its file in `transports`.
+A block goes to a *place*: memory that the receivers map, a group that it is broadcast in, or a
+buffer that is lent by a handle. Each kind of place has its file in `transports`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SAME_AS_LAST, IS_THERE = 1, 2
 
 
 class CopyItem(NamedTuple):
-    """One block.
+    """Copy of one block.
 
     Attributes:
-        key: of the value that it is taken from.
-        source: where it lies in that value.
-        offset: where the receiver's parameter, or the packed block, begins in the place, in bytes.
-        dtype, shape: of that parameter; another dtype than the value's makes it a cast.
-        target: where the block belongs in it.
-        name: parameter, layout and bounds, by which the block is known again in later transfers.
+        key: key of the value that contains the block.
+        source: bounds of the block in that value.
+        offset: start of the receiver's parameter, or of the packed block, in the place, in bytes.
+        dtype, shape: those of that parameter; another dtype than the value's makes it a cast.
+        target: bounds of the block in that parameter.
+        name: parameter, layout and bounds; identifies the block in later transfers.
     """
 
     key: int
@@ -44,17 +44,17 @@ class CopyItem(NamedTuple):
 
 
 class CopyRequest(NamedTuple):
-    """Copies that one process is to make.
+    """Copies for one process to make.
 
     Attributes:
-        sender: its address.
+        sender: address of the sender.
         live: inodes of the sender's slots, or numbers of its sets of groups or buffers; all others
             are released.
-        kind: the file of `transports` that knows the place; "": there is nothing to copy.
-        place: see there.
-        verify: the checksum that is wanted of each block.
-        compare: copy nothing, but find out which blocks have the bytes that they had in the last
-            version and in the place; these are numbers of transfers, 0 for none.
+        kind: file of `transports` with the kind of place; "": nothing to copy.
+        place: the `Place` of that file.
+        verify: name of the checksum to compute of each block.
+        compare: copy nothing, but compare each block's bytes with those of the last version and of
+            the place; the two are numbers of transfers, 0 for none.
         transfer: number of the transfer; with ``compare`` digests are kept under it.
     """
 
@@ -69,7 +69,7 @@ class CopyRequest(NamedTuple):
 
     @property
     def packed(self) -> tuple[Any, ...]:
-        """As it travels."""
+        """The request in wire format."""
         return tuple(self)
 
     @staticmethod
@@ -77,7 +77,7 @@ class CopyRequest(NamedTuple):
         """Read the result of `packed`.
 
         Raises:
-            ProtocolError: it was made by something else.
+            ProtocolError: the data is no copy request.
         """
         try:
             request = CopyRequest(*msgspec.convert(given, _Packed))
@@ -89,7 +89,7 @@ class CopyRequest(NamedTuple):
         return request._replace(place=place)
 
 
-#: A request as it travels.
+#: A request in wire format.
 _Packed = tuple[
     str,
     tuple[int, ...],
@@ -103,7 +103,7 @@ _Packed = tuple[
 
 
 def transport_module(kind: str) -> Any:
-    """The file of a kind of place, loaded when a request first names it.
+    """Return the module of a kind of place, imported when a request first names it.
 
     Raises:
         ImportError: there is none.
@@ -117,8 +117,8 @@ class CopyReply(NamedTuple):
     """Results of a request, or its error.
 
     Attributes:
-        checks: the checksums of the blocks; of blocks that were compared, flags.
-        handles: of the place; see `transports`.
+        checks: checksums of the blocks; for a comparison, their flags.
+        handles: handles of the place; see `transports`.
     """
 
     rank: int
@@ -135,9 +135,9 @@ class TensorLocation(NamedTuple):
     """Location of a tensor's value.
 
     Attributes:
-        key: its name with its holders.
-        held: an object that keeps the value alive.
-        blocks: the block of each rank, where no placements say that.
+        key: key of the value in its source.
+        held: object that keeps the value alive.
+        blocks: block of each rank, if not given by placements.
     """
 
     key: int
@@ -147,10 +147,10 @@ class TensorLocation(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """The processes that have a model's blocks; how they are reached is the source's affair.
+    """The processes that hold a model's blocks.
 
     Attributes:
-        turn: held by the transfer that takes the replies.
+        turn: lock held by the transfer that takes the replies.
     """
 
     turn: threading.Lock
@@ -159,39 +159,39 @@ class WeightSource(Protocol):
     def mesh(self) -> Mesh: ...
 
     def request(self, rank: int, number: int, request: CopyRequest) -> None:
-        """Have a rank copy; does not wait."""
+        """Send a rank a copy request; does not wait."""
 
     def replies(self, seconds: float) -> list[CopyReply]:
-        """Return the replies that have come; wait at most so long for them.
+        """Return the replies that have come; wait at most ``seconds`` for them.
 
         Raises:
             WorkerDied, WorkerFrozen: a rank is gone, or does not answer.
         """
 
     def let_go(self, sender: str) -> None:
-        """Have the ranks drop all places of a sender; does not wait."""
+        """Make the ranks drop all places of a sender; does not wait."""
 
 
 class RemoteSource(WeightSource, Protocol):
-    """Processes that tell where a tensor is."""
+    """A source that locates tensors."""
 
     def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
-        """Have the tensors computed; where each one is now."""
+        """Make the ranks compute the tensors, and return the location of each."""
 
 
 class RemoteModel(NamedTuple):
-    """Model that other processes hold: the holders, and its parameters by position."""
+    """Model held by other processes: their source, and its parameters by position."""
 
     source: RemoteSource
     tensors: Mapping[int, Tensor]
 
 
-#: Type of device -> what finds the source of a tensor on such a device.
+#: Device type -> function that finds the source of a tensor on such a device.
 BY_DEVICE: dict[str, Callable[[Any], RemoteSource | None]] = {}
 
 
 def source_of(tensors: Sequence[Tensor]) -> RemoteSource | None:
-    """The source of all of these tensors; None when there is none, or not one for all."""
+    """Return the common source of these tensors; None if there is none."""
     source: RemoteSource | None = None
     for tensor in tensors:
         find = BY_DEVICE.get(tensor.device.type)

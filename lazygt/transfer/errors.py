@@ -2,7 +2,7 @@
 
 TransferError (LazyGTError)
 ├── ManifestMismatch   a receiver expects other parameters, or has a newer version
-├── ReceiverRefused    a receiver failed by itself: a wrong checksum, no memory left
+├── ReceiverRefused    a receiver failed itself: a wrong checksum, no memory left
 ├── ReceiverDied       a receiver's process or connection ended
 ├── ReceiverFrozen     a receiver did not answer before the deadline
 ├── VersionHeld        a reader still holds tensors of the version that is to be overwritten
@@ -15,14 +15,14 @@ from lazygt.errors import LazyGTError
 
 
 class TransferError(LazyGTError):
-    """A transfer failed; every receiver keeps the version that it had."""
+    """A transfer failed; every receiver keeps its old version."""
 
 
 class ManifestMismatch(TransferError):
-    """A receiver can't take these parameters; raised before a byte is moved.
+    """A receiver can't take these parameters; raised before any data is sent.
 
     Attributes:
-        receiver: its name.
+        receiver: the receiver's name.
     """
 
     def __init__(self, receiver: str, why: str) -> None:
@@ -31,7 +31,7 @@ class ManifestMismatch(TransferError):
 
 
 class ReceiverRefused(TransferError):
-    """A receiver gave up: the bytes were not those that were sent, or it failed itself."""
+    """A receiver gave up: it received other bytes than were sent, or it failed itself."""
 
     def __init__(self, receiver: str, why: str) -> None:
         self.receiver, self.why = receiver, why
@@ -45,8 +45,8 @@ class ReceiverDied(TransferError):
     """A receiver's process ended, or it closed its connection.
 
     Attributes:
-        receiver: its name.
-        pid: its process id.
+        receiver: the receiver's name.
+        pid: the receiver's process id.
     """
 
     def __init__(self, receiver: str, pid: int, during: str) -> None:
@@ -61,7 +61,7 @@ class ReceiverFrozen(TransferError):
     """Receivers did not answer before the deadline; they are dropped.
 
     Attributes:
-        receivers: their names.
+        receivers: the receivers' names.
     """
 
     def __init__(self, receivers: tuple[str, ...], seconds: float, during: str) -> None:
@@ -74,10 +74,10 @@ class ReceiverFrozen(TransferError):
 
 
 class VersionHeld(TransferError):
-    """Code in a receiver still holds tensors of an old version, and their memory is needed.
+    """Code in a receiver still holds tensors of an old version in memory that is needed.
 
     Attributes:
-        receivers: their names.
+        receivers: the receivers' names.
     """
 
     def __init__(self, receivers: tuple[str, ...], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Extractors: the parameters of a model. They know no transport and no threshold."""
+"""Extractors: sources of a model's parameters, independent of transport and threshold."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ class Extractor(Protocol):
         """Return the manifest of the transfer; moves no data."""
 
     def chunks(self) -> Iterator[Chunk]:
-        """The parameters, a module at a time; a fresh pass at each call."""
+        """Return an iterator over the parameters, a module at a time; each call begins anew."""
 
 
 def parent_module(name: str) -> str:
-    """``layers.0.attention.weight`` -> ``layers.0.attention``."""
+    """Return a parameter's module: ``layers.0.attention`` of ``layers.0.attention.weight``."""
     return name.rpartition(".")[0]
 
 
 class ModuleExtractor:
     """The parameters and persistent buffers of a torch module, or the entries of a mapping.
 
-    Works on the CPU, on GPUs, and in a lazygt session, where a sender leaves the writing to the
-    workers, or else each chunk is fetched from them when it is asked for.
+    Works on the CPU, on GPUs, and in a lazygt session. There the workers send their values
+    themselves if the sender supports it; else each chunk is fetched from them on demand.
 
     Args:
-        module: read anew at each transfer.
+        module: the module or mapping, read anew at each transfer.
         cast: name pattern (as in a shell: ``*``, ``?``) -> dtype. The first that matches a
-            floating-point parameter decides; without a match it travels as it is.
-        group: name -> the module it travels with; neighbours of one group form a chunk.
-        rename: name -> the name that receivers know it by.
+            floating-point parameter decides; without a match it is not cast.
+        group: name -> the module it is sent with; neighbours of one group form a chunk.
+        rename: name -> its name in receivers.
 
     Raises:
-        TypeError: a cast is to no dtype that travels; or a parameter is sparse or without memory,
-            or only one rank's block, when it is read.
-        ValueError: tied parameters would get different dtypes; when it is read.
+        TypeError: a cast is to a dtype that can't be sent; or a parameter is sparse or without
+            memory, or only one rank's block, when it is read.
+        ValueError: tied parameters would get different dtypes; when they are read.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class ModuleExtractor:
         self._rename = rename or (lambda name: name)
 
     def manifest(self) -> Manifest:
-        """Names, dtypes on the wire, shapes and ties, in the module's order."""
+        """Return names, dtypes on the wire, shapes and ties, in the module's order."""
         return Manifest(tuple(spec for _, spec, _ in self.entries()))
 
     def chunks(self) -> Iterator[Chunk]:
-        """One chunk a module; lazygt tensors come as fetched CPU tensors."""
+        """Yield one chunk a module; lazygt tensors come as fetched CPU tensors."""
         own = (entry for entry in self.entries() if entry[1].alias_of is None)
         for module, entries in groupby(own, key=lambda entry: self._group(entry[0])):
             yield Chunk(module, [(spec, _reachable(tensor, spec)) for _, spec, tensor in entries])
 
     def entries(self) -> Iterator[tuple[str, ParamSpec, Tensor]]:
-        """The module's name of each parameter, how it travels, and where it is now."""
+        """Yield each parameter's name in the module, its spec on the wire, and its tensor."""
         first: dict[object, ParamSpec] = {}
         for name, tensor in self._named():
             _check_dense(name, tensor)
@@ -112,7 +112,7 @@ class ModuleExtractor:
         return first is not None and first[1].device.type in kinds
 
     def is_in_blocks(self) -> bool:
-        """True if this process is a rank of a trainer with blocks of the model."""
+        """Return whether this process is a rank of a trainer with blocks of the model."""
         return any(is_block(tensor) for _, tensor in self._named())
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
@@ -130,10 +130,10 @@ class ModuleExtractor:
 
 
 class HeldElsewhere:
-    """A model that other processes hold.
+    """Extractor of a model that other processes hold.
 
     Attributes:
-        remote: the holders.
+        remote: the model with its holders.
     """
 
     def __init__(self, manifest: Manifest, remote: RemoteModel) -> None:
@@ -144,7 +144,7 @@ class HeldElsewhere:
         return self._manifest
 
     def chunks(self) -> Iterator[Chunk]:
-        """Nothing: this process sends none of it."""
+        """Return an empty iterator: this process sends nothing itself."""
         return iter(())
 
 
@@ -154,7 +154,7 @@ def is_block(tensor: Any) -> bool:
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for tensors that are the same memory seen in the same way."""
+    """Return a key that is equal for tensors that are the same view of the same memory."""
     if tensor.device.type not in {"cpu", "cuda"} or not tensor.numel() or is_block(tensor):
         return id(tensor)
     place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
@@ -163,7 +163,7 @@ def _identity(tensor: Tensor) -> object:
 
 
 def _reachable(tensor: Tensor, spec: ParamSpec) -> Tensor:
-    """The tensor in memory that this process can read."""
+    """Return the tensor in memory of this process, fetched if it lies elsewhere."""
     if is_block(tensor):
         raise TypeError(
             f"parameter {spec.name!r} lies in blocks on several ranks: every rank has to call "

@@ -1,7 +1,7 @@
 """Layouts: the holders of a model's blocks, and the routes from one layout to others.
 
-Pure: layouts in, routes out. No tensor, no transport. The routes of the same layouts are found once
-and kept (`route.cache_info()` tells how often).
+Pure functions of layouts: no tensors, no transport. Routes are cached by the layouts
+(`route.cache_info()` has the counts).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ParamLayout(NamedTuple):
     """A parameter and its placements on the mesh that it comes from.
 
     Attributes:
-        param: its position in the manifest.
-        itemsize: bytes of an element, as it travels.
-        blocks: the block of each rank, where no placements say that; None: it has none.
+        param: position in the manifest.
+        itemsize: bytes of an element on the wire.
+        blocks: block of each rank, if not given by placements; None: the rank has none.
     """
 
     param: int
@@ -53,13 +53,13 @@ class ParamLayout(NamedTuple):
 
 
 class Route(NamedTuple):
-    """One block on its way.
+    """One block to send from a rank to the receivers of a layout.
 
     Attributes:
         rank: the sending rank.
-        layout: number of the receivers' layout that it belongs to.
-        source: where it lies within the rank's own block.
-        target: where it belongs within that layout's block.
+        layout: number of the receivers' layout.
+        source: bounds within the rank's own block.
+        target: bounds within that layout's block.
     """
 
     rank: int
@@ -70,27 +70,27 @@ class Route(NamedTuple):
     nbytes: int
 
 
-#: What is copied, and told of, together.
+#: Routes that are copied and announced together.
 Request = tuple[Route, ...]
 
 
 def whole(shape: Sequence[int]) -> Bounds:
-    """All of a tensor."""
+    """Return the bounds of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def shape_of(bounds: Bounds) -> tuple[int, ...]:
-    """The shape of a block."""
+    """Return the shape of a block."""
     return tuple(stop - start for start, stop in bounds)
 
 
 def slices(bounds: Bounds) -> tuple[slice, ...]:
-    """A block as an index."""
+    """Return a block as an index."""
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
 def block(mesh: Mesh, placement: Placements, shape: Sequence[int], rank: int) -> Bounds:
-    """Return the block that a rank has of a tensor of ``shape``."""
+    """Return a rank's block of a tensor of ``shape``."""
     return tuple((s.start, s.stop) for s in region(mesh, placement, shape, rank))
 
 
@@ -100,10 +100,10 @@ def route(
 ) -> tuple[Route, ...]:
     """Route every byte of every layout from exactly one rank.
 
-    Of ranks that have the same block, the one with the fewest bytes so far sends it.
+    Of the ranks with the same block, the one with the fewest bytes so far sends it.
 
     Args:
-        layouts: of the receivers: for each the block of each parameter, by position.
+        layouts: for each layout of receivers the block of each parameter, by position.
 
     Raises:
         ValueError: a parameter is only a partial sum on its mesh.
@@ -127,7 +127,7 @@ def route(
 
 
 def cut(route: Route, most: int) -> Iterator[Route]:
-    """The same bytes in routes of at most ``most`` bytes each (at least one element)."""
+    """Yield a route in pieces of at most ``most`` bytes each (at least one element)."""
     shape = shape_of(route.target)
     if route.nbytes <= most or math.prod(shape) == 1:
         yield route
@@ -143,7 +143,7 @@ def cut(route: Route, most: int) -> Iterator[Route]:
 
 
 class Batcher:
-    """Gathers chunks of routes into requests, for a threshold of T bytes.
+    """Batching of chunks of routes into requests, for a threshold of T bytes.
 
     - a chunk that would take the open request over T first closes it; exactly T still fits;
     - a chunk bigger than T goes alone, in as many requests as it needs, none over T;
@@ -152,9 +152,9 @@ class Batcher:
     - T = 0: each chunk is one request, whatever its size.
 
     Args:
-        piece: the most bytes of a route; longer ones are cut.
+        piece: maximum bytes of a route; longer ones are cut.
         threshold: T.
-        unit: every route takes a multiple of so many bytes of its request.
+        unit: a route's room in its request is rounded up to a multiple of so many bytes.
     """
 
     def __init__(self, piece: int, threshold: int, unit: int = 1) -> None:
@@ -166,7 +166,7 @@ class Batcher:
         self._used = 0
 
     def add(self, chunk: Sequence[Route]) -> Iterator[Request]:
-        """Take in a chunk; yields the requests that it completes."""
+        """Add a chunk, and yield the requests that it completes."""
         size = sum(self._room(route.nbytes) for route in chunk)
         alone = not self._limit or size > self._limit
         if alone or self._used + size > self._limit:
@@ -183,7 +183,7 @@ class Batcher:
             yield from self.flush()
 
     def flush(self) -> Iterator[Request]:
-        """Yield the open request, if there is anything in it."""
+        """Yield the open request, unless it is empty."""
         if self._open:
             request, self._open, self._used = tuple(self._open), [], 0
             yield request
@@ -196,7 +196,7 @@ class Batcher:
 
 
 def batched(routes: Iterable[Route], piece: int, threshold: int, unit: int = 1) -> list[Request]:
-    """Routes in requests, each route a chunk of its own; see `Batcher`."""
+    """Return routes in requests, each route a chunk of its own; see `Batcher`."""
     batcher = Batcher(piece, threshold, unit)
     full = [request for route in routes for request in batcher.add((route,))]
     return [*full, *batcher.flush()]
@@ -209,13 +209,13 @@ def packed(request: Request) -> tuple[list[int], int]:
 
 
 def interleave(lists: Iterable[Sequence[Request]]) -> list[Request]:
-    """The items of several lists: the first of each, then the second of each, and so on."""
+    """Return the items of several lists in round-robin order: first the first of each."""
     rows = itertools.zip_longest(*lists)
     return [request for row in rows for request in row if request is not None]
 
 
 def _copies(mesh: Mesh, param: ParamLayout) -> dict[Bounds, list[int]]:
-    """The blocks that there are of a parameter -> the ranks that have them."""
+    """Return the different blocks of a parameter -> the ranks that have them."""
     if any(isinstance(placement, Partial) for placement in param.placements):
         raise ValueError(f"parameter {param.param} is a partial sum on the mesh {mesh}")
     copies: dict[Bounds, list[int]] = {}
@@ -229,7 +229,7 @@ def _copies(mesh: Mesh, param: ParamLayout) -> dict[Bounds, list[int]]:
 
 
 def check_tiles(name: str, shape: Sequence[int], blocks: Sequence[Bounds | None]) -> None:
-    """Raise TransferError unless the blocks of all ranks are all of a tensor, each element once.
+    """Raise TransferError unless the ranks' blocks tile a tensor: each element once.
 
     Ranks may have the same block.
     """
@@ -254,7 +254,7 @@ def _intersection(one: Bounds, other: Bounds) -> Bounds:
 
 
 def _within(inner: Bounds, outer: Bounds) -> Bounds:
-    """A block, counted from the beginning of another one that it lies in."""
+    """Return a block's bounds relative to the start of an enclosing block."""
     pairs = zip(inner, outer, strict=True)
     return tuple((start - base, stop - base) for (start, stop), (base, _) in pairs)
 
@@ -266,7 +266,7 @@ def _narrow(bounds: Bounds, dim: int, begin: int, count: int) -> Bounds:
 
 # -- receivers -----------------------------------------------------------------------------
 
-#: For each axis the dim that it shards; None: every rank has all of it.
+#: For each mesh axis the dim that it shards; None: replicated along the axis.
 Dims = tuple[int | None, ...]
 
 
@@ -275,7 +275,7 @@ class ReceiverLayout:
     """One rank's blocks of a model that is laid out on a mesh of receivers.
 
     Attributes:
-        placements: (name pattern, dims); the first that fits a name counts, without one the
+        placements: (name pattern, dims); the first that matches a name counts, without one the
             parameter is held whole.
     """
 
@@ -314,7 +314,7 @@ class ReceiverLayout:
         rank: int,
         placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None,
     ) -> ReceiverLayout | None:
-        """Build the layout of a receiver's arguments; None: all of each parameter. See `of`."""
+        """Build the layout of a receiver's arguments; None: whole parameters. See `of`."""
         if (mesh is None) != (placements is None):
             raise ValueError("a receiver that holds blocks needs both mesh= and placements=")
         return (
@@ -324,11 +324,11 @@ class ReceiverLayout:
         )
 
     def blocks(self, manifest: Manifest) -> tuple[Bounds, ...]:
-        """The block of each parameter, by position.
+        """Return the block of each parameter, by position.
 
         Raises:
-            ValueError: a pattern fits no parameter, a parameter lacks the dim, or two tied names
-                would be held differently.
+            ValueError: a pattern matches no parameter, a parameter lacks the dim, or two tied
+                names would be held differently.
         """
         unused = {pattern for pattern, _ in self.placements}
         blocks: list[Bounds] = []
@@ -352,7 +352,7 @@ class ReceiverLayout:
 
     @property
     def packed(self) -> list[Any]:
-        """As it travels."""
+        """The layout in wire format."""
         return [str(self.mesh), self.rank, [[pattern, dims] for pattern, dims in self.placements]]
 
     @staticmethod
@@ -360,7 +360,7 @@ class ReceiverLayout:
         """Read the result of `packed`; None for None, a receiver of whole parameters.
 
         Raises:
-            ProtocolError: it was made by something else.
+            ProtocolError: the data is no layout.
         """
         if given is None:
             return None
@@ -380,7 +380,7 @@ class ReceiverLayout:
 
 
 def localized(manifest: Manifest, blocks: Sequence[Bounds]) -> Manifest:
-    """The manifest of a layout's blocks: the same names, the blocks' shapes."""
+    """Return the manifest of a layout's blocks: the same names, the blocks' shapes."""
     pairs = zip(manifest.params, blocks, strict=True)
     return Manifest(tuple(ParamSpec(s.name, s.dtype, shape_of(b), s.alias_of) for s, b in pairs))
 
@@ -390,10 +390,10 @@ class Layouts(NamedTuple):
 
     Attributes:
         blocks: for each different layout the block of each parameter.
-        manifests: the parameters of each layout, with its own shapes.
-        bases: where the memory of each layout begins, in bytes.
-        extent: bytes of all of it.
-        of: receiver -> its layout.
+        manifests: manifest of each layout, with its own shapes.
+        bases: start of each layout's memory, in bytes.
+        extent: bytes of all layouts' memory.
+        of: receiver -> number of its layout.
     """
 
     blocks: tuple[tuple[Bounds, ...], ...]
@@ -404,7 +404,7 @@ class Layouts(NamedTuple):
 
     @staticmethod
     def build(manifest: Manifest, blocks_of: Mapping[Any, tuple[Bounds, ...]]) -> Layouts:
-        """Receivers with the same blocks share a layout.
+        """Build the layouts; receivers with the same blocks share one.
 
         Args:
             blocks_of: receiver -> the block of each parameter.
@@ -418,7 +418,7 @@ class Layouts(NamedTuple):
         return Layouts(blocks, manifests, tuple(ends[:-1]), ends[-1], of)
 
     def holders(self, layout: int, receivers: Sequence[T]) -> list[T]:
-        """Those of the receivers that have this layout."""
+        """Return the receivers that have this layout."""
         return [receiver for receiver in receivers if self.of[receiver] == layout]
 
 
@@ -436,7 +436,7 @@ def _dims(pattern: str, given: Sequence[Any] | Mapping[str, Any], mesh: Mesh) ->
 
 
 def _dim(pattern: str, placement: Any) -> int | None:
-    # why: it takes 0.3 s to load, and whoever has such placements has loaded it
+    # why: it takes 0.3 s to load, and a caller with such placements has loaded it
     from torch.distributed.tensor import Replicate as TorchReplicate
     from torch.distributed.tensor import Shard as TorchShard
 

@@ -44,17 +44,17 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to `ALIGNMENT`."""
+    """Return ``nbytes`` rounded up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter as it travels.
+    """One parameter on the wire.
 
     Attributes:
         dtype: a key of `DTYPES`.
-        alias_of: the name of the parameter that this one is tied to; its bytes travel once.
+        alias_of: name of the parameter that this one is tied to; their bytes are sent once.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel: none for an alias."""
+        """Bytes on the wire: none for an alias."""
         return 0 if self.alias_of else math.prod(self.shape) * self.torch_dtype.itemsize
 
     def __str__(self) -> str:
@@ -78,10 +78,11 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parameters of a model, in the order in which they travel.
+    """The parameters of a model, in the order in which they are sent.
 
     Raises:
-        ValueError: a name comes twice, or an alias names no earlier parameter of its kind.
+        ValueError: a name comes twice, or an alias names no earlier parameter of its dtype and
+            shape.
     """
 
     params: tuple[ParamSpec, ...]
@@ -120,21 +121,24 @@ class Manifest:
 
     @cached_property
     def wholes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """All of each parameter, as a block: (0, size) of each dim."""
+        """Bounds of each whole parameter: (0, size) of each dim."""
         return tuple(tuple((0, size) for size in spec.shape) for spec in self.params)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes on the wire."""
         return sum(spec.nbytes for spec in self.params)
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal names, dtypes, shapes, order and ties only."""
+        """SHA-256 of the manifest: of names, dtypes, shapes, order and ties."""
         return hashlib.sha256(self.packed).hexdigest()
 
     def tensors(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of a flat uint8 buffer of `extent` bytes, by name; tied names share a tensor."""
+        """Return views of a flat uint8 buffer of `extent` bytes, by name.
+
+        Tied names share a tensor.
+        """
         made: dict[str, Tensor] = {}
         for spec, place in zip(self.params, self.places, strict=True):
             if spec.alias_of:
@@ -146,7 +150,7 @@ class Manifest:
 
     @cached_property
     def packed(self) -> bytes:
-        """The manifest as it travels."""
+        """The manifest in wire format."""
         specs = [[spec.name, spec.dtype, spec.shape, spec.alias_of] for spec in self.params]
         packed: bytes = msgpack.packb(specs)
         return packed
@@ -156,7 +160,7 @@ class Manifest:
         """Read the result of `packed`.
 
         Raises:
-            ProtocolError: it was made by something else.
+            ProtocolError: the data is no manifest.
         """
         try:
             return cls(tuple(_read_spec(*entry) for entry in msgpack.unpackb(given)))

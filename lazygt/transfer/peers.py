@@ -31,18 +31,18 @@ _TURNED_AWAY = 4  # that an error names, the last ones
 
 @dataclass(eq=False)
 class ReceiverLink:
-    """One receiver, as its sender sees it.
+    """A sender's view of one receiver.
 
     Attributes:
-        name: as it calls itself; unique among those connected.
-        layout: its block of each parameter; None: all of it.
-        version: its version when the transfer began.
-        transfer: number of the transfer that its answers below belong to.
+        name: the receiver's own name; unique among those connected.
+        layout: layout of its blocks; None: whole parameters.
+        version: its version at the beginning of the transfer.
+        transfer: number of the transfer that the answers below belong to.
         said: its answers: kind of message -> the message.
-        staged: requests that it has taken in.
-        sent: requests that it has been told of.
-        holds: it still holds tensors of the version that is to be overwritten.
-        left: it has said that it goes, and holds nothing.
+        staged: number of requests that it has taken in.
+        sent: number of requests announced to it.
+        holds: True if it still holds tensors of the version that is to be overwritten.
+        left: True if it has left by a message, and holds nothing.
     """
 
     connection: Connection
@@ -63,13 +63,13 @@ class ReceiverLink:
 
 
 class Receivers:
-    """Listens for receivers and talks to them; used by one thread.
+    """Listening socket and connections of a sender; used by one thread.
 
     Args:
-        strategy: receivers of another strategy are turned away.
+        strategy: name of the transport; receivers of another one are turned away.
 
     Attributes:
-        address: the path that receivers connect to.
+        address: path of the socket that receivers connect to.
     """
 
     def __init__(self, strategy: str) -> None:
@@ -81,16 +81,16 @@ class Receivers:
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._strangers: list[Connection] = []
-        #: who was turned away since enough were there, and why
+        #: receivers turned away since enough were connected, with the reasons
         self._turned_away: deque[str] = deque(maxlen=_TURNED_AWAY)
         self.connected: list[ReceiverLink] = []
-        #: of the transfer that runs; newcomers join the next one
+        #: receivers of the running transfer; newcomers join the next one
         self.active: list[ReceiverLink] = []
-        #: somebody who may still look at shared memory can't be asked any more
+        #: a dropped receiver may be alive and still read shared memory
         self.suspect = False
-        #: for a sign of life that was asked for
+        #: deadline of the pongs that were asked for
         self._patience: Deadline | None = None
-        #: what the transfer is at, for errors
+        #: phase of the transfer, for errors
         self.during = "begin"
 
     # -- talking ---------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Receivers:
         """Send a message to one receiver.
 
         Raises:
-            ReceiverDied, ReceiverFrozen: see there; the receiver is dropped.
+            ReceiverDied, ReceiverFrozen: the receiver can't be reached; it is dropped.
         """
         try:
             receiver.connection.send(message, deadline, fds)
@@ -120,10 +120,10 @@ class Receivers:
         """Wait until ``done`` holds for every receiver of the transfer.
 
         Raises:
-            ReceiverDied: one has gone. It is dropped.
-            ReceiverFrozen: some were not done before the deadline. They are dropped.
-            VersionHeld: the same, but they are alive and name the reason.
-            ManifestMismatch, ReceiverRefused: one has refused.
+            ReceiverDied: a receiver has gone; it is dropped.
+            ReceiverFrozen: some were not done before the deadline; they are dropped.
+            VersionHeld: some were not done because they still hold tensors; they are kept.
+            ManifestMismatch, ReceiverRefused: a receiver has refused.
         """
         self.pump(0.0)
         while not all(map(done, self.active)):
@@ -132,7 +132,7 @@ class Receivers:
             self.pump(deadline.remaining)
 
     def begin(self, transfer: int) -> list[ReceiverLink]:
-        """Make all connected receivers take part in a transfer."""
+        """Begin a transfer to all connected receivers, and return them."""
         self.active = list(self.connected)
         self._patience = None
         for receiver in self.active:
@@ -140,10 +140,10 @@ class Receivers:
         return list(self.active)
 
     def ping(self, deadline: Deadline) -> None:
-        """Ask every receiver for a sign of life, if they have not been asked; does not wait.
+        """Ping every receiver of the transfer, unless a ping is pending; does not wait.
 
         Args:
-            deadline: of the transfer.
+            deadline: deadline for sending the messages.
         """
         if self._patience is None and self.active:
             self._patience = Deadline(PING_SECONDS)
@@ -152,13 +152,13 @@ class Receivers:
             self.send_all({"kind": "ping", "transfer": self.active[0].transfer}, deadline)
 
     def check_liveness(self, deadline: Deadline) -> None:
-        """Wait for a sign of life of every receiver, when a transfer is late or has failed.
+        """Wait for a pong of every receiver, when a transfer is late or has failed.
 
         Args:
-            deadline: of the transfer, for the error.
+            deadline: deadline of the transfer, for the error.
 
         Raises:
-            ReceiverDied, ReceiverFrozen: some gave none. They are dropped.
+            ReceiverDied, ReceiverFrozen: some sent none; they are dropped.
         """
         self._await_pongs(deadline)
         self._patience = None  # they may have answered long ago
@@ -173,12 +173,12 @@ class Receivers:
             self.pump(patience.remaining)
 
     def wait_for_connected(self, count: int, deadline: Deadline) -> None:
-        """Wait until so many receivers are connected.
+        """Wait until at least ``count`` receivers are connected.
 
         Raises:
-            TransferError: they were not, until the deadline.
+            TransferError: the deadline has passed.
         """
-        self.pump(0.0)  # so that those who have left do not count
+        self.pump(0.0)  # so that receivers that have left do not count
         while len(self.connected) < count:
             if deadline.expired:
                 here = ", ".join(receiver.name for receiver in self.connected) or "none"
@@ -191,7 +191,7 @@ class Receivers:
         self._turned_away.clear()
 
     def pump(self, seconds: float) -> None:
-        """Wait at most so long for something to happen, and take it in."""
+        """Wait at most ``seconds`` for messages, departures and newcomers; handle them."""
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         owners: dict[int, ReceiverLink | Connection] = {}
@@ -211,7 +211,7 @@ class Receivers:
             self._accept()
 
     def drop(self, receiver: ReceiverLink) -> None:
-        """Hang up on a receiver. Idempotent."""
+        """Disconnect a receiver. Idempotent."""
         if receiver not in self.connected:
             return
         if not receiver.left and not receiver.connection.has_ended(_DEATH_SECONDS):
@@ -222,7 +222,7 @@ class Receivers:
             self.active.remove(receiver)
 
     def drop_named(self, name: str) -> None:
-        """Hang up on the receiver of this name, if it is there."""
+        """Disconnect the receiver of this name, if there is one."""
         for receiver in [receiver for receiver in self.connected if receiver.name == name]:
             self.drop(receiver)
 
@@ -231,7 +231,7 @@ class Receivers:
         return self._listener.fileno() < 0
 
     def close(self) -> None:
-        """Hang up on all and stop listening; called once."""
+        """Disconnect all, and stop listening; called once."""
         self._listener.close()
         self._directory.close()
         for receiver in list(self.connected):
@@ -250,7 +250,7 @@ class Receivers:
         try:
             self._strangers.append(Connection(sock))
         except (PeerGone, SecurityError):
-            return  # who it was has no say here, and the socket is closed
+            return  # a stranger's connection: the socket is closed
 
     def _admit(self, connection: Connection) -> None:
         try:

@@ -1,6 +1,7 @@
 """The ranks of a trainer, as seen by the rank with the sender.
 
-Their meeting place, the blocks of each, and copy requests to them."""
+Their meeting place, the blocks of each, and copy requests to them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from lazygt.transfer.extractor import ModuleExtractor
 from lazygt.transfer.layout import Bounds, check_tiles, whole
 from lazygt.transfer.manifest import Manifest
 
-#: For what is said after a transfer's deadline: how it ended.
+#: Seconds beyond a transfer's deadline for the message with its result.
 LAST_WORD_SECONDS = 5.0
 
 
@@ -31,8 +32,8 @@ class RankPart(NamedTuple):
     """One rank's blocks of a model.
 
     Attributes:
-        tensors: its blocks, by the parameter's position in the manifest.
-        blocks: the bounds of each in its parameter; None: the rank has none.
+        tensors: the rank's blocks, by the parameter's position in the manifest.
+        blocks: bounds of each in its parameter; None: the rank has none.
     """
 
     manifest: Manifest
@@ -44,7 +45,7 @@ class RankPart(NamedTuple):
         """Build this rank's part. Other tensors than DTensors are replicated.
 
         Raises:
-            TypeError: a parameter can't travel.
+            TypeError: a parameter can't be sent.
         """
         specs, tensors, blocks = [], {}, {}
         for number, (name, spec, tensor) in enumerate(extractor.entries()):
@@ -55,7 +56,7 @@ class RankPart(NamedTuple):
 
 
 def _local(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
-    """A rank's block of a parameter, and where that lies."""
+    """Return a rank's block of a parameter, and its bounds; None: the rank has none."""
     if not hasattr(tensor, "full_tensor"):
         return tensor.detach(), whole(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
@@ -67,10 +68,10 @@ def _local(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
 
 
 class MeetingPlace:
-    """Socket at which the ranks connect, in a directory that only this user can enter.
+    """Listening socket for the ranks, in a directory that only this user can enter.
 
     Attributes:
-        address: its path.
+        address: path of the socket.
     """
 
     def __init__(self) -> None:
@@ -81,10 +82,10 @@ class MeetingPlace:
         self._listener.listen(dist.get_world_size())
 
     def meet(self, deadline: Deadline) -> dict[int, tuple[Connection, dict[str, Any]]]:
-        """The connection and the greeting of every rank.
+        """Accept every rank, and return its connection and greeting.
 
         Raises:
-            TransferError: one did not come in time, or has gone.
+            TransferError: a rank did not come in time, or has gone.
         """
         here: dict[int, tuple[Connection, dict[str, Any]]] = {}
         try:
@@ -103,13 +104,13 @@ class MeetingPlace:
         return here
 
     def close(self) -> None:
-        """Be found no more."""
+        """Close and remove the socket."""
         self._listener.close()
         self._directory.close()
 
 
 def _next(connection: Connection, deadline: Deadline) -> dict[str, Any]:
-    """The first message of a connection."""
+    """Return the first message of a connection."""
     while wait_for([connection], deadline.remaining):
         for message in connection.receive():
             return message
@@ -117,7 +118,7 @@ def _next(connection: Connection, deadline: Deadline) -> dict[str, Any]:
 
 
 def wait_for(connections: Sequence[Connection], seconds: float) -> bool:
-    """Return whether a message or a departure has come within so many seconds."""
+    """Return whether a message or a departure comes within ``seconds``."""
     poller = select.poll()
     for connection in connections:
         for descriptor in connection.descriptors:
@@ -126,10 +127,10 @@ def wait_for(connections: Sequence[Connection], seconds: float) -> bool:
 
 
 class RankSource:
-    """The ranks as holders of a model's blocks.
+    """The ranks as the source of a model's blocks.
 
     Args:
-        ranks: the connection of each, and its greeting.
+        ranks: connection and greeting of each rank.
     """
 
     def __init__(
@@ -144,10 +145,10 @@ class RankSource:
         self._numbers: list[int] = []
 
     def placed(self, part: RankPart) -> Mapping[int, Tensor]:
-        """This rank's part, if the parts of all make the model.
+        """Check that the parts of all ranks make up the model; return this rank's blocks.
 
         Raises:
-            TransferError: ranks have other parameters, or blocks that leave something out.
+            TransferError: ranks have other parameters, or their blocks do not tile one.
         """
         for rank, digest in enumerate(self._digests):
             if digest != part.manifest.digest:
@@ -194,12 +195,12 @@ class RankSource:
         """See `WeightSource`; the ranks drop everything at the end of the transfer anyway."""
 
     def end(self, message: Mapping[str, Any]) -> None:
-        """Tell all ranks how it ended, and hang up."""
+        """Send all ranks the result, and close the connections."""
         for connection in self._connections.values():
             try:
                 connection.send({"kind": "end", **message}, Deadline(LAST_WORD_SECONDS))
             except (PeerGone, TimeoutError):
-                continue  # it hears of it as it is: by the end of the connection
+                continue  # the rank notices the end of the connection
             finally:
                 connection.close()
         self._connections = {}

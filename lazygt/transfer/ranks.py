@@ -1,13 +1,13 @@
-"""The ranks of a torchrun trainer as the source of a transfer: FSDP2, tensor parallelism, DTensor.
+"""Ranks of a torchrun trainer as the source of a transfer: FSDP2, tensor parallelism.
 
-Every rank calls `transfer_weights` with its part of one model; one of them has the sender.
+Every rank calls `transfer_weights` with its part of one model of DTensors; one has the sender.
 
-    all     gather the sender's rank, and failures so far             (torch.distributed)
-    all     connect there, the rank of the sender too: `hello`, with the blocks that they have
+    all     all-gather the sender's address, and failures so far      (torch.distributed)
+    all     connect there, the rank of the sender too: `hello`, with the bounds of their blocks
     sender  `copy` requests, each to the rank that has the block      -> `copied`
     sender  `end`, with the report or the error                       all return, or raise
 
-Each rank copies its own blocks to where they belong; nobody gathers. Ranks and receivers are
+Each rank copies its own blocks to their places; no rank gathers them. Ranks and receivers are
 processes of one user on one host, as they are for the other sources.
 """
 
@@ -36,7 +36,7 @@ from lazygt.transfer.rank_source import (
 from lazygt.transfer.report import TransferReport
 from lazygt.transfer.sender import Sender, ShowProgress
 
-_WORD_BYTES = 512  # of what a rank says before it connects: a path, or what went wrong
+_WORD_BYTES = 512  # of a rank's word before it connects: a path, or an error
 _FAILED = "!"
 
 
@@ -47,8 +47,9 @@ def transfer_from_ranks(
     timeout: float,
     progress: ShowProgress,
 ) -> TransferReport:
-    """See `transfer_weights`; called by every rank of torch's default process group, since a rank
-    that does not call is waited for as long as that group waits.
+    """See `transfer_weights`; called by every rank of torch's default process group.
+
+    The others wait for a rank that does not call, until the group's own timeout.
 
     Raises:
         ValueError: none of the ranks has the sender, or several have.
@@ -72,10 +73,10 @@ def transfer_from_ranks(
 
 
 def _agree_on_address(word: str, raises: bool = True) -> str:
-    """Agree on the address of the rank with the sender.
+    """All-gather the ranks' words, and return the address of the rank with the sender.
 
     Args:
-        word: the address, if it is this rank; else nothing, or the error here.
+        word: the address, if this rank has the sender; else "", or this rank's error.
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     data = word.encode()[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
@@ -100,7 +101,7 @@ def _agree_on_address(word: str, raises: bool = True) -> str:
 
 
 def _take_part(address: str, part: RankPart, deadline: Deadline) -> TransferReport:
-    """Act on copy requests until the transfer is over."""
+    """Connect to the rank with the sender, and act on its requests until the end."""
     gone = TransferError("the rank of the trainer that has the sender has gone")
     try:
         connection = connect(address)
@@ -127,7 +128,7 @@ def _greet(connection: Connection, part: RankPart, deadline: Deadline) -> None:
 def _copy_until_end(
     connection: Connection, copier: Copier, part: RankPart, deadline: Deadline
 ) -> dict[str, Any]:
-    """The message that ends the transfer."""
+    """Act on copy requests, and return the message that ends the transfer."""
     while wait_for([connection], deadline.remaining + LAST_WORD_SECONDS):
         for message in connection.receive():
             if message["kind"] == "end":
@@ -147,7 +148,7 @@ def _copied(copier: Copier, part: RankPart, message: Mapping[str, Any]) -> dict[
 
 
 def _report(end: Mapping[str, Any]) -> TransferReport:
-    """The report that the rank with the sender has, or its error."""
+    """Return the report of the rank with the sender, or raise its error."""
     if end["error"]:
         raise TransferError(f"the transfer failed on the rank with the sender: {end['error']}")
     fields = dict(end["report"])
@@ -196,4 +197,4 @@ def _own_part(address: str, part: RankPart, deadline: Deadline) -> None:
     try:
         _take_part(address, part, deadline)
     except TransferError:
-        return  # whoever leads raises it
+        return  # `_lead` raises it

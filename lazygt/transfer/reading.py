@@ -1,4 +1,4 @@
-"""Reading of a receiver's weights: one complete version at a time."""
+"""Reading of a receiver's weights, one complete version at a time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lazygt.transfer.version import Version
 
 
 class Readings:
-    """The current version, and how threads of this process read it or wait for a newer one.
+    """The current version of the weights, for reader threads of this process.
 
     Attributes:
-        name: how errors call the receiver.
+        name: name of the receiver in errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,17 +28,17 @@ class Readings:
 
     @property
     def version(self) -> int:
-        """The version that readers see; 0: none yet."""
+        """Number of the current version; 0: none yet."""
         current = self._current
         return 0 if current is None else current.number
 
     @contextmanager
     def reading(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """Yield the current version and its parameters, fixed for the whole block.
+        """The current version and its parameters, fixed for the whole block.
 
         Tied names share a tensor. Do not write to the tensors, and clone those that must outlive
         the block: the mapping is emptied at its end, and a tensor that is kept all the same holds
-        back the memory that the next but one transfer needs.
+        back memory that the next but one transfer needs.
 
         Raises:
             TransferError: there is no version yet.
@@ -57,10 +57,10 @@ class Readings:
             params.clear()
 
     def load_into(self, module: nn.Module) -> int:
-        """Copy the current version into a module's parameters and buffers; returns its number.
+        """Copy the current version into a module's parameters and buffers; return its number.
 
         Raises:
-            RuntimeError: names or shapes are not the module's.
+            RuntimeError: names or shapes differ from the module's.
             TransferError: there is no version yet.
         """
         with self.reading() as (number, params):
@@ -70,11 +70,12 @@ class Readings:
     def load_weights(
         self, load: Callable[[Iterator[tuple[str, Tensor]]], object], *, ties: bool = False
     ) -> int:
-        """Give the current version to an engine as (name, tensor) pairs; returns its number.
+        """Give the current version to an engine as (name, tensor) pairs; return its number.
 
         Args:
-            load: what takes such pairs and copies them: ``model.load_weights`` of vLLM and SGLang.
-            ties: a name that is tied to an earlier one comes too; checkpoints leave it out.
+            load: function that takes such pairs and copies them, such as ``model.load_weights``
+                of vLLM and SGLang.
+            ties: include names that are tied to an earlier one; checkpoints leave them out.
 
         Raises:
             TransferError: there is no version yet.
@@ -84,11 +85,11 @@ class Readings:
         return number
 
     def wait_for_version(self, number: int = 1, timeout: float = 60.0) -> int:
-        """Wait until a version at least this new is there; returns its number.
+        """Wait for version ``number`` or a newer one; return its number.
 
         Raises:
             SenderGone: the sender has gone, or has turned this receiver away.
-            TransferError: it was not there within ``timeout`` seconds.
+            TransferError: no such version came within ``timeout`` seconds.
         """
         deadline = Deadline(timeout)
         with self._changed:
@@ -104,20 +105,20 @@ class Readings:
         return self.version
 
     def _flip(self, version: Version) -> None:
-        """Readers see the old version, then the new one."""
+        """Make a version the current one, atomically for readers."""
         with self._changed:
             self._current = version
             self._changed.notify_all()
 
     def _end(self, why: str) -> None:
-        """There will be no newer version."""
+        """End the waits for a newer version: there will be none."""
         with self._changed:
             self._ended = why
             self._changed.notify_all()
 
 
 def _pairs(params: Mapping[str, Tensor], ties: bool) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors, in the order of the manifest."""
+    """Yield names and tensors, in the order of the manifest."""
     seen: set[int] = set()
     for name, tensor in params.items():
         if ties or id(tensor) not in seen:

@@ -1,4 +1,4 @@
-"""The receiving side: staged beside the current version, verified, then flipped to in one step."""
+"""The receiving side: staging beside the current version, verification, and atomic flip."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _SEND_SECONDS = 10.0  # for an answer of some bytes; the sender reads them while
 
 
 class Receiver(Readings):
-    """Receives versions of a model in a thread of its own, and hands them to readers.
+    """Receiver of a model's versions in a thread of its own, for readers of this process.
 
     Args:
-        address: the sender's.
-        transport: how bytes come: see `transports.base`. `SharedMemoryTransferReceiver` and the
-            others make a receiver with theirs.
-        name: how errors call this receiver; unique among a sender's receivers.
-        expect: refuse any other manifest; by default that of the first transfer counts.
-        layout: what it holds of each parameter; None: all of it. The functions that make receivers
-            take it as three arguments: ``mesh``, of receivers, such as ``{"model": 2}``; ``rank``,
-            this one's place there; ``placements``, which maps name patterns to
-            ``torch.distributed.tensor`` placements, one an axis: a list in the mesh's order or a
-            dict by axis. The first pattern that fits counts; a parameter that none fits is held
-            whole. They raise ValueError if these make no sense together.
+        address: the sender's address.
+        transport: receiver's end of a transport: see `transports.base`.
+            `SharedMemoryTransferReceiver` and the others make a receiver with theirs.
+        name: name of this receiver in errors; unique among a sender's receivers.
+        expect: the only manifest to accept; by default that of the first transfer.
+        layout: blocks of each parameter that it holds; None: whole parameters. The functions that
+            make receivers take it as three arguments: ``mesh``, of receivers, such as
+            ``{"model": 2}``; ``rank``, the receiver's rank there; ``placements``, which maps name
+            patterns to ``torch.distributed.tensor`` placements, one an axis: a list in the mesh's
+            order or a dict by axis. The first pattern that matches counts; a parameter that none
+            matches is held whole. They raise ValueError if these make no sense together.
 
     Attributes:
         name: see above.
@@ -68,16 +68,16 @@ class Receiver(Readings):
 
     @property
     def strategy(self) -> str:
-        """The name by which senders know the transport."""
+        """Name of the transport, the same as the sender's."""
         return self._transport.strategy
 
     @property
     def connected(self) -> bool:
-        """True if the sender is there and has admitted this receiver."""
+        """True if the sender has admitted this receiver and has not gone."""
         return self._welcome and self._ended is None
 
     def close(self) -> None:
-        """Leave the sender and drop the weights. Idempotent."""
+        """Disconnect from the sender and drop the weights. Idempotent."""
         self._closing = True
         self._wake()
         self._thread.join()
@@ -106,7 +106,7 @@ class Receiver(Readings):
         self._end(ended)
 
     def _follow(self) -> str:
-        """Serve the sender until it has gone or this receiver is closed; says which."""
+        """Follow the sender until it has gone or this receiver is closed; return which."""
         while not self._closing:
             try:
                 link = connect(self._address)
@@ -161,14 +161,14 @@ class Receiver(Readings):
                 self._give_up()
 
     def _guarded(self, link: Connection, message: Message, step: Any) -> None:
-        """Run a step; what goes wrong in it is the sender's to know, and ends this transfer."""
+        """Run a step; an error in it is sent to the sender, and ends this transfer."""
         try:
             step(link, message)
         except (PeerGone, TimeoutError):
             raise
         except Aborted:
             self._give_up()
-        except Exception as error:  # noqa: BLE001 - said to the sender, who raises it
+        except Exception as error:  # noqa: BLE001 - said to the sender, which raises it
             self._give_up()
             self._answer(
                 link,
@@ -209,7 +209,7 @@ class Receiver(Readings):
         self._transport.coming(self._staged, message, partial(self._wait_or_abort, link))
 
     def _parts(self, link: Connection, message: Message) -> None:
-        """Blocks that have been copied."""
+        """Fetch and verify blocks that have been copied."""
         staged = self._staged
         assert staged is not None
         blocks = [Block(*part) for part in message["parts"]]
@@ -239,7 +239,7 @@ class Receiver(Readings):
         self._answer(link, message, "committed", pause=pause)
 
     def _give_up(self) -> None:
-        """Forget the transfer on its way in."""
+        """Drop the staged transfer, if there is one."""
         begun = self._staged is not None
         self._staged = self._waiting = None
         if begun:
@@ -268,11 +268,11 @@ class Receiver(Readings):
                 self._inbox.append(message)
 
     def _wait_or_abort(self, link: Connection, seconds: float) -> None:
-        """Wait a moment in the middle of a step.
+        """Wait at most ``seconds`` for a message in the middle of a step.
 
         Raises:
             Aborted: the sender gives the transfer up or is too late, or this receiver is closed.
-            PeerGone: it has gone.
+            PeerGone: the sender has gone.
         """
         self._poll(link, seconds)
         self._pull(link)

@@ -17,20 +17,20 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """A transfer that has been committed.
+    """Report of a committed transfer.
 
     Attributes:
-        version: what receivers have now.
+        version: version that receivers have now.
         nbytes: bytes of the parameters; ties count once.
         params, aliases: parameters with bytes of their own, and names tied to one of them.
-        unchanged: parameters that did not travel because the receivers had them.
-        chunks, requests: what the extractor yielded, and what the sender made of it.
-        seconds: from the call to the last receiver's word that it has the version.
+        unchanged: parameters not sent because the receivers had them.
+        chunks, requests: chunks from the extractor, and the requests they were sent in.
+        seconds: time from the call to the last receiver's answer to the commit.
         phases: seconds by phase: begin, data, prepare, commit.
-        pauses: seconds by receiver for which new readings could have been held up by the flip.
+        pauses: seconds by receiver for which the flip could have held up new readings.
         lost: receivers that went away after the decision to commit.
         written: bytes that each worker of a session wrote itself, by rank; empty when the bytes
-            came from the process that called.
+            came from the calling process.
     """
 
     version: int
@@ -48,7 +48,7 @@ class TransferReport:
 
     @property
     def gb_per_second(self) -> float:
-        """1e9 bytes a second, whole transfer."""
+        """Throughput over the whole transfer, in 1e9 bytes a second."""
         return self.nbytes / self.seconds / 1e9
 
     def __str__(self) -> str:

@@ -1,13 +1,13 @@
-"""The life of a transfer, seen from the sender; its transport knows how bytes move.
+"""The protocol of a transfer, in the sender; a transport moves the bytes.
 
-    begin ->     manifest, version, where the bytes will be      <- ready | refuse
+    begin ->     manifest, version, place of the bytes           <- ready | refuse
     parts ->     one request: blocks with their checksums        <- staged | refuse
     prepare ->   no more data                                    <- prepared | refuse
     commit ->    flip to the new version                         <- committed
     abort ->     (instead, at any point before commit) forget it
 
-Readers see the new version after commit only, and commit goes out only when every receiver has
-said *prepared*: all bytes are there and have the right checksums.
+It is a two-phase commit: readers see the new version after commit only, and commit is sent only
+when every receiver has said *prepared*: it has all bytes, with the right checksums.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from lazygt.transfer.transports.base import SenderEnd
 
 GIB = 1 << 30
 
-_ABORT_SECONDS = 0.1  # for a message of 30 bytes; who does not take it is told by what comes next
+_ABORT_SECONDS = 0.1  # for a message of 30 bytes; a receiver that does not take it is dropped
 _COMMIT_SECONDS = 1.0  # at least, for the answers to a decision that can't be taken back
 
 ShowProgress = Callable[[Progress], object]
 
 
 def threshold_bytes(threshold_gb: float | str, name: str = "threshold_gb") -> int:
-    """GiB of a request in bytes.
+    """Return a request's threshold in GiB as bytes.
 
     Args:
-        name: of the setting, for the error.
+        name: name of the setting, for the error.
 
     Raises:
-        ValueError: it is no number, negative, without end, or above 0 and below 256 bytes.
+        ValueError: it is no number, negative, infinite, or above 0 and below 256 bytes.
     """
     try:
         nbytes = int(float(threshold_gb) * GIB)
@@ -67,19 +67,19 @@ def threshold_bytes(threshold_gb: float | str, name: str = "threshold_gb") -> in
 
 
 class Sender:
-    """Sends models to the receivers that are connected; used by one thread at a time.
+    """Sender of models to the connected receivers; used by one thread at a time.
 
     Args:
-        transport: how bytes move: see `transports.base`. `SharedMemoryTransferSender` and the
-            others make a sender with theirs.
-        verify: the checksum of every block: crc32, xor64 or none.
-        skip_unchanged: leave out blocks in the host's memory whose bytes (by SHA-256) are those
-            of the last version, when all receivers have that one.
+        transport: sender's end of a transport: see `transports.base`.
+            `SharedMemoryTransferSender` and the others make a sender with theirs.
+        verify: checksum of every block: crc32, xor64 or none.
+        skip_unchanged: leave out blocks in the host's memory with the bytes (by SHA-256) of the
+            last version, when all receivers have that one.
 
     Attributes:
-        address: what receivers connect to, a path that only this user can reach.
-        version: the last one that was committed; 0: none.
-        verify: may be changed between two transfers.
+        address: path of the socket that receivers connect to; only this user can reach it.
+        version: last committed version; 0: none.
+        verify: see above; may be changed between two transfers.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Sender:
 
     @property
     def strategy(self) -> str:
-        """The name by which receivers ask for the transport."""
+        """Name of the transport, the same as the receivers'."""
         return self.transport.strategy
 
     @property
@@ -109,14 +109,14 @@ class Sender:
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Names of the receivers that are connected."""
+        """Names of the connected receivers."""
         return tuple(receiver.name for receiver in self._receivers.connected)
 
     def wait_for_receivers(self, count: int, timeout: float = 60.0) -> None:
-        """Wait until so many receivers are connected.
+        """Wait until at least ``count`` receivers are connected.
 
         Raises:
-            TransferError: they were not, within ``timeout`` seconds.
+            TransferError: they were not within ``timeout`` seconds.
         """
         self._receivers.wait_for_connected(count, Deadline(timeout))
 
@@ -160,7 +160,7 @@ class Sender:
             return transfer.report(lost)
 
     def close(self) -> None:
-        """Hang up on the receivers, which keep what they have. Idempotent."""
+        """Disconnect the receivers, which keep their version. Idempotent."""
         if self._receivers.closed:
             return
         self._receivers.close()
@@ -183,7 +183,7 @@ class Sender:
         self._transfers += 1
         manifest = extractor.manifest()
         if self._sent is not None and manifest == self._sent.manifest:
-            manifest = self._sent.manifest  # what is known of it need not be found out again
+            manifest = self._sent.manifest  # its cached properties need not be computed again
         version = self.version + 1 if version is None else version
         transfer = Transfer(self._transfers, version, manifest, deadline, self.verify)
         transfer.remote = remote_model(extractor)
@@ -244,7 +244,7 @@ class Sender:
         """Return the layouts of the receivers.
 
         Raises:
-            ManifestMismatch: one has placements that the model can't have.
+            ManifestMismatch: a receiver has placements that the model can't have.
         """
         manifest = transfer.manifest
         blocks_of: dict[ReceiverLink, tuple[Bounds, ...]] = {}
@@ -257,7 +257,7 @@ class Sender:
         return Layouts.build(manifest, blocks_of)
 
     def _last(self, transfer: Transfer) -> int:
-        """Number of the transfer whose bytes all receivers have in the same layouts, or 0."""
+        """Return the last transfer's number if all receivers have it in these layouts, or 0."""
         sent = self._sent
         same = (
             sent is not None
@@ -289,7 +289,10 @@ class Sender:
         transfer.check_time()  # this process itself may have been stopped
 
     def _commit(self, transfer: Transfer) -> tuple[str, ...]:
-        """Tell everyone to flip; names who went away now: the decision has been made."""
+        """Tell all receivers to flip; return the names of those that went away.
+
+        The decision has been made, so that is no error.
+        """
         self._receivers.during = "commit"
         lost: list[str] = []
         deadline = Deadline(max(transfer.deadline.remaining, _COMMIT_SECONDS))
@@ -309,7 +312,10 @@ class Sender:
                     lost += error.receivers
 
     def _drop_undecided(self) -> None:
-        """Let who may not know of the decision come back, and get the next version."""
+        """Drop receivers that may not know of the decision.
+
+        They connect again, and get the next version.
+        """
         active = self._receivers.active
         for receiver in [receiver for receiver in active if "committed" not in receiver.said]:
             self._receivers.drop(receiver)
@@ -320,10 +326,10 @@ class Sender:
             try:
                 self._receivers.send(receiver, message, Deadline(_ABORT_SECONDS), ())
             except TransferError:
-                continue  # the first failure is what the caller hears of; this one is dropped too
+                continue  # the caller hears of the first failure; this receiver is dropped too
 
     def _end(self, stream: TransferStream, *, committed: bool) -> None:
-        """Give back what the transfer had; nobody copies for it in vain."""
+        """Release the transfer's resources; after a failure, the sources' places too."""
         if self.transport.in_place and self._here is not None and stream.is_local:
             stream.settle(self._here)
         self.transport.end(committed=committed, idle=not stream.unanswered)
@@ -332,7 +338,7 @@ class Sender:
         stream.close()
 
     def _let_go(self) -> None:
-        """Have all sources drop the places of this sender; does not wait."""
+        """Make all sources drop the places of this sender; does not wait."""
         for source in self._sources:
             source.let_go(self.address)
         if self._here is not None:
@@ -340,4 +346,4 @@ class Sender:
 
 
 def _ignore(at: Progress) -> None:
-    """Nobody wants to see it."""
+    """Discard the progress."""

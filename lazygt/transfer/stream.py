@@ -1,9 +1,9 @@
-"""The data of one transfer: routes become copy requests, and what is copied is announced.
+"""The data of one transfer: routes become copy requests, and the copies are announced.
 
     routes -> requests -> a source copies -> `parts`: blocks and checksums -> `staged`
 
-The blocks come from a `WeightSource`, whose processes copy them themselves: the workers of a
-session, which have all of them at once, or this process, which has them chunk by chunk.
+The processes of a `WeightSource` copy their blocks themselves: the workers of a session, which have
+all of them at once, or this process, which has them chunk by chunk.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ Take = Callable[[Request, CopyReply], None]
 
 
 class TransferStream:
-    """Has the blocks of one transfer copied, and announces them.
+    """The copy requests of one transfer, and the announcements of the copied blocks.
 
     Args:
         digests: keep the digests of the blocks, and leave out those that receivers have.
 
     Attributes:
-        has_begun: somebody has been asked to copy.
-        unanswered: requests that are being copied, by rank and number, and what is done then.
-        unchanged: blocks that did not travel, because they are there.
+        has_begun: True if a copy has been requested.
+        unanswered: requests without a reply, by rank and number, with the handler of the reply.
+        unchanged: blocks that were not sent, because they are in place.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class TransferStream:
         self.has_begun = False
         self.unanswered: dict[tuple[int, int], tuple[Request, Take]] = {}
         self.unchanged: list[Route] = []
-        #: for each rank, what it is to copy next
+        #: for each rank, the queue of its next requests
         self._waiting: list[deque[Request]] = []
         #: bytes of a parameter that have not been sent, by position
         self._missing: Counter[int] = Counter()
         self._keys: dict[int, int] = {}
 
     def from_chunks(self, extractor: Extractor, source: LocalSource) -> Iterator[None]:
-        """This process has the values: chunk by chunk, one step a request.
+        """Send values of this process, chunk by chunk; yield once a request.
 
         Raises:
-            TransferError: it is too late, or a value could not be copied.
+            TransferError: the deadline has passed, or a value could not be copied.
         """
         transfer, end = self._transfer, self._end
         source.value_of = transfer.tensors.__getitem__
@@ -102,14 +102,14 @@ class TransferStream:
             yield from self._work(source, lambda: len(self._waiting[0]) <= _AHEAD)
         self._queue(0, [list(batcher.flush()) for batcher in batchers])
         yield from self._work(source, self._is_done)
-        transfer.written.clear()  # nobody but this process
+        transfer.written.clear()  # only this process has written
 
     def from_remote(self, remote: RemoteModel) -> Iterator[None]:
-        """The source's processes have the values: one step a request.
+        """Send values of the source's processes; yield once a request.
 
         Raises:
             TransferError: a process failed, or was too late.
-            WorkerDied, WorkerFrozen: it is gone, or does not answer.
+            WorkerDied, WorkerFrozen: a process is gone, or does not answer.
         """
         source, end = remote.source, self._end
         if not source.turn.acquire(timeout=self._transfer.deadline.remaining):
@@ -137,21 +137,21 @@ class TransferStream:
         return self._transfer.remote is None
 
     def settle(self, source: LocalSource) -> None:
-        """Wait for what this process still copies, for a transfer that has failed."""
+        """Wait for this process's unanswered requests, after a failed transfer."""
         while self.unanswered:
             for reply in source.replies(_SETTLE_SECONDS):
                 self.unanswered.pop((reply.rank, reply.number), None)
 
     def close(self) -> None:
-        """Keep no tensor alive any longer."""
+        """Drop all references to tensors."""
         self._transfer.tensors.clear()
         self._transfer.remote = None
 
-    # -- what travels ----------------------------------------------------------------------
+    # -- routes to send --------------------------------------------------------------------
 
     @property
     def _lanes(self) -> range:
-        """A request is for one layout; in memory that all receivers share, for any."""
+        """One lane of requests for each layout; in shared memory, one for all."""
         return range(1 if self._end.in_place else len(self._transfer.layouts.blocks))
 
     def _by_lane(self, routes: Sequence[Route]) -> list[list[Route]]:
@@ -163,7 +163,7 @@ class TransferStream:
     def _plan(
         self, source: WeightSource, located: Mapping[int, TensorLocation]
     ) -> dict[int, list[Route]]:
-        """The routes of each parameter."""
+        """Return the routes of each parameter."""
         transfer = self._transfer
         self._waiting = [deque() for _ in range(source.mesh.world_size)]
         specs = transfer.manifest.params
@@ -188,7 +188,7 @@ class TransferStream:
     def _travelling(
         self, source: WeightSource, routes: Mapping[int, Sequence[Route]]
     ) -> Generator[None, None, list[Route]]:
-        """Those of the routes whose bytes are not where they belong already."""
+        """Return the routes to send, without blocks that are in place already."""
         travelling = [piece for of_param in routes.values() for piece in of_param]
         if self._digests:
             flags = yield from self._compare(source, travelling)
@@ -209,7 +209,7 @@ class TransferStream:
     def _compare(
         self, source: WeightSource, routes: Sequence[Route]
     ) -> Generator[None, None, list[tuple[Route, int]]]:
-        """Pieces of the routes, and for each what `CopyRequest.compare` finds."""
+        """Return the pieces of the routes, each with its flags of `CopyRequest.compare`."""
         transfer = self._transfer
         answers: list[tuple[Route, int]] = []
         numbers = (transfer.last, self._end.held(transfer.last) if transfer.last else 0)
@@ -245,7 +245,7 @@ class TransferStream:
         return not any(self._waiting) and not self.unanswered
 
     def _work(self, source: WeightSource, done: Callable[[], bool]) -> Iterator[None]:
-        """Hand out requests and take replies until it is done; one step a request."""
+        """Hand out requests and take replies until ``done``; yield once a reply."""
         self._hand_out(source)
         while True:
             left = min(_LOOK_SECONDS, self._transfer.deadline.remaining)
@@ -312,7 +312,7 @@ class TransferStream:
     # -- replies ---------------------------------------------------------------------------
 
     def _take(self, reply: CopyReply) -> bool:
-        """Do what follows; False when it was for a transfer that has failed."""
+        """Handle a reply; return False if it is for a transfer that has failed."""
         request, take = self.unanswered.pop((reply.rank, reply.number), ((), None))
         if take is None:
             return False
@@ -325,7 +325,7 @@ class TransferStream:
         return True
 
     def _announce(self, request: Request, reply: CopyReply) -> None:
-        """Tell the receivers of blocks that have been copied."""
+        """Tell the receivers about copied blocks."""
         transfer = self._transfer
         nbytes = sum(piece.nbytes for piece in request)
         transfer.requests += 1

@@ -1,4 +1,4 @@
-"""A transfer on its way out: what all parts of a sender need to know of it."""
+"""An outgoing transfer: the state that all parts of a sender share."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ from lazygt.transfer.report import TransferReport
 
 
 class Transfer:
-    """One transfer.
-
-    Args:
-        last: number of the transfer whose bytes all receivers have, in the same layouts; 0: none.
+    """State of one outgoing transfer.
 
     Attributes:
-        number: counts the sender's transfers, also those that failed.
-        receivers: who takes part.
-        layouts: what they hold.
-        remote: who has the values, if that is not this process.
+        number: count of the sender's transfers, also of those that failed.
+        receivers: receivers that take part.
+        layouts: their layouts.
+        remote: the model in other processes, if this one does not have the values.
+        last: number of the transfer that all receivers hold, in the same layouts; 0: none.
         tensors: parameters that the extractor has yielded and that have not been sent yet.
-        unchanged: parameters whose bytes receivers have.
-        done, total: bytes that have been sent, and that will be.
+        unchanged: number of parameters that receivers have already.
+        done, total: bytes sent so far, and of the whole transfer.
         written: bytes that each worker of a session has sent itself, by rank.
     """
 
@@ -68,16 +66,16 @@ class Transfer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note how long the block takes."""
+        """Timer of a phase: the block's seconds go into ``phases``."""
         begin = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - begin
 
     def take_in(self, chunk: Chunk) -> list[int]:
-        """Take in a chunk; the positions of its parameters.
+        """Take in a chunk; return the positions of its parameters.
 
         Raises:
-            TransferError: the chunk is not what the manifest announced.
+            TransferError: the chunk differs from the manifest.
         """
         self.chunks += 1
         numbers = []
@@ -109,10 +107,10 @@ class Transfer:
 
 @contextmanager
 def alone(busy: Lock) -> Iterator[None]:
-    """One transfer of a sender at a time.
+    """Exclusive use of a sender by one transfer.
 
     Raises:
-        TransferError: there is one.
+        TransferError: another transfer is running.
     """
     if not busy.acquire(blocking=False):
         raise TransferError(
@@ -126,7 +124,7 @@ def alone(busy: Lock) -> Iterator[None]:
 
 
 def remote_model(extractor: Extractor) -> RemoteModel | None:
-    """Return the holders that send a model's parameters themselves; None: this process does."""
+    """Return a model in processes that send it themselves; None: this process sends it."""
     if isinstance(extractor, HeldElsewhere):
         return extractor.remote
     if not isinstance(extractor, ModuleExtractor) or not extractor.is_elsewhere(BY_DEVICE):
@@ -138,7 +136,7 @@ def remote_model(extractor: Extractor) -> RemoteModel | None:
 
 
 def _checked(manifest: Manifest, spec: ParamSpec, tensor: Tensor) -> int:
-    """The position of a parameter that the extractor has yielded, if it is what was announced."""
+    """Return a yielded parameter's position; raise TransferError if it was not announced."""
     number = manifest.index.get(spec.name)
     if number is None or manifest.params[number] != spec or tuple(tensor.shape) != spec.shape:
         announced = "nothing of that name" if number is None else str(manifest.params[number])

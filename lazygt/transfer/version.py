@@ -1,4 +1,4 @@
-"""A transfer on its way in, and the complete version that comes of it."""
+"""An incoming transfer, and the complete version that results from it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _GRACE_SECONDS = 1.0  # beyond the sender's own deadline, before the receiver gi
 
 
 class Version(NamedTuple):
-    """A complete set of weights; its memory lives as long as one of its tensors.
+    """A complete set of weights; its memory lives as long as any of its tensors.
 
     Attributes:
-        whole: the manifest that was sent.
-        manifest: of what is held here.
+        whole: the sender's manifest, of whole parameters.
+        manifest: manifest of the blocks held here.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Version(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of one parameter that its owner has written.
+    """A block of one parameter, as written by its source.
 
     Attributes:
         param: the parameter's position in the manifest.
@@ -50,14 +50,14 @@ class Block(NamedTuple):
 
 
 class StagedVersion:
-    """A transfer on its way in.
+    """An incoming transfer.
 
     Args:
-        last: what came before; its manifest is not read again if it is the same.
-        layout: what the receiver holds of each parameter; None: all of it.
+        last: the current version; its manifest is reused if it is the same.
+        layout: layout of the receiver's blocks; None: whole parameters.
 
     Raises:
-        Mismatch: the model can't be held so.
+        Mismatch: the model can't have this layout.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StagedVersion:
         self.complete = False
 
     def allocate(self, flat: Tensor) -> None:
-        """Make the parameters of the new version, still without values."""
+        """Create the parameters of the new version in ``flat``, still without values."""
         params = self.manifest.tensors(flat)
         self.new = Version(self.version, self.whole, self.manifest, flat, params)
 
@@ -85,7 +85,7 @@ class StagedVersion:
         """Return a block's part of the staging buffer.
 
         Raises:
-            ProtocolError: it lies outside its parameter.
+            ProtocolError: the block lies outside its parameter.
         """
         if self.new is None or not 0 <= block.param < len(self.manifest.params):
             raise ProtocolError(f"a block of unknown parameter {block.param}")
@@ -100,10 +100,10 @@ class StagedVersion:
         return tensor[slices(block.bounds)] if block.bounds else tensor
 
     def unpack(self, buffer: Tensor, blocks: Sequence[Block], offsets: Sequence[int]) -> None:
-        """Copy blocks out of a flat uint8 buffer in which each one lies by itself.
+        """Copy blocks out of a flat uint8 buffer with a contiguous run for each.
 
         Raises:
-            ProtocolError: one lies outside its parameter or the buffer.
+            ProtocolError: a block lies outside its parameter or the buffer.
         """
         for block, offset in zip(blocks, offsets, strict=True):
             target = self.block(block)
@@ -113,14 +113,14 @@ class StagedVersion:
             target.copy_(packed.view(target.dtype).view(target.shape))
 
     def verify_blocks(self, pool: CopyPool, blocks: Sequence[Block], checks: Sequence[int]) -> None:
-        """Verify what has come, and count it.
+        """Verify received blocks, and count their bytes.
 
         Args:
             checks: the sender's checksums.
 
         Raises:
             ProtocolError: a block lies outside its parameter.
-            TransferError: one is not what was sent.
+            TransferError: a block's checksum differs from the sender's.
         """
         memory = [self.block(block) for block in blocks]
         if self.check is not None:
@@ -135,13 +135,13 @@ class StagedVersion:
             self.arrived[block.param] += tensor.nbytes
 
     def keep(self, last: Version | None, blocks: Sequence[Block], *, are_there: bool) -> None:
-        """Count blocks that did not travel, and copy them from the last version.
+        """Count blocks that were not sent, and copy them from the last version.
 
         Args:
-            are_there: they need not be copied.
+            are_there: the blocks are in place, so don't copy them.
 
         Raises:
-            ProtocolError: there is no last version of this kind.
+            ProtocolError: there is no last version with this manifest.
         """
         if blocks and (last is None or last.manifest.digest != self.manifest.digest):
             raise ProtocolError("unchanged parameters for a receiver that has none")
@@ -161,11 +161,11 @@ def _localized(manifest: Manifest, layout: ReceiverLayout | None) -> Manifest:
 
 
 class Mismatch(TransferError):
-    """The offered manifest is not what this receiver takes."""
+    """The receiver does not accept the offered manifest."""
 
 
 class Wake:
-    """Ends a thread's poll from any other thread, also from a finalizer (no lock is taken)."""
+    """Eventfd that ends a poll from any thread, also from a finalizer (no lock is taken)."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

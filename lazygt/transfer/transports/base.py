@@ -1,16 +1,16 @@
 """The three ends of a transport, and the life of one request.
 
-    1. sender    `open`      reserve the place that it goes to
-    2. source    `buffer`    the memory that blocks are copied to
-    3. source    copies, casts and sums them; it needs no transport for that
-    4. source    `deliver`   hand over what was copied
-    5. sender    `describe`  what a receiver must know of it, beside the blocks and their checksums
-    6. receiver  `fetch`     bring the blocks to where they belong
-    7. receiver  verifies them, and says so
+    1. sender    `open`      reserve the request's place
+    2. source    `buffer`    map the memory that blocks are copied to
+    3. source    copies, casts and checksums them, without the transport
+    4. source    `deliver`   hand over the copies
+    5. sender    `describe`  data for a receiver, beside the blocks and their checksums
+    6. receiver  `fetch`     copy the blocks to the new version
+    7. receiver  verifies them, and answers
     8. sender    `is_free`   the place may be opened again
 
 A transport is one file: a `Place` (plain data), a `SourceEnd` with the device as its argument, a
-sender's end, a receiver's end, and two functions that make a `Sender` and a `Receiver` of them.
+sender's end, a receiver's end, and two functions that make a `Sender` and a `Receiver` with them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Wait = Callable[[float], None]
 
 
 class SourceEnd(Protocol):
-    """In a process that has blocks."""
+    """Source's end of a transport, in a process that has blocks."""
 
     def borrows(self, place: Any) -> torch.device | None:
-        """`deliver` takes a value's own memory where it can travel as it is.
+        """Return the device on which `deliver` takes a value's own memory, without a copy.
 
-        That is on this device, contiguous, without a cast. None: everything is copied.
+        It does so for contiguous values that need no cast. None: everything is copied.
         """
 
     def buffer(self, sender: str, place: Any) -> View:
@@ -52,32 +52,32 @@ class SourceEnd(Protocol):
         """
 
     def deliver(self, sender: str, place: Any, runs: Sequence[Tensor]) -> Sequence[Any]:
-        """Hand over what was copied; handles, where the place has such.
+        """Hand over the copied blocks; return handles, if the place has any.
 
         Args:
             runs: the bytes of each block.
 
         Raises:
-            TransferError: the receivers did not take it.
+            TransferError: the receivers did not take the blocks.
         """
 
     def let_go(self, sender: str, live: Collection[int]) -> None:
-        """Drop what belongs to other numbers of this sender."""
+        """Drop the resources of this sender with other numbers than ``live``."""
 
     def close(self) -> None:
-        """Drop all."""
+        """Drop all resources."""
 
 
 class SenderEnd:
-    """In the process that decides; used by one thread.
+    """Sender's end of a transport, in the process with the `Sender`; used by one thread.
 
     Attributes:
-        strategy: the name by which receivers ask for it.
-        kind: the file that it stands in.
-        in_place: blocks go to where they belong in memory that all receivers share. Else a request
-            is packed by itself, for the receivers of one layout.
-        unit: what a block takes in a request is a multiple of so many bytes.
-        device: where this process copies to, when it has the values itself.
+        strategy: name of the transport, by which receivers ask for it.
+        kind: name of its file.
+        in_place: True if blocks are copied to their final place, in memory that all receivers
+            share. Else each request is packed, for the receivers of one layout.
+        unit: a block's room in a request is rounded up to a multiple of so many bytes.
+        device: target device of this process's copies, when it has the values itself.
         threshold: bytes of a request; 0: each chunk is one.
     """
 
@@ -90,16 +90,16 @@ class SenderEnd:
     _receivers: Receivers
 
     def attach(self, receivers: Receivers) -> None:
-        """The receivers that there are; called once."""
+        """Set the sender's receivers; called once."""
         self._receivers = receivers
 
     def source_end(self) -> SourceEnd:
-        """The source's end for values of this process."""
+        """Make the source's end for values of this process."""
         raise NotImplementedError
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Numbers in use of this sender; see `CopyRequest`."""
+        """Numbers that this sender uses; see `CopyRequest`."""
         raise NotImplementedError
 
     def begin(self, transfer: Transfer) -> None:
@@ -111,14 +111,14 @@ class SenderEnd:
         raise NotImplementedError
 
     def expect(self, largest: int) -> None:
-        """No request of this transfer will be bigger than so many packed bytes."""
+        """Prepare for requests of at most ``largest`` packed bytes in this transfer."""
 
     def is_free(self, rank: int) -> bool:
         """Return whether a rank may be given one more request now."""
         return True
 
     def open(self, rank: int, number: int, request: Request) -> Any:
-        """The place for a request."""
+        """Reserve and return the place of a request."""
         raise NotImplementedError
 
     def describe(self, receiver: ReceiverLink, reply: CopyReply) -> Message:
@@ -126,7 +126,7 @@ class SenderEnd:
         return {}
 
     def lay_out(self, request: Request) -> list[tuple[int, tuple[int, ...], Bounds]]:
-        """Offset, shape and bounds for each block of a request; see `CopyItem`."""
+        """Return offset, shape and bounds for each block of a request; see `CopyItem`."""
         offsets, _ = packed(request)
         shapes = [shape_of(route.target) for route in request]
         return [
@@ -134,25 +134,29 @@ class SenderEnd:
         ]
 
     def held(self, last: int) -> int:
-        """Number of the transfer whose bytes are in the place; ``last``: that receivers have."""
+        """Return the number of the transfer that the place holds.
+
+        Args:
+            last: number of the transfer that the receivers hold.
+        """
         return last
 
     def end(self, *, committed: bool, idle: bool) -> None:
-        """A transfer is over; unless ``idle``, some rank may still be copying for it."""
+        """End a transfer; unless ``idle``, some rank may still be copying for it."""
 
     def forget(self) -> None:
-        """A receiver that was dropped may be alive: touch no memory that it can see."""
+        """Abandon memory that a dropped receiver can see: it may be alive."""
 
     def close(self) -> None:
-        """Give back what there is; called once."""
+        """Release all resources; called once."""
 
 
 class ReceiverEnd:
-    """In a process that receives; used by one thread.
+    """Receiver's end of a transport; used by one thread.
 
     Attributes:
-        strategy: that of the sender's end.
-        has_unchanged: blocks that did not travel are where they belong all the same.
+        strategy: name of the transport, the same as the sender's.
+        has_unchanged: True if blocks that were not sent are in place all the same.
     """
 
     strategy: ClassVar[str]
@@ -161,34 +165,34 @@ class ReceiverEnd:
     _wake: Callable[..., None]
 
     def attach(self, address: str, wake: Callable[..., None]) -> None:
-        """The sender's address, and what ends this receiver's wait; called once."""
+        """Set the sender's address, and ``wake``, which ends a receiver's wait; called once."""
         self._address, self._wake = address, wake
 
     def invited(self, begin: Message, take_fd: Callable[[], int]) -> None:
-        """Take what came with ``begin``, whatever becomes of the transfer."""
+        """Take in the transport's part of ``begin``, even if the transfer fails later."""
 
     def stage(self, begin: Message, extent: int) -> Tensor | None:
-        """A flat uint8 buffer of ``extent`` bytes for the new version.
+        """Return a flat uint8 buffer of ``extent`` bytes for the new version.
 
-        None when its memory is still held by readers; it is asked again after ``wake``.
+        None if readers still hold its memory; called again after ``wake``.
         """
         raise NotImplementedError
 
     def coming(self, staged: StagedVersion, message: Message, wait: Wait) -> None:
-        """A request is on its way; may ``wait`` some seconds, which ends when it is given up."""
+        """Prepare for a request; may ``wait``, which raises when the transfer is given up."""
 
     def fetch(
         self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
     ) -> None:
-        """Bring blocks to where they belong."""
+        """Copy blocks to their places in the new version."""
         raise NotImplementedError
 
     def dropped(self) -> None:
-        """The version on its way in was given up, or the sender has gone."""
+        """Clean up after a staged version that was given up."""
 
     def holds_memory(self) -> bool:
-        """True if tensors of this process may lie in the sender's memory."""
+        """Return whether tensors of this process may lie in the sender's memory."""
         return False
 
     def close(self) -> None:
-        """Give back what there is; tensors that live on keep theirs. Called once."""
+        """Release all resources; tensors that live on keep their memory. Called once."""

@@ -1,9 +1,10 @@
 """CUDA IPC: blocks are packed into buffers that receivers on the same GPU map.
 
 Handles are exported once for each receiver and buffer, not for each block or transfer: a batch of
-blocks is one request. Whoever has blocks has two buffers and packs them in turn, so that receivers
-copy out of one while the other is being packed; none is packed again before every receiver has
-copied what was in it. A receiver gets the handles with its first request from there.
+blocks is one request. Each source process has two buffers and packs them in turn (double
+buffering), so that receivers copy out of one while the other is being packed; none is packed again
+before every receiver has copied its content. A receiver gets the handles with its first request
+from that process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ _DEFAULT_THRESHOLD_GB = 1.0
 
 
 def threshold_asked(threshold_gb: float | None) -> int:
-    """The argument, else the environment's, else 1 GiB; in bytes. Raises as `threshold_bytes`."""
+    """Return the threshold in bytes: the argument, else the environment's, else 1 GiB.
+
+    Raises:
+        ValueError: see `threshold_bytes`.
+    """
     if threshold_gb is not None:
         return threshold_bytes(threshold_gb)
     given = os.environ.get(THRESHOLD_VARIABLE, _DEFAULT_THRESHOLD_GB)
@@ -46,13 +51,13 @@ def threshold_asked(threshold_gb: float | None) -> int:
 
 
 class Place(NamedTuple):
-    """A buffer of the source's own device, which receivers map by handles.
+    """A buffer on the source's device, mapped by receivers by a handle.
 
     Attributes:
-        number: of the set of buffers.
-        buffers, extent: how many there are, and the bytes of each.
-        which: the one to pack.
-        exports: how many receivers need handles of all of them.
+        number: number of the set of buffers.
+        buffers, extent: number of buffers in the set, and the bytes of each.
+        which: index of the buffer to pack.
+        exports: number of receivers that need handles of all of them.
     """
 
     number: int
@@ -69,8 +74,8 @@ class SourceEnd:
     """This process's buffers for each sender, by the number of their set.
 
     Args:
-        device: where the values are, and the buffers.
-        shared: how they are lent, if that has been said.
+        device: device of the values and the buffers.
+        shared: the same device for sharing; None: made from ``device`` when first needed.
     """
 
     def __init__(self, device: torch.device, shared: SharedDevice | None = None) -> None:
@@ -78,7 +83,7 @@ class SourceEnd:
         self._buffers: dict[str, dict[int, list[Tensor]]] = {}
 
     def borrows(self, place: Place) -> torch.device | None:
-        """Nothing: it has to be copied."""
+        """Return None: all blocks are copied."""
         return None
 
     def buffer(self, sender: str, place: Place) -> View:
@@ -96,7 +101,7 @@ class SourceEnd:
         return lambda offset, nbytes: buffer[offset : offset + nbytes]
 
     def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
-        """The handles, for each new receiver those of all buffers."""
+        """Return the handles of all buffers, exported for each new receiver."""
         device = self._device
         assert device is not None
         device.synchronize()  # receivers copy as soon as they hear of it
@@ -120,11 +125,11 @@ class SourceEnd:
 
 
 class BufferLeases(SenderEnd):
-    """The sender's end: which buffers of whom are lent, and who reads them.
+    """Sender's end: leases of the source ranks' buffers to receivers.
 
     Attributes:
-        number, extent: of the set of buffers, and the bytes of each.
-        known: receivers that have the handles, by rank.
+        number, extent: number of the set of buffers, and the bytes of each.
+        known: receivers that have the handles, by rank of the source.
     """
 
     strategy, kind = STRATEGY, "cuda_ipc"
@@ -137,9 +142,9 @@ class BufferLeases(SenderEnd):
         self._source: Callable[[], WeightSource | None] = _nobody
         self._transfer: Transfer | None = None
         self._packed: Counter[int] = Counter()
-        #: (rank, buffer) -> who reads it, and how many requests each has taken in once it has
+        #: (rank, buffer) -> its readers, each with the count of requests staged after reading it
         self._readers: dict[tuple[int, int], dict[ReceiverLink, int]] = {}
-        #: number of a request -> the buffer, and who gets handles with it
+        #: number of a request -> the buffer, and the receivers that get handles with it
         self._leases: dict[int, tuple[int, list[ReceiverLink]]] = {}
 
     def source_end(self) -> SourceEnd:
@@ -148,7 +153,7 @@ class BufferLeases(SenderEnd):
 
     @property
     def live(self) -> tuple[int, ...]:
-        """The set of buffers."""
+        """Number of the set of buffers."""
         return (self.number,)
 
     def begin(self, transfer: Transfer) -> None:
@@ -163,11 +168,11 @@ class BufferLeases(SenderEnd):
         self._leases.clear()
 
     def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
-        """Nothing: handles come with the first request."""
+        """Return no data: handles come with the first request."""
         return {}, ()
 
     def expect(self, largest: int) -> None:
-        """Have buffers of at least so many bytes: the old ones, or a new set."""
+        """Begin a new set of buffers if the present ones have less than ``largest`` bytes."""
         if largest > self.extent:
             self.number, self.extent, self.known = self.number + 1, largest, {}
 
@@ -203,7 +208,7 @@ class BufferLeases(SenderEnd):
             self.forget()
 
     def forget(self) -> None:
-        """Have a new set made: somebody may still pack or copy the buffers that there are."""
+        """Make the next transfer use a new set: the present buffers may still be in use."""
         self.extent = 0
 
     def close(self) -> None:
@@ -213,24 +218,24 @@ class BufferLeases(SenderEnd):
 
 
 def _nobody() -> None:
-    """The source of what this process has itself."""
+    """Return None, the source of this process's own values."""
 
 
-def CudaIpcTransferSender(  # noqa: N802 - named as what it makes
+def CudaIpcTransferSender(  # noqa: N802 - named like a class
     *,
     threshold_gb: float | None = None,
     device: SharedDevice | None = None,
     verify: str = "xor64",
     skip_unchanged: bool = False,
 ) -> Sender:
-    """To receivers on the same GPU: packed buffers, one request a batch.
+    """Make a sender to receivers on the same GPU: packed buffers, one request a batch.
 
     Needs two buffers of the threshold's size (or the model's, if that is smaller) on the GPU.
 
     Args:
-        threshold_gb: GiB gathered before a request goes out; by default the environment's
+        threshold_gb: GiB gathered before a request is sent; by default the environment's
             ``weight_transfer_threshold_cuda_ipc_GB``, else 1. 0: each chunk is a request.
-        device: where the buffers lie.
+        device: device of the buffers; by default torch's current GPU.
         verify: xor64 is computed on the GPU; crc32 brings every byte to the host.
         skip_unchanged: see `Sender`.
     """
@@ -243,7 +248,7 @@ def CudaIpcTransferSender(  # noqa: N802 - named as what it makes
 
 
 class LeasedBuffers(ReceiverEnd):
-    """The receiver's end: buffers that are lent to it, copied to memory of its own."""
+    """Receiver's end: leased buffers, copied to memory of its own."""
 
     strategy = STRATEGY
 
@@ -275,7 +280,7 @@ class LeasedBuffers(ReceiverEnd):
         self._memory.close()
 
 
-def CudaIpcTransferReceiver(  # noqa: N802 - named as what it makes
+def CudaIpcTransferReceiver(  # noqa: N802 - named like a class
     address: str,
     *,
     name: str | None = None,
@@ -285,11 +290,11 @@ def CudaIpcTransferReceiver(  # noqa: N802 - named as what it makes
     rank: int = 0,
     placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
 ) -> Receiver:
-    """Copies what a `CudaIpcTransferSender` on the same GPU packs; see `Receiver`.
+    """Make a receiver for a `CudaIpcTransferSender` on the same GPU; see `Receiver`.
 
     Args:
         device: see `CudaDevice`.
-        mesh, rank, placements: what this receiver holds; see `Receiver`.
+        mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
     """
     end = LeasedBuffers(device if device is not None else CudaDevice())
     layout = ReceiverLayout.asked(mesh, rank, placements)

@@ -1,4 +1,4 @@
-"""Memory that another process can map: a GPU's through CUDA IPC, or the host's in its place."""
+"""Memory that another process can map: a GPU's by CUDA IPC, or the host's instead."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ class SharedDevice(Protocol):
     device: torch.device
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A flat uint8 buffer."""
+        """Allocate a flat uint8 buffer."""
 
     def export(self, buffer: Tensor) -> list[Any]:
-        """A handle for one other process: numbers and bytes only."""
+        """Return a handle of a buffer for one other process: numbers and bytes only."""
 
     def open(self, handle: Sequence[Any]) -> Tensor:
-        """Map a buffer of which another process has sent a handle."""
+        """Map another process's buffer by its handle."""
 
     def synchronize(self) -> None:
-        """Return when all that was queued on the device is done."""
+        """Wait until the work queued on the device is done."""
 
 
 class CudaDevice:
     """A GPU.
 
     Args:
-        index: by default torch's current one; sender and receivers must mean the same GPU.
+        index: index of the GPU, by default torch's current one; sender and receivers must use the
+            same GPU.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no GPU.
     """
 
     def __init__(self, index: int | None = None) -> None:
@@ -55,12 +56,12 @@ class CudaDevice:
         self.device = torch.device("cuda", chosen)
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A flat uint8 buffer on the GPU."""
+        """Allocate a flat uint8 buffer on the GPU."""
         with plain_segments():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def export(self, buffer: Tensor) -> list[Any]:
-        """The CUDA IPC handle and what torch needs beside it to map the buffer."""
+        """Return the CUDA IPC handle and torch's other arguments to map the buffer."""
         storage: Any = buffer.untyped_storage()
         return list(storage._share_cuda_())
 
@@ -78,7 +79,7 @@ class CudaDevice:
 
 @contextlib.contextmanager
 def plain_segments() -> Iterator[None]:
-    """Have torch's allocator take no expandable segment inside.
+    """Allocation without expandable segments inside the block.
 
     Another process would map such memory by ``pidfd_getfd``, which yama's ``ptrace_scope=1``
     refuses between siblings. The allocator's own comment names this way (``get_free_block`` of
@@ -97,24 +98,24 @@ def plain_segments() -> Iterator[None]:
 
 
 class HostDevice:
-    """The host's memory, mapped by a descriptor: for workers and receivers without a GPU."""
+    """Host memory, mapped by a descriptor: for workers and receivers without a GPU."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        #: of each buffer that lives: its arena, and where it lies there
+        #: address of each live buffer -> its arena, and its offset there
         self._places: dict[int, tuple[Arena, int]] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A flat uint8 buffer."""
+        """Allocate a flat uint8 buffer."""
         arena = Arena.create(nbytes)
         return self._over(arena, arena.allocate(nbytes).offset, nbytes)
 
     def export(self, buffer: Tensor) -> list[Any]:
-        """Process, descriptor, offset and bytes.
+        """Return process id, descriptor, offset and bytes.
 
         Raises:
-            ValueError: the buffer is none of this device.
+            ValueError: the buffer is not of this device.
         """
         if buffer.data_ptr() not in self._places:
             raise ValueError("a buffer of another device")
@@ -125,17 +126,17 @@ class HostDevice:
         """Map a buffer of another process of this user.
 
         Raises:
-            OSError: that process, or its buffer, is not there any more.
+            OSError: that process, or its buffer, does not exist any more.
         """
         pid, fd, offset, nbytes = handle
         arena = Arena.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
         return self._over(arena, offset, nbytes)
 
     def synchronize(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: host memory has no queue."""
 
     def _over(self, arena: Arena, offset: int, nbytes: int) -> Tensor:
-        """The buffer; the arena is closed when it dies."""
+        """Return a buffer in an arena, which is closed when the buffer dies."""
         buffer = arena.view(offset, nbytes)
         self._places[buffer.data_ptr()] = arena, offset
         weakref.finalize(buffer, self._drop, buffer.data_ptr())
@@ -146,7 +147,7 @@ class HostDevice:
 
 
 def shared_device(device: torch.device) -> SharedDevice:
-    """The device on which a process that computes on ``device`` lends buffers."""
+    """Return the device of the buffers that a process on ``device`` lends."""
     if device.type != "cuda":
         return HostDevice()
     return CudaDevice(device.index)

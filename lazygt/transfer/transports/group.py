@@ -1,6 +1,6 @@
-"""Groups of who sends and who receives: sockets between CPUs, NCCL between GPUs.
+"""Broadcast groups of a source and its receivers: sockets between CPUs, NCCL between GPUs.
 
-Making one for NCCL and letting it go may wait for a frozen rank, so both happen in the background.
+Joining and leaving an NCCL group may wait for a frozen rank, so both happen in the background.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FileStore
 from lazygt.transfer.connection import Deadline
 from lazygt.transfer.transports.host_group import HostGroup
 
-#: What a group broadcasts by: sockets of the host, or NCCL.
+#: Backends of a group: sockets of the host, or NCCL.
 HOST, NCCL = "host", "nccl"
 T = TypeVar("T")
 _GRACE_SECONDS = 1.0  # torch's own timeout comes after ours, which knows names
@@ -42,9 +42,9 @@ def join(
     """Join a group.
 
     Args:
-        directory: of the sender; the ranks meet there.
-        name: of the group, different from all others of the sender.
-        seconds: to wait for the other ranks.
+        directory: the sender's directory; the ranks meet there.
+        name: name of the group, unique for the sender.
+        seconds: timeout for the other ranks.
     """
     place = os.path.join(directory, f"group-{name}")
     if backend_for(device) == NCCL:
@@ -53,7 +53,7 @@ def join(
 
 
 class _Nccl:
-    """A process group of torch.distributed, beside torch's own."""
+    """An NCCL process group of torch.distributed, separate from torch's default group."""
 
     def __init__(
         self, device: torch.device, place: str, rank: int, size: int, seconds: float
@@ -76,11 +76,11 @@ class _Nccl:
         return work
 
     def close(self) -> None:
-        self._group = None  # here, whoever else still refers to this object
+        self._group = None  # now, even if others still refer to this object
 
 
 def finished(works: Sequence[Any]) -> bool:
-    """True if all broadcasts have ended, well or not."""
+    """Return whether all broadcasts have ended, in success or failure."""
     return all(work.is_completed() for work in works)
 
 
@@ -88,7 +88,7 @@ def conclude(works: Sequence[Any], device: torch.device) -> None:
     """Make the results of finished broadcasts usable.
 
     Raises:
-        RuntimeError: one failed.
+        RuntimeError: a broadcast failed.
     """
     for work in works:
         work.wait()
@@ -97,13 +97,13 @@ def conclude(works: Sequence[Any], device: torch.device) -> None:
 
 
 def in_background(make: Callable[[], T], done: Callable[[], object]) -> Future[T]:
-    """Run something that may block for long in a thread that nobody has to wait for."""
+    """Run ``make``, which may block for long, in a thread; then call ``done``."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(make())
-        except BaseException as error:  # noqa: BLE001 - kept for who asks the future
+        except BaseException as error:  # noqa: BLE001 - the future raises it
             future.set_exception(error)
         done()
 
@@ -130,5 +130,5 @@ def let_go(group: Future[BroadcastGroup] | None) -> None:
 
 
 def backend_for(device: torch.device) -> str:
-    """`NCCL` for GPUs, else `HOST`."""
+    """Return `NCCL` for GPUs, else `HOST`."""
     return NCCL if device.type == "cuda" else HOST

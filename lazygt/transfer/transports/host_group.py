@@ -1,8 +1,8 @@
-"""Broadcasts between processes of one host: the sender of a group has a socket to each receiver.
+"""Broadcasts between processes of one host: rank 0 has a socket to each other rank.
 
-The sockets have names in the transfer sender's directory, which only its user can enter. Whoever
-comes first listens there, so no one waits for another in order to join. A pipe would take less
-code and half as long again: who writes to one and who reads from it wait for each other.
+The sockets have names in the transfer sender's directory, which only its user can enter. The end
+that comes first listens there, so joining waits for no other rank. A pipe would take less code and
+half as long again, because its writer and its reader wait for each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HostGroup:
     """One rank's end of a group; rank 0 sends.
 
     Args:
-        place: where the sockets lie; the rank of the receiver is added to it.
+        place: path prefix of the sockets; the rank of the receiver is appended.
 
     Raises:
         OSError: a socket could not be made.
@@ -47,26 +47,26 @@ class HostGroup:
         return Broadcast([end.begin(data, deadline, wake) for end in self._ends])
 
     def close(self) -> None:
-        """Leave; what is under way fails. Does not wait."""
+        """Leave the group; running broadcasts fail. Does not wait."""
         for end in self._ends:
             end.close()
 
 
 class Broadcast:
-    """A broadcast under way."""
+    """A running broadcast."""
 
     def __init__(self, transmissions: Sequence[Future[None]]) -> None:
         self._transmissions = transmissions
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the broadcast has ended, in success or failure."""
         return all(transmission.done() for transmission in self._transmissions)
 
     def wait(self) -> None:
-        """Wait for it.
+        """Wait for the end of the broadcast.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: the broadcast failed.
         """
         for transmission in self._transmissions:
             try:
@@ -76,11 +76,11 @@ class Broadcast:
 
 
 class _End:
-    """One end of one socket, and the thread that moves bytes through it, in their turn.
+    """One end of one socket, with a thread that moves bytes through it in FIFO order.
 
     Args:
-        path: where the two ends meet.
-        transmit: sends or receives some bytes, as many as it says.
+        path: path at which the two ends meet.
+        transmit: function that sends or receives some bytes, and returns their number.
     """
 
     def __init__(self, path: str, transmit: Transmit) -> None:
@@ -95,7 +95,7 @@ class _End:
     def begin(
         self, data: memoryview, deadline: Deadline, wake: Callable[[], object]
     ) -> Future[None]:
-        """Move bytes after those that were begun before."""
+        """Queue bytes to move, after those that were queued before."""
         moved: Future[None] = Future()
         moved.add_done_callback(lambda _: wake())
 
@@ -112,7 +112,7 @@ class _End:
         return moved
 
     def close(self) -> None:
-        """End the thread; what is under way fails. Called once."""
+        """End the thread; running transmissions fail. Called once."""
         self._closing = True
         os.eventfd_write(self._stop, 1)
         self._begun.put(None)  # the thread closes the descriptors then
@@ -160,7 +160,7 @@ class _End:
             raise TimeoutError(f"the others were not there within {deadline.seconds:g} s")
 
     def _accept(self) -> None:
-        """The other end has come: what it came through is of no use any more."""
+        """Accept the other end, and drop the listening socket and its name."""
         listener, self._listens = self._socket, False
         with listener:
             self._socket, _ = listener.accept()
@@ -169,7 +169,7 @@ class _End:
 
 
 def _meet(path: str) -> tuple[socket.socket, bool]:
-    """A socket to the one that listens at a path; if nobody does, one that listens there itself."""
+    """Connect to the socket at a path, or else listen there; return (socket, listens)."""
     ours = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setblocking(False)
     hidden = f"{path}-{os.getpid()}-{ours.fileno()}"

@@ -1,14 +1,14 @@
 """Broadcast: by sockets between CPUs, by NCCL between GPUs.
 
-There is a group for each process that has blocks and each different layout of receivers: who has
-the blocks is rank 0, the receivers of that layout are the others, so a layout of one receiver makes
-it point to point. A sender that has no blocks itself is in no group. Blocks are broadcast from and
-to where they lie, if they are contiguous there.
+There is a group for each source process and each different layout of receivers: rank 0 is the
+source, the other ranks are the receivers of that layout, so a layout of one receiver makes it point
+to point. A sender that has no blocks itself is in no group. Blocks are broadcast in place, from and
+to their own memory, if they are contiguous there.
 
-A broadcast cannot be taken back: after a failure or a change of members the next transfer makes new
-groups. Whoever waits in an old one looks at the marker of its set of groups, which the sender
-removes when a transfer fails. Groups are let go in the background, because letting one go may wait
-for a frozen rank.
+A broadcast cannot be cancelled: after a failure or a change of members the next transfer makes new
+groups. A source that waits in an old one polls the marker of its set of groups, which the sender
+removes when a transfer fails. Groups are left in the background, because leaving one may wait for a
+frozen rank.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ STRATEGY = "broadcast"
 REQUEST_BYTES = 32 << 20
 """What is broadcast at a time, and what a process packs at most."""
 
-_FAILED_SECONDS = 0.3  # in which the control connection says who made a collective fail
+_FAILED_SECONDS = 0.3  # for the control connection to name the rank that made a collective fail
 _LOOK_SECONDS = 1e-3
 
 
 class Place(NamedTuple):
-    """A group of one process that has blocks (rank 0) and the receivers of one layout.
+    """A group of one source process (rank 0) and the receivers of one layout.
 
     Attributes:
-        directory: of the sender; the ranks meet there.
-        number: of the set of groups; `marker` lies there as long as they are good.
-        name: of this group.
-        size: ranks in it.
+        directory: the sender's directory; the ranks meet there.
+        number: number of the set of groups; its `marker` exists as long as they are valid.
+        name: name of this group.
+        size: number of its ranks.
         backend: see `group`.
-        seconds: until the transfer is over.
-        extent: bytes of a request, if all of it is packed.
+        seconds: seconds until the transfer's deadline.
+        extent: bytes of the request, if all of it is packed.
     """
 
     directory: str
@@ -81,12 +81,12 @@ class Place(NamedTuple):
 
 
 def marker(directory: str, number: int) -> Path:
-    """The file that is there as long as a set of groups is good."""
+    """Return the path of a file that exists as long as a set of groups is valid."""
     return Path(directory) / f"groups-{number}"
 
 
 def name_of(number: int, rank: int, layout: int) -> str:
-    """The group of a rank that has blocks and a layout, in a set of groups."""
+    """Return the name of a source rank's group for a layout, in a set of groups."""
     return f"{number}-{rank}-{layout}"
 
 
@@ -94,10 +94,10 @@ def name_of(number: int, rank: int, layout: int) -> str:
 
 
 class SourceEnd:
-    """This process's ends of groups, and a buffer to pack for each sender.
+    """This process's ends of groups, and a packing buffer for each sender.
 
     Args:
-        device: where the values are; NCCL sends from there, sockets from the host.
+        device: device of the values; NCCL sends from there, sockets from the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -124,7 +124,7 @@ class SourceEnd:
         return view
 
     def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
-        """Broadcast the blocks; returns when this process has sent them.
+        """Broadcast the blocks, and wait until this process has sent them.
 
         Raises:
             TransferError: the transfer was given up, or its receivers did not take it in time.
@@ -193,7 +193,7 @@ class SourceEnd:
 
 
 def _check(place: Place, deadline: Deadline) -> None:
-    """Raise TransferError when there is nothing to wait for any more."""
+    """Raise TransferError if the transfer was given up, or its deadline has passed."""
     if not marker(place.directory, place.number).exists():
         raise TransferError("the sender has given the transfer up")
     if deadline.expired:
@@ -201,7 +201,7 @@ def _check(place: Place, deadline: Deadline) -> None:
 
 
 def _too_late(deadline: Deadline) -> str:
-    """Return the error of a timeout, the same from any thread."""
+    """Return the message of a timeout, the same from any thread."""
     return f"receivers did not take it within {deadline.seconds:g} s"
 
 
@@ -209,13 +209,13 @@ def _too_late(deadline: Deadline) -> str:
 
 
 class BroadcastGroups(SenderEnd):
-    """The sender's end: which groups there are, kept as long as the members are the same.
+    """Sender's end: the set of groups, kept as long as its members are the same.
 
     Args:
-        device: of the receivers; it decides between sockets and NCCL.
+        device: device of the receivers; it decides between sockets and NCCL.
 
     Attributes:
-        number: of the set of groups.
+        number: number of the set of groups.
     """
 
     strategy, kind = STRATEGY, "process_group"
@@ -239,7 +239,7 @@ class BroadcastGroups(SenderEnd):
 
     @property
     def live(self) -> tuple[int, ...]:
-        """The set of groups."""
+        """Number of the set of groups."""
         return (self.number,)
 
     def begin(self, transfer: Transfer) -> None:
@@ -256,7 +256,7 @@ class BroadcastGroups(SenderEnd):
         self._transfer = transfer
 
     def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
-        """Return the data that a receiver needs to join its groups."""
+        """Return the data for a receiver to join its groups."""
         layout = self._layouts[receiver]
         there = [other for other, held in self._layouts.items() if held == layout]
         return {
@@ -268,7 +268,7 @@ class BroadcastGroups(SenderEnd):
         }, ()
 
     def open(self, rank: int, number: int, request: Request) -> Place:
-        """Have the receivers take part."""
+        """Announce a request to its receivers, and return its group."""
         transfer, layout = self._transfer, request[0].layout
         assert transfer is not None
         there = transfer.layouts.holders(layout, self._receivers.active)
@@ -297,13 +297,13 @@ class BroadcastGroups(SenderEnd):
         return {"number": reply.number}
 
     def end(self, *, committed: bool, idle: bool) -> None:
-        """See `SenderEnd`: after a failure nobody waits in the groups any more."""
+        """See `SenderEnd`: after a failure the groups are abandoned."""
         self._transfer = None
         if not committed:
             self.forget()
 
     def forget(self) -> None:
-        """Have new groups made; nobody waits in those that there are any more."""
+        """Abandon the groups: sources stop waiting in them, the next transfer makes new ones."""
         if self._ranks:
             marker(self._directory, self.number).unlink(missing_ok=True)
         self._ranks, self._layouts = 0, {}
@@ -318,20 +318,20 @@ class BroadcastGroups(SenderEnd):
 
 
 def _nobody() -> None:
-    """The source of what this process has itself."""
+    """Return None, the source of this process's own values."""
 
 
-def BroadcastTransferSender(  # noqa: N802 - named as what it makes
+def BroadcastTransferSender(  # noqa: N802 - named like a class
     *,
     device: str | torch.device = "cpu",
     verify: str = "crc32",
     skip_unchanged: bool = False,
 ) -> Sender:
-    """To receivers with memory of their own: a broadcast a block.
+    """Make a sender to receivers with memory of their own: a broadcast a block.
 
     Args:
-        device: where the bytes travel from: ``cpu`` (sockets) or ``cuda:N`` (NCCL). Parameters
-            elsewhere are brought there first.
+        device: device to send from: ``cpu`` (sockets) or ``cuda:N`` (NCCL). Parameters elsewhere
+            are copied there first.
         verify, skip_unchanged: see `Sender`.
     """
     end = BroadcastGroups(torch.device(device))
@@ -342,7 +342,7 @@ def BroadcastTransferSender(  # noqa: N802 - named as what it makes
 
 
 class Arrival(NamedTuple):
-    """A request on its way: where its blocks belong, what receives them, and the broadcasts."""
+    """A request in flight: its target blocks, their receive buffers, and the broadcasts."""
 
     targets: Sequence[Tensor]
     runs: Sequence[Tensor]
@@ -350,12 +350,12 @@ class Arrival(NamedTuple):
 
 
 class Arrivals(ReceiverEnd):
-    """The receiver's end: groups, and the requests that are on their way in them.
+    """Receiver's end: groups, and the requests in flight in them.
 
-    Several ranks may send at once; what is told to come is received in the background.
+    Several ranks may send at once; announced requests are received in the background.
 
     Args:
-        device: where the bytes arrive.
+        device: device of the received bytes.
     """
 
     strategy = STRATEGY
@@ -381,7 +381,7 @@ class Arrivals(ReceiverEnd):
         return self._memory.buffer(extent)
 
     def coming(self, staged: StagedVersion, message: Message, wait: Wait) -> None:
-        """Begin to receive a request, in a group that is joined with the first one."""
+        """Begin to receive a request; the first one from a rank joins its group."""
         group = self._joining(message["from"], staged.deadline)
         while not group.done():
             wait(staged.deadline.remaining)
@@ -401,10 +401,10 @@ class Arrivals(ReceiverEnd):
                 target.copy_(run.view(target.dtype).view(target.shape))
 
     def dropped(self) -> None:
-        """Leave all groups, without waiting; what is on its way is lost."""
+        """Leave all groups, without waiting; requests in flight are lost."""
         for group in self._groups.values():
             let_go(group)
-        # the old groups may still write into memory that is on its way: that is not used again
+        # the old groups may still write into buffers in flight: these are not used again
         self._number, self._groups, self._coming = 0, {}, {}
 
     def close(self) -> None:
@@ -428,21 +428,21 @@ class Arrivals(ReceiverEnd):
         return torch.empty(target.nbytes, dtype=torch.uint8, device=self._device)
 
     def _conclude(self, works: Sequence[Any], wait: Wait) -> None:
-        # sockets wake this thread; nothing says when a GPU has received
+        # sockets wake this thread; a GPU does not, so it is polled
         look = _LOOK_SECONDS if self._device.type == "cuda" else 1.0
         while not finished(works):
             wait(look)
         try:
             conclude(works, self._device)
         except RuntimeError:
-            # it failed because another one did, whom the sender is about to name
+            # another rank's failure is the cause, and the sender is about to name it
             patience = Deadline(_FAILED_SECONDS)
             while not patience.expired:
                 wait(patience.remaining)
             raise
 
 
-def BroadcastTransferReceiver(  # noqa: N802 - named as what it makes
+def BroadcastTransferReceiver(  # noqa: N802 - named like a class
     address: str,
     *,
     name: str | None = None,
@@ -452,12 +452,12 @@ def BroadcastTransferReceiver(  # noqa: N802 - named as what it makes
     rank: int = 0,
     placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
 ) -> Receiver:
-    """Receives what a `BroadcastTransferSender` broadcasts; see `Receiver`.
+    """Make a receiver for a `BroadcastTransferSender`; see `Receiver`.
 
     Args:
-        device: where the parameters are to be: ``cpu`` (sockets) or ``cuda:N`` (NCCL), of the same
-            kind as the sender's.
-        mesh, rank, placements: what this receiver holds; see `Receiver`.
+        device: device of the parameters: ``cpu`` (sockets) or ``cuda:N`` (NCCL), of the same kind
+            as the sender's.
+        mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
     """
     layout = ReceiverLayout.asked(mesh, rank, placements)
     end = Arrivals(torch.device(device))

@@ -1,4 +1,4 @@
-"""A receiver's own memory for new versions, given back when the last tensor in it has died."""
+"""A receiver's own memory for new versions, freed when the last tensor in it has died."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lazygt.runtime.shared_memory import Arena, tensor_over
 
 
 class ReceiveBuffers:
-    """Makes flat uint8 buffers on one device. Freed host memory is kept and used again.
+    """Allocator of flat uint8 buffers on one device; freed host memory is reused.
 
-    Fresh host memory costs twice as much to fill as memory that was used before; torch's own
-    allocator does the same for a GPU's.
+    Fresh host memory takes twice as long to fill as memory that was used before. On a GPU torch's
+    own allocator reuses memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,10 +20,10 @@ class ReceiveBuffers:
         self._arena: Arena | None = None
 
     def buffer(self, nbytes: int) -> Tensor:
-        """``nbytes`` of uint8.
+        """Return a buffer of ``nbytes`` of uint8.
 
         Raises:
-            MemoryError, torch.OutOfMemoryError: there is not as much left.
+            MemoryError, torch.OutOfMemoryError: not enough memory is left.
         """
         if self.device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -33,7 +33,7 @@ class ReceiveBuffers:
         return tensor_over(self._arena, slot.offset, nbytes, self._free)
 
     def close(self) -> None:
-        """Give freed memory back; tensors that live on keep theirs. Idempotent."""
+        """Release the freed memory; tensors that live on keep theirs. Idempotent."""
         if self._arena is not None:
             arena, self._arena = self._arena, None
             arena.close()

@@ -1,8 +1,9 @@
 """Shared memory: blocks are copied into a memfd that every receiver of the host maps.
 
-Two slots, each with room for what the receivers hold. Readers hold tensors in one while the other
-is filled, so a transfer is one copy, however many receivers there are. A slot is faulted in once
-and reused; it is written again only when no receiver holds a tensor in it.
+There are two slots (double buffering), each with room for every layout of the receivers. Readers
+hold tensors in one while the other is filled, so a transfer is one copy for any number of receivers
+with the same layout. A slot is faulted in once and reused; it is written again only when no
+receiver holds a tensor in it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ STRATEGY = "shared-memory"
 
 
 class Place(NamedTuple):
-    """Shared memory: descriptor ``fd`` of process ``pid``, if that still is this inode.
+    """Shared memory: descriptor ``fd`` of process ``pid``, valid while it has this inode.
 
     Attributes:
-        offset, extent: where blocks may lie in it.
+        offset, extent: part of the memory in which blocks may lie, in bytes.
     """
 
     pid: int
@@ -46,7 +47,7 @@ class Place(NamedTuple):
 
 
 def place_of(arena: Arena, offset: int, extent: int) -> Place:
-    """Return the place at which another process of this user maps a part of an arena."""
+    """Return the place by which another process of this user maps a part of an arena."""
     return Place(os.getpid(), arena.fd, os.fstat(arena.fd).st_ino, offset, extent)
 
 
@@ -54,13 +55,16 @@ def place_of(arena: Arena, offset: int, extent: int) -> Place:
 
 
 class SourceEnd:
-    """Slots of senders, mapped here; the inode tells one from a later one of that descriptor."""
+    """Senders' slots, mapped in this process and known by inode.
+
+    The number of a descriptor may be used again for a later slot.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._arenas: dict[str, dict[int, tuple[Arena, Tensor]]] = {}
 
     def borrows(self, place: Place) -> torch.device | None:
-        """Nothing: it has to be copied."""
+        """Return None: all blocks are copied."""
         return None
 
     def buffer(self, sender: str, place: Place) -> View:
@@ -79,7 +83,7 @@ class SourceEnd:
         return view
 
     def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
-        """Nothing: receivers map the same memory."""
+        """Return no handles: receivers map the same memory."""
         return ()
 
     def let_go(self, sender: str, live: Collection[int]) -> None:
@@ -110,12 +114,12 @@ def _attach(place: Place) -> Arena:
 
 
 class VersionSlot:
-    """Memory for one version, seen from the sender.
+    """Memory for one version, in the sender.
 
     Attributes:
-        place: how the processes that copy into it find it.
+        place: the memory, for the source processes that copy into it.
         known_to: receivers that have its descriptor.
-        transfer: number of the one whose bytes it holds; 0: none.
+        transfer: number of the committed transfer that it holds; 0: none.
     """
 
     def __init__(self, number: int, extent: int) -> None:
@@ -129,17 +133,17 @@ class VersionSlot:
         self.transfer = 0
 
     def close(self) -> None:
-        """Give the memory up; the kernel frees it when the last receiver has done so, too."""
+        """Release the memory; the kernel frees it once the last receiver has released it."""
         del self.flat
         self.arena.close()
 
 
 class SharedMemory(SenderEnd):
-    """The sender's end: two slots.
+    """Sender's end: two slots.
 
     Attributes:
-        slots: those that there are.
-        target: the one that is being filled.
+        slots: the existing slots.
+        target: the slot that is being filled.
     """
 
     strategy, kind = STRATEGY, "shared_memory"
@@ -159,7 +163,7 @@ class SharedMemory(SenderEnd):
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Inodes."""
+        """Inodes of the slots."""
         return tuple(slot.place.inode for slot in self.slots)
 
     def begin(self, transfer: Transfer) -> None:
@@ -215,7 +219,7 @@ class SharedMemory(SenderEnd):
         if committed:
             self._current = slot
         if not idle:
-            # somebody may still write into it: it is left to that, and never used again
+            # a rank may still write into it, so it is abandoned and never used again
             self.slots.remove(slot)
             slot.close()
 
@@ -236,10 +240,10 @@ class SharedMemory(SenderEnd):
         return self.target, self._transfer
 
 
-def SharedMemoryTransferSender(  # noqa: N802 - named as what it makes
+def SharedMemoryTransferSender(  # noqa: N802 - named like a class
     *, threshold_gb: float = 1 / 16, verify: str = "crc32", skip_unchanged: bool = False
 ) -> Sender:
-    """To receivers on the same host, without GPUs: one copy into memory that all of them map.
+    """Make a sender to receivers on the same host, without GPUs: one copy, which all map.
 
     Needs twice the model's bytes on the host (not per receiver), and no other memory.
 
@@ -255,7 +259,7 @@ def SharedMemoryTransferSender(  # noqa: N802 - named as what it makes
 
 
 class MappedSlots(ReceiverEnd):
-    """The receiver's end: the sender's slots, mapped."""
+    """Receiver's end: the sender's slots, mapped."""
 
     strategy = STRATEGY
     has_unchanged = True
@@ -270,7 +274,7 @@ class MappedSlots(ReceiverEnd):
         if begin["new"]:
             self._slots[begin["slot"]] = Arena.attach(take_fd())
         for gone in self._slots.keys() - set(begin["slots"]):
-            self._slots.pop(gone).close()  # its mapping goes with the last tensor in it
+            self._slots.pop(gone).close()  # its mapping ends with the last tensor in it
 
     def stage(self, begin: Message, extent: int) -> Tensor | None:
         """See `ReceiverEnd`."""
@@ -285,7 +289,7 @@ class MappedSlots(ReceiverEnd):
     def fetch(
         self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
     ) -> None:
-        """Nothing: they are there."""
+        """Do nothing: the blocks are in place."""
 
     def holds_memory(self) -> bool:
         """See `ReceiverEnd`."""
@@ -303,12 +307,12 @@ class MappedSlots(ReceiverEnd):
 
 
 def _release(released: deque[int], number: int, wake: Callable[..., None], offset: int) -> None:
-    """The last tensor in a slot has died; runs in any thread, maybe in a finalizer."""
+    """Note that a slot's last tensor has died; runs in any thread, maybe in a finalizer."""
     released.append(number)
     wake()
 
 
-def SharedMemoryTransferReceiver(  # noqa: N802 - named as what it makes
+def SharedMemoryTransferReceiver(  # noqa: N802 - named like a class
     address: str,
     *,
     name: str | None = None,
@@ -317,12 +321,12 @@ def SharedMemoryTransferReceiver(  # noqa: N802 - named as what it makes
     rank: int = 0,
     placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
 ) -> Receiver:
-    """Reads what a `SharedMemoryTransferSender` on the same host sends; see `Receiver`.
+    """Make a receiver for a `SharedMemoryTransferSender` on the same host; see `Receiver`.
 
     Its parameters lie in memory shared with the other receivers: do not write to them.
 
     Args:
-        mesh, rank, placements: what this receiver holds; see `Receiver`.
+        mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
     """
     layout = ReceiverLayout.asked(mesh, rank, placements)
     return Receiver(address, MappedSlots(), name=name, expect=expect, layout=layout)
