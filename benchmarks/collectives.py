@@ -26,8 +26,8 @@ from benchmarks.transfer import verdict
 from benchmarks.transfer_processes import SECONDS, requests
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives.backends import HOST, Backend
-from lazygt.runtime.launch.base import GroupSpec
 from lazygt.runtime.launch.channel import listen_local
+from lazygt.runtime.launch.launcher import GroupSpec
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LAZYGT, GLOO = "lazygt", "Gloo"

@@ -24,8 +24,7 @@ from lazygt.graph.node import Graph
 from lazygt.graph.placement import Shard
 from lazygt.machine import default_machine
 from lazygt.passes import run_passes
-from lazygt.passes.cse import CommonSubexpressions
-from lazygt.passes.dce import DeadCode
+from lazygt.passes.cse import CommonSubexpressions, DeadCode
 from lazygt.passes.fold import Fold
 from lazygt.passes.sharding.problem import Question, build_problem
 from lazygt.passes.sharding.propagate import Annotation

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from benchmarks.harness import ROOT, Report, parser
-from lazygt.pool.client import Pool
-from lazygt.pool.serve import server_key
+from lazygt.pool.pool_client import Pool
+from lazygt.pool.server import server_key
 from lazygt.runtime.cluster.keys import Keyring
 
 COLUMNS = ["what", "lowest", "median", "highest", "all", "aim"]

@@ -24,7 +24,7 @@ from lazygt.graph.node import Node, ref
 from lazygt.graph.ops import facts
 from lazygt.passes.sharding.builder import Builder
 from lazygt.passes.sharding.rules import DERIVED, rule_of, strategies_of
-from lazygt.passes.sharding.rules.base import shardable_dims
+from lazygt.passes.sharding.rules.strategy import shardable_dims
 
 #: Samples of an entry, and calls of an overload that are looked at until one is covered.
 SAMPLES, CALLS = 3, 6

@@ -52,7 +52,7 @@ _WHERE = {
     "FSDPModule": "lazygt.parallel.fsdp_module",
     "LazyTensor": "lazygt.record.tensor",
     "ParallelStyle": "lazygt.parallel.styles",
-    "Pool": "lazygt.pool.client",
+    "Pool": "lazygt.pool.pool_client",
     "Partial": "torch.distributed.tensor",
     "PrepareModuleInput": "lazygt.parallel.styles",
     "PrepareModuleInputOutput": "lazygt.parallel.styles",
@@ -63,7 +63,7 @@ _WHERE = {
     "Session": "lazygt.session",
     "Shard": "torch.distributed.tensor",
     "VocabParallel": "lazygt.parallel.styles",
-    "apply": "lazygt.record.foreign.functions",
+    "apply": "lazygt.record.custom.functions",
     "current": "lazygt.session",
     "data_parallel": "lazygt.parallel.tensor_parallel",
     "distribute": "lazygt.parallel.distribute",
@@ -77,9 +77,9 @@ _WHERE = {
     "resume": "lazygt.checkpoint.program",
     "session": "lazygt.session",
     "simulate": "lazygt.simulation.program",
-    "shard_optimizer_state": "lazygt.parallel.optimizer_state",
+    "shard_optimizer_state": "lazygt.parallel.fsdp",
     "stage": "lazygt.parallel.pipeline",
-    "sweep": "lazygt.sweeps.program",
+    "sweep": "lazygt.sweeps.running",
     "to_networkx": "lazygt.observe.picture",
     "why": "lazygt.observe.why",
 }
@@ -114,10 +114,10 @@ if TYPE_CHECKING:
     from lazygt.observe.picture import render, to_networkx
     from lazygt.observe.timeline import profile
     from lazygt.observe.why import why
-    from lazygt.pool.client import Pool
+    from lazygt.pool.pool_client import Pool
     from lazygt.record.tensor import Viewer as _Viewer
     from lazygt.simulation.program import simulate
-    from lazygt.sweeps.program import sweep
+    from lazygt.sweeps.running import sweep
 
 #: ``lazygt top`` looks at a session from outside, and is to be there at once: without torch.
 _LOOKS_ON = os.path.basename((sys.argv or [""])[0]) == "lazygt" and sys.argv[1:2] == ["top"]
@@ -131,9 +131,8 @@ with _uncollected():
         from lazygt.checkpoint.program import resume
         from lazygt.parallel.batch_norm import local_batch_norm
         from lazygt.parallel.distribute import distribute, redistribute
-        from lazygt.parallel.fsdp import fully_shard
+        from lazygt.parallel.fsdp import fully_shard, shard_optimizer_state
         from lazygt.parallel.fsdp_module import FSDPModule
-        from lazygt.parallel.optimizer_state import shard_optimizer_state
         from lazygt.parallel.pipeline import stage
         from lazygt.parallel.styles import (
             ColwiseParallel,
@@ -146,8 +145,8 @@ with _uncollected():
             VocabParallel,
         )
         from lazygt.parallel.tensor_parallel import data_parallel, parallelize_module
+        from lazygt.record.custom.functions import apply
         from lazygt.record.device import register as _register
-        from lazygt.record.foreign.functions import apply
         from lazygt.record.tensor import LazyTensor
         from lazygt.record.tensor import show_with as _show_with
         from lazygt.session import Session, current

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from lazygt.graph.mesh import Mesh
+from lazygt.graph.mesh import Mesh, has_any, region
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.regions import has_any, region
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import Storage, is_lazy, storage_of
 from lazygt.runtime.values import RemoteValue

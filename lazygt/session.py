@@ -338,7 +338,7 @@ class Session:
                 "publish() is for a session in a pool: lazygt.session(on='tcp://HOST:PORT', ...)"
             )
         # why: only sessions in a pool need it
-        from lazygt.pool.client import Pool
+        from lazygt.pool.pool_client import Pool
 
         with Pool(self.config.on, self.config.key) as pool:
             pool.publish(name, value, shared=shared)
@@ -580,7 +580,7 @@ def _open(config: Config, mesh: Mesh) -> tuple[Link, Config]:
     if config.on is None:
         return open_link(config, mesh, COPIER), config
     # why: it loads sockets and keys, which only sessions in a pool need
-    from lazygt.pool.link import PoolLink
+    from lazygt.pool.pool_link import PoolLink
 
     link = PoolLink(config, mesh, COPIER)
     return link, link.config

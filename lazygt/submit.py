@@ -12,9 +12,8 @@ import torch
 
 from lazygt.config import Config
 from lazygt.errors import ProtocolError, exception_class
-from lazygt.graph.mesh import VirtualMesh
+from lazygt.graph.mesh import VirtualMesh, sent
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.regions import sent
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.history import Flush, History
 from lazygt.kinds import Kinds

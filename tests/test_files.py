@@ -37,13 +37,15 @@ _MEMORY = "memory without a name, by its descriptor in a process of this user's"
 MAY_MAKE = {
     "calibrate/__init__.py": {"mkdir": _NAMED_BY_THE_USER},
     "cli/sweep.py": {"TemporaryFile": "it has no name"},
-    "native/wheel.py": {"mkdir": _NAMED_BY_THE_USER},
+    "native/build.py": {"mkdir": _NAMED_BY_THE_USER},
     "runtime/compiling/compiler.py": {"write_text": _OF_THE_KERNEL},
     "runtime/launch/channel.py": {"bind": "ZMQ is given the descriptor of a socket that listens"},
     "runtime/launch/status_reader.py": {"open": _MEMORY},
     "sweeps/steps.py": {"write_text": _OF_THE_KERNEL},
-    "transfer/transports/devices.py": {"open": _MEMORY},
-    "transfer/transports/host_group.py": {"link": "a socket's name in a directory of mode 0700"},
+    "transfer/transports/cuda_ipc.py": {"open": _MEMORY},
+    "transfer/transports/broadcast_group.py": {
+        "link": "a socket's name in a directory of mode 0700"
+    },
     "transfer/transports/shared_memory.py": {"open": _MEMORY},
 }
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")

@@ -18,14 +18,165 @@ from typing import Any
 import torch
 
 from lazygt import files
-from lazygt.calibrate import kernels, workers
-from lazygt.calibrate.clock import EventClock, HostClock
-from lazygt.calibrate.kernels import FULL, QUICK, SMALLEST, Device, Size
+from lazygt.calibrate import device_benchmarks
+from lazygt.calibrate.device_benchmarks import FULL, QUICK, SMALLEST, Device, Size
+from lazygt.calibrate.fits import EventClock, Exchange, HostClock, fit_carrier
 from lazygt.config import VERSION
+from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
 from lazygt.machine.file import text_of
 from lazygt.machine.find import CALIBRATED, default_machine
 from lazygt.machine.model import Carrier, Figure, Machine
+from lazygt.record.custom.functions import apply
+from lazygt.runtime.collectives import group
+from lazygt.runtime.collectives.backends import Backend
 from lazygt.session import Session
+
+# -- timed collectives of this worker's group, for ``lazygt calibrate`` on every rank --------------
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int) -> torch.Tensor:
+    """Time a collective: the minimum of this rank's rounds, then the maximum over the ranks.
+
+    Args:
+        start: a tensor on the device, with as many elements as there are rounds.
+        carrier: ``sockets`` or ``local``.
+        nbytes: payload size, as in ``Communication``.
+    """
+    line = group.line(axis)
+    elements = max(nbytes // 4 // line.size, 1) * line.size
+    buffer = torch.ones(elements, device=start.device)
+    if carrier == "sockets":
+        backend: Backend = line.sockets
+    else:
+        backend = line.shared if start.device.type == "cpu" else line.backend(buffer, kind, nbytes)
+    work, least = _work(backend, kind, buffer, line.size), float("inf")
+    meet = _work(backend, "all_reduce", torch.ones(line.size, device=start.device), line.size)
+    for _ in range(start.numel() + 1):  # the first round allocates for the others
+        meet()
+        _settle(start)
+        begin = time.perf_counter()
+        work()
+        _settle(start)
+        least = min(least, time.perf_counter() - begin)
+    slowest = torch.tensor([least], device=start.device)
+    line.backend(slowest, "all_reduce", slowest.nbytes).all_reduce(slowest, "max").wait()
+    return slowest.double()
+
+
+def _work(backend: Backend, kind: str, buffer: torch.Tensor, ranks: int) -> Callable[[], object]:
+    """Return a function that runs one collective to its end."""
+    if kind == "all_reduce":
+        return lambda: backend.all_reduce(buffer, "sum").wait()
+    block, sent = buffer[: buffer.numel() // ranks].clone(), buffer.clone()
+    counts = [block.numel()] * ranks
+    return {
+        "all_gather": lambda: backend.all_gather(buffer, block).wait(),
+        "reduce_scatter": lambda: backend.reduce_scatter(block, sent, "sum").wait(),
+        "all_to_all": lambda: backend.all_to_all(buffer, sent, counts, counts).wait(),
+    }[kind]
+
+
+def _settle(value: torch.Tensor) -> None:
+    """Wait for the device."""
+    if value.device.type == "cuda":
+        torch.cuda.synchronize(value.device)
+
+
+# -- measurements of real sessions: recording, runs, messages and collectives ----------------------
+
+#: Ops that are recorded at once.
+_OPS = 500
+_AXIS = "workers"
+#: Payloads up to which collectives are timed more often: they are disturbed more easily.
+_SMALL = 1 << 20
+
+
+class HostFigures:
+    """Seconds of a message, of an op in a run, and of recording an op, in a session.
+
+    Attributes:
+        record, launch, message: see the schema.
+    """
+
+    def __init__(self, session: Session, rounds: int) -> None:
+        x = torch.ones(4)
+        session.synchronize()
+        times = 3 * rounds + 2  # the first run of a plan is checked, the second makes its program
+        records, runs = zip(*(_chain(session, x, _OPS) for _ in range(times)), strict=True)
+        _, longer = zip(*(_chain(session, x, 5 * _OPS) for _ in range(times)), strict=True)
+        self.record = min(records) / _OPS
+        self.launch = max(min(longer) - min(runs), min(runs) / 10) / (4 * _OPS)
+        self.message = min(_asked(x) for _ in range(20 * rounds + 2))
+
+
+def _chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
+    """Return the CPU seconds of recording a chain of ops, and the seconds of its run."""
+    begin = time.thread_time()
+    y = x
+    for _ in range(ops):
+        y = y + x
+    recorded = time.thread_time() - begin
+    begin = time.perf_counter()
+    session.synchronize()
+    return recorded, time.perf_counter() - begin
+
+
+def _asked(x: torch.Tensor) -> float:
+    """Seconds until a sum of four numbers is known."""
+    begin = time.perf_counter()
+    x.sum().item()
+    return time.perf_counter() - begin
+
+
+def carriers(
+    device: str,
+    groups: Sequence[int],
+    sizes: Sequence[int],
+    rounds: int,
+    slopes: dict[str, float],
+    threads: int,
+    told: Callable[[], object],
+) -> dict[str, Carrier]:
+    """Measure and fit the carriers of collectives between numbers of workers.
+
+    Args:
+        groups: numbers of ranks.
+        sizes: payloads in bytes.
+        slopes: carrier -> seconds for each rank beyond the second, where two ranks are most.
+    """
+    names = ("local", "sockets") if device == "cpu" else ("local",)
+    rows: dict[str, list[Exchange]] = {name: [] for name in names}
+    for ranks in groups:
+        with Session(workers=ranks, device=device, threads=threads, compile="off"):
+            many, few = torch.zeros(5 * rounds), torch.zeros(rounds)
+            for kind in KINDS:
+                for nbytes in sizes:
+                    for name in names:
+                        if name == "sockets" and not goes_by_sockets(kind, nbytes, ranks):
+                            continue
+                        sent = (ring_bytes if name == "local" else socket_bytes)(
+                            kind, nbytes, ranks
+                        )
+                        start = many if nbytes <= _SMALL else few
+                        took = apply(seconds, start, _AXIS, name, kind, nbytes).item()
+                        rows[name].append(Exchange(sent, ranks, took))
+                        told()
+    return {name: fit_carrier(rows[name], slopes[name]) for name in names}
+
+
+def steps(device: str, groups: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the number of progress reports of ``carriers``."""
+    count = 0
+    for ranks in groups:
+        for kind in KINDS:
+            small = sum(goes_by_sockets(kind, size, ranks) for size in sizes)
+            count += len(sizes) + (small if device == "cpu" else 0)
+    return count
+
+
+# -- calibration of the machine: measurements that make a machine file -----------------------------
 
 __all__ = ["FULL", "QUICK", "SMALLEST", "measure", "write"]
 
@@ -115,16 +266,18 @@ class _Calibration:
             self._told(what, 0, 0)
             return Device(self.device, clock, self.size, lambda: self._told(what, 0, 0))
 
-        launched = kernels.launch(measured("an op"))
-        memory = kernels.memory(measured("memory"), launched)._asdict()
+        launched = device_benchmarks.launch(measured("an op"))
+        memory = device_benchmarks.memory(measured("memory"), launched)._asdict()
         self.values |= {f"memory.{name}": v for name, v in memory.items() if v is not None}
         self.values["memory.capacity"] = self._capacity()
-        for family, rate in kernels.pointwise(measured("pointwise ops"), launched).items():
+        for family, rate in device_benchmarks.pointwise(
+            measured("pointwise ops"), launched
+        ).items():
             self.values[f"pointwise.{family}"] = rate
         units = 1
         if self.device == "cuda":
             units = torch.cuda.get_device_properties(0).multi_processor_count
-        law = self.law = kernels.matmuls(measured("matmuls"), launched, units)
+        law = self.law = device_benchmarks.matmuls(measured("matmuls"), launched, units)
         self.values |= {f"matmul.rate.{dtype}": rate for dtype, rate in law.rate.items()}
         self.values |= {
             "matmul.tile_rows": law.tile_rows,
@@ -139,7 +292,7 @@ class _Calibration:
         products = [device.scale * each for shape in self.size.products for each in shape]
         ranges: dict[str, Sequence[int]] = {
             "products": products,
-            "bytes": kernels.moved(device),
+            "bytes": device_benchmarks.moved(device),
             "payloads": self.size.collectives if self.groups else (),
             "ranks": self.groups,
         }
@@ -165,7 +318,7 @@ class _Calibration:
             "compile": "off",
         }
         with Session(workers=1, **settings) as session:
-            host = workers.HostFigures(session, self.size.rounds)
+            host = HostFigures(session, self.size.rounds)
         self.values |= {
             "host.record": host.record,
             "host.launch": host.launch,
@@ -176,7 +329,7 @@ class _Calibration:
     def _collectives(self) -> None:
         if not self.groups:
             return
-        done, of = 0, workers.steps(self.device, self.groups, self.size.collectives)
+        done, of = 0, steps(self.device, self.groups, self.size.collectives)
 
         def told() -> None:
             nonlocal done
@@ -187,11 +340,11 @@ class _Calibration:
         base = self.base.collectives
         known = {"local": base.local, "sockets": base.sockets}
         slopes = {name: carrier[0].each for name, carrier in known.items() if carrier}
-        carriers = workers.carriers(
+        measured = carriers(
             self.device, self.groups, self.size.collectives, self.size.rounds, slopes,
             self.threads, told,
         )  # fmt: skip
-        for name, carrier in carriers.items():
+        for name, carrier in measured.items():
             self._carrier(name, carrier)
 
     def _carrier(self, name: str, carrier: Carrier) -> None:

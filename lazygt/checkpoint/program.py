@@ -33,12 +33,12 @@ from lazygt.config import Config, seconds_of
 from lazygt.errors import CheckpointError
 from lazygt.graph.mesh import VirtualMesh
 from lazygt.record.recorder import Recorder
+from lazygt.runtime.arenas import Arena
 from lazygt.runtime.client import Client
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.messages import Copied
 from lazygt.runtime.recovery.checkpoint_folder import CheckpointFolder, newest
 from lazygt.runtime.recovery.journal import Snapshot
-from lazygt.runtime.shared_memory import Arena
 
 _log = logging.getLogger("lazygt")
 

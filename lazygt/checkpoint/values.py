@@ -11,15 +11,14 @@ from torch import Tensor
 
 from lazygt.checkpoint.states import Leaf
 from lazygt.errors import NoSession
-from lazygt.graph.mesh import Placements, VirtualMesh
+from lazygt.graph.mesh import Placements, Region, VirtualMesh, sent
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.placement import Placement, Replicate, Shard, SingleRank
-from lazygt.graph.regions import Region, sent
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import is_lazy, storage_of, view_of
+from lazygt.runtime.arenas import Arena
 from lazygt.runtime.messages import Copied
 from lazygt.runtime.recovery.snapshot import laid_out
-from lazygt.runtime.shared_memory import Arena
 
 #: Element size -> dtype for copies of any dtype's elements; torch has no integers of 16 bytes.
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

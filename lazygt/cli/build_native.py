@@ -9,8 +9,7 @@ import typer
 
 from lazygt.config import wheels_setting
 from lazygt.native import fit
-from lazygt.native.build import BuildError, build
-from lazygt.native.wheel import install, write
+from lazygt.native.build import BuildError, build, install, write
 
 
 def build_native(

@@ -141,7 +141,7 @@ def _texts(session: Session, plan: Plan, stage: str) -> Iterator[tuple[Graph, st
         yield plan.graph, plan_text(plan)
     elif stage == "placements":
         # why: the rules of every op take a while to load
-        from lazygt.passes.sharding.decisions import decisions_text, programs_of
+        from lazygt.passes.sharding.reasons import decisions_text, programs_of
 
         for steps in programs_of(session.decided(plan)):
             graph, labels = decisions_text(steps)

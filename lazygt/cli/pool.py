@@ -12,8 +12,8 @@ from rich.console import Console
 
 from lazygt.cli.script import fail
 from lazygt.errors import LazyGTError
-from lazygt.pool.client import Pool
-from lazygt.pool.serve import server_key
+from lazygt.pool.pool_client import Pool
+from lazygt.pool.server import server_key
 from lazygt.printed import plain_table
 from lazygt.runtime.cluster.keys import Keyring, keys_place
 

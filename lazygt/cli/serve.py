@@ -14,7 +14,7 @@ from lazygt.cli.script import fail
 from lazygt.config import cache_setting
 from lazygt.errors import LazyGTError
 from lazygt.pool.rules import Quota, Rules
-from lazygt.pool.serve import address, cores_here, open_gateway, quotas
+from lazygt.pool.server import address, cores_here, open_gateway, quotas
 from lazygt.runtime.cluster.keys import Keyring, keys_place
 from lazygt.runtime.launch.hidden import hide
 

@@ -35,7 +35,7 @@ from lazygt.sweeps import (
     parsed,
     rows_of,
 )
-from lazygt.sweeps.program import sweep_title
+from lazygt.sweeps.running import sweep_title
 
 _SUFFIXES = (".png", ".svg")
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lazygt.graph.alive import alive_bytes, peak_bytes
 from lazygt.graph.collectives import Communication, communications
 from lazygt.graph.cost import Cost, base_name, family, member_costs
 from lazygt.graph.fusion import REDUCTIONS, expand_fused, numbers_of
+from lazygt.graph.liveness import alive_bytes, peak_bytes
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import count, duration
@@ -317,7 +317,7 @@ def _alternatives(runs: Runs) -> list[AlternativeRow]:
     """Price the best program without each of the dearest collectives; solves placements."""
     if not runs.decided:
         return []
-    from lazygt.passes.sharding.what_if import (
+    from lazygt.passes.sharding.reasons import (
         reasons,  # why: the rules of every op take a while to load
     )
 

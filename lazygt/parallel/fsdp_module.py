@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from lazygt.graph.mesh import FSDPUnit
-from lazygt.parallel.knobs import reshards_as_told
+from lazygt.parallel.fsdp_overrides import reshards_as_told
 from lazygt.record.annotate import set_sharding, stored_now
 from lazygt.record.tensor import LazyTensor, is_lazy
 

@@ -3,8 +3,7 @@
 from lazygt.machine import Machine
 from lazygt.passes.base import Pass, run_passes
 from lazygt.passes.collectives.unpack import Unpack
-from lazygt.passes.cse import CommonSubexpressions
-from lazygt.passes.dce import DeadCode
+from lazygt.passes.cse import CommonSubexpressions, DeadCode
 from lazygt.passes.fold import Fold
 from lazygt.passes.foreach import Foreach
 from lazygt.passes.fuse import Fuse

@@ -14,9 +14,8 @@ from typing import NamedTuple, Protocol
 from lazygt.errors import GraphError
 from lazygt.graph.alias import WRITE_BACK, has_effect, op_facts
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import DEVICE, Arg, Graph, Node, Ref, params_in, ref
+from lazygt.graph.node import DEVICE, Arg, Graph, Node, Ref, params_in, ref, verify
 from lazygt.graph.ops import viewed_argument
-from lazygt.graph.verify import verify
 from lazygt.uncollected import uncollected
 
 

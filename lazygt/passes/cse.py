@@ -10,11 +10,37 @@ from __future__ import annotations
 from typing import Any
 
 from lazygt.graph.alias import has_effect, last_uses
-from lazygt.graph.exact import exact
+from lazygt.graph.meta import exact
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.passes.base import Placed, placed, rebuild, written_through
 from lazygt.passes.fold import is_view
 from lazygt.passes.questions import ask, fits
+
+# -- dce: dead code elimination. Values without readers are not computed ---------------------------
+# Bit for bit. Random ops stay even without readers: each draws from the one generator, and the
+# numbers of those after it must not depend on liveness.
+
+
+class DeadCode:
+    """Removal of nodes with unread results, from the last to the first."""
+
+    name = "dce"
+
+    def run(self, graph: Graph) -> Graph:
+        needed = set(graph.outputs)
+        kept = []
+        for row in reversed(placed(graph)):
+            if has_effect(row.node) or not needed.isdisjoint(row.results):
+                needed.update(row.node.refs())
+                needed.update(row.node.writes)
+                kept.append(row)
+        if len(kept) == len(graph.nodes):
+            return graph
+        kept.reverse()
+        return rebuild(graph, kept)
+
+
+# -- cse: common subexpression elimination. Equal pure nodes become one ----------------------------
 
 #: A result of so many bytes may live longer for the sake of a later twin.
 _SMALL = 4096

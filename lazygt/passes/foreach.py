@@ -15,11 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.exact import exact
-from lazygt.graph.foreach_forms import EACH, MERGE, SPLIT, ForeachForm
-from lazygt.graph.lanes import part
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.meta import TensorMeta, exact
 from lazygt.graph.node import Graph, Node, Param, Ref
+from lazygt.graph.per_tensor import EACH, MERGE, SPLIT, ForeachForm, part
 from lazygt.graph.placement import COLLECTIVE_OPS
 from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled, view_source
 from lazygt.passes.questions import ask, fits

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from lazygt.graph.alias import last_uses
 from lazygt.graph.fusion import Metas, is_fusible
-from lazygt.graph.lanes import LANES, lane_count, lanes_of, part
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
+from lazygt.graph.per_tensor import LANES, lane_count, lanes_of, part
 from lazygt.machine import Machine, default_machine
 from lazygt.passes.base import (
     Dependencies,

@@ -14,8 +14,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.exact import exact
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.meta import TensorMeta, exact
 from lazygt.graph.node import Arg, Node, Ref, map_arg
 from lazygt.graph.sizes import Resize
 

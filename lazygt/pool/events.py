@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lazygt.errors import PoolError
-from lazygt.pool.turns import Pause, Resume
+from lazygt.pool.scheduler import Pause, Resume
 
 # -- events ------------------------------------------------------------------------------------
 

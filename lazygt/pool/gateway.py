@@ -11,35 +11,224 @@ import os
 import select
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from lazygt.errors import PoolError, ProtocolError
-from lazygt.pool import messages
-from lazygt.pool.messages import (
+from lazygt.errors import OverQuota, PoolError, ProtocolError
+from lazygt.pool import requests
+from lazygt.pool.client_connection import Visitor
+from lazygt.pool.hosted import Hosted
+from lazygt.pool.policy import Lease, Policy
+from lazygt.pool.published import PublishedValue, PublishedValues
+from lazygt.pool.requests import (
     TO_POOL,
     AreYouThere,
     Ask,
     Doing,
     DrainAll,
     EvictOne,
+    Fetch,
+    Forget,
     Here,
     Leave,
+    Listed,
+    Names,
     Ok,
+    Piece,
+    Publish,
     Report,
     Status,
+    Value,
 )
-from lazygt.pool.publishing import Publishing
-from lazygt.pool.report import report
 from lazygt.pool.rules import Rules
 from lazygt.pool.sessions import Sessions
-from lazygt.pool.visitor import Visitor
 from lazygt.runtime.cluster.connection import Listener
+from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.wire import Part, decode
+
+# -- requests for published values: publish, fetch, list and forget --------------------------------
+
+#: Limits of one client.
+_MOST_NAMES, _LONGEST_NAME = 1000, 256
+#: Limit of the requested values that one connection has not received yet.
+_MOST_FETCHES = 16
+#: Limit of the sent bytes that a client has not read yet.
+_AHEAD_BYTES = 64 << 20
+
+
+class Publishing:
+    """Handler of clients' requests to publish and fetch values.
+
+    Args:
+        held: returns the bytes that the sessions of a client hold.
+        visitors: returns all connected clients.
+
+    Attributes:
+        values: the published values.
+    """
+
+    def __init__(
+        self, rules: Rules, held: Callable[[str], int], visitors: Callable[[], list[Visitor]]
+    ) -> None:
+        self.values = PublishedValues()
+        self._rules, self._held, self._visitors = rules, held, visitors
+
+    def act(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> None:
+        """Act on a request.
+
+        Raises:
+            PoolError: the request is refused.
+            ProtocolError: the request makes no sense.
+        """
+        match message:
+            case Publish():
+                self._publish(visitor, message)
+            case Piece():
+                self._take_piece(visitor, rest)
+            case Fetch(name):
+                self._send(visitor, name)
+            case Names():
+                seen = self.values.seen_by(visitor.client)
+                visitor.say(Listed(tuple((v.name, v.nbytes, v.client, v.shared) for v in seen)))
+            case Forget(name):
+                self.values.forget(visitor.client, name)
+                visitor.say(Ok())
+
+    def _publish(self, visitor: Visitor, told: Publish) -> None:
+        value = PublishedValue(told.name, visitor.client, told.rows, told.shared)
+        visitor.publishing = None
+        if len(told.name) > _LONGEST_NAME:
+            raise PoolError(f"a name of {len(told.name)} characters: {_LONGEST_NAME} at most")
+        if self.values.count(visitor.client, without=told.name) >= _MOST_NAMES:
+            raise PoolError(f"{_MOST_NAMES} values are published with this key: forget some")
+        limit = self._rules.of(visitor.client).memory
+        if limit is not None:
+            coming = [v.publishing for v in self._visitors() if v.client == visitor.client]
+            used = self._held(visitor.client)
+            used += self.values.nbytes(visitor.client, without=told.name)
+            used += sum(other.nbytes for other in coming if other is not None)
+            if used + value.nbytes > limit:
+                raise OverQuota("memory", value.nbytes, used, limit)
+        visitor.publishing = value
+        visitor.say(Ok())
+        self._finish(visitor)
+
+    def _take_piece(self, visitor: Visitor, rest: list[memoryview]) -> None:
+        if visitor.publishing is None or len(rest) != 1:
+            raise ProtocolError("a piece of nothing")
+        visitor.publishing.add(rest[0])
+        self._finish(visitor)
+
+    def _finish(self, visitor: Visitor) -> None:
+        value = visitor.publishing
+        if value is not None and len(value.data) == value.nbytes:
+            self.values.keep(value)
+            visitor.publishing = None
+            visitor.say(Ok())
+
+    def _send(self, visitor: Visitor, name: str) -> None:
+        if len(visitor.sending) >= _MOST_FETCHES:
+            raise PoolError(f"{_MOST_FETCHES} values are on their way already: read them first")
+        visitor.sending.append(_messages(self.values.of(visitor.client, name)))
+
+    def go_on(self, visitor: Visitor) -> None:
+        """Send requested values as fast as the client reads them."""
+        while visitor.sending and visitor.connection.pending < _AHEAD_BYTES:
+            message = next(visitor.sending[0], None)
+            if message is None:
+                visitor.sending.popleft()
+            else:
+                visitor.say(*message)
+
+
+def _messages(value: PublishedValue) -> Iterator[tuple[Part, list[Frame]]]:
+    yield Value(value.rows), []
+    for piece in value.pieces():
+        yield Piece(), [piece]
+
+
+# -- report of a pool as plain values, as ``lazygt pool status`` prints it -------------------------
+
+
+def report(
+    policy: Policy,
+    hosted: Mapping[str, Hosted],
+    published: PublishedValues,
+    whose: str | None = None,
+) -> dict[str, Any]:
+    """Build the report of a pool, with sessions in the order of their requests.
+
+    Args:
+        whose: the asking client: the report has only numbers of other clients. None: all clients
+            are reported.
+    """
+    now = time.monotonic()
+    leases = policy.leases.items()
+    seen = {n: lease for n, lease in leases if whose in (None, lease.asked.client)}
+    others = [lease for name, lease in leases if name not in seen]
+    values = published.all() if whose is None else published.seen_by(whose)
+    return {
+        "workers": policy.rules.workers,
+        "free": policy.free,
+        "at_once": policy.rules.at_once,
+        "queue_limit": policy.rules.queue,
+        "draining": policy.draining,
+        "sessions": [
+            _session(policy, name, lease, hosted.get(name), now) for name, lease in seen.items()
+        ],
+        "others": {
+            "sessions": sum(bool(lease.places) for lease in others),
+            "workers": sum(len(lease.places) for lease in others),
+            "waiting": sum(not lease.places for lease in others),
+        },
+        "published": [
+            {"name": v.name, "client": v.client, "bytes": v.nbytes, "shared": v.shared}
+            for v in values
+        ],
+    }
+
+
+def _session(
+    policy: Policy, name: str, lease: Lease, hosted: Hosted | None, now: float
+) -> dict[str, Any]:
+    return {
+        "session": name,
+        "client": lease.asked.client,
+        "state": _state(policy, name, lease),
+        "workers": lease.asked.workers,
+        "cores": lease.asked.cores,
+        "places": list(lease.places),
+        "pids": [] if hosted is None else list(hosted.pids),
+        "run_seconds": round(lease.run_seconds, 3),
+        "memory": lease.memory,
+        "seconds": round(now - lease.granted, 1) if lease.places else 0.0,
+        "expires_in": None if lease.expires is None else round(max(lease.expires - now, 0.0), 1),
+        "quota": asdict(policy.rules.of(lease.asked.client)),
+        "before": policy.queue.index(name) if not lease.places else None,
+    }
+
+
+def _state(policy: Policy, name: str, lease: Lease) -> str:
+    """Return the state of a session.
+
+    It ``waits`` for workers, ``runs``, ``is held`` back for others, is ``alone`` (its client has
+    gone), or is ``ending``.
+    """
+    if lease.ending:
+        return "ending"
+    if not lease.places:
+        return "waits"
+    if lease.expires is not None:
+        return "alone"
+    return "runs" if policy.turns.passes(name) else "is held"
+
+
+# -- gateway of a pool: connections and requests of clients ----------------------------------------
 
 #: Limit of one key.
 _MOST_CONNECTIONS = 64
@@ -190,7 +379,7 @@ class Gateway:
     def _hear(self, visitor: Visitor, frames: list[memoryview]) -> None:
         if not frames:
             raise ProtocolError("a message of nothing")
-        if not messages.is_ours(frames[0]):
+        if not requests.is_ours(frames[0]):
             self.refused["foreign"] += not self.sessions.put(visitor, frames)
             return
         try:

@@ -13,8 +13,8 @@ from lazygt.errors import PoolError
 from lazygt.pool.gate import Gate
 from lazygt.runtime.cluster.agent import Agent, Connected
 from lazygt.runtime.launch import hidden, procfs
-from lazygt.runtime.launch.base import WORKER_FACTORY
 from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
+from lazygt.runtime.launch.launcher import WORKER_FACTORY
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.status_reader import Page
 

@@ -40,7 +40,7 @@ from lazygt.pool.events import (
     Used,
 )
 from lazygt.pool.rules import Rules
-from lazygt.pool.turns import Turns
+from lazygt.pool.scheduler import Turns
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lazygt.errors import LazyGTError, PoolError
 from lazygt.files import make_folder
+from lazygt.pool.client_connection import Visitor
 from lazygt.pool.events import (
     Asked,
     ClientBack,
@@ -30,11 +31,10 @@ from lazygt.pool.events import (
     Used,
 )
 from lazygt.pool.hosted import Hosted, Terms
-from lazygt.pool.messages import Admitted, Ask, Ok, Waits
 from lazygt.pool.policy import Policy
+from lazygt.pool.requests import Admitted, Ask, Ok, Waits
 from lazygt.pool.rules import Rules
-from lazygt.pool.turns import Resume
-from lazygt.pool.visitor import Visitor
+from lazygt.pool.scheduler import Resume
 from lazygt.runtime.launch.status_reader import Pages
 
 _log = logging.getLogger("lazygt")

@@ -30,22 +30,21 @@ from lazygt.record import (
     autograd,
     bridge,
     copies,
-    dataloader,
     factories,
     flag_changes,
     host_rng,
     methods,
+    multiprocessing,
     other_devices,
     rng,
-    sending,
     subclasses,
     swap,
     tensor,
     torch_compile,
 )
 from lazygt.record.context import NAME, OpenSession, note_use, recorder, session_stack
-from lazygt.record.foreign import registry
-from lazygt.record.formulas import autocast, optimizers
+from lazygt.record.custom import registry
+from lazygt.record.formulas import autocast, derivatives
 from lazygt.record.formulas.decompositions import (
     DECOMPOSED,
     KERNELS_OF_THEIR_OWN,
@@ -67,8 +66,8 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 
 #: Also active while no session is open: the patches then answer as torch itself would.
-_ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *dataloader.PATCHES,
-                  *optimizers.PATCHES, *autocast.PATCHES, *registry.PATCHES, *sending.PATCHES,
+_ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *multiprocessing.PATCHES,
+                  *derivatives.PATCHES, *autocast.PATCHES, *registry.PATCHES,
                   *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
 _IN_SESSIONS = Patches(*swap.IN_SESSIONS, *other_devices.IN_SESSIONS, *flag_changes.IN_SESSIONS)
 #: Lock of the stack of sessions, and of the patches that follow from it.
@@ -407,7 +406,7 @@ def register() -> None:
         bridge.connect()
         written = {*kernels, *DECOMPOSED, *RECURRENT}
         NATIVE.register_device(written, set(KERNELS_OF_THEIR_OWN), _without_session)
-    optimizers.register_optimizers()
+    derivatives.register_optimizers()
     # before torch's own (priority 23), which asks for a storage in this process and crashes
     torch.serialization.register_package(9, _no_tag, _deserialize)
     tensor.connect(
@@ -416,5 +415,5 @@ def register() -> None:
     )
     registry.note_defined()
     _ALWAYS.apply()
-    sending.register_reducers()
+    multiprocessing.register_reducers()
     torch_compile.patch_dynamo()

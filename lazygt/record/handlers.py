@@ -21,8 +21,8 @@ from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, returned_write
 from lazygt.graph.source import with_line
 from lazygt.record import pieces
 from lazygt.record.annotate import is_placed
-from lazygt.record.foreign.definitions import ForeignOps
-from lazygt.record.foreign.registry import is_foreign
+from lazygt.record.custom.definitions import ForeignOps
+from lazygt.record.custom.registry import is_foreign
 from lazygt.record.host_values import blank, fill, remote_tensor, to_lazy
 from lazygt.record.rng import SessionGenerator
 from lazygt.record.tensor import NATIVE, Storage, is_lazy, rebind, storage_of, view_of, wrapper

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lazygt.graph.alias import op_facts
-from lazygt.graph.exact import exact
-from lazygt.graph.meta import TensorMeta, intern
+from lazygt.graph.meta import TensorMeta, exact, intern
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.shapes import Shapes
-from lazygt.graph.shapes.base import Results
-from lazygt.graph.shapes.cpu_errors import cpu_error
-from lazygt.graph.shapes.meta_run import run_on_metas
+from lazygt.graph.shapes.meta_run import cpu_error, run_on_metas
+from lazygt.graph.shapes.rules import Results
 from lazygt.graph.source import with_line
 from lazygt.record.trie import TraceTrie, TrieNode
 

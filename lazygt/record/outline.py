@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lazygt.graph.exact import exact
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.meta import TensorMeta, exact
 from lazygt.graph.node import Arg, Node, Param, Ref
 from lazygt.graph.sizes import LEAST, sized, sizes_in
 from lazygt.passes.questions import told_apart

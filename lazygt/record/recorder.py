@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.exact import exact
 from lazygt.graph.flags import Flags, read_flags
 from lazygt.graph.mesh import Mesh
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.meta import TensorMeta, exact
 from lazygt.graph.node import DEVICE, Node
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, writing_facts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import annotate, host_values, views
+from lazygt.record.custom.definitions import ForeignOps
 from lazygt.record.draws import draw_in_client
-from lazygt.record.foreign.definitions import ForeignOps
 from lazygt.record.handlers import Handler, data_dependent, handler_of
 from lazygt.record.infer import Inference
 from lazygt.record.miss import NUMBERS, on_miss

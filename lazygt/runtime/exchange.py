@@ -16,8 +16,8 @@ from lazygt.runtime.store import Failed, Store, Value
 from lazygt.runtime.wire import Buffer
 
 if TYPE_CHECKING:
+    from lazygt.runtime.arenas import Arena
     from lazygt.runtime.host_copies import HostCopies
-    from lazygt.runtime.shared_memory import Arena
 
 
 #: Bytes of an answer beside its values, at most: their metas, and the rest of the answer.

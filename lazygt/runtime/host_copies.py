@@ -15,7 +15,7 @@ from lazygt.runtime.kernels import clear_error, clone
 from lazygt.runtime.launch.procfs import memory_left
 
 if TYPE_CHECKING:
-    from lazygt.runtime.shared_memory import Arena
+    from lazygt.runtime.arenas import Arena
 
 #: The largest segment to register: one part in so many of the host's free memory.
 _SHARE = 4

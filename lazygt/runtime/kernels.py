@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,11 +30,55 @@ from lazygt.graph.placement import (
     TAKE_ROWS,
     WAIT,
 )
+from lazygt.runtime import custom_ops, wire
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives import ops as collective_ops
-from lazygt.runtime.cudnn_rnn import CUDNN_RNN
-from lazygt.runtime.foreign import loader
 from lazygt.runtime.gpus import why_none, why_unusable
+
+# -- cuDNN's recurrent layers, as workers call them ------------------------------------------------
+
+#: Positions of the states, of the backward's output and of its reserve.
+_STATES, _OUTPUT, _RESERVE = (4, 5), 6, 20
+
+
+def forward(*args: Any) -> Any:
+    """Call ``aten::_cudnn_rnn``, without its warning that weights are packed in each call."""
+    given = _row_major(args, _STATES)
+    call: Any = torch._cudnn_rnn  # the op's overload would write the warning to stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*given)
+
+
+def backward(*args: Any) -> Any:
+    """Call ``aten::_cudnn_rnn_backward`` as a pure op: its results have their own memory.
+
+    cuDNN writes into the reserve, so it gets a copy. It reads the output as row-major, whatever its
+    strides are. The gradients of the weights are views of one tensor, so they are copied.
+    """
+    given = _row_major(args, (*_STATES, _OUTPUT))
+    given[_RESERVE] = given[_RESERVE].clone()
+    *gradients, weights = torch.ops.aten._cudnn_rnn_backward.default(*given)
+    return (*gradients, [weight if weight is None else weight.clone() for weight in weights])
+
+
+def _row_major(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """Return the arguments, with the tensors at these places contiguous, as cuDNN takes them."""
+    given = [*args]
+    for place in places:
+        if given[place] is not None:
+            given[place] = given[place].contiguous()
+    return given
+
+
+#: Op -> the function called in its place.
+CUDNN_RNN: dict[str, Callable[..., Any]] = {
+    "aten._cudnn_rnn.default": forward,
+    "aten._cudnn_rnn_backward.default": backward,
+}
+
+
+# -- lazygt's own ops, as workers run them. aten's are looked up in torch, but for a few -----------
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:
@@ -175,7 +221,7 @@ def check(name: str) -> None:
     if name.startswith("lazygt."):
         _ = KERNELS[name]
     elif "@" in name:
-        loader.loaded_op(name)
+        custom_ops.loaded_op(name)
     else:
         overload(name)
 
@@ -200,8 +246,56 @@ def kernel(name: str) -> Callable[..., Any]:
     if name.startswith("lazygt."):
         return KERNELS[name]
     if "@" in name:
-        return loader.loaded_op(name).kernel
+        return custom_ops.loaded_op(name).kernel
     if name.startswith(COLLECTIVES):
         _need_torchs_group(name)
     op: Callable[..., Any] = WRAPPED.get(name) or overload(name)
     return op
+
+
+# -- the random stream of a worker -----------------------------------------------------------------
+
+
+class RandomStream:
+    """The generator that a worker's ops draw from.
+
+    Args:
+        inline: it is the client's generator, too, so it is lent to a run and put back.
+    """
+
+    def __init__(self, device: torch.device, inline: bool) -> None:
+        self._device = device
+        self._inline = torch.default_generator.get_state() if inline else None
+        self._first = get_rng_state(device)
+
+    @property
+    def is_lent(self) -> bool:
+        """True if it has to be lent to a run that draws."""
+        return self._inline is not None
+
+    @property
+    def state(self) -> torch.Tensor:
+        """The generator's state, as bytes."""
+        return get_rng_state(self._device) if self._inline is None else self._inline
+
+    def set(self, state: bytes) -> None:
+        """Set the generator to a snapshot's state, or to its initial state if that is empty."""
+        generator = wire.received(state) if state else self._first
+        if self._inline is None:
+            set_rng_state(self._device, generator)
+        else:
+            self._inline = generator
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Context of a run that draws; in the client's own process, its generator is restored."""
+        if self._inline is None:
+            yield
+            return
+        theirs = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._inline)
+        try:
+            yield
+        finally:
+            self._inline = torch.default_generator.get_state()
+            torch.default_generator.set_state(theirs)

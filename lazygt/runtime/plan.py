@@ -16,11 +16,10 @@ from lazygt.graph.collectives import Communication, communications
 from lazygt.graph.flags import Flags, shown_flags
 from lazygt.graph.fusion import expand_fused
 from lazygt.graph.mesh import Mesh
-from lazygt.graph.node import Graph, print_graph
+from lazygt.graph.node import Graph, print_graph, verify
 from lazygt.graph.ops import Foreign
 from lazygt.graph.sizes import Sizes, SymbolicGraph
-from lazygt.graph.verify import verify
-from lazygt.runtime.foreign import schema
+from lazygt.runtime import custom_ops
 from lazygt.runtime.graph_codec import decode_program, encode_graph, plan_name, template_name
 from lazygt.runtime.wire import Buffer
 from lazygt.uncollected import uncollected
@@ -117,7 +116,7 @@ class PlanTemplate:
     @cached_property
     def foreign(self) -> Sequence[Foreign]:
         """Foreign ops that it names."""
-        return schema.foreign_ops(self.symbolic.graph)
+        return custom_ops.foreign_ops(self.symbolic.graph)
 
     @cached_property
     def origins(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from weakref import WeakValueDictionary
 
-from lazygt.runtime.foreign import schema
+from lazygt.runtime import custom_ops
 from lazygt.runtime.graph_codec import plan_name, template_name
 from lazygt.runtime.messages import Captured, Ship, Swap
 from lazygt.runtime.plan import Plan, PlanTemplate
@@ -206,7 +206,7 @@ def _ship(
     )
     if told:
         return encode(ship)
-    code = schema.encode(template.foreign)
+    code = custom_ops.encode(template.foreign)
     return encode(ship, [template.encoded, *([code] if code else [])])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lazygt.errors import DeviceLost, ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.node import Graph
-from lazygt.runtime.compiling.installs import Installs
+from lazygt.runtime.compiling.artifacts import Installs
 from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures, FirstFailed
 from lazygt.runtime.launch.link import Link

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,16 +14,17 @@ from msgspec import structs
 
 from lazygt.config import Config
 from lazygt.errors import GraphError, ProtocolError, in_one_line
+from lazygt.graph.node import Graph
+from lazygt.graph.placement import LAUNCH
 from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Sizes, check_sizes
-from lazygt.runtime import graph_codec, heap, kernels
+from lazygt.runtime import custom_ops, graph_codec, kernels
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import toolchain
 from lazygt.runtime.executors.compiled import compiled, load
 from lazygt.runtime.executors.cuda_graphs import graphs_of
 from lazygt.runtime.executors.eager import EagerExecutor, code_of
 from lazygt.runtime.executors.graphed import GraphedExecutor
-from lazygt.runtime.foreign import loader
 from lazygt.runtime.messages import (
     Captured,
     Failure,
@@ -33,6 +37,51 @@ from lazygt.runtime.messages import (
 )
 from lazygt.runtime.plan import Plan, PlanTemplate
 from lazygt.runtime.wire import Buffer, DeltaCodec
+
+# -- policy of malloc in a CPU worker: freed memory is kept, or returned to the kernel -------------
+# Workers keep freed memory, so that a step finds the pages of the last one. There, blocks of one
+# size replace each other. A run that gathers weights and scatters gradients alternates between
+# whole tensors and blocks, which leaves holes that nothing fits: half as much memory again is
+# kept for nothing. So such a worker returns large tensors to the kernel as they die.
+
+#: Bytes from which a tensor is large.
+LARGE = 1 << 20
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+
+
+def takes_turns(graph: Graph) -> bool:
+    """Return whether a graph gathers or scatters something large."""
+    return any(
+        node.op == LAUNCH
+        and node.args[0] in ("all_gather", "reduce_scatter")
+        and (meta := node.fresh[0]) is not None
+        and meta.nbytes >= LARGE
+        for node in graph.nodes
+    )
+
+
+def is_own() -> bool:
+    """Return whether this process is a worker's, and not the client's as well."""
+    return os.environ.get("LAZYGT_WORKER") == "1"
+
+
+@cache
+def give_back() -> bool:
+    """Return large tensors to the kernel when they die, from now on, and free memory now.
+
+    Returns:
+        Whether malloc can do that: glibc's can.
+    """
+    libc = ctypes.CDLL(None)
+    try:
+        done: bool = libc.mallopt(_MMAP_THRESHOLD, LARGE) == 1
+        libc.malloc_trim(0)
+    except AttributeError:
+        return False
+    return done
+
+
+# -- shipped plans: the plans that a worker was sent, and their executors --------------------------
 
 
 class KnownPlan:
@@ -99,8 +148,8 @@ class ShippedPlans:
             self.executors.drop(digest)  # its run asks for it
         else:
             executor = EagerExecutor(plan, self._device, code=self.make_code, template=template)
-            if self._device.type == "cpu" and heap.is_own() and heap.takes_turns(plan.steps.graph):
-                heap.give_back()
+            if self._device.type == "cpu" and is_own() and takes_turns(plan.steps.graph):
+                give_back()
             size = plan.outline.nbytes + sum(map(len, frames[2:]))
             self._keep(digest, executor, size)
         swapped = self.swap(Swap(digest, message.groups)) if message.groups else None
@@ -116,7 +165,7 @@ class ShippedPlans:
         if template is None:
             # the owner of the channel sends plans, and so the code of foreign ops
             code = frames[2:]
-            ops = loader.load_ops(code[0], self.ops_device, self._takes_code) if code else []
+            ops = custom_ops.load_ops(code[0], self.ops_device, self._takes_code) if code else []
             template = self.templates[name] = _checked(frames[1])
             template.keeps = ops
         return template

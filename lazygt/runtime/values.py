@@ -14,14 +14,13 @@ import torch
 
 from lazygt import native
 from lazygt.errors import ProtocolError
-from lazygt.graph.mesh import Sharding
+from lazygt.graph.mesh import Region, Sharding, joined
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.regions import Region, joined
 from lazygt.graph.source import CallSite
 from lazygt.runtime import wire
+from lazygt.runtime.arenas import Arena, tensor_over
 from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import Done, Failure, Fetched, Put
-from lazygt.runtime.shared_memory import Arena, tensor_over
 from lazygt.runtime.wire import Buffer, DeltaCodec
 
 #: The C++ extension, if it records, so that its handles of values are C++ objects, too; else None.

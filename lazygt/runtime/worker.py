@@ -22,6 +22,7 @@ from lazygt.runtime.executors.interpreter import Stopped
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.host_copies import HostCopies
 from lazygt.runtime.insight import WorkerInsight
+from lazygt.runtime.kernels import RandomStream
 from lazygt.runtime.known_runs import KnownRuns, Unfinished
 from lazygt.runtime.memory import weighed
 from lazygt.runtime.messages import (
@@ -46,7 +47,6 @@ from lazygt.runtime.messages import (
     Write,
 )
 from lazygt.runtime.plan import Plan, Schedule
-from lazygt.runtime.random_stream import RandomStream
 from lazygt.runtime.recovery.snapshot import Snapshots
 from lazygt.runtime.shipped_plans import ShippedPlans
 from lazygt.runtime.store import Failed, Store, Value
@@ -54,7 +54,7 @@ from lazygt.runtime.weight_copies import Copier, WeightCopies
 from lazygt.runtime.wire import Buffer, Part, decode, encode
 
 if TYPE_CHECKING:
-    from lazygt.runtime.shared_memory import Arena
+    from lazygt.runtime.arenas import Arena
 
 #: Text of an inline session's error when its device is lost.
 _CONTEXT_GONE = (

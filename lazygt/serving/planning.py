@@ -8,18 +8,20 @@ from functools import cache
 
 from lazygt.graph.text import duration
 from lazygt.serving.arrivals import Arrivals, Poisson, Recorded, parse_arrivals
-from lazygt.serving.choices import (
+from lazygt.serving.formulas import HIGH_LOAD, StageNumbers, gpus_at_load, stage_numbers
+from lazygt.serving.mistakes import Claim, Remark, judged, parse_claim, spotted
+from lazygt.serving.provision import (
     AT_HIGH_LOAD,
     CURVE_LOADS,
     FOR_SLO,
     FORMULAS,
     GIVEN,
     Choice,
+    Gpus,
     Point,
+    gpus_that_hold,
+    more,
 )
-from lazygt.serving.formulas import HIGH_LOAD, StageNumbers, gpus_at_load, stage_numbers
-from lazygt.serving.mistakes import Claim, Remark, judged, parse_claim, spotted
-from lazygt.serving.provision import Gpus, gpus_that_hold, more
 from lazygt.serving.report import ServicePlan
 from lazygt.serving.simulation import (
     BALANCES,

@@ -6,19 +6,74 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from lazygt.files import open_output
 from lazygt.graph.text import count, duration
 from lazygt.printed import Printed
 from lazygt.serving.arrivals import Arrivals
-from lazygt.serving.choices import FOR_SLO, Choice, Point
-from lazygt.serving.formulas import StageNumbers
+from lazygt.serving.formulas import HIGH_LOAD, StageNumbers
 from lazygt.serving.mistakes import Remark
+from lazygt.serving.provision import FOR_SLO, Choice, Point
 from lazygt.serving.simulation import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# -- latency against throughput as a picture. Needs matplotlib -------------------------------------
+
+_COLOURS = {"formula": "0.6", "mean": "tab:blue", "p50": "tab:green", "p99": "tab:red"}
+
+
+def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path: Path) -> None:
+    """Draw a curve.
+
+    Args:
+        qps: the wanted throughput.
+        slo: seconds.
+    """
+    # why: matplotlib takes a second to load
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    come = [point.qps for point in curve]
+    lines = {
+        "formula": [point.mean for point in curve],
+        **{name: [getattr(point.run.latency, name) for point in curve]
+           for name in ("mean", "p50", "p99")},
+    }  # fmt: skip
+    for name, seconds in lines.items():
+        axes.plot(come, [1e3 * each for each in seconds], color=_COLOURS[name], marker=".",
+                  linestyle="--" if name == "formula" else "-",
+                  label="mean by the formulas" if name == "formula" else name)  # fmt: skip
+    _marks(axes, curve[-1], qps, slo)
+    axes.set_xlabel("requests a second")
+    axes.set_ylabel("latency (ms)")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title)
+    figure.legend(loc="outside right upper")
+    kind = path.suffix.removeprefix(".")
+    with open(open_output(path), "wb") as file:
+        figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
+
+
+def _marks(axes: Axes, full: Point, qps: float, slo: float | None) -> None:
+    """Mark the wanted throughput, the SLO, and the load at which queues build up."""
+    axes.axvline(qps, color="0.3", linewidth=1, label=f"asked: {qps:,g}")
+    high = full.qps * HIGH_LOAD / full.load
+    axes.axvspan(
+        high, full.qps / full.load, color="tab:red", alpha=0.08, label=f"load above {HIGH_LOAD:.0%}"
+    )
+    if slo is not None:
+        axes.axhline(1e3 * slo, color="tab:orange", linewidth=1, label=f"SLO: {1e3 * slo:g} ms")
+
+
+# -- A planned service as tables: in a terminal, as plain text and as JSON -------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +122,6 @@ class ServicePlan(Printed):
         """
         if not self.curve:
             raise ValueError("there is no stage with GPUs, and so no throughput to draw")
-        from lazygt.serving.plot import draw  # why: matplotlib is optional, and takes long to load
 
         draw(self.curve, self.qps, self.slo, self._title(), Path(path))
 

@@ -30,8 +30,8 @@ from lazygt.observe.report import (
     shown,
 )
 from lazygt.printed import Printed, plain_table
-from lazygt.simulation.events import RankClass, Simulated, Span
-from lazygt.simulation.memory import KINDS, Held
+from lazygt.simulation.discrete_event import RankClass, Simulated, Span
+from lazygt.simulation.rank_memory import KINDS, Held
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 
 #: Of each table.

@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.alive import homes_of
+from lazygt.graph.liveness import homes_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.source import expand
 from lazygt.history import Flush
 from lazygt.kinds import OTHER
 from lazygt.machine import Gpus, Machine, default_machine, machine_of
-from lazygt.parallel.knobs import Forced
+from lazygt.parallel.fsdp_overrides import Forced
 from lazygt.runtime.console import Observer
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
-from lazygt.simulation.events import Rehearsal
-from lazygt.simulation.kernels import node_seconds
-from lazygt.simulation.memory import ACTIVATIONS, Told
+from lazygt.simulation.discrete_event import Rehearsal
+from lazygt.simulation.node_times import node_seconds
 from lazygt.simulation.prediction import Prediction, SimulatedRun
+from lazygt.simulation.rank_memory import ACTIVATIONS, Told
 from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 from lazygt.uncollected import uncollected
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
 from lazygt.machine import Machine
-from lazygt.parallel.knobs import Forced, forced_knobs
+from lazygt.parallel.fsdp_overrides import Forced, forced_knobs
 
 #: Arguments of scripts that set the work of a step.
 _BATCHES = ("--batch", "--batch-size")

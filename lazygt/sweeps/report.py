@@ -7,15 +7,213 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from lazygt.files import open_output
+from lazygt.graph.text import amount, duration
 from lazygt.printed import Printed, plain_table
-from lazygt.sweeps.row import Row
-from lazygt.sweeps.verdict import verdict
+from lazygt.sweeps.knobs import Combination
+from lazygt.sweeps.shares import Shares
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# -- row of the table: the result of a combination -------------------------------------------------
+
+MEASURED, SIMULATED = "measured", "simulated"
+DONE, SKIPPED, FAILED = "done", "skipped", "failed"
+_UNKNOWN = "-"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of a combination.
+
+    Attributes:
+        how: ``measured`` or ``simulated``.
+        status: ``done``; ``skipped``: it would not fit; ``failed``.
+        step_seconds: mean time of a step.
+        tokens: of a step on all ranks; 0: the program looks up none.
+        peak_bytes: that values take at most; measured on rank 0, simulated on any. None: not
+            known.
+        shares: None: not known.
+        note: why it was skipped, or failed.
+    """
+
+    combination: Combination
+    how: str
+    status: str = DONE
+    step_seconds: float = 0.0
+    tokens: int = 0
+    peak_bytes: int | None = None
+    shares: Shares | None = None
+    note: str = ""
+
+    @property
+    def done(self) -> bool:
+        return self.status == DONE
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks; 0 for a program that looks up none."""
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Rate by which rows are compared: tokens a second, or steps where there are none."""
+        if not self.done:
+            return 0.0
+        return self.tokens_per_second or 1 / self.step_seconds
+
+    @property
+    def speed(self) -> str:
+        """The rate with its unit."""
+        unit = "tokens/s" if self.tokens else "steps/s"
+        return f"{self.rate:,.0f} {unit}" if self.rate >= 100 else f"{self.rate:.3g} {unit}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as plain data: seconds, bytes, shares from 0 to 1; None: unknown."""
+        shares = self.shares
+        return {
+            **self.combination.values,
+            "tokens_per_second": self.tokens_per_second if self.done and self.tokens else None,
+            "step_seconds": self.step_seconds if self.done else None,
+            "peak_bytes": self.peak_bytes,
+            "in_collectives": None if shares is None else shares.in_collectives,
+            "exposed": None if shares is None else shares.exposed,
+            "how": self.how,
+            "status": self.status,
+            "note": self.note,
+        }
+
+    def cells(self, baseline: Row) -> list[str]:
+        """Return the cells of the table, after the knobs."""
+        shares = self.shares
+        against = _UNKNOWN
+        if self.done and baseline.done:
+            against = f"{self.rate / baseline.rate - 1:+.1%}"
+        return [
+            f"{self.tokens_per_second:,.0f}" if self.done and self.tokens else _UNKNOWN,
+            against,
+            duration(self.step_seconds) if self.done else _UNKNOWN,
+            _UNKNOWN if self.peak_bytes is None else amount(self.peak_bytes, "B"),
+            _UNKNOWN if shares is None else f"{shares.in_collectives:.0%}",
+            _UNKNOWN if shares is None else f"{shares.exposed:.0%}",
+            self.how,
+            f"{self.status}: {self.note}" if not self.done else self.note,
+        ]
+
+
+# -- verdict of a sweep: the best combination and its gain, or the bottleneck ----------------------
+
+
+def verdict(rows: Sequence[Row], baseline: int, target: float) -> str:
+    """Compare the best combination with the baseline; below the target, name its bound.
+
+    Args:
+        baseline: number of a row.
+        target: per cent.
+    """
+    first, done = rows[baseline], [row for row in rows if row.done]
+    if not done:
+        skipped = sum(row.status == SKIPPED for row in rows)
+        return f"No combination has figures: {skipped} skipped, {len(rows) - skipped} failed."
+    best = max(done, key=lambda row: row.rate)
+    if not first.done:
+        return (
+            f"Best: {best.combination} with {best.speed} ({best.how}). The baseline "
+            f"{first.combination} {first.status}, so there is nothing to compare it with."
+        )
+    gain = 100 * (best.rate / first.rate - 1)
+    against = f"{gain:+.1f}% against the baseline {first.combination} ({first.speed}), {best.how}"
+    if best is first:
+        against = f"the baseline itself, {best.how}"
+    told = f"Best: {best.combination} with {best.speed}, {against}"
+    if gain >= target:
+        return f"{told}: the target of {target:+g}% is reached."
+    if best.shares is None:
+        return f"{told}: below the target of {target:+g}%."
+    return f"{told}: below the target of {target:+g}%, bound by {_bound(best, best.shares)}."
+
+
+def _bound(row: Row, shares: Shares) -> str:
+    """Return the bottleneck of a step, with numbers."""
+    step = row.step_seconds
+    waits = f"{duration(shares.exposed * step)} of waiting for collectives"
+    words = {
+        "compute": f"compute ({shares.compute:.0%} of the {duration(step)} of a step; only {waits} "
+        f"could still be hidden)",
+        "exposed bandwidth": f"exposed bandwidth ({shares.bandwidth:.0%} of the {duration(step)} "
+        f"of a step is waiting for bytes, {shares.latency:.0%} for latencies, "
+        f"{shares.compute:.0%} computing)",
+        "latency x count": f"latency x count ({shares.collectives} collectives a step; "
+        f"{shares.latency:.0%} of the {duration(step)} of a step is waiting for their latencies, "
+        f"{shares.bandwidth:.0%} for bytes, {shares.compute:.0%} computing)",
+        "host": f"the host ({shares.host:.0%} of the {duration(step)} of a step the ranks wait for "
+        f"what the client records and launches)",
+    }
+    return words[shares.bound]
+
+
+# -- A sweep as a picture. Needs matplotlib --------------------------------------------------------
+
+SUFFIXES = (".png", ".svg")
+_BASELINE, _OTHERS, _HIDDEN = "tab:red", "tab:blue", "0.8"
+
+
+def draw(rows: Sequence[Row], baseline: int, title: str, path: Path) -> None:
+    """Draw tokens a second against peak memory, and the steps' shares in collectives.
+
+    A share's exposed part is a bar.
+
+    Raises:
+        ValueError: neither a ``.png`` nor a ``.svg``.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path.name!r} must end in one of {', '.join(SUFFIXES)}")
+    done = [row for row in rows if row.done]
+    # why: matplotlib takes a second to load
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, max(4.0, 0.3 * len(done) + 2)), layout="constrained")
+    points, bars = figure.subplots(1, 2)
+    _points(points, done, [_BASELINE if row is rows[baseline] else _OTHERS for row in done])
+    _bars(bars, done)
+    figure.suptitle(title)
+    kind = path.suffix.removeprefix(".")
+    with open(open_output(path), "wb") as file:
+        figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
+
+
+def _points(axes: Axes, rows: Sequence[Row], colours: Sequence[str]) -> None:
+    for number, (row, colour) in enumerate(zip(rows, colours, strict=True), 1):
+        place = ((row.peak_bytes or 0) / 1e9, row.rate)
+        axes.plot(*place, "o", color=colour)
+        axes.annotate(str(number), place, xytext=(4, 4), textcoords="offset points")
+    axes.set_xlabel("peak memory of a rank (GB)")
+    axes.set_ylabel("tokens a second" if rows[0].tokens else "steps a second")
+    axes.set_title("the baseline is red")
+
+
+def _bars(axes: Axes, rows: Sequence[Row]) -> None:
+    shown = [(n, row.shares) for n, row in enumerate(rows) if row.shares is not None]
+    places = [number for number, _ in shown]
+    axes.barh(places, [100 * shares.in_collectives for _, shares in shown], color=_HIDDEN,
+              label="in collectives")  # fmt: skip
+    axes.barh(places, [100 * shares.exposed for _, shares in shown], color=_OTHERS,
+              label="exposed")  # fmt: skip
+    names = [f"{row.combination}  {number}" for number, row in enumerate(rows, 1)]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("share of a step (%)")
+    axes.legend(loc="lower right")
+
+
+# -- report of a sweep: a row for each combination, as a table, CSV, JSON or a plot ----------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,6 +278,5 @@ class Sweep(Printed):
         """
         if not any(row.done for row in self.rows):
             raise ValueError("no combination has figures, and so there is nothing to draw")
-        from lazygt.sweeps.plot import draw  # why: matplotlib is optional, and takes long to load
 
         draw(self.rows, self.baseline, self.title, Path(path))

@@ -6,8 +6,8 @@ import os
 import time
 
 from lazygt.errors import NoSession, PoolError
-from lazygt.pool.client import Pool
-from lazygt.pool.serve import server_key
+from lazygt.pool.pool_client import Pool
+from lazygt.pool.server import server_key
 from lazygt.runtime.cluster.keys import KeyFile, Keyring, keys_place
 from lazygt.top.pool_status import PoolStatus, pool_status
 

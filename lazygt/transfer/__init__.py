@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lazygt.transfer.errors import (
+    from lazygt.transfer.extractor import Chunk, Extractor, ModuleExtractor
+    from lazygt.transfer.manifest import Manifest, ParamSpec
+    from lazygt.transfer.receiver import Receiver
+    from lazygt.transfer.sender import Sender
+    from lazygt.transfer.transaction import Progress, TransferReport
+    from lazygt.transfer.transfer_errors import (
         ManifestMismatch,
         ReceiverDied,
         ReceiverFrozen,
@@ -24,11 +29,6 @@ if TYPE_CHECKING:
         TransferError,
         VersionHeld,
     )
-    from lazygt.transfer.extractor import Chunk, Extractor, ModuleExtractor
-    from lazygt.transfer.manifest import Manifest, ParamSpec
-    from lazygt.transfer.receiver import Receiver
-    from lazygt.transfer.report import Progress, TransferReport
-    from lazygt.transfer.sender import Sender
     from lazygt.transfer.transports.cuda_ipc import CudaIpcTransferReceiver, CudaIpcTransferSender
     from lazygt.transfer.transports.process_group import (
         BroadcastTransferReceiver,
@@ -71,7 +71,7 @@ _FILES = {
     "transports.cuda_ipc": {"CudaIpcTransferReceiver", "CudaIpcTransferSender"},
     "extractor": {"Chunk", "Extractor", "ModuleExtractor"},
     "receiver": {"Receiver"},
-    "report": {"Progress", "TransferReport"},
+    "transaction": {"Progress", "TransferReport"},
     "sender": {"Sender"},
     "transports.shared_memory": {"SharedMemoryTransferReceiver", "SharedMemoryTransferSender"},
     "manifest": {"Manifest", "ParamSpec"},
@@ -81,7 +81,7 @@ _FILES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    file = next((file for file, names in _FILES.items() if name in names), "errors")
+    file = next((file for file, names in _FILES.items() if name in names), "transfer_errors")
     value = getattr(importlib.import_module(f"{__name__}.{file}"), name)
     globals()[name] = value
     return value
@@ -112,7 +112,8 @@ def transfer_weights(
             no sender.
         ValueError: none of the ranks of a trainer has a sender, or several have.
         TransferError: the transfer failed; receivers keep their version, and it may be tried again
-            at once. Its subclasses name the receiver and the reason: see `lazygt.transfer.errors`.
+            at once. Its subclasses name the receiver and the reason: see
+            `lazygt.transfer.transfer_errors`.
         ExecutionError, WorkerDied, WorkerFrozen: the session could not compute the values, or
             lost a worker; receivers keep their version, too.
     """

@@ -36,7 +36,7 @@ from lazygt.transfer.copy_request import (
 )
 from lazygt.transfer.layout import Bounds, slices
 from lazygt.transfer.manifest import DTYPES
-from lazygt.transfer.transports.base import SourceEnd
+from lazygt.transfer.transports.transport import SourceEnd
 
 #: Number of a transfer -> block -> SHA-256 of its bytes.
 Digests = dict[int, dict[tuple[int, int, Bounds], bytes]]

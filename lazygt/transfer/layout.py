@@ -15,11 +15,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from lazygt.errors import ProtocolError
-from lazygt.graph.mesh import Mesh, Placements
+from lazygt.graph.mesh import Mesh, Placements, has_any, region
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
-from lazygt.graph.regions import has_any, region
-from lazygt.transfer.errors import TransferError
 from lazygt.transfer.manifest import Manifest, ParamSpec, aligned
+from lazygt.transfer.transfer_errors import TransferError
 
 T = TypeVar("T")
 

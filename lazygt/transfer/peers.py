@@ -12,8 +12,9 @@ from typing import Any
 from lazygt.errors import ProtocolError, SecurityError
 from lazygt.files import bind
 from lazygt.runtime.launch.session_directory import SessionDirectory
-from lazygt.transfer.connection import PROTOCOL, Connection, Deadline, Message, PeerGone
-from lazygt.transfer.errors import (
+from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone
+from lazygt.transfer.layout import ReceiverLayout
+from lazygt.transfer.transfer_errors import (
     ManifestMismatch,
     ReceiverDied,
     ReceiverFrozen,
@@ -21,7 +22,6 @@ from lazygt.transfer.errors import (
     TransferError,
     VersionHeld,
 )
-from lazygt.transfer.layout import ReceiverLayout
 
 _HELLO_SECONDS = 1.0  # for the few bytes of an answer to a newcomer
 _DEATH_SECONDS = 0.1  # between the end of a killed process's connection and its own

@@ -18,24 +18,23 @@ from collections.abc import Callable, Iterator
 from typing import Self
 
 from lazygt.transfer.checksums import checksum_named
-from lazygt.transfer.connection import Deadline
+from lazygt.transfer.control import Deadline
 from lazygt.transfer.copier import LocalSource
 from lazygt.transfer.copy_request import WeightSource
-from lazygt.transfer.errors import (
+from lazygt.transfer.data_stream import TransferStream
+from lazygt.transfer.extractor import Extractor
+from lazygt.transfer.layout import Bounds, Layouts
+from lazygt.transfer.manifest import ALIGNMENT
+from lazygt.transfer.peers import ReceiverLink, Receivers
+from lazygt.transfer.transaction import Progress, Transfer, TransferReport, alone, remote_model
+from lazygt.transfer.transfer_errors import (
     ManifestMismatch,
     ReceiverDied,
     ReceiverFrozen,
     ReceiverRefused,
     TransferError,
 )
-from lazygt.transfer.extractor import Extractor
-from lazygt.transfer.layout import Bounds, Layouts
-from lazygt.transfer.manifest import ALIGNMENT
-from lazygt.transfer.peers import ReceiverLink, Receivers
-from lazygt.transfer.report import Progress, TransferReport
-from lazygt.transfer.stream import TransferStream
-from lazygt.transfer.transaction import Transfer, alone, remote_model
-from lazygt.transfer.transports.base import SenderEnd
+from lazygt.transfer.transports.transport import SenderEnd
 
 GIB = 1 << 30
 
@@ -136,8 +135,8 @@ class Sender:
             progress: called after each request.
 
         Raises:
-            TransferError: see `lazygt.transfer.errors`. Receivers have their old version, and the
-                next transfer may be tried at once.
+            TransferError: see `lazygt.transfer.transfer_errors`. Receivers have their old version,
+                and the next transfer may be tried at once.
         """
         with alone(self._busy):
             transfer = self._new_transfer(extractor, version, Deadline(timeout))

@@ -4,20 +4,82 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from threading import Lock
 
 from torch import Tensor
 
-from lazygt.transfer.connection import Deadline
+from lazygt.transfer.control import Deadline
 from lazygt.transfer.copy_request import BY_DEVICE, RemoteModel, source_of
-from lazygt.transfer.errors import TransferError
 from lazygt.transfer.extractor import Chunk, Extractor, HeldElsewhere, ModuleExtractor
 from lazygt.transfer.layout import Layouts
 from lazygt.transfer.manifest import Manifest, ParamSpec
 from lazygt.transfer.peers import ReceiverLink
-from lazygt.transfer.report import TransferReport
+from lazygt.transfer.transfer_errors import TransferError
+
+# -- progress of a transfer, and its report --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of a transfer, in bytes and requests."""
+
+    done: int
+    total: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """Report of a committed transfer.
+
+    Attributes:
+        version: version that receivers have now.
+        nbytes: bytes of the parameters; ties count once.
+        params, aliases: parameters with bytes of their own, and names tied to one of them.
+        unchanged: parameters not sent because the receivers had them.
+        chunks, requests: chunks from the extractor, and the requests they were sent in.
+        seconds: time from the call to the last receiver's answer to the commit.
+        phases: seconds by phase: begin, data, prepare, commit.
+        pauses: seconds by receiver for which the flip could have held up new readings.
+        lost: receivers that went away after the decision to commit.
+        written: bytes that each worker of a session wrote itself, by rank; empty when the bytes
+            came from the calling process.
+    """
+
+    version: int
+    nbytes: int
+    params: int
+    aliases: int
+    unchanged: int
+    chunks: int
+    requests: int
+    seconds: float
+    phases: Mapping[str, float]
+    pauses: Mapping[str, float]
+    lost: tuple[str, ...] = ()
+    written: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def gb_per_second(self) -> float:
+        """Throughput over the whole transfer, in 1e9 bytes a second."""
+        return self.nbytes / self.seconds / 1e9
+
+    def __str__(self) -> str:
+        pause = max(self.pauses.values(), default=0.0)
+        skipped = f", {self.unchanged} unchanged" if self.unchanged else ""
+        lost = f"; LOST: {', '.join(self.lost)}" if self.lost else ""
+        return (
+            f"version {self.version}: {self.params} parameters{skipped}, "
+            f"{self.nbytes / 1e6:.1f} MB in {self.requests} requests to {len(self.pauses)} "
+            f"receiver(s), {self.seconds * 1e3:.1f} ms ({self.gb_per_second:.2f} GB/s), "
+            f"pause {pause * 1e6:.0f} us{lost}"
+        )
+
+
+# -- an outgoing transfer: the state that all parts of a sender share ------------------------------
 
 
 class Transfer:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lazygt.errors import ProtocolError
 from lazygt.transfer.checksums import Checksum, CopyPool, checksum_named
-from lazygt.transfer.connection import Deadline, Message
-from lazygt.transfer.errors import TransferError
+from lazygt.transfer.control import Deadline, Message
 from lazygt.transfer.layout import Bounds, ReceiverLayout, localized, slices
 from lazygt.transfer.manifest import Manifest
+from lazygt.transfer.transfer_errors import TransferError
 
 _GRACE_SECONDS = 1.0  # beyond the sender's own deadline, before the receiver gives up on it
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import compile_cost
 from benchmarks.compile_cost import ALL_PASSES, chain_of_numbers, infer, measure, parts, record
-from lazygt.graph.verify import verify
+from lazygt.graph.node import verify
 from lazygt.passes import PIPELINE
 
 

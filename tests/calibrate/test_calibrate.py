@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 import lazygt
 from lazygt import calibrate
-from lazygt.calibrate import kernels, workers
-from lazygt.calibrate.clock import HostClock
+from lazygt.calibrate import KINDS, device_benchmarks
+from lazygt.calibrate.fits import HostClock
 from lazygt.cli import app
 from lazygt.graph.collectives import goes_by_sockets
 from lazygt.machine import CALIBRATED, default_machine, machine_of
 from lazygt.machine.file import parse, text_of
-from lazygt.runtime.collectives.timed import KINDS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -54,11 +53,11 @@ def test_the_smallest_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_collective_of_real_workers_is_timed_once_a_size() -> None:
     told: list[None] = []
     sizes = (4 << 10, 4 << 20)
-    found = workers.carriers(
+    found = calibrate.carriers(
         "cpu", [2], sizes, 1, {"local": 0.25, "sockets": 0.5}, 1, lambda: told.append(None)
     )
     small = sum(goes_by_sockets(kind, size, 2) for kind in KINDS for size in sizes)
-    assert len(told) == workers.steps("cpu", [2], sizes) == len(KINDS) * len(sizes) + small
+    assert len(told) == calibrate.steps("cpu", [2], sizes) == len(KINDS) * len(sizes) + small
     assert {name: carrier[0].each for name, carrier in found.items()} == {
         "local": 0.25,
         "sockets": 0.5,
@@ -67,11 +66,13 @@ def test_every_collective_of_real_workers_is_timed_once_a_size() -> None:
 
 def test_kernels_of_every_dtype_and_family() -> None:
     told: list[None] = []
-    device = kernels.Device("cpu", HostClock(), calibrate.SMALLEST, lambda: told.append(None))
-    assert kernels.launch(device) > 0
-    assert set(kernels.pointwise(device, 0.0)) == set(default_machine("cpu").pointwise)
-    assert set(kernels.matmuls(device, 0.0, 1).rate) == {"f32", "f64", "bf16"}
-    found = kernels.memory(device, 0.0)
+    device = device_benchmarks.Device(
+        "cpu", HostClock(), calibrate.SMALLEST, lambda: told.append(None)
+    )
+    assert device_benchmarks.launch(device) > 0
+    assert set(device_benchmarks.pointwise(device, 0.0)) == set(default_machine("cpu").pointwise)
+    assert set(device_benchmarks.matmuls(device, 0.0, 1).rate) == {"f32", "f64", "bf16"}
+    found = device_benchmarks.memory(device, 0.0)
     assert found.bandwidth <= found.cache_bandwidth
     assert found.fresh_bandwidth is not None
     grid = calibrate.SMALLEST
@@ -81,12 +82,14 @@ def test_kernels_of_every_dtype_and_family() -> None:
 def test_the_cache_is_as_large_as_what_is_fast() -> None:
     """Also where what is small is slow to begin, as on a GPU."""
     rates = {10: 3.0, 40: 90.0, 160: 100.0, 640: 80.0, 2560: 30.0, 10240: 25.0}
-    assert kernels.by_size(rates) == (25.0, 640, 100.0)
-    assert kernels.by_size({10: 7.0, 40: 7.0}) == (7.0, 40, 7.0)
+    assert device_benchmarks.by_size(rates) == (25.0, 640, 100.0)
+    assert device_benchmarks.by_size({10: 7.0, 40: 7.0}) == (7.0, 40, 7.0)
 
 
 def test_gpus_are_measured_with_more() -> None:
-    cpu, gpu = (kernels.Device(kind, HostClock(), calibrate.FULL) for kind in ("cpu", "cuda"))
+    cpu, gpu = (
+        device_benchmarks.Device(kind, HostClock(), calibrate.FULL) for kind in ("cpu", "cuda")
+    )
     assert (cpu.cached, gpu.cached) == (64 << 10, 4 << 20)
     assert (cpu.large, gpu.large) == (64 << 20, 512 << 20)
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from lazygt.calibrate.device_benchmarks import FULL
 from lazygt.calibrate.fits import Exchange, Product, fit_carrier, fit_matmul
-from lazygt.calibrate.kernels import FULL
 
 
 def timed(rows: int, columns: int, depth: int, units: int, noise: float = 0.0) -> list[Product]:

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from lazygt.runtime.cluster import meeting, slots
+from lazygt.runtime.cluster import job_rendezvous, slots
 from lazygt.runtime.cluster.environment import Job
 
 TOKEN = b"a secret of all hosts, 32 bytes."
@@ -29,11 +29,11 @@ def main() -> None:
     assert job is not None, "no engine started this process"
     told = {**asdict(job), "host_name": os.uname().nodename, "met": "", "held": False}
     if job.is_client:
-        port = meeting.port_to_bind(job) or ENDPOINT_PORT
-        meeting.publish(job, f"tcp://{job.address}:{port}", TOKEN, _SECONDS)
+        port = job_rendezvous.port_to_bind(job) or ENDPOINT_PORT
+        job_rendezvous.publish(job, f"tcp://{job.address}:{port}", TOKEN, _SECONDS)
         wait_for(folder, job.world_size // job.local_world_size - 1)
     elif job.leads_host:
-        told["met"] = meeting.find(job, TOKEN, _SECONDS)
+        told["met"] = job_rendezvous.find(job, TOKEN, _SECONDS)
     else:
         slots.hold(job)
         told["held"] = True

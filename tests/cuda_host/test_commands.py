@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 import lazygt
+from lazygt import calibrate
 from lazygt.cli import app
 from lazygt.observe import doctor
-from lazygt.runtime.collectives import timed
 from tests.cuda_host.control import Control
 
 pytestmark = pytest.mark.timeout(180)
@@ -59,9 +59,9 @@ def test_a_machine_of_one_gpu_is_measured(gpu: Control) -> None:
 def test_collectives_of_nccl_are_timed_until_the_gpus_have_done_them(gpu: Control) -> None:
     with lazygt.session(device="cuda", workers=2, compile="off"):
         start = torch.zeros(3)
-        for kind in timed.KINDS:
+        for kind in calibrate.KINDS:
             met = gpu.collectives
-            lazygt.apply(timed.seconds, start, "workers", "local", kind, 4096).item()
+            lazygt.apply(calibrate.seconds, start, "workers", "local", kind, 4096).item()
             assert gpu.collectives - met >= 2 * 2 * (3 + 1), kind
 
 

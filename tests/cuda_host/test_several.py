@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.transfer import BroadcastTransferSender, CudaIpcTransferSender, Sender
-from lazygt.transfer.transports.devices import CudaDevice, HostDevice, shared_device
+from lazygt.transfer.transports.cuda_ipc import CudaDevice, HostDevice, shared_device
 from tests.cuda_host.control import Control
 from tests.patience import patience
 from tests.transfer.child import Reader, weights

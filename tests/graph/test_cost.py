@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lazygt
 from lazygt.graph import Graph, parse_graph
-from lazygt.graph.alive import peak_bytes
 from lazygt.graph.cost import FAMILIES, Cost, by_line, family, graph_costs
+from lazygt.graph.liveness import peak_bytes
 from lazygt.graph.node import Node
 from lazygt.runtime.plan import Schedule
 

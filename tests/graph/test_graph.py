@@ -16,7 +16,7 @@ from lazygt.errors import GraphError
 from lazygt.graph import Graph, Node, Param, Ref, TensorMeta, parse_graph
 from lazygt.graph.alias import WRITE_BACK, analyse
 from lazygt.graph.meta import contiguous_stride, dtype_of, intern
-from lazygt.graph.verify import verify
+from lazygt.graph.node import verify
 from lazygt.runtime.graph_codec import decode_graph, encode_graph
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lazygt.graph.lanes import abreast, lane_count, lanes_of, vectors, widened
+from lazygt.graph.per_tensor import abreast, lane_count, lanes_of, vectors, widened
 from tests.passes.tools import difference, graph_of, same_numbers
 
 TWO = """

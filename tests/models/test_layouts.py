@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import lazygt
-from lazygt.graph.shapes import layouts
+from lazygt.graph.shapes import meta_kernels
 
 STEPS = 30
 Program = Callable[[], tuple[nn.Module, torch.Tensor]]
@@ -112,9 +112,9 @@ def test_losses_of_thirty_steps_are_eager_torchs(program: Program) -> None:
 def test_losses_are_eager_torchs_although_no_table_names_an_op(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in list(layouts._EVERYWHERE):
+    for name in list(meta_kernels._EVERYWHERE):
         if "backward" in name:
-            monkeypatch.delitem(layouts._EVERYWHERE, name)
+            monkeypatch.delitem(meta_kernels._EVERYWHERE, name)
     expected = losses(program)
     with lazygt.session(launcher="inline", compile="off"):
         assert losses(program) == expected

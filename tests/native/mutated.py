@@ -23,10 +23,10 @@ import torch
 
 import lazygt
 from lazygt import native
+from lazygt.runtime.known_runs import number_reader
 from lazygt.runtime.launch import mailbox, opening
 from lazygt.runtime.launch.link import InlineLink
 from lazygt.runtime.messages import TO_WORKER, Run
-from lazygt.runtime.quick_numbers import number_reader
 from lazygt.runtime.wire import decode, encode
 from lazygt.runtime.worker import Worker
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from lazygt.native import fit
-from lazygt.native.build import build, compiler
-from lazygt.native.wheel import _fits, install, write
+from lazygt.native.build import _fits, build, compiler, install, write
 from tests.native.conftest import Room
 
 pytestmark = pytest.mark.timeout(600)

@@ -19,8 +19,8 @@ import lazygt
 import lazygt.observe.explain as explaining
 from lazygt import cli
 from lazygt.graph import Graph, parse_graph
-from lazygt.graph.alive import peak_bytes
 from lazygt.graph.cost import Cost, graph_costs
+from lazygt.graph.liveness import peak_bytes
 from lazygt.observe.report import LineCost, PlanCost, Report, shown
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse, candidates
 from lazygt.runtime.executors.dry import MOST_ZEROS

@@ -10,7 +10,7 @@ from torch import nn
 
 import lazygt
 from lazygt.graph.mesh import FSDPUnit
-from lazygt.parallel.knobs import forced_knobs
+from lazygt.parallel.fsdp_overrides import forced_knobs
 from lazygt.record.annotate import stored_now
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 import lazygt
-from lazygt.graph.alive import peak_bytes
+from lazygt.graph.liveness import peak_bytes
 from lazygt.graph.placement import LAUNCH
 from lazygt.runtime.plan import Plan
 from tests.parallel.mixed import FULL, HALF, POLICIES, trained

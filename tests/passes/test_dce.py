@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.passes.dce import DeadCode
+from lazygt.passes.cse import DeadCode
 from tests.passes.tools import check, check_numbers, graph_of, keeps
 
 DCE = DeadCode()

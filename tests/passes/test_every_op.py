@@ -15,8 +15,7 @@ import torch
 
 from lazygt.graph import Graph, Ref
 from lazygt.graph.fusion import REDUCTIONS
-from lazygt.graph.node import Node, map_arg
-from lazygt.graph.verify import verify
+from lazygt.graph.node import Node, map_arg, verify
 from lazygt.passes.lifetime import Lifetime, _overwriting, _rounds_in_place
 from tests.graph.test_fusion import POINTWISE, has_a_functional_form
 from tests.passes.overloads import graphs, inputs_for, that

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from lazygt.graph import Graph, Param, Ref
-from lazygt.graph.foreach_forms import MERGE, SPLIT, ForeachForm
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
-from lazygt.graph.node import Arg, Node
+from lazygt.graph.node import Arg, Node, verify
 from lazygt.graph.ops import overload
-from lazygt.graph.verify import verify
+from lazygt.graph.per_tensor import MERGE, SPLIT, ForeachForm
 from lazygt.passes.foreach import SMALL, Foreach
 from tests.passes.tools import same_numbers
 

@@ -13,8 +13,7 @@ from lazygt.graph import Graph, Ref
 from lazygt.graph.node import Node
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.base import placed, rebuild
-from lazygt.passes.cse import CommonSubexpressions
-from lazygt.passes.dce import DeadCode
+from lazygt.passes.cse import CommonSubexpressions, DeadCode
 from lazygt.passes.fold import Fold
 from tests.passes.tools import difference, graph_of, same_numbers
 

@@ -16,9 +16,8 @@ import lazygt
 from lazygt.graph import Graph
 from lazygt.graph.alias import IN_PLACE, analyse, draws
 from lazygt.graph.fusion import expand_fused, is_fusible
-from lazygt.graph.lanes import lane_count, part
-from lazygt.graph.node import Node
-from lazygt.graph.verify import verify
+from lazygt.graph.node import Node, verify
+from lazygt.graph.per_tensor import lane_count, part
 from lazygt.passes import PIPELINE, Pass, run_passes
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse
 from lazygt.passes.lifetime import Lifetime

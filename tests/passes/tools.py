@@ -13,8 +13,7 @@ import torch
 
 from lazygt.graph import Graph, parse_graph
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Arg, Param, map_arg
-from lazygt.graph.verify import verify
+from lazygt.graph.node import Arg, Param, map_arg, verify
 from lazygt.passes import Pass
 from lazygt.runtime.executors.eager import EagerExecutor
 from lazygt.runtime.plan import Plan

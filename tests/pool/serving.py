@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lazygt.pool.client import Pool, answer, connect
-from lazygt.pool.messages import Admitted, Ask, Waits
-from lazygt.pool.serve import server_key
+from lazygt.pool.pool_client import Pool, answer, connect
+from lazygt.pool.requests import Admitted, Ask, Waits
+from lazygt.pool.server import server_key
 from lazygt.runtime.cluster.keys import KeyFile, Keyring
 from lazygt.runtime.wire import encode
 

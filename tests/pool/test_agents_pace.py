@@ -8,11 +8,11 @@ import threading
 import torch
 
 from lazygt.graph.meta import TensorMeta
+from lazygt.runtime.arenas import Arena
 from lazygt.runtime.cluster.agent import Agent, HostPart
 from lazygt.runtime.cluster.protocol import Kept, read
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.messages import Copied
-from lazygt.runtime.shared_memory import Arena
 
 
 class Connection:

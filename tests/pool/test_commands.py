@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 import lazygt
 from lazygt.cli import app
 from lazygt.errors import SessionEnded
-from lazygt.pool.client import Pool
+from lazygt.pool.pool_client import Pool
 from lazygt.pool.rules import Quota
-from lazygt.pool.serve import address, quotas
+from lazygt.pool.server import address, quotas
 from tests.pool.serving import SECONDS, Asker, served
 
 pytestmark = pytest.mark.timeout(240)

@@ -11,7 +11,7 @@ import pytest
 
 import lazygt
 from lazygt.errors import PoolDraining
-from lazygt.pool.client import Pool
+from lazygt.pool.pool_client import Pool
 from lazygt.runtime.cluster.protocol import Tell
 from lazygt.runtime.messages import Run
 from lazygt.runtime.wire import encode

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import lazygt
 from lazygt.cli import app
 from lazygt.errors import OverQuota, PoolError
-from lazygt.pool.client import Pool
+from lazygt.pool.pool_client import Pool
 from tests.pool.serving import SECONDS, served, start_client
 
 pytestmark = pytest.mark.timeout(240)

@@ -14,8 +14,8 @@ import torch
 
 import lazygt
 from lazygt.errors import ConnectionLost, PoolError
-from lazygt.pool import link as links
-from lazygt.pool.client import Pool
+from lazygt.pool import pool_link as links
+from lazygt.pool.pool_client import Pool
 from tests.pool.serving import SECONDS, Asker, served
 
 pytestmark = pytest.mark.timeout(240)

@@ -19,9 +19,10 @@ import torch
 import lazygt
 from lazygt.errors import PoolError, PoolFull, ProtocolError
 from lazygt.graph.meta import TensorMeta
-from lazygt.pool.client import Pool, answer, connect
-from lazygt.pool.messages import TO_CLIENT as FROM_POOL
-from lazygt.pool.messages import (
+from lazygt.pool.pool_client import Pool, answer, connect
+from lazygt.pool.published import PIECE_BYTES
+from lazygt.pool.requests import TO_CLIENT as FROM_POOL
+from lazygt.pool.requests import (
     Admitted,
     Ask,
     DrainAll,
@@ -36,7 +37,6 @@ from lazygt.pool.messages import (
     Value,
     Waits,
 )
-from lazygt.pool.published import PIECE_BYTES
 from lazygt.runtime.cluster.protocol import (
     TO_CLIENT,
     Close,

@@ -33,7 +33,7 @@ from lazygt.pool.events import (
 )
 from lazygt.pool.policy import Policy
 from lazygt.pool.rules import Quota, Rules
-from lazygt.pool.turns import Pause, Resume
+from lazygt.pool.scheduler import Pause, Resume
 
 pytestmark = pytest.mark.timeout(60)
 

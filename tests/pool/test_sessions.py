@@ -25,8 +25,8 @@ from lazygt.errors import (
     SessionEnded,
 )
 from lazygt.graph.meta import TensorMeta
-from lazygt.pool.client import Pool, answer, connect
-from lazygt.pool.messages import Admitted, Ask, Failed, Ok, Publish, Waits
+from lazygt.pool.pool_client import Pool, answer, connect
+from lazygt.pool.requests import Admitted, Ask, Failed, Ok, Publish, Waits
 from lazygt.runtime.cluster.keys import Keyring
 from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Refused, Tell, read, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazygt.pool.turns import LINGER, QUANTUM, Pause, Resume, Turns
+from lazygt.pool.scheduler import LINGER, QUANTUM, Pause, Resume, Turns
 
 pytestmark = pytest.mark.timeout(120)
 

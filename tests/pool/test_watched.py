@@ -17,7 +17,7 @@ from torch import nn
 
 import lazygt
 from lazygt.errors import NoSession, PoolError
-from lazygt.pool.messages import Doing
+from lazygt.pool.requests import Doing
 from lazygt.runtime.launch.status_file import ClientPage
 from lazygt.runtime.launch.status_reader import Page
 from lazygt.runtime.wire import encode

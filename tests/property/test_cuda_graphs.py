@@ -28,7 +28,7 @@ def test_a_captured_program_gives_the_bits_of_eager_torch(
         cuda_stand_in.captured(),
         lazygt.session(launcher="inline", compile="off"),
     ):
-        patch.setattr("lazygt.runtime.executors.stretches.SHORTEST", shortest)
+        patch.setattr("lazygt.runtime.executors.segments.SHORTEST", shortest)
         for number in range(RUNS):
             torch.manual_seed(seed + number)
             lazy = run(program, "lazygt")
@@ -45,7 +45,7 @@ def test_positions_that_change_give_the_bits_of_eager_torch(
         cuda_stand_in.captured(),
         lazygt.session(launcher="inline", compile="off") as s,
     ):
-        patch.setattr("lazygt.runtime.executors.stretches.SHORTEST", shortest)
+        patch.setattr("lazygt.runtime.executors.segments.SHORTEST", shortest)
         patch.setattr(test_positions, "TURNS", RUNS + 2)
         lazy = test_positions.run("lazygt", program, seed, s.flush)
         assert repr(lazy) == repr(test_positions.run("cpu", program, seed, lambda: None))

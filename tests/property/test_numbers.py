@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lazygt
-from lazygt.graph.exact import exact
+from lazygt.graph.meta import exact
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:ComplexHalf"),
               pytest.mark.filterwarnings("ignore:Casting complex")]  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 import lazygt
 from lazygt.errors import ProtocolError
-from lazygt.graph.shapes import layouts
+from lazygt.graph.shapes import meta_kernels
 from lazygt.runtime.messages import Relaid
 from lazygt.submit import Submitter
 
@@ -67,7 +67,7 @@ def _summed(device: str) -> list[torch.Tensor]:
 def test_first_run_sums_in_the_order_of_the_kernels_strides(
     monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    monkeypatch.delitem(layouts._EVERYWHERE, "aten.softplus_backward.default")
+    monkeypatch.delitem(meta_kernels._EVERYWHERE, "aten.softplus_backward.default")
     monkeypatch.setattr(Submitter, "_learn_layouts", lambda submitter: None)
     expected = _summed("cpu")
     with lazygt.session(launcher="inline", compile="off", plan_code=code) as s:
@@ -114,7 +114,7 @@ def test_a_report_of_a_result_that_a_plan_does_not_have_is_nonsense() -> None:
 
 
 def test_workers_in_processes_of_their_own_tell_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(layouts._EVERYWHERE, "aten.pow.Scalar")
+    monkeypatch.delitem(meta_kernels._EVERYWHERE, "aten.pow.Scalar")
     found = []
     with lazygt.session(workers=1, compile="off") as s:
         x = torch.arange(6.0).reshape(3, 2).t()

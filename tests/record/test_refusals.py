@@ -15,7 +15,7 @@ import lazygt
 from lazygt.graph.meta import intern
 from lazygt.graph.node import Ref
 from lazygt.graph.ops import facts
-from lazygt.graph.shapes import cpu_errors
+from lazygt.graph.shapes import meta_run
 from lazygt.record.tensor import NATIVE
 
 pytestmark = pytest.mark.timeout(120)
@@ -333,10 +333,10 @@ def test_other_devices_keep_the_text_of_the_meta_kernel() -> None:
 
 
 def test_kernel_of_a_large_call_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_errors, "_MOST_ELEMENTS", 3)
+    monkeypatch.setattr(meta_run, "_MOST_ELEMENTS", 3)
     text = refused(CALLS["cat"], launcher="inline")
     assert text.startswith("Sizes of tensors must match except in dimension 0. Expected 3 in dim")
-    monkeypatch.setattr(cpu_errors, "_CHECK_FIRST", frozenset())
+    monkeypatch.setattr(meta_run, "_CHECK_FIRST", frozenset())
     assert refused(CALLS["mm"], launcher="inline").startswith(META_TEXT)
 
 
@@ -344,13 +344,13 @@ def test_operands_beyond_every_address_space_keep_the_text_of_the_meta_kernel() 
     large = intern((1 << 40, 1 << 24), (1 << 24, 1), torch.float32)
     small = intern((3, 3), (3, 1), torch.float32)
     mm, metas = facts(torch.ops.aten.mm.default), {0: large, 1: small}
-    assert cpu_errors.cpu_error(mm, (Ref(0), Ref(1)), (), metas, []) is None
+    assert meta_run.cpu_error(mm, (Ref(0), Ref(1)), (), metas, []) is None
 
 
 def test_call_that_the_kernel_takes_is_refused_by_the_meta_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu_errors, "_zeros", lambda meta: torch.zeros(3, 3))
+    monkeypatch.setattr(meta_run, "_zeros", lambda meta: torch.zeros(3, 3))
     assert refused(CALLS["mm"], launcher="inline").startswith(META_TEXT)
 
 

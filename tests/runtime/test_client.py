@@ -11,12 +11,12 @@ from lazygt.errors import CollectiveMismatch, ExecutionError, ProtocolError
 from lazygt.graph import Graph, Node, Ref
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import wire
+from lazygt.runtime.arenas import Arena
 from lazygt.runtime.client import Client
 from lazygt.runtime.failures import Failures
 from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, TO_WORKER, Done, Failure, Fetched
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecords
-from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.values import Fetches, Uploads, wanted
 from lazygt.runtime.wire import decode
 

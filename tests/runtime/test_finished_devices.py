@@ -10,8 +10,8 @@ import torch
 
 import lazygt
 from lazygt.runtime import kernels
+from lazygt.runtime.arenas import Arena, create_memory
 from lazygt.runtime.messages import Snap, Snapped
-from lazygt.runtime.shared_memory import Arena, create_memory
 from lazygt.runtime.wire import encode
 from lazygt.runtime.worker import Worker
 

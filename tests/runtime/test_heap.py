@@ -12,7 +12,7 @@ from torch import nn
 
 import lazygt
 from lazygt.graph.text import parse_graph
-from lazygt.runtime import heap
+from lazygt.runtime import shipped_plans
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_large_blocks_take_turns(kind: str, rows: int, turns: bool) -> None:
   %2: f32[{rows}] = lazygt.wait(%1, [%0], [], 'data')
   return %2
 }}""")
-    assert heap.takes_turns(graph) is turns
+    assert shipped_plans.takes_turns(graph) is turns
 
 
 def resident(pid: int) -> int:

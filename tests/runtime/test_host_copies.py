@@ -9,10 +9,10 @@ import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import host_copies
+from lazygt.runtime.arenas import Arena
 from lazygt.runtime.exchange import Exchange
 from lazygt.runtime.host_copies import HostCopies
 from lazygt.runtime.messages import Done, Put
-from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.store import Store
 from tests.runtime.copies_stand_in import Cuda
 

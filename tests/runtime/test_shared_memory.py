@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.shared_memory import ALIGNMENT, Arena, create_memory, tensor_over
+from lazygt.runtime.arenas import ALIGNMENT, Arena, create_memory, tensor_over
 
 MIB = 1 << 20
 

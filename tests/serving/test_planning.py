@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import lazygt
-from lazygt.serving.choices import AT_HIGH_LOAD, FOR_SLO, FORMULAS, GIVEN
-from lazygt.serving.provision import gpus_that_hold, least
+from lazygt.serving.provision import AT_HIGH_LOAD, FOR_SLO, FORMULAS, GIVEN, gpus_that_hold, least
 from lazygt.serving.report import ServicePlan
 from lazygt.serving.simulation import Latency, Run
 from lazygt.serving.stages import parse_stage

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from lazygt.graph.fusion import expand_fused
-from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
+from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh, region, sent
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Shard
-from lazygt.graph.regions import region, sent
 from lazygt.passes.sharding.axis import PartitionedProgram
 from lazygt.passes.sharding.programs import programs
 from tests.sharding import world

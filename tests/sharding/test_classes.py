@@ -16,7 +16,7 @@ from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph
 from lazygt.passes import pipeline
 from lazygt.passes.collectives import overlap
-from lazygt.passes.sharding import axis, partition, twins
+from lazygt.passes.sharding import axis, programs
 from lazygt.passes.sharding import programs as whole
 from lazygt.runtime.plan import Plan
 from tests.sharding.staged import MLP, StagedGPT, recorded
@@ -41,7 +41,7 @@ def every_rank_alone() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(axis._Axis, "partitioned", partitioned)
-        for module in (axis, whole, overlap, twins, pipeline):
+        for module in (axis, whole, overlap, programs, pipeline):
             for name, instead in (("by_class", by_rank), ("classes", list), ("classified", list)):
                 patch.setattr(module, name, instead, raising=False)
         yield
@@ -100,7 +100,7 @@ def test_what_is_done_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPat
 
     program = recorded(MLP, "data=2,pipe=4", 1)
     for module, name in (
-        (axis, "solve"), (axis, "partition"), (partition, "Builder"),
+        (axis, "solve"), (axis, "partition"), (axis, "Builder"),
         (overlap, "launched"), (pipeline, "split"), (whole, "run_passes"),
     ):  # fmt: skip
         counted(module, name)

@@ -19,7 +19,7 @@ from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.placement import Replicate, Shard, StridedShard
 from lazygt.graph.text import parse_graph
 from lazygt.passes.sharding.axis import AxisStep, shard
-from lazygt.passes.sharding.what_if import reasons
+from lazygt.passes.sharding.reasons import reasons
 from tests.sharding.merged import SEED, run_merged, worker_graphs
 from tests.sharding.test_programs import Program
 from tests.sharding.world import run_whole

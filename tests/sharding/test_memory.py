@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import lazygt
-from lazygt.graph.alive import peak_bytes
+from lazygt.graph.liveness import peak_bytes
 from lazygt.graph.mesh import FSDPUnit, Sharding
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 from lazygt.graph.text import parse_graph
-from lazygt.passes.sharding.fsdp import reshard_after_forward
 from lazygt.passes.sharding.marks import PLACE
+from lazygt.passes.sharding.regather import reshard_after_forward
 from lazygt.runtime.plan import Plan
 
 pytestmark = pytest.mark.timeout(120)

@@ -17,8 +17,7 @@ from lazygt.graph.collectives import communications
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import RECV, SEND
 from lazygt.graph.text import parse_graph
-from lazygt.passes.pipeline.schedule import Unit, one_f_one_b, ordered
-from lazygt.passes.pipeline.stages import assign
+from lazygt.passes.pipeline.stages import Unit, assign, one_f_one_b, ordered
 from lazygt.passes.sharding.marks import MARKS, without_places
 from lazygt.passes.sharding.programs import programs
 from tests.sharding.staged import BATCH, MLP, WIDTH, Program, StagedGPT, put_on_stages, recorded

@@ -17,10 +17,10 @@ import lazygt
 from lazygt.graph import Graph
 from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.placement import Placement, Replicate, Shard, StridedShard
+from lazygt.passes.sharding.axis import Choice, partition
 from lazygt.passes.sharding.marks import without_places
-from lazygt.passes.sharding.partition import Choice, partition
 from lazygt.passes.sharding.rules import Strategy, strategies_of
-from lazygt.passes.sharding.rules.strided import strided_strategies
+from lazygt.passes.sharding.strategies import strided_strategies
 from lazygt.record.tensor import storage_of
 from tests.passes.sharding.rules.blocks import blocks, joined
 from tests.passes.sharding.rules.lockstep import AXIS, lockstep

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lazygt.graph.fusion import expand_fused
-from lazygt.graph.mesh import Mesh, Sharding
+from lazygt.graph.mesh import Mesh, Sharding, has_any, owners, region
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import (
     COLLECTIVE_OPS,
@@ -29,7 +29,6 @@ from lazygt.graph.placement import (
     Replicate,
     Shard,
 )
-from lazygt.graph.regions import has_any, owners, region
 from lazygt.passes.sharding.programs import programs
 from tests.passes.sharding.rules.lockstep import AXIS, alone, exchange, run_node
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import lazygt
-from lazygt.graph.alive import peak_bytes
+from lazygt.graph.liveness import peak_bytes
 from lazygt.machine import default_machine
 from lazygt.runtime.plan import Schedule
 from lazygt.simulation import DRY, Living, Prediction, predict
-from lazygt.simulation.memory import KINDS
+from lazygt.simulation.rank_memory import KINDS
 
 pytestmark = pytest.mark.timeout(120)
 

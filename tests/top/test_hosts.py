@@ -13,8 +13,7 @@ import torch
 
 import lazygt
 from lazygt.runtime.cluster.protocol import Look, Seen
-from lazygt.runtime.cluster.relay import Relay
-from lazygt.runtime.cluster.remote import RemoteHost
+from lazygt.runtime.cluster.remote import Relay, RemoteHost
 from lazygt.runtime.launch import opening, status_file
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
@@ -168,7 +167,7 @@ def test_a_host_that_does_not_answer_is_asked_once_and_unreachable(
     assert [rank.state for rank in far.look().ranks] == ["starting"] * 2
     far.answer(page(WorkerPage(0, 70, "idle"), 0.1), page(WorkerPage(1, 71, "busy"), 0.1))
     assert [rank.state for rank in far.look().ranks] == ["idle", "busy"]
-    monkeypatch.setattr("lazygt.runtime.cluster.relay._UNHEARD_AFTER", 0)
+    monkeypatch.setattr("lazygt.runtime.cluster.remote._UNHEARD_AFTER", 0)
     for _ in range(5):
         status = far.look()
     assert len(far.connection.sent) == 2

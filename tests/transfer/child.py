@@ -31,7 +31,7 @@ from lazygt.transfer import (
     SharedMemoryTransferSender,
     TransferError,
 )
-from lazygt.transfer.transports.devices import HostDevice
+from lazygt.transfer.transports.cuda_ipc import HostDevice
 
 #: forked from a process that has loaded torch: a new one starts in 20 ms
 PROCESSES = multiprocessing.get_context("forkserver")

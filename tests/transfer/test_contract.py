@@ -16,7 +16,7 @@ from lazygt.transfer import (
     TransferError,
 )
 from lazygt.transfer.checksums import as_bytes
-from lazygt.transfer.connection import Connection
+from lazygt.transfer.control import Connection
 from lazygt.transfer.copier import Copier
 from lazygt.transfer.peers import Receivers
 from tests.transfer.child import Accident, checksums, weights

@@ -21,7 +21,7 @@ from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import Placement, Replicate, Shard
 from lazygt.runtime import wire
-from lazygt.runtime.shared_memory import Arena, Slot
+from lazygt.runtime.arenas import Arena, Slot
 from lazygt.transfer import sender as sender_module
 from lazygt.transfer.copier import Copier
 from lazygt.transfer.copy_request import (

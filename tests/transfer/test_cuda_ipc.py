@@ -10,8 +10,7 @@ import torch
 import lazygt
 from lazygt.transfer import CudaIpcTransferReceiver, CudaIpcTransferSender
 from lazygt.transfer.sender import GIB
-from lazygt.transfer.transports.cuda_ipc import THRESHOLD_VARIABLE, threshold_asked
-from lazygt.transfer.transports.devices import plain_segments
+from lazygt.transfer.transports.cuda_ipc import THRESHOLD_VARIABLE, plain_segments, threshold_asked
 from tests.transfer.child import SENDERS, CountingDevice, checksums, weights
 
 pytestmark = pytest.mark.timeout(60)

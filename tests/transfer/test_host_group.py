@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lazygt.transfer.connection import Deadline
-from lazygt.transfer.transports.host_group import Broadcast, HostGroup
+from lazygt.transfer.control import Deadline
+from lazygt.transfer.transports.broadcast_group import Broadcast, HostGroup
 from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)

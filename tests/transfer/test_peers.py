@@ -11,7 +11,7 @@ import pytest
 
 import lazygt
 from lazygt.transfer import Sender, SenderGone, TransferError
-from lazygt.transfer.connection import Deadline
+from lazygt.transfer.control import Deadline
 from tests.transfer.child import RECEIVERS, SENDERS, weights
 from tests.transfer.conftest import Stage
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lazygt.transfer import Receiver
-from lazygt.transfer.errors import TransferError
 from lazygt.transfer.layout import check_tiles
+from lazygt.transfer.transfer_errors import TransferError
 from tests.transfer.child import RECEIVERS
 from tests.transfer.trainer import weights
 

@@ -21,9 +21,9 @@ from lazygt.transfer import (
     Sender,
     TransferError,
 )
-from lazygt.transfer.connection import Deadline
+from lazygt.transfer.control import Deadline
+from lazygt.transfer.data_stream import TransferStream
 from lazygt.transfer.layout import route
-from lazygt.transfer.stream import TransferStream
 from lazygt.transfer.transports import process_group
 from tests.transfer.child import KIB, RECEIVERS, SENDERS, checksums, send_signal
 from tests.transfer.conftest import Stage

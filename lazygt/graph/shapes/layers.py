@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lazygt.graph.meta import TensorMeta, intern
-from lazygt.graph.shapes.base import (
+from lazygt.graph.shapes.rules import (
     FLOATS,
     Metas,
     Rule,

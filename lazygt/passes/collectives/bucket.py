@@ -35,8 +35,8 @@ from lazygt.graph.placement import (
     SEND_RECV,
 )
 from lazygt.passes.base import dependencies, placed, rebuild, view_source
-from lazygt.passes.collectives.units import reduced_units
-from lazygt.passes.sharding.turns import turns
+from lazygt.passes.sharding.marks import turns
+from lazygt.passes.updates import reduced_units
 
 # -- the collectives of one program: dependences, earliest start, first reader ---------------------
 

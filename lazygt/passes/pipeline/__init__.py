@@ -17,9 +17,8 @@ from lazygt.graph.placement import Placement, Replicate, SingleRank
 from lazygt.machine import Machine
 from lazygt.passes.base import without_likenesses
 from lazygt.passes.classes import by_class
-from lazygt.passes.pipeline.schedule import ordered
 from lazygt.passes.pipeline.split import split
-from lazygt.passes.pipeline.stages import assign
+from lazygt.passes.pipeline.stages import assign, ordered
 from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, shard
 from lazygt.passes.sharding.marks import ENTER, LEAVE, PLACE
 

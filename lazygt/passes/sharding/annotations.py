@@ -28,7 +28,7 @@ from lazygt.passes.sharding.builder import Builder
 from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.marks import ENTER, PLACE, REDUCE_AS, reduce_as_node, stored_by
 from lazygt.passes.sharding.rules import pointwise
-from lazygt.passes.sharding.rules.base import Metas, Strategy, Values, shardable_dims
+from lazygt.passes.sharding.rules.strategy import Metas, Strategy, Values, shardable_dims
 from lazygt.passes.sharding.rules.views import PARTIALS
 from lazygt.passes.sharding.strategies import StrategySet
 

@@ -40,9 +40,9 @@ from lazygt.graph.placement import (
     whole_groups,
 )
 from lazygt.graph.shapes import Shapes
-from lazygt.graph.shapes.base import Results
 from lazygt.graph.shapes.meta_run import run_on_metas
-from lazygt.passes.sharding.rows import RowExchange, rows_between
+from lazygt.graph.shapes.rules import Results
+from lazygt.passes.sharding.halo import RowExchange, rows_between
 
 # -- a node's arguments: by name, with other operands, with some changed ---------------------------
 

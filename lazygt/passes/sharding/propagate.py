@@ -29,9 +29,8 @@ from lazygt.graph.node import Node
 from lazygt.graph.placement import Partial, Placement, Replicate, StridedShard
 from lazygt.passes.sharding.annotations import Annotation, takes_whole
 from lazygt.passes.sharding.def_use import DefUse
-from lazygt.passes.sharding.placement_bits import SUMS, Bits, partial_bit, same_blocks, union
-from lazygt.passes.sharding.rules.base import Metas, Strategy
-from lazygt.passes.sharding.seeds import find_seeds
+from lazygt.passes.sharding.rules.strategy import Metas, Strategy
+from lazygt.passes.sharding.seeds import SUMS, Bits, find_seeds, partial_bit, same_blocks, union
 from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
 from lazygt.passes.sharding.wishes import Masks, Reach, Spared, Step, Wishes, spared_values
 

@@ -22,8 +22,8 @@ from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Partial
 from lazygt.passes.sharding.annotations import moves_elements
 from lazygt.passes.sharding.marks import PLACE
-from lazygt.passes.sharding.placement_bits import SUMS, Bits, union
-from lazygt.passes.sharding.rules.base import Metas, Strategy
+from lazygt.passes.sharding.rules.strategy import Metas, Strategy
+from lazygt.passes.sharding.seeds import SUMS, Bits, union
 from lazygt.passes.sharding.strategies import StrategySet
 
 #: Ops by which autograd adds one microbatch's gradient to another's.

@@ -17,8 +17,8 @@ from typing import Any
 
 from lazygt.errors import GraphError
 from lazygt.graph.alias import draws
-from lazygt.graph.exact import exact
 from lazygt.graph.mesh import Placements, VirtualMesh
+from lazygt.graph.meta import exact
 from lazygt.graph.node import Arg, Graph, Node, Ref, ref
 from lazygt.graph.placement import (
     ALL_GATHER,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lazygt.record.context import workers_device
-from lazygt.record.formulas.attention import attention
+from lazygt.record.formulas.attention_kernel import attention
 
 aten: Any = torch.ops.aten
 

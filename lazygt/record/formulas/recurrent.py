@@ -15,7 +15,7 @@ import torch
 
 from lazygt.record.context import workers_device
 from lazygt.record.formulas.autocast import as_cudnn
-from lazygt.record.formulas.recurrent_cudnn import GRU, LSTM, RELU, TANH, dense_or, packed_or
+from lazygt.record.formulas.cudnn_recurrent import GRU, LSTM, RELU, TANH, dense_or, packed_or
 
 aten: Any = torch.ops.aten
 #: State of a layer: one tensor, or two for an LSTM.

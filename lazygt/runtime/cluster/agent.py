@@ -15,9 +15,9 @@ from typing import Protocol
 import msgspec
 
 from lazygt.errors import LazyGTError, ProtocolError
+from lazygt.runtime.arenas import Arena, create_memory
 from lazygt.runtime.cluster import protocol
 from lazygt.runtime.cluster.host_part import HostPart
-from lazygt.runtime.cluster.passing import Mirrors, write
 from lazygt.runtime.cluster.protocol import (
     TO_AGENT,
     Begin,
@@ -34,9 +34,9 @@ from lazygt.runtime.cluster.protocol import (
     Shadow,
     Tell,
 )
+from lazygt.runtime.cluster.upload_relay import Mirrors, write
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.shared_memory import Arena, create_memory
 from lazygt.runtime.wire import Part, encode, size_of
 
 _log = logging.getLogger("lazygt")

@@ -11,8 +11,290 @@ docs/security.md for the threats that this covers.
 
 from __future__ import annotations
 
-from lazygt.runtime.cluster.dialing import dial
+import secrets
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from lazygt.errors import (
+    AccessDenied,
+    ConnectionLost,
+    LazyGTError,
+    ProtocolError,
+    SecurityError,
+    VersionMismatch,
+)
+from lazygt.runtime.cluster.alarm import Alarm
+from lazygt.runtime.cluster.frames import (
+    REFUSED,
+    WELCOME,
+    Refusal,
+    pack_hello,
+    parse,
+    read_refusal,
+    versions_here,
+)
 from lazygt.runtime.cluster.listening import Listener
-from lazygt.runtime.cluster.reliable import Connection
+from lazygt.runtime.cluster.reliable import (
+    GONE_AFTER,
+    GRACE,
+    Connection,
+    Patience,
+    configure,
+    give,
+    say_goodbye,
+)
+from lazygt.runtime.cluster.tcp import FAILED, Monitor
+from lazygt.runtime.launch.channel import Keys
+
+# -- client's end of a connection: a DEALER socket that ZMQ reconnects by itself -------------------
+
+_RECONNECT_MS = 50
+_DISTRUST_AFTER = 3  # handshakes that failed one after the other
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
+
+
+def dial(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    keys: Keys,
+    server_public: str,
+    hello: bytes,
+    max_message: int,
+    timeout: float,
+    *,
+    grace: float = GRACE,
+    gone_after: float = GONE_AFTER,
+) -> Connection:
+    """Connect to a `Listener`, which may begin to listen during the wait.
+
+    Args:
+        context: the process's ZMQ context.
+        endpoint: ``tcp://HOST:PORT``.
+        keys: this client's own keys.
+        server_public: the public key that the listener must have (Z85).
+        hello: value of `Connection.hello` on the listener's side.
+        max_message: bytes of the longest message either way, with 4 for each of its frames and 21.
+        timeout: seconds to wait.
+        grace: seconds after which a link that is down counts as lost.
+        gone_after: seconds within which a connection that has ended must be restored.
+
+    Raises:
+        ConnectionLost: the listener does not answer in time.
+        AccessDenied: the listener does not know our key, or does not have the expected one.
+        VersionMismatch: the listener runs another lazygt, torch or Python.
+        SecurityError: one of the given keys is no key.
+    """
+    patience = Patience(grace, gone_after)
+    line = _Dialed(context, endpoint, keys, server_public, hello, max_message, patience)
+    try:
+        line.wait(time.monotonic() + timeout)
+    except BaseException:
+        line.release(line.connection)
+        raise
+    return line.connection
+
+
+class _Dialed:
+    """Line of one connection: its socket, its monitor and its alarm."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: Keys,
+        server_public: str,
+        hello: bytes,
+        max_message: int,
+        patience: Patience,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.counts = {"foreign": 0, "malformed": 0, "replayed": 0, "version": 0}
+        self.endpoint = endpoint
+        # ZMQ's own names of peers begin with a zero, so this one does not.
+        self.connection = Connection(
+            self, b"c" + secrets.token_bytes(16), endpoint, hello, max_message, patience
+        )
+        self._turn, self._welcomed, self._failures = 0, False, 0
+        self._refusal: LazyGTError | None = None
+        self._arrived: deque[zmq.Frame] = deque()
+        self._socket = context.socket(zmq.DEALER)
+        self._monitor = Monitor(context, self._socket, _EVENTS)
+        try:
+            self._connect(keys, server_public, max_message, patience.grace)
+        except BaseException:
+            self._monitor.close()
+            self._socket.close(0)
+            raise
+        self._alarm = Alarm()
+        self._epoll = select.epoll()
+        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._alarm.fd):
+            self._epoll.register(fd, select.EPOLLIN)
+        self.fd = self._epoll.fileno()
+        self._open = True
+
+    def _connect(self, keys: Keys, server_public: str, max_message: int, grace: float) -> None:
+        configure(self._socket, max_message, grace)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.setsockopt(zmq.ROUTING_ID, self.connection.id)
+        try:
+            self._socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+            self._socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+            self._socket.setsockopt_string(zmq.CURVE_SERVERKEY, server_public)
+        except (zmq.ZMQError, ValueError) as error:
+            raise SecurityError(
+                f"{self.endpoint}: a key is not one of CURVE's, which have 40 characters: make "
+                f"one with `lazygt keys new`"
+            ) from error
+        try:
+            self._socket.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            raise ConnectionLost(
+                self.endpoint, f"{error}: expected an endpoint such as tcp://HOST:PORT"
+            ) from error
+
+    # -- while it is dialed --------------------------------------------------------------------
+
+    def wait(self, deadline: float) -> None:
+        """Wait for the welcome, or raise the reason of its absence."""
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
+        while True:
+            with self.lock:
+                self.pump()
+                if self._refusal is not None:
+                    raise self._refusal
+                if self._welcomed:
+                    return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ConnectionLost(
+                    self.endpoint,
+                    "nobody answers there in time. Is it the right address and port, does the "
+                    "host run, and does a firewall let it through?",
+                )
+            poller.poll(1000 * left + 1)
+
+    # -- interface of a line -------------------------------------------------------------------
+
+    def pump(self) -> None:
+        if not self._open:
+            return
+        for event, value in self._monitor.events():
+            self._happened(event, value)
+        receive: Callable[..., zmq.Frame] = self._socket.recv
+        while self._has_mail():
+            # From ZMQ's queue to ours in C, where no KeyboardInterrupt can fall in between; and
+            # a frame that is handled twice has a known number the second time.
+            self._arrived.extend(map(receive, (zmq.NOBLOCK,), (False,)))
+            while self._arrived:
+                self._look_at(self._arrived[0].buffer)
+                self._arrived.popleft()
+        if self.connection.closed is None and self._alarm.silence():
+            self.connection.tick(time.monotonic())
+
+    def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
+        if not self._open:
+            return False
+        try:
+            give(self._socket, message)
+        except zmq.Again:  # ZMQ has given up
+            return False
+        # Messages given to ZMQ while there is no peer wait for one.
+        return connection._left_at is None
+
+    def remind(self, at: float) -> None:
+        if self._open:
+            self._alarm.ring(at)
+
+    def still_rings(self) -> None:
+        if self._has_mail():
+            self._alarm.ring()
+
+    def _has_mail(self) -> bool:
+        return self._open and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def leave(self, connection: Connection) -> None:
+        if self._open:
+            self._open = False
+            self._alarm.ring()
+            self._monitor.close()
+            say_goodbye(self._socket)
+
+    def release(self, connection: Connection) -> None:
+        self.leave(connection)
+        if not self._epoll.closed:
+            self._epoll.close()
+            self._alarm.close()
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _happened(self, event: int, value: int) -> None:
+        """Handle one event of the monitor."""
+        if event == zmq.EVENT_CONNECTED:
+            self.connection.tcp = value
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._failures = 0
+            self.connection.found()
+            self._say_hello()
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._refused(Refusal("access", "it does not know our key, or knows it no longer"))
+        elif event & FAILED:
+            self._failures += 1
+            if self._failures >= _DISTRUST_AFTER:
+                self._refused(
+                    Refusal("access", "it does not have the key that we expect, or is no lazygt")
+                )
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.connection.tcp = -1
+            if self._welcomed:
+                self.connection.lost()
+
+    def _say_hello(self) -> None:
+        self._turn += 1
+        connection = self.connection
+        fresh = not self._welcomed
+        give(self._socket, pack_hello(self._turn, fresh, connection.hello, connection.taken))
+
+    def _look_at(self, frame: memoryview) -> None:
+        try:
+            number, acknowledged, kind, view = parse(frame)
+            if kind == WELCOME:
+                self._welcome(number, acknowledged)
+            elif kind == REFUSED:
+                self._refused(read_refusal(view))
+            else:
+                self.connection.receive(number, acknowledged, kind, view)
+        except ProtocolError:
+            self.counts["malformed"] += 1
+
+    def _welcome(self, turn: int, received: int) -> None:
+        """Handle the answer to a hello; to an older one if TCP broke in between."""
+        self._welcomed = True
+        if turn == self._turn:
+            self.connection.resume(received)
+
+    def _refused(self, refusal: Refusal) -> None:
+        self._refusal = _error_of(self.endpoint, refusal)
+        if self._welcomed:
+            self.connection.end(str(self._refusal))
+
+
+def _error_of(endpoint: str, refusal: Refusal) -> LazyGTError:
+    if refusal.kind == "version":
+        theirs = refusal.versions
+        differences = versions_here().differences(theirs) if theirs is not None else []
+        return VersionMismatch(endpoint, differences, refusal.why)
+    if refusal.kind == "access":
+        return AccessDenied(endpoint, refusal.why)
+    return ConnectionLost(endpoint, refusal.why)
+
+
+# -- connections between hosts: encrypted, authenticated, and reliable -----------------------------
 
 __all__ = ["Connection", "Listener", "dial"]

@@ -54,7 +54,7 @@ class Job:
         address: address of rank 0; "" on a single host if the engine does not set it.
         port: port of rank 0; if ``meets_by_store``, of torchrun's store.
         meets_by_store: True if the port is taken by torchrun's store, in which rank 0 publishes its
-            endpoint; see `lazygt.runtime.cluster.meeting`.
+            endpoint; see `lazygt.runtime.cluster.job_rendezvous`.
         name: distinguishes this job, and its restarts, from others.
     """
 

@@ -45,9 +45,9 @@ from lazygt.runtime.collectives.sockets import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.runtime.collectives.meeting import Meeting
-    from lazygt.runtime.collectives.peer_backend import PeerBackend
-    from lazygt.runtime.launch.base import GroupSpec
+    from lazygt.runtime.collectives.rendezvous import Meeting
+    from lazygt.runtime.collectives.shared_backend import PeerBackend
+    from lazygt.runtime.launch.launcher import GroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ def _for_large(peers: Sequence[Peer | None]) -> SharedMemoryBackend | PeerBacken
     if len(here) == len(peers):
         return SharedMemoryBackend(here)
     # why: few groups are on several hosts
-    from lazygt.runtime.collectives.peer_backend import PeerBackend
+    from lazygt.runtime.collectives.shared_backend import PeerBackend
 
     return PeerBackend(peers)
 
@@ -373,8 +373,8 @@ def _rendezvous(spec: GroupSpec, rank: int, listener: int) -> Rendezvous | Meeti
     if not spec.store:
         return Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
     # why: only on several hosts are there encrypted connections, for which sockets are loaded
-    from lazygt.runtime.collectives.meeting import Meeting, Place
-    from lazygt.runtime.collectives.store_client import StoreClient
+    from lazygt.runtime.collectives.rendezvous import Meeting, Place
+    from lazygt.runtime.collectives.rendezvous_store import StoreClient
 
     token = bytes.fromhex(spec.token)
     store = StoreClient(spec.store, token, spec.timeout)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lazygt.errors import LazyGTError
 from lazygt.graph.collectives import Slots, slots
 from lazygt.graph.placement import block_size, shard_bounds
-from lazygt.runtime.collectives import group, rows
+from lazygt.runtime.collectives import group, indexed
 from lazygt.runtime.collectives.backends import Work, as_bytes
 
 Moves = Sequence[Sequence[int]]
@@ -297,9 +297,9 @@ _STARTS: dict[str, Callable[..., Started]] = {
 }
 
 
-_OF_ROWS: dict[str, Callable[..., rows.Begun]] = {
-    "take_rows": rows.take,
-    "put_rows": rows.put,
+_OF_ROWS: dict[str, Callable[..., indexed.Begun]] = {
+    "take_rows": indexed.take,
+    "put_rows": indexed.put,
 }
 
 

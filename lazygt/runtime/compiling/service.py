@@ -13,7 +13,7 @@ from torch._inductor.loop_body import LoopBody
 
 from lazygt.errors import in_one_line
 from lazygt.graph.flags import write_flags
-from lazygt.graph.lanes import vectors, widened
+from lazygt.graph.per_tensor import vectors, widened
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.kernel_group import KernelGroup, Members, packed

@@ -18,9 +18,8 @@ from lazygt.graph.flags import Flags, flags_of_code
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.runtime.client import Client
-from lazygt.runtime.compiling.artifacts import Cache, Record
+from lazygt.runtime.compiling.artifacts import Cache, Installs, Record
 from lazygt.runtime.compiling.compiler import Compiler
-from lazygt.runtime.compiling.installs import Installs
 from lazygt.runtime.compiling.kernel_group import Dims, KernelGroup
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord

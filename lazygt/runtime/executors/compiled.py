@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lazygt import native
-from lazygt.graph.lanes import LANES, Lanes, lanes_of
 from lazygt.graph.node import Node
+from lazygt.graph.per_tensor import LANES, Lanes, lanes_of
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import KernelGroup, packed
 from lazygt.runtime.executors.eager import EagerExecutor, MakeCode

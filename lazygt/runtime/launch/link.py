@@ -15,8 +15,8 @@ from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.wire import Buffer, Part, hand_over
 
 if TYPE_CHECKING:
+    from lazygt.runtime.arenas import Arena
     from lazygt.runtime.launch.status_file import StatusFile
-    from lazygt.runtime.shared_memory import Arena
     from lazygt.runtime.worker import Worker
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lazygt.runtime.gpus import why_none
 from lazygt.runtime.launch import procfs
-from lazygt.runtime.launch.base import Boot, Launcher, Process
+from lazygt.runtime.launch.launcher import Boot, Launcher, Process
 from lazygt.runtime.launch.working_directory import start_directory
 
 TAIL_BYTES = 8 << 10

@@ -109,7 +109,7 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
     if config.workers != 1:
         raise ValueError("lazygt.session(launcher='inline') has one worker: the client itself")
     # why: only here does the client run plans itself, and the other loads the sockets
-    from lazygt.runtime.launch.base import load_named
+    from lazygt.runtime.launch.launcher import load_named
     from lazygt.runtime.worker import Worker
 
     worker = Worker(
@@ -139,7 +139,7 @@ def _dry(config: Config, mesh: Mesh, copier: str) -> Link:
 def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
     """Start worker processes with the `Launcher` named ``module:attribute``."""
     # why: an inline session needs neither sockets nor processes
-    from lazygt.runtime.launch.base import load_named
+    from lazygt.runtime.launch.launcher import load_named
     from lazygt.runtime.launch.process_link import ProcessLink
 
     return ProcessLink(link_spec(config, mesh, copier), load_named(launcher)())

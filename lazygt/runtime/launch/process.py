@@ -23,18 +23,95 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
+from unittest import mock
 
 import zmq
 
 from lazygt.errors import ProtocolError
+from lazygt.runtime.collectives import group
 from lazygt.runtime.launch import hidden, session_directory
 from lazygt.runtime.launch.activity import EVERY, Activity, Reporter
-from lazygt.runtime.launch.base import Boot, load_named
 from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Server
+from lazygt.runtime.launch.launcher import Boot, load_named
 from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes
+
+# -- faults for tests: a worker that kills itself at a given message -------------------------------
+# ``LAZYGT_FAULT=RANK:MESSAGE:WHEN``, with MESSAGE counted from 1 and WHEN one of ``before`` (it
+# was received), ``inside`` (the first collective of it, or of the next run, begins, or its
+# results are about to be kept) and ``after`` (it was done, and not answered).
+# ``RANK:MESSAGE:WHEN:GROUP`` is for a process that was started for the session's process group of
+# this number, so after so many recoveries; without it, for the first ones. Several are separated
+# by commas.
+
+VARIABLE = "LAZYGT_FAULT"
+_WHENS = ("before", "inside", "after")
+
+
+def faults_of(rank: int, group_number: int) -> dict[int, str]:
+    """Return the points at which a worker is to kill itself, by message.
+
+    Raises:
+        ValueError: the variable's value is malformed.
+    """
+    faults: dict[int, str] = {}
+    for text in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        try:
+            of, message, when, number = f"{text}:0".split(":")[:4]
+            if when not in _WHENS:
+                raise ValueError(f"expected one of {', '.join(_WHENS)}")
+            if (int(of), int(number)) == (rank, group_number):
+                faults[int(message)] = when
+        except ValueError as error:
+            raise ValueError(f"{VARIABLE}={text!r}: expected RANK:MESSAGE:WHEN: {error}") from None
+    return faults
+
+
+class Faulty:
+    """Wrapper of a worker that kills its process at some messages."""
+
+    def __init__(self, worker: Any, faults: dict[int, str]) -> None:
+        self._worker, self._faults, self._messages = worker, faults, 0
+
+    @property
+    def wakes(self) -> int | None:
+        """See ``Worker.wakes``."""
+        return self._worker.wakes  # type: ignore[no-any-return]
+
+    def late(self) -> Sequence[Sequence[Any]]:
+        """See ``Worker.late``."""
+        return self._worker.late()  # type: ignore[no-any-return]
+
+    def handle(self, frames: list[Any]) -> Sequence[Sequence[Any]]:
+        """See ``Worker.handle``."""
+        self._messages += 1
+        when = self._faults.get(self._messages)
+        if when == "before":
+            die()
+        with ExitStack() as meanwhile:
+            if when == "inside":
+                # the extension would run it without asking anybody
+                meanwhile.enter_context(mock.patch.object(self._worker, "known_runs", None))
+                meanwhile.enter_context(mock.patch.object(self._worker.store, "put_from", die))
+                meanwhile.enter_context(mock.patch.object(group, "line", die))
+            replies: Sequence[Sequence[Any]] = self._worker.handle(frames)
+        if when == "after":
+            die()
+        if when == "inside":  # that was no run
+            self._faults.setdefault(self._messages + 1, when)
+        return replies
+
+
+def die(*_: object) -> NoReturn:
+    """Kill this process, as the kernel does when memory is short."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+# -- the worker process: ``python -m lazygt.runtime.launch.process LIVENESS_FD`` -------------------
 
 _LOG_LIMIT = 1 << 20
 _LOG_KEPT = 64 << 10
@@ -149,20 +226,20 @@ def build_handler(boot: Boot, reporter: Reporter | None = None) -> MessageHandle
         import torch
 
         # why: they import torch
-        from lazygt.runtime import shared_memory
+        from lazygt.runtime import arenas
         from lazygt.runtime.collectives import group
 
         torch.set_num_threads(boot.threads)
         if boot.group is not None and boot.rendezvous is not None:
             at = boot.rendezvous.fd
             group.join(boot.group, boot.rank, boot.world_size, at, boot.group_number)
-        upload = None if boot.upload is None else shared_memory.Arena.attach(boot.upload)
-        fetch = None if boot.fetch is None else shared_memory.Arena.own(boot.fetch)
+        upload = None if boot.upload is None else arenas.Arena.attach(boot.upload)
+        fetch = None if boot.fetch is None else arenas.Arena.own(boot.fetch)
     more: dict[str, object] = {}
     if boot.copier:
         more["copier"] = lambda device: load_named(boot.copier)(device)
     if boot.snapshots is not None and boot.loads_torch:
-        more["snapshots"] = shared_memory.Arena.own(boot.snapshots)
+        more["snapshots"] = arenas.Arena.own(boot.snapshots)
     handler: MessageHandler = load_named(boot.factory)(
         device=boot.device,
         rank=boot.rank,
@@ -175,7 +252,6 @@ def build_handler(boot: Boot, reporter: Reporter | None = None) -> MessageHandle
         reporter.begin(boot.rank, handler)
     if os.environ.get("LAZYGT_FAULT"):
         # why: it is for tests
-        from lazygt.runtime.recovery.fault import Faulty, faults_of
 
         return Faulty(handler, faults_of(boot.rank, boot.group_number))
     return handler

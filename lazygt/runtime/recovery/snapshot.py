@@ -16,14 +16,14 @@ import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import kernels
+from lazygt.runtime.arenas import read_note
 from lazygt.runtime.launch.procfs import memory_left
 from lazygt.runtime.messages import Copied, Failure, Restore, Snap, Snapped
-from lazygt.runtime.shared_memory import read_note
 from lazygt.runtime.store import Failed, Store
 
 if TYPE_CHECKING:
+    from lazygt.runtime.arenas import Arena
     from lazygt.runtime.host_copies import HostCopies
-    from lazygt.runtime.shared_memory import Arena
 
 #: Values that no snapshot has: for each, its meta and the bytes of its memory.
 New = dict[int, tuple[TensorMeta, torch.Tensor]]

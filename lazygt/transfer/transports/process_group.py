@@ -27,17 +27,16 @@ from torch import Tensor
 from lazygt.errors import ProtocolError
 from lazygt.files import create
 from lazygt.transfer.checksums import as_bytes
-from lazygt.transfer.connection import Deadline, Message
+from lazygt.transfer.control import Deadline, Message
 from lazygt.transfer.copy_request import CopyReply, WeightSource
-from lazygt.transfer.errors import TransferError
 from lazygt.transfer.layout import ReceiverLayout, Request, packed
 from lazygt.transfer.manifest import Manifest
 from lazygt.transfer.peers import ReceiverLink
 from lazygt.transfer.receiver import Receiver
 from lazygt.transfer.sender import Sender
 from lazygt.transfer.transaction import Transfer
-from lazygt.transfer.transports.base import ReceiverEnd, SenderEnd, View, Wait
-from lazygt.transfer.transports.group import (
+from lazygt.transfer.transfer_errors import TransferError
+from lazygt.transfer.transports.broadcast_group import (
     HOST,
     BroadcastGroup,
     backend_for,
@@ -47,7 +46,7 @@ from lazygt.transfer.transports.group import (
     join,
     let_go,
 )
-from lazygt.transfer.transports.receive_buffers import ReceiveBuffers
+from lazygt.transfer.transports.transport import ReceiveBuffers, ReceiverEnd, SenderEnd, View, Wait
 from lazygt.transfer.version import Block, StagedVersion
 
 STRATEGY = "broadcast"

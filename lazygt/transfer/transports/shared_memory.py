@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.shared_memory import Arena, tensor_over
-from lazygt.transfer.connection import Message
+from lazygt.runtime.arenas import Arena, tensor_over
+from lazygt.transfer.control import Message
 from lazygt.transfer.layout import Bounds, ReceiverLayout, Request
 from lazygt.transfer.manifest import ALIGNMENT, Manifest
 from lazygt.transfer.peers import ReceiverLink
 from lazygt.transfer.receiver import Receiver
 from lazygt.transfer.sender import Sender, threshold_bytes
 from lazygt.transfer.transaction import Transfer
-from lazygt.transfer.transports.base import ReceiverEnd, SenderEnd, View, Wait
+from lazygt.transfer.transports.transport import ReceiverEnd, SenderEnd, View, Wait
 from lazygt.transfer.version import Block, StagedVersion
 
 STRATEGY = "shared-memory"

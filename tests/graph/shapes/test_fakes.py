@@ -7,14 +7,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lazygt
-from lazygt.graph.shapes import fakes
+from lazygt.graph.shapes import meta_run
 
 
 @pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Devices on which torch was to open a context."""
     opened: list[torch.device] = []
-    monkeypatch.setattr(fakes, "_create_context", opened.append)
+    monkeypatch.setattr(meta_run, "_create_context", opened.append)
     return opened
 
 
@@ -28,7 +28,7 @@ def test_recording_for_gpus_opens_no_context(contexts: list[torch.device]) -> No
 
 
 def test_others_fake_tensors_open_one(contexts: list[torch.device]) -> None:
-    with fakes.fake_tensors(fallback=False), FakeTensorMode():
+    with meta_run.fake_tensors(fallback=False), FakeTensorMode():
         torch.empty(2, device="cuda")
     assert not contexts
     with FakeTensorMode():

@@ -15,9 +15,9 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Param, Ref
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.shapes import RULES, WRITING_RULES, Shapes
-from lazygt.graph.shapes.base import Results
+from lazygt.graph.shapes.rules import Results
 from lazygt.record.infer import Inference
-from lazygt.runtime.executors.generated import _compiled
+from lazygt.runtime.executors.eager import _compiled
 from tests.versions import TORCH
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

@@ -15,10 +15,9 @@ import torch
 from lazygt.graph.collectives import communications
 from lazygt.graph.fusion import expand_fused
 from lazygt.graph.mesh import FSDPUnit, Mesh, Sharding
-from lazygt.graph.node import Graph
+from lazygt.graph.node import Graph, verify
 from lazygt.graph.placement import WAIT, Placement, Replicate, Shard
 from lazygt.graph.text import parse_graph
-from lazygt.graph.verify import verify
 from lazygt.passes.collectives import overlap
 from lazygt.passes.collectives.bucket import Caps, analyse_collectives, buckets
 from lazygt.passes.collectives.overlap import overlapped

@@ -10,10 +10,10 @@ from lazygt.graph.node import Node
 from lazygt.graph.placement import Placement, Replicate
 from lazygt.machine import Figure, Link, Machine, default_machine
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.cost import reshard_kind, reshard_seconds
+from lazygt.passes.sharding.placement_cost import reshard_kind, reshard_seconds
 from lazygt.passes.sharding.problem import Question, build_problem
 from lazygt.passes.sharding.rules import strategies_of
-from lazygt.passes.sharding.rules.base import Strategy
+from lazygt.passes.sharding.rules.strategy import Strategy
 from lazygt.passes.sharding.solver import Solution
 
 R = Replicate()

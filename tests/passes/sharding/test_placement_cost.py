@@ -16,16 +16,16 @@ from lazygt.graph.cost import Cost
 from lazygt.graph.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from lazygt.machine import Link, Machine, collective_seconds
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.cost import (
+from lazygt.passes.sharding.def_use import def_use
+from lazygt.passes.sharding.placement_cost import (
     reshard_kind,
     reshard_seconds,
     seconds,
     strategy_seconds,
     work_share,
 )
-from lazygt.passes.sharding.def_use import def_use
 from lazygt.passes.sharding.rules import strategies_of
-from lazygt.passes.sharding.rules.base import Collective, Strategy
+from lazygt.passes.sharding.rules.strategy import Collective, Strategy
 from lazygt.passes.sharding.solver import solve
 from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
 from tests.passes.sharding.placements import PLAIN, Annotations, carried, computing, question_of

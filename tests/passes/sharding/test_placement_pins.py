@@ -13,7 +13,7 @@ from lazygt.graph import Graph
 from lazygt.graph.placement import Placement, Replicate, Shard
 from lazygt.machine import Link, Machine
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.cost import reshard_seconds, seconds
+from lazygt.passes.sharding.placement_cost import reshard_seconds, seconds
 from lazygt.passes.sharding.solver import solve
 from lazygt.passes.sharding.strategies import StrategySet
 from tests.passes.sharding.placements import PLAIN, carried, question_of

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from lazygt.passes.sharding.cost_tables import Factor
+from lazygt.passes.sharding.placement_cost import Factor
 from lazygt.passes.sharding.solver import Problem, Solution, evaluate, solve
 
 

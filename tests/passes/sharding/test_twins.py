@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lazygt
-from lazygt.passes.sharding.twins import reduced_once
+from lazygt.passes.sharding.programs import reduced_once
 from tests.passes.tools import graph_of
 from tests.sharding.counting import Block, planned
 

@@ -10,10 +10,9 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.machine import collective_seconds, default_machine
-from lazygt.passes.sharding import what_if as module
+from lazygt.passes.sharding import reasons as module
 from lazygt.passes.sharding.axis import AxisStep
-from lazygt.passes.sharding.decisions import decisions, programs_of
-from lazygt.passes.sharding.what_if import CostReason, reasons
+from lazygt.passes.sharding.reasons import CostReason, decisions, programs_of, reasons
 
 pytestmark = pytest.mark.timeout(120)
 

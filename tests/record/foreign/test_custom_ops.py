@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 import lazygt
-from lazygt.record.foreign import registry
-from lazygt.runtime import wire
-from lazygt.runtime.foreign import loader
-from lazygt.runtime.foreign import schema as foreign_schema
+from lazygt.record.custom import registry
+from lazygt.runtime import custom_ops, wire
+from lazygt.runtime import custom_ops as foreign_schema
 
 SETTINGS: list[dict[str, Any]] = [{"launcher": "inline"}, {"workers": 1}, {"workers": 2}]
 FACTOR = 2.0
@@ -340,7 +339,7 @@ def test_no_code_is_sent_where_that_is_forbidden() -> None:
 def test_a_worker_takes_no_code_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     data = foreign_schema.encode([made("f.g.default", b"pickled")])
     with pytest.raises(lazygt.ProtocolError, match="ship_code=False"):
-        loader.load_ops(data, torch.device("cpu"), takes_code=False)
+        custom_ops.load_ops(data, torch.device("cpu"), takes_code=False)
 
 
 # -- modules ---------------------------------------------------------------------------------
@@ -546,7 +545,7 @@ def test_definitions_travel_as_they_are() -> None:
 )  # fmt: skip
 def test_nonsense_is_one_error(value: Any) -> None:
     with pytest.raises(lazygt.ProtocolError):
-        loader.load_ops(wire.pack(value), torch.device("cpu"), takes_code=True)
+        custom_ops.load_ops(wire.pack(value), torch.device("cpu"), takes_code=True)
 
 
 def test_torchs_libraries_are_its_own_behind_a_symbolic_link(

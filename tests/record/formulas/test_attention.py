@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazygt
 from lazygt.graph.node import Graph, Node, Ref
-from lazygt.record.formulas import attention, gpu
+from lazygt.record.formulas import attention_kernel, gpu
 from lazygt.record.formulas.gpu import Gpu
 from lazygt.runtime.gpus import HostGpu
 
@@ -29,7 +29,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Gpu], None]:
     """Sets the GPU of the workers; that of torch's rules for sm80 at first."""
 
     def of(chosen: Gpu) -> None:
-        monkeypatch.setattr(attention, "workers_gpu", lambda: chosen)
+        monkeypatch.setattr(attention_kernel, "workers_gpu", lambda: chosen)
 
     of(Gpu())
     return of
@@ -284,10 +284,10 @@ class Kernels:
 def test_heads_that_are_filled_up_give_the_same(
     monkeypatch: pytest.MonkeyPatch, causal: bool, scale: float | None
 ) -> None:
-    monkeypatch.setattr(attention, "aten", Kernels())
+    monkeypatch.setattr(attention_kernel, "aten", Kernels())
     q, k, v = torch.randn(3, 2, 4, 16, 20, dtype=F64, requires_grad=True).unbind()
-    call = attention.Call(q, k, v, None, 0.0, causal, scale, False)
-    _same(attention._flash(call), call)
+    call = attention_kernel.Call(q, k, v, None, 0.0, causal, scale, False)
+    _same(attention_kernel._flash(call), call)
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -299,16 +299,16 @@ def test_masks_of_all_scores_give_the_same(
     strides: tuple[int, ...],
     wanted: bool,
 ) -> None:
-    monkeypatch.setattr(attention, "aten", Kernels())
+    monkeypatch.setattr(attention_kernel, "aten", Kernels())
     q = torch.randn(2, 4, 16, 20, dtype=F64, requires_grad=True)
     k, v = torch.randn(2, 2, 4, keys, 20, dtype=F64, requires_grad=True).unbind()
     mask = torch.randn(shape, dtype=F64)
     mask = mask.requires_grad_() if wanted else mask > 0
-    call = attention.Call(q, k, v, mask, 0.0, False, None, False)
-    _same(attention._efficient(call), call)
+    call = attention_kernel.Call(q, k, v, mask, 0.0, False, None, False)
+    _same(attention_kernel._efficient(call), call)
 
 
-def _same(result: torch.Tensor, call: attention.Call) -> None:
+def _same(result: torch.Tensor, call: attention_kernel.Call) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(
             *call.operands, call.mask, is_causal=call.is_causal, scale=call.scale

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import lazygt
 from lazygt.graph.node import Node
-from lazygt.record.formulas import recurrent_cudnn
+from lazygt.record.formulas import cudnn_recurrent
 from lazygt.record.formulas.gpu import Gpu
 from lazygt.runtime.recovery import recover
 from tests import cudnn_rnn
@@ -123,7 +123,7 @@ def test_steps_where_eager_torch_does_not_take_cudnn(monkeypatch: pytest.MonkeyP
 
     assert counts(recorded(disabled)) == (0, 0)
     for gpu, taken in ((Gpu((8, 0), 91300), 1), (Gpu((8, 0), 91200), 0), (Gpu((7, 5), 91300), 0)):
-        monkeypatch.setattr(recurrent_cudnn, "workers_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(cudnn_recurrent, "workers_gpu", lambda gpu=gpu: gpu)
         assert counts(recorded(bfloat16)) == (taken, taken)
     for dtype in (torch.float16, torch.float64):
         assert counts(recorded(lambda dtype=dtype: step(nn.RNN, dtype))) == (1, 1)
@@ -173,7 +173,7 @@ def test_errors_are_those_of_eager_torch() -> None:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sessions on CPUs that record what those on GPUs do, and have kernels for it."""
-    monkeypatch.setattr(recurrent_cudnn, "workers_device", lambda: "cuda")
+    monkeypatch.setattr(cudnn_recurrent, "workers_device", lambda: "cuda")
     with cudnn_rnn.registered():
         yield
 
@@ -343,7 +343,7 @@ def test_reserve_outlives_workers(
     monkeypatch.setattr(recover, "_LEAST_SECONDS", seconds)
     (tmp_path / "sitecustomize.py").write_text(IN_WORKERS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.setattr(recurrent_cudnn, "workers_device", lambda: "cuda")
+    monkeypatch.setattr(cudnn_recurrent, "workers_device", lambda: "cuda")
 
     def passes(device: str, between: Callable[[], None]) -> list[Tensor]:
         torch.manual_seed(0)

@@ -16,10 +16,10 @@ from torch import nn
 import lazygt
 from lazygt.config import Config
 from lazygt.graph.mesh import Mesh
+from lazygt.runtime.cluster.cluster_link import ClusterLink
 from lazygt.runtime.cluster.inside import AgentThread
-from lazygt.runtime.cluster.link import ClusterLink
 from lazygt.runtime.cluster.remote import RemoteHost
-from lazygt.runtime.collectives.store import StoreServer
+from lazygt.runtime.collectives.rendezvous_store import StoreServer
 from lazygt.runtime.launch import opening
 from lazygt.runtime.launch.channel import new_token
 from lazygt.runtime.launch.link import Link

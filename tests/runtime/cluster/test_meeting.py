@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from lazygt.errors import LaunchError, SecurityError
-from lazygt.runtime.cluster import meeting
+from lazygt.runtime.cluster import job_rendezvous
 from lazygt.runtime.cluster.environment import Job
 from tests.runtime.cluster.jobs import POD, TORCHRUN
 
@@ -39,43 +39,43 @@ def job() -> Iterator[Job]:
 
 def test_what_rank_0_says_is_found_before_and_after(job: Job) -> None:
     found: list[str] = []
-    early = threading.Thread(target=lambda: found.append(meeting.find(job, TOKEN, 60)))
+    early = threading.Thread(target=lambda: found.append(job_rendezvous.find(job, TOKEN, 60)))
     early.start()
-    meeting.publish(job, ENDPOINT, TOKEN, 60)
+    job_rendezvous.publish(job, ENDPOINT, TOKEN, 60)
     early.join()
-    assert [*found, meeting.find(job, TOKEN, 60)] == [ENDPOINT, ENDPOINT]
+    assert [*found, job_rendezvous.find(job, TOKEN, 60)] == [ENDPOINT, ENDPOINT]
 
 
 def test_the_next_session_is_not_taken_for_the_last(job: Job) -> None:
-    meeting.publish(job, ENDPOINT, TOKEN, 60)
+    job_rendezvous.publish(job, ENDPOINT, TOKEN, 60)
     with pytest.raises(LaunchError, match=r"rank 0 did not appear within 0\.3 s"):
-        meeting.find(job, TOKEN, 0.3, session=1)
+        job_rendezvous.find(job, TOKEN, 0.3, session=1)
     with pytest.raises(LaunchError, match="rank 0 did not appear"):
-        meeting.find(replace(job, name="after a restart"), TOKEN, 0.3)
+        job_rendezvous.find(replace(job, name="after a restart"), TOKEN, 0.3)
 
 
 def test_who_has_another_token_is_not_believed(job: Job) -> None:
-    meeting.publish(job, ENDPOINT, b"another" * 5, 60)
+    job_rendezvous.publish(job, ENDPOINT, b"another" * 5, 60)
     with pytest.raises(SecurityError, match="LAZYGT_TOKEN"):
-        meeting.find(job, TOKEN, 60)
+        job_rendezvous.find(job, TOKEN, 60)
 
 
 def test_who_has_another_token_is_named_to_rank_0(job: Job) -> None:
-    meeting.publish(job, ENDPOINT, TOKEN, 60)
-    look = meeting.refusals(job, 60)
+    job_rendezvous.publish(job, ENDPOINT, TOKEN, 60)
+    look = job_rendezvous.refusals(job, 60)
     assert look() == ""
     with pytest.raises(SecurityError):
-        meeting.find(job, b"another" * 5, 60)
+        job_rendezvous.find(job, b"another" * 5, 60)
     assert look() == f"rank {job.rank} on {socket.gethostname()}"
 
 
 def test_a_changed_endpoint_is_not_believed(job: Job) -> None:
-    meeting.publish(job, ENDPOINT, TOKEN, 60)
+    job_rendezvous.publish(job, ENDPOINT, TOKEN, 60)
     store = dist.TCPStore(job.address, job.port, is_master=False, wait_for_workers=False)
     (key,) = (key for key in [f"lazygt/client/{job.name}/0"] if store.check([key]))
     store.set(key, store.get(key).decode().replace("host0", "host9"))
     with pytest.raises(SecurityError, match="host9"):
-        meeting.find(job, TOKEN, 60)
+        job_rendezvous.find(job, TOKEN, 60)
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
@@ -84,7 +84,7 @@ def test_a_store_that_is_not_there_is_named() -> None:
     job = Job.from_environment({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     assert job is not None
     with pytest.raises(LaunchError, match=f"torchrun's store is at 127.0.0.1:{port}"):
-        meeting.find(job, TOKEN, 1)
+        job_rendezvous.find(job, TOKEN, 1)
 
 
 def test_a_store_that_goes_is_named() -> None:
@@ -104,7 +104,7 @@ def test_a_store_that_goes_is_named() -> None:
     killer = threading.Timer(0.5, os.kill, (server.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(LaunchError, match="has gone"):
-        meeting.find(job, TOKEN, 60)
+        job_rendezvous.find(job, TOKEN, 60)
     killer.join()
     server.wait()
     server.stdin.close()
@@ -114,12 +114,12 @@ def test_a_store_that_goes_is_named() -> None:
 def test_without_a_store_the_port_is_the_jobs() -> None:
     job = Job.from_environment(POD)
     assert job is not None
-    assert meeting.port_to_bind(job) == 29400
-    assert meeting.find(job, TOKEN, 1) == "tcp://train-hosts-0-0.train:29400"
-    assert meeting.find(replace(job, address="fd00::1"), TOKEN, 1) == "tcp://[fd00::1]:29400"
-    meeting.publish(job, "tcp://0.0.0.0:29400", TOKEN, 1)
+    assert job_rendezvous.port_to_bind(job) == 29400
+    assert job_rendezvous.find(job, TOKEN, 1) == "tcp://train-hosts-0-0.train:29400"
+    assert job_rendezvous.find(replace(job, address="fd00::1"), TOKEN, 1) == "tcp://[fd00::1]:29400"
+    job_rendezvous.publish(job, "tcp://0.0.0.0:29400", TOKEN, 1)
     with pytest.raises(LaunchError, match=r"listens on tcp://0\.0\.0\.0:29401"):
-        meeting.publish(job, "tcp://0.0.0.0:29401", TOKEN, 1)
+        job_rendezvous.publish(job, "tcp://0.0.0.0:29401", TOKEN, 1)
 
 
 # -- slots -----------------------------------------------------------------------------------------

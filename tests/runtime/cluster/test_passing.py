@@ -16,11 +16,11 @@ import zmq
 
 import lazygt
 from lazygt.errors import AccessDenied, ProtocolError
-from lazygt.runtime.cluster import passing
+from lazygt.runtime.cluster import upload_relay
 from lazygt.runtime.cluster.connection import dial
 from lazygt.runtime.cluster.keys import derived
-from lazygt.runtime.cluster.passing import UPLOAD_BYTES, Mirrors
 from lazygt.runtime.cluster.protocol import Alone, Begin, Follow, Listens, Mirror
+from lazygt.runtime.cluster.upload_relay import UPLOAD_BYTES, Mirrors
 from tests.runtime.cluster.agents import Hosts, train, wait_for
 from tests.runtime.cluster.proxy import Proxy
 
@@ -153,7 +153,7 @@ def test_a_host_that_does_not_keep_up_takes_no_memory_of_the_one_before(
         wait_for(lambda: there(hosts)[0] == 1 + LARGE // UPLOAD_BYTES)
         assert follower.number is not None
         assert follower.number < there(hosts)[0]
-        most = passing.WINDOW_BYTES + UPLOAD_BYTES + 10_000
+        most = upload_relay.WINDOW_BYTES + UPLOAD_BYTES + 10_000
         assert 0 < follower.connection.pending < most
         goes_on.set()
         all_there(hosts, 0, 1)
@@ -285,7 +285,7 @@ def test_hosts_that_can_not_reach_each_other_have_uploads_from_the_client(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(passing, "MEET_SECONDS", 0.3)
+    monkeypatch.setattr(upload_relay, "MEET_SECONDS", 0.3)
     listen = Mirrors._listen
 
     def elsewhere(mirrors: Mirrors, secret: str) -> str:

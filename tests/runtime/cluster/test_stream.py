@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.cluster.stream import Arrival, Stream
+from lazygt.runtime.cluster.reliable import Arrival, Stream
 
 
 @dataclass

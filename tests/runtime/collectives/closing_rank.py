@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lazygt.runtime.collectives.encrypted import EncryptedPeer
+from lazygt.runtime.collectives.rendezvous import EncryptedPeer
 from lazygt.runtime.launch.channel import Keys
 from tests.runtime.collectives.encrypted_peers import HOST
 

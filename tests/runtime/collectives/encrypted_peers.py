@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lazygt.runtime.collectives.encrypted import EncryptedPeer
+from lazygt.runtime.collectives.rendezvous import EncryptedPeer
 from lazygt.runtime.collectives.sockets import Peer
 from lazygt.runtime.launch.channel import Keys
 

@@ -18,8 +18,8 @@ import torch
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.collectives import group, ops
 from lazygt.runtime.collectives.backends import HOST
-from lazygt.runtime.launch.base import GroupSpec
 from lazygt.runtime.launch.channel import listen_local
+from lazygt.runtime.launch.launcher import GroupSpec
 
 SECONDS = 60.0
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lazygt.runtime.collectives.store import StoreServer
+from lazygt.runtime.collectives.rendezvous_store import StoreServer
 from tests.clusters.hosts import Hosts, hosts_or_skip
 
 pytestmark = pytest.mark.timeout(180)
@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).with_name("rank_that_goes_on.py")
 SMALL, LARGE = 100, 5_000_000  # elements: what sockets carry at once, and what goes piece by piece
 SERVE = """
 import sys
-from lazygt.runtime.collectives.store import StoreServer
+from lazygt.runtime.collectives.rendezvous_store import StoreServer
 server = StoreServer(sys.argv[1], bytes.fromhex(sys.argv[2]))
 print(server.endpoint, flush=True)
 sys.stdin.read()

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from lazygt.errors import SecurityError, StoreLost
-from lazygt.runtime.collectives.encrypted import EncryptedPeer
-from lazygt.runtime.collectives.meeting import Meeting, Place
+from lazygt.runtime.collectives.rendezvous import EncryptedPeer, Meeting, Place
+from lazygt.runtime.collectives.rendezvous_store import StoreClient, StoreServer
 from lazygt.runtime.collectives.sockets import Ends, PeerSocket
-from lazygt.runtime.collectives.store import StoreServer
-from lazygt.runtime.collectives.store_client import StoreClient
 from lazygt.runtime.launch.channel import Keys, listen_local
 from lazygt.runtime.launch.start_plan import LinkSpec, StartPlan, nccl_interface
 

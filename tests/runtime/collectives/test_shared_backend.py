@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.runtime.collectives import peer_backend, shared_backend
+from lazygt.runtime.collectives import shared_backend
 from lazygt.runtime.collectives.backends import Backend, SocketBackend
-from lazygt.runtime.collectives.encrypted import CHUNK_BYTES, EncryptedPeer, context
 from lazygt.runtime.collectives.group import _for_large
-from lazygt.runtime.collectives.peer_backend import PeerBackend
-from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
+from lazygt.runtime.collectives.rendezvous import CHUNK_BYTES, EncryptedPeer, context
+from lazygt.runtime.collectives.shared_backend import PeerBackend, SharedMemoryBackend
 from lazygt.runtime.collectives.sockets import PeerSocket
 from tests.descriptors import descriptors_before, open_descriptors
 from tests.runtime.collectives.encrypted_peers import Rows, encrypted
@@ -89,7 +88,7 @@ ONE_HOST = ["aa", "aaa", "aaaaa"]
 @pytest.fixture(params=[*ONE_HOST, "ab", "aab", "aabb", "aaab"])
 def axis(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Axis]:
     monkeypatch.setattr(shared_backend, "SLOT_BYTES", SLOT)
-    monkeypatch.setattr(peer_backend, "PIECE_BYTES", SLOT // 4)
+    monkeypatch.setattr(shared_backend, "PIECE_BYTES", SLOT // 4)
     made = Axis(request.param)
     yield made
     made.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from lazygt.runtime.collectives.encrypted import _connect
+from lazygt.runtime.collectives.rendezvous import _connect
 from lazygt.runtime.collectives.sockets import (
     Ends,
     Peer,

@@ -17,8 +17,16 @@ import zmq
 
 from lazygt.errors import ProtocolError, SecurityError, StoreLost
 from lazygt.runtime.cluster.keys import derived
-from lazygt.runtime.collectives.store import ANSWER, NUMBER, REFUSED, ROLE, WAIT, StoreServer, Table
-from lazygt.runtime.collectives.store_client import StoreClient
+from lazygt.runtime.collectives.rendezvous_store import (
+    ANSWER,
+    NUMBER,
+    REFUSED,
+    ROLE,
+    WAIT,
+    StoreClient,
+    StoreServer,
+    Table,
+)
 from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,8 +12,8 @@ import torch
 import lazygt
 from lazygt import native
 from lazygt.graph import Graph
-from lazygt.graph.lanes import LANES
 from lazygt.graph.node import FUSED, Node
+from lazygt.graph.per_tensor import LANES
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling import service
 from lazygt.runtime.compiling.artifacts import Cache

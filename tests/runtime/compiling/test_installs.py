@@ -13,8 +13,7 @@ import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.runtime import shipped_plans
 from lazygt.runtime.compiling import kernel_group
-from lazygt.runtime.compiling.artifacts import Cache, Record
-from lazygt.runtime.compiling.installs import Installs
+from lazygt.runtime.compiling.artifacts import Cache, Installs, Record
 from lazygt.runtime.compiling.kernel_group import toolchain
 from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.launch import opening

@@ -23,8 +23,7 @@ from lazygt.passes.fuse import Fuse
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling import service
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.by_tensor import BY_TENSOR
-from lazygt.runtime.compiling.kernel_group import KernelGroup, Members, packed
+from lazygt.runtime.compiling.kernel_group import BY_TENSOR, KernelGroup, Members, packed
 from lazygt.runtime.compiling.service import begin
 from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor

@@ -11,7 +11,7 @@ import torch
 
 from lazygt import native
 from lazygt.runtime import shipped_plans
-from lazygt.runtime.executors.generated import GeneratedCode
+from lazygt.runtime.executors.eager import GeneratedCode
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.kernels import clone

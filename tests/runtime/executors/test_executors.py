@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lazygt.runtime.executors.compiled import CompiledExecutor
-from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
-from lazygt.runtime.executors.generated import GeneratedCode
+from lazygt.runtime.executors.eager import EagerExecutor, GeneratedCode, Outcome, TimedExecutor
 from lazygt.runtime.executors.graphed import GraphedExecutor
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.messages import Failure

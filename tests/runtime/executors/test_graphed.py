@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.runtime.executors import captured_plan, cuda_graphs, graphed
-from lazygt.runtime.executors.captured_plan import CapturedPlan
+from lazygt.runtime.executors import cuda_graphs, graphed
 from lazygt.runtime.executors.compiled import CompiledExecutor
-from lazygt.runtime.executors.eager import EagerExecutor, Outcome
-from lazygt.runtime.executors.generated import GeneratedCode
-from lazygt.runtime.executors.graphed import GraphedExecutor
+from lazygt.runtime.executors.eager import EagerExecutor, GeneratedCode, Outcome
+from lazygt.runtime.executors.graphed import CapturedPlan, GraphedExecutor
 from lazygt.runtime.kernels import clone
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
@@ -472,7 +470,7 @@ def test_the_stand_in_shows_numbers_that_are_old(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_stand_in_shows_outputs_that_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_plan, "copied", lambda values: values)
+    monkeypatch.setattr(graphed, "copied", lambda values: values)
     assert broken(Both(UPDATE))
 
 

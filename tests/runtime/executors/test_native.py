@@ -21,8 +21,7 @@ from lazygt.graph import Graph
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Node, Ref
 from lazygt.runtime.executors.compiled import CompiledExecutor
-from lazygt.runtime.executors.eager import EagerExecutor, MakeCode, code_of
-from lazygt.runtime.executors.generated import GeneratedCode
+from lazygt.runtime.executors.eager import EagerExecutor, GeneratedCode, MakeCode, code_of
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.plan import Plan
 from tests.bits import drawn, same

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import lazygt
-from lazygt.runtime.executors.stretches import cut
+from lazygt.runtime.executors.segments import cut
 from lazygt.runtime.plan import Plan
 
 FORWARD = "aten._scaled_dot_product_efficient_attention.default"

@@ -7,7 +7,7 @@ import queue
 
 import pytest
 
-from lazygt.runtime.launch.death_watch import DeathWatch
+from lazygt.runtime.launch.supervise import DeathWatch
 
 pytestmark = pytest.mark.timeout(60)
 

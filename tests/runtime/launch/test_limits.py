@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lazygt.runtime.launch.limits import check_limits
+from lazygt.runtime.launch.start_plan import check_limits
 
 ROOT = Path(__file__).parents[3]
 OPEN = """

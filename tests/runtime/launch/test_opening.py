@@ -12,7 +12,7 @@ import torch
 
 import lazygt
 from lazygt.runtime.launch import opening
-from lazygt.runtime.launch.base import Boot, Process
+from lazygt.runtime.launch.launcher import Boot, Process
 from lazygt.runtime.launch.local import LocalLauncher
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,7 +53,8 @@ def test_import_lazygt_loads_nothing_of_other_hosts_and_no_sockets() -> None:
         "before = set(sys.modules)\n"
         "import lazygt\n"
         "loaded = {'zmq', 'lazygt.runtime.cluster.environment', 'lazygt.runtime.launch.mailbox',"
-        "          'lazygt.runtime.collectives.peer_backend', 'lazygt.status'} & set(sys.modules)\n"
+        "          'lazygt.runtime.collectives.shared_backend',"
+        "          'lazygt.status'} & set(sys.modules)\n"
         "print(sorted(loaded - before))"
     )
     done = subprocess.run(

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.runtime.arenas import tensor_over
 from lazygt.runtime.launch import worker_pool
 from lazygt.runtime.launch.local import TAIL_BYTES
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.shared_memory import tensor_over
 from tests.control_group import control_group
 from tests.descriptors import descriptors_before, open_descriptors
 from tests.patience import patience

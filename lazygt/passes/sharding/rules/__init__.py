@@ -9,30 +9,27 @@ import torch
 from lazygt.graph.node import FUSED, Node
 from lazygt.graph.placement import Partial
 from lazygt.passes.sharding.rules import (
+    block_arguments,
     creation,
     derived,
     embedding,
-    enlarged,
-    extremes,
-    foreach,
     grouped,
+    horizontal,
     indexing,
     internal,
-    kernels,
-    moments,
-    moving,
+    minmax,
     pointwise,
-    recurrent,
+    rearrange,
     reductions,
     slicing,
     spatial,
     table,
+    upsample,
     views,
-    windows,
     write_back,
 )
-from lazygt.passes.sharding.rules.base import Collective, Metas, R, Rule, Strategy
 from lazygt.passes.sharding.rules.decompose import is_composite
+from lazygt.passes.sharding.rules.strategy import Collective, Metas, R, Rule, Strategy
 
 __all__ = [
     "DERIVED",
@@ -120,26 +117,23 @@ DERIVED = derived.rule(strategies_of)
 _FAMILIES = (
     creation,
     embedding,
-    extremes,
-    foreach,
+    minmax,
+    horizontal,
     grouped,
     indexing,
     internal,
-    kernels,
-    moments,
-    moving,
+    block_arguments,
+    rearrange,
     pointwise,
-    recurrent,
     reductions,
     slicing,
     table,
-    spatial,  # has more strategies for some of the table's ops, as windows has
-    windows,
-    enlarged,
+    spatial,  # has more strategies for some of the table's ops
+    upsample,
     views,
     write_back,
 )
 RULES: dict[str, Rule] = {
     **{op: rule for family in _FAMILIES for op, rule in family.RULES.items()},
-    **kernels.batch_norm_rules(DERIVED),
+    **block_arguments.batch_norm_rules(DERIVED),
 }

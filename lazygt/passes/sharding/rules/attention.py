@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement
 from lazygt.passes.sharding.rules import ring
-from lazygt.passes.sharding.rules.attending import (
+from lazygt.passes.sharding.rules.attention_blocks import (
     HEADS,
     LENGTH,
     alignment,
@@ -30,8 +30,9 @@ from lazygt.passes.sharding.rules.attending import (
     merged_over_ranks,
     of_no_keys,
     results_of,
+    schedule,
 )
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules.strategy import (
     Call,
     Collective,
     Lowering,
@@ -44,7 +45,6 @@ from lazygt.passes.sharding.rules.base import (
     Values,
     zeros_when_empty,
 )
-from lazygt.passes.sharding.rules.ring_schedule import schedule
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder

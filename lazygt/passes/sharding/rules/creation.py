@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import Placement
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules.strategy import (
     PMAX,
     PMIN,
     Call,

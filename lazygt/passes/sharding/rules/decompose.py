@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref, map_arg, params_in, ref
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, overload, undispatched
-from lazygt.passes.dce import DeadCode
+from lazygt.passes.cse import DeadCode
 from lazygt.passes.sharding.builder import Builder
-from lazygt.passes.sharding.rules.formulas import FORMULAS
+from lazygt.passes.sharding.rules.decompositions import FORMULAS
 
 #: Two samples of each run-time number: numbers that no decomposition writes down.
 _SAMPLES = (0.618033988749, 0.414213562373)

@@ -20,7 +20,8 @@ from lazygt.graph.node import Arg, Node, Param, Ref, map_arg, ref
 from lazygt.graph.placement import Cut, Partial, Placement, Shard, StridedShard
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.builder import Builder, bound
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules.decompose import Decomposition, alone, decomposition, params_of
+from lazygt.passes.sharding.rules.strategy import (
     LocalLowering,
     Metas,
     P,
@@ -31,8 +32,7 @@ from lazygt.passes.sharding.rules.base import (
     lower_strategy,
     shardable_dims,
 )
-from lazygt.passes.sharding.rules.chain import Chain, chains
-from lazygt.passes.sharding.rules.decompose import Decomposition, alone, decomposition, params_of
+from lazygt.passes.sharding.rules.through_ops import Chain, chains
 
 Kind = tuple[Node, tuple[TensorMeta, ...]]
 #: Ops that are being derived: an op that leads to itself has no strategies on the way.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import Placement
-from lazygt.passes.sharding.rules import rows
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules import index_exchange
+from lazygt.passes.sharding.rules.indexing import own_indices
+from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
     Metas,
@@ -26,7 +27,6 @@ from lazygt.passes.sharding.rules.base import (
     shardable_dims,
     table,
 )
-from lazygt.passes.sharding.rules.indexing import own_indices
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
@@ -42,7 +42,7 @@ def _embedding(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         strategies.append(call.strategy(S(len(call.shape("indices"))), weight=S(1)))
     if count > 1:
         strategies.append(call.strategy(P, weight=S(0)).by(_look_up(count)))
-    strategies += rows.taking(call, "weight", "indices")
+    strategies += index_exchange.taking(call, "weight", "indices")
     return [*strategies, call.strategy(P, weight=P)]
 
 
@@ -112,11 +112,13 @@ def _sent_rows(call: Call, dim: int) -> Strategy:
         padded = build.op("aten.unsqueeze.default", padded, -1)
         gradient = build.op("aten.masked_fill.Scalar", gradient, padded, 0)
         zeros = build.full((build.block(table.shape[0]), table.shape[1]), 0, like=gradient)
-        return (rows.put(build, zeros, table, [indices], gradient, added=True),)
+        return (index_exchange.put(build, zeros, table, [indices], gradient, added=True),)
 
     strategy = call.strategy(S(0), grad_output=S(dim), indices=S(dim)).by(lower)
     picked = call.shape("indices")
-    return rows.exchanging(strategy, rows.Rows(call, "put_rows", "indices", table, picked, dim))
+    return index_exchange.exchanging(
+        strategy, index_exchange.Rows(call, "put_rows", "indices", table, picked, dim)
+    )
 
 
 #: The modes of bags: of their rows the sum, the mean or the largest.

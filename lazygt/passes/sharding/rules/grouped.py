@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement, Shard
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules.factors import strategies_by
+from lazygt.passes.sharding.rules.strategy import (
     Call,
     LocalLowering,
     Metas,
@@ -25,7 +26,6 @@ from lazygt.passes.sharding.rules.base import (
     table,
     zeros,
 )
-from lazygt.passes.sharding.rules.factors import strategies_by
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder

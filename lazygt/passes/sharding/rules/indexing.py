@@ -13,8 +13,8 @@ import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Ref
-from lazygt.passes.sharding.rules import rows
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules import index_exchange
+from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
     Metas,
@@ -47,7 +47,7 @@ def _index_select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         strategies.append(call.strategy(S(dim), index=S(0)))
     if shape[dim] > 1 and _summable(call):
         strategies.append(call.strategy(P, self=S(dim)).by(_selected(dim, shape[dim])))
-    strategies += [] if dim else rows.taking(call, "self", "index")
+    strategies += [] if dim else index_exchange.taking(call, "self", "index")
     return [*strategies, call.strategy(P, self=P)]
 
 
@@ -86,8 +86,8 @@ def _gather(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         strategies.append(call.strategy(S(dim), index=S(dim)))
     if shape[dim] > 1 and _summable(call):
         strategies.append(call.strategy(P, self=S(dim)).by(_gathered(dim, shape[dim])))
-    if dim == 0 and rows.of_each_element(call, "index"):
-        strategies += rows.taking(call, "self", "index", by_element=True)
+    if dim == 0 and index_exchange.of_each_element(call, "index"):
+        strategies += index_exchange.taking(call, "self", "index", by_element=True)
     return [*strategies, call.strategy(P, self=P)]
 
 
@@ -138,8 +138,8 @@ def _scatter(added: bool) -> Rule:
                 strategies.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
         of_each = call.has("src") and call.shape("src") == index
         puts = added or node.op in _PUTS
-        if dim == 0 and puts and rows.of_each_element(call, "index") and of_each:
-            strategies += rows.putting(call, "index", "src", added, by_element=True)
+        if dim == 0 and puts and index_exchange.of_each_element(call, "index") and of_each:
+            strategies += index_exchange.putting(call, "index", "src", added, by_element=True)
         if shape[dim] > 1 and (of_each if added else puts):
             lower = _added_in_block(dim) if added else _put_in_block(dim)
             strategies.append(call.strategy(S(dim), self=S(dim)).by(lower))
@@ -196,7 +196,7 @@ def _index_add(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     ]
     if shardable_dims(call.shape("index")):
         strategies.append(call.strategy(P, self=P, index=S(0), source=S(dim)))
-    strategies += [] if dim else rows.putting(call, "index", "source", added=True)
+    strategies += [] if dim else index_exchange.putting(call, "index", "source", added=True)
     return [*strategies, call.strategy(P, self=P, source=P)]
 
 
@@ -223,7 +223,7 @@ def _index(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
             strategies.append(
                 call.strategy(P, self=S(taken[0])).by(_indexed(taken[0], shape[taken[0]]))
             )
-    strategies += [] if taken[0] else rows.taking(call, "self", "indices")
+    strategies += [] if taken[0] else index_exchange.taking(call, "self", "indices")
     return [*strategies, call.strategy(P, self=P)]
 
 
@@ -266,7 +266,7 @@ def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         if dim not in taken:
             at = dim if dim < taken[0] else dim - len(taken) + rank
             strategies.append(
-                call.strategy(S(dim), self=S(dim), values=rows.spread(values, full, at))
+                call.strategy(S(dim), self=S(dim), values=index_exchange.spread(values, full, at))
             )
     return [*strategies, *([] if taken[0] else _put_by_blocks(call, known))]
 
@@ -274,14 +274,14 @@ def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 def _put_by_blocks(call: Call, indices: Sequence[TensorMeta]) -> list[Strategy]:
     """Return the strategies of indices in blocks: into partial sums, or blocks of others."""
     added = bool(call["accumulate"])
-    strategies = rows.putting(call, "indices", "values", added)
+    strategies = index_exchange.putting(call, "indices", "values", added)
     if not added or not _summable(call) or len({meta.shape for meta in indices}) != 1:
         return strategies
     picked = indices[0].shape
     shape = (*picked, *call.shape("self")[len(indices) :])
     values = call.shape("values")
     return strategies + [
-        call.strategy(P, self=P, indices=S(dim), values=rows.spread(values, shape, dim))
+        call.strategy(P, self=P, indices=S(dim), values=index_exchange.spread(values, shape, dim))
         for dim in shardable_dims(picked)
     ]
 

@@ -27,7 +27,7 @@ from lazygt.graph.placement import (
     Placement,
 )
 from lazygt.passes.sharding.marks import ENTER, LEAVE
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules.strategy import (
     Lowering,
     Metas,
     P,

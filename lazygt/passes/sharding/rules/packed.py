@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement, Shard, StridedShard, group_sizes, side_by_side
-from lazygt.passes.sharding.rows import RowExchange, blocks, blocks_of_each
-from lazygt.passes.sharding.rules.base import Call, Metas, S, Strategy, Values, row_comm
+from lazygt.passes.sharding.halo import RowExchange, blocks, blocks_of_each
+from lazygt.passes.sharding.rules.strategy import Call, Metas, S, Strategy, Values, row_comm
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder

@@ -18,7 +18,7 @@ from lazygt.graph.node import Node, Param, Ref
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Partial, Placement, Replicate
 from lazygt.passes.sharding.builder import bound
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules.strategy import (
     PMAX,
     PMIN,
     Call,

@@ -13,9 +13,9 @@ import torch
 
 from lazygt.graph.node import DEVICE, Node, Param, Ref
 from lazygt.graph.placement import Placement, shard_bounds
-from lazygt.passes.sharding.rows import Ranges, RowExchange, blocks, blocks_of_each
+from lazygt.passes.sharding.halo import Ranges, RowExchange, blocks, blocks_of_each
 from lazygt.passes.sharding.rules import packed
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
     Metas,

@@ -8,9 +8,9 @@ from string import ascii_lowercase
 
 from lazygt.graph.node import Node
 from lazygt.passes.sharding.rules.attention import along_lengths
-from lazygt.passes.sharding.rules.base import Call, Metas, Rule, Strategy, table
 from lazygt.passes.sharding.rules.factors import rule, strategies_by
-from lazygt.passes.sharding.rules.overwriting import along_the_index
+from lazygt.passes.sharding.rules.strategy import Call, Metas, Rule, Strategy, table
+from lazygt.passes.sharding.rules.write_back import along_the_index
 
 #: For kernels that take no empty block.
 _filled = partial(rule, no_empty=True)

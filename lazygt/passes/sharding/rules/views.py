@@ -20,7 +20,7 @@ from lazygt.graph.placement import (
     shard_bounds,
     uneven,
 )
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules.strategy import (
     PMAX,
     PMIN,
     Call,

@@ -6,7 +6,7 @@ cut, each rank writes the part in its block of a value that all have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,8 +17,10 @@ from lazygt.graph.node import DEVICE, Node, Param, Ref, map_arg, params_in
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Placement, Shard
 from lazygt.graph.shapes.meta_run import run_on_metas
-from lazygt.passes.sharding.rules import moving, slicing, views
-from lazygt.passes.sharding.rules.base import (
+from lazygt.passes.sharding.rules import rearrange, slicing, views
+from lazygt.passes.sharding.rules.indexing import own_indices
+from lazygt.passes.sharding.rules.slicing import partials
+from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
     Metas,
@@ -32,13 +34,70 @@ from lazygt.passes.sharding.rules.base import (
     shardable_dims,
     table,
 )
-from lazygt.passes.sharding.rules.overwriting import overwritten
-from lazygt.passes.sharding.rules.slicing import partials
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-_VIEWS = {**slicing.RULES, **moving.RULES, **views.RULES}
+# -- rows put into a cut dim at run-time places, as into a cache of keys ---------------------------
+# Each rank writes those that lie in its block.
+
+
+def along_the_index(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
+    """Return rules of index_copy with their strategy for blocks of the indexed dim."""
+    return {op: _with_blocks(rule) for op, rule in rules.items()}
+
+
+def _with_blocks(rule: Rule) -> Rule:
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        usual, shape = list(rule(node, metas, parts)), call.shape("self")
+        dim = call.dim("dim", len(shape))
+        if not shape or shape[dim] < 2:
+            return usual
+
+        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+            args = build.bind(node, operands)
+            value, index, source = (args[name] for name in ("self", "index", "source"))
+            index = build.reshape(index, (build.meta(index).numel,))
+            return (overwritten(build, value, dim, shape[dim], index, source),)
+
+        return [*usual, call.strategy(S(dim), self=S(dim)).by(lower)]
+
+    return strategies
+
+
+def overwritten(build: Builder, block: Ref, dim: int, size: int, index: Ref, given: Ref) -> Ref:
+    """Return a new version of this rank's block, with its rows that an index names.
+
+    Args:
+        size: of the dim, of all blocks together.
+        index: flat, of the whole dim.
+        given: a row for each index.
+    """
+    shape = build.shape(block)
+    count, rows = build.meta(index).numel, shape[dim]
+    local, outside = own_indices(build, index, size)
+    if count == 1 and rows:
+        # the row is written in place; where it is another rank's, by its old contents
+        outside = build.reshape(outside, [1] * len(shape))
+        before = build.op("aten.index_select.default", block, dim, local)
+        given = build.op("aten.where.self", outside, before, given)
+        written: Ref = build.op("aten.index_copy_.default", block, dim, local, given)
+        return written
+    # rows of others go to one more row, which is dropped
+    dropped = build.op("aten.logical_and.default", outside, build.op("aten.eq.Scalar", local, 0))
+    local = build.op("aten.masked_fill.Scalar", local, dropped, rows)
+    spare = build.full((*shape[:dim], 1, *shape[dim + 1 :]), 0, like=block)
+    wide = build.op("aten.cat.default", (block, spare), dim)
+    wide = build.op("aten.index_copy_.default", wide, dim, local, given)
+    kept = build.op("aten.slice.Tensor", wide, dim, 0, rows)
+    copied: Ref = build.op("aten.copy_.default", block, kept)
+    return copied
+
+
+# -- writes into a part: ``lazygt.write_back``, ``select_scatter``, ``slice_scatter`` --------------
+
+_VIEWS = {**slicing.RULES, **rearrange.RULES, **views.RULES}
 
 
 def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:

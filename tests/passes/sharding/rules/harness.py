@@ -14,7 +14,7 @@ import torch
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.collectives import rows_payload
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Graph, Node, Ref
+from lazygt.graph.node import Graph, Node, Ref, verify
 from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.graph.placement import (
     ALL_GATHER,
@@ -27,11 +27,10 @@ from lazygt.graph.placement import (
     Shard,
     StridedShard,
 )
-from lazygt.graph.verify import verify
 from lazygt.passes.sharding.builder import Builder
 from lazygt.passes.sharding.rules import Collective, Strategy, packed, strategies_of
-from lazygt.passes.sharding.rules.base import Call, lower_strategy
-from lazygt.passes.sharding.rules.strided import strided_strategies
+from lazygt.passes.sharding.rules.strategy import Call, lower_strategy
+from lazygt.passes.sharding.strategies import strided_strategies
 from tests.passes.sharding.rules.blocks import Tensor, blocks, joined
 from tests.passes.sharding.rules.lockstep import AXIS, lockstep, run_node
 

@@ -8,8 +8,8 @@ import torch
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Param
 from lazygt.graph.placement import Partial, Replicate, Shard
-from lazygt.passes.sharding.rules.base import Strategy
 from lazygt.passes.sharding.rules.decompose import alone, decomposition
+from lazygt.passes.sharding.rules.strategy import Strategy
 from tests.passes.sharding.rules.harness import Case
 
 R, S = Replicate(), Shard

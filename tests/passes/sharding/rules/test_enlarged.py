@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.passes.sharding.rules.base import S
+from lazygt.passes.sharding.rules.strategy import S
 from tests.passes.sharding.rules.harness import PARTS, Case, check
 
 aten: Any = torch.ops.aten

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lazygt.passes.sharding.rules import strategies_of
-from lazygt.passes.sharding.rules.base import P, S
+from lazygt.passes.sharding.rules.strategy import P, S
 from tests import cudnn_rnn
 from tests.passes.sharding.rules import standins
 from tests.passes.sharding.rules.draws import UNATTENDED, Cases, Draw, check_strategies, typical

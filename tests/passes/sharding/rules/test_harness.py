@@ -13,7 +13,7 @@ import torch
 from lazygt.graph.placement import ALL_GATHER, Partial, Shard
 from lazygt.passes.sharding.builder import Builder
 from lazygt.passes.sharding.rules import Strategy
-from lazygt.passes.sharding.rules.base import PMAX, P, R, S
+from lazygt.passes.sharding.rules.strategy import PMAX, P, R, S
 from tests.passes.sharding.rules import (
     test_batches,
     test_elementwise,

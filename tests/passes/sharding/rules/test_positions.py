@@ -10,7 +10,7 @@ import torch
 
 from lazygt.graph.alias import WRITE_BACK, view_step
 from lazygt.graph.node import Param, map_arg
-from lazygt.passes.sharding.rules.base import S
+from lazygt.passes.sharding.rules.strategy import S
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lazygt.passes.sharding.rules import attention
-from lazygt.passes.sharding.rules.attending import LENGTH
-from lazygt.passes.sharding.rules.base import S, Strategy
-from lazygt.passes.sharding.rules.ring_schedule import schedule
+from lazygt.passes.sharding.rules.attention_blocks import LENGTH, schedule
+from lazygt.passes.sharding.rules.strategy import S, Strategy
 from tests.passes.sharding.rules import standins
 from tests.passes.sharding.rules.harness import Case
 

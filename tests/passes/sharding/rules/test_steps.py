@@ -14,9 +14,9 @@ from lazygt.graph.alias import draws
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Param, Ref, map_arg
 from lazygt.graph.ops import OPAQUE_RESULTS
-from lazygt.passes.dce import DeadCode
+from lazygt.passes.cse import DeadCode
 from lazygt.passes.sharding.rules import has_rule
-from lazygt.passes.sharding.rules.foreach import SplitForeach
+from lazygt.passes.sharding.rules.horizontal import SplitForeach
 from tests.models import zoo
 from tests.passes.sharding.rules.harness import Case
 from tests.passes.sharding.rules.lockstep import run_node

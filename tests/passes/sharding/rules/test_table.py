@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.passes.sharding.rules import RULES, enlarged, spatial, table, windows
+from lazygt.passes.sharding.rules import RULES, spatial, table, upsample
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
 from tests.passes.sharding.rules.test_batches import bounds, of_matrices, positive
@@ -147,7 +147,7 @@ def test_a_block_of_a_sequence_counts_what_is_smaller() -> None:
 
 def test_every_line_of_the_table_is_a_rule() -> None:
     rows = (
-        spatial.RULES | windows.RULES | enlarged.RULES
+        spatial.RULES | spatial.RULES | upsample.RULES
     )  # the same, and by rows that ranks are sent
     assert all(RULES[op] in (rule, rows.get(op)) for op, rule in table.RULES.items())
 

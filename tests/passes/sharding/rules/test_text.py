@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.passes.sharding.rules.base import Call
-from lazygt.passes.sharding.rules.factors import rule, strategies_by
-from lazygt.passes.sharding.rules.text import Dims, parse
+from lazygt.passes.sharding.rules.factors import Dims, parse, rule, strategies_by
+from lazygt.passes.sharding.rules.strategy import Call
 from tests.passes.sharding.rules.harness import Case
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lazygt.graph.placement import Cut, StridedShard, local_shape, side_by_side
-from lazygt.passes.sharding.rules.base import S, shardable_dims
+from lazygt.passes.sharding.rules.strategy import S, shardable_dims
 from lazygt.passes.sharding.rules.views import viewed
 from tests.passes.sharding.rules.blocks import blocks
 

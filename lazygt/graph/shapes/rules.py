@@ -1,0 +1,399 @@
+"""Copies, fills, products and reductions: fresh row-major tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+
+# -- building blocks of the shape rules ------------------------------------------------------------
+
+Metas = tuple[TensorMeta | None, ...]
+Shape = tuple[int, ...]
+
+
+class Results(NamedTuple):
+    """Metas and numbers of an op's results, known before they are computed.
+
+    Attributes:
+        fresh, written: metas of the tensors it returns anew, and of those it writes.
+        ints: the numbers it returns among them.
+    """
+
+    fresh: Metas
+    written: tuple[TensorMeta, ...] = ()
+    ints: tuple[int, ...] = ()
+
+
+#: The metas of an op's fresh results, or of its first argument once it is written.
+Rule = Callable[..., Metas | None]
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+@lru_cache(maxsize=65536)
+def contiguous(shape: Shape, dtype: torch.dtype) -> TensorMeta:
+    """Return the meta of a fresh row-major tensor."""
+    return intern(shape, contiguous_stride(shape), dtype)
+
+
+def is_contiguous(meta: TensorMeta) -> bool:
+    """Return whether the strides are row-major, at any offset."""
+    return meta.plain or meta.stride == contiguous_stride(meta.shape)
+
+
+def is_dense(meta: TensorMeta) -> bool:
+    """Return whether elements lie in places of their own, without gaps.
+
+    ``empty_like`` and its kin keep the strides of such a tensor.
+    """
+    step = 1
+    for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+def broadcast(shapes: list[Shape]) -> Shape | None:
+    """Return the common shape of shapes without zeros; None when they do not fit."""
+    first = shapes[0] if shapes else None
+    if first is None or shapes.count(first) == len(shapes):
+        return first
+    rank = max(map(len, shapes))
+    full = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    common = tuple(map(max, *full))
+    fits = all(s in (1, c) for shape in full for s, c in zip(shape, common, strict=True))
+    return common if fits else None
+
+
+def position(dim: Any, rank: int) -> int | None:
+    """Return a dimension counted from the front; None when there is no such dimension."""
+    if type(dim) is not int or not -rank <= dim < rank:
+        return None
+    return dim % rank
+
+
+def same_float(*metas: TensorMeta) -> bool:
+    """Return whether all are of one and the same float dtype."""
+    dtype = metas[0].dtype
+    return dtype in FLOATS and all(m.dtype is dtype for m in metas)
+
+
+def seen(source: TensorMeta, shape: Iterable[int], stride: Iterable[int], offset: int) -> Metas:
+    """Return the meta of a view of ``source``."""
+    return (intern(tuple(shape), tuple(stride), source.dtype, offset),)
+
+
+def without(items: Shape, at: int) -> Shape:
+    """Return a shape, or strides, without dimension ``at``."""
+    return items[:at] + items[at + 1 :]
+
+
+# -- copies, fills, products and reductions: fresh row-major tensors -------------------------------
+
+
+def _like(
+    source: TensorMeta,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None,
+    **where: Any,
+) -> Metas | None:
+    if memory_format is torch.contiguous_format or (
+        memory_format in (None, torch.preserve_format) and is_contiguous(source)
+    ):
+        return (contiguous(source.shape, dtype or source.dtype),)
+    return None
+
+
+def _full_like(source: TensorMeta, value: Any, **kwargs: Any) -> Metas | None:
+    return _like(source, **kwargs)
+
+
+def _clone(source: TensorMeta, *, memory_format: torch.memory_format | None = None) -> Metas | None:
+    return _like(source, memory_format=memory_format)
+
+
+def _cat(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
+    first = tensors[0]
+    at = position(dim, len(first.shape))
+    # a row-major one among them decides, and of other ranks than 4 and 5 there is no other result
+    decided = len(first.shape) not in (4, 5) or any(map(is_contiguous, tensors))
+    if at is None or not decided or any(t.dtype != first.dtype for t in tensors):
+        return None
+    if any(len(t.shape) != len(first.shape) for t in tensors):
+        return None
+    rest = without(first.shape, at)
+    if any(without(t.shape, at) != rest for t in tensors):
+        return None
+    total = sum(t.shape[at] for t in tensors)
+    return (contiguous((*first.shape[:at], total, *first.shape[at + 1 :]), first.dtype),)
+
+
+def _stack(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
+    first = tensors[0]
+    at = position(dim, len(first.shape) + 1)
+    same = all(
+        t.shape == first.shape and t.dtype == first.dtype and is_contiguous(t) for t in tensors
+    )
+    if at is None or not same:
+        return None
+    return (contiguous((*first.shape[:at], len(tensors), *first.shape[at:]), first.dtype),)
+
+
+def _isin(elements: TensorMeta, among: TensorMeta, **flags: Any) -> Metas | None:
+    numbers = _WHOLE.issuperset((elements.dtype, among.dtype))
+    return (contiguous(elements.shape, torch.bool),) if numbers else None
+
+
+_WHOLE = frozenset({torch.int32, torch.int64})
+
+
+def _copied_into(
+    target: TensorMeta, source: TensorMeta, non_blocking: bool = False
+) -> Metas | None:
+    fits = is_contiguous(target) and broadcast([target.shape, source.shape]) == target.shape
+    return (target,) if fits else None
+
+
+def _filled(target: TensorMeta, *numbers: Any) -> Metas | None:
+    real = all(type(number) in (bool, int, float) for number in numbers)
+    return (target,) if real and is_contiguous(target) and target.dtype in FLOATS else None
+
+
+def _mm(a: TensorMeta, b: TensorMeta) -> Metas | None:
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+        return None
+    return (contiguous((a.shape[0], b.shape[1]), a.dtype),) if same_float(a, b) else None
+
+
+def _addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, **scales: Any) -> Metas | None:
+    product = _mm(a, b)
+    if product is None or scales or product[0] is None or not same_float(bias, a):
+        return None
+    return product if broadcast([bias.shape, product[0].shape]) == product[0].shape else None
+
+
+def _bmm(a: TensorMeta, b: TensorMeta) -> Metas | None:
+    if len(a.shape) != 3 or len(b.shape) != 3 or a.shape[0] != b.shape[0]:
+        return None
+    if a.shape[2] != b.shape[1] or not same_float(a, b):
+        return None
+    return (contiguous((*a.shape[:2], b.shape[2]), a.dtype),)
+
+
+def _reduced(
+    source: TensorMeta,
+    dims: int | Shape | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Metas | None:
+    """Return the meta of a sum or mean of floats over some dimensions."""
+    rank = len(source.shape)
+    if not is_contiguous(source) or source.dtype not in FLOATS or dtype not in (None, source.dtype):
+        return None
+    wanted = dims if isinstance(dims, tuple) and dims else range(rank)
+    gone = {position(dim, rank) for dim in wanted}
+    if None in gone or len(gone) != len(wanted):
+        return None
+    if keepdim:
+        shape = tuple(1 if d in gone else size for d, size in enumerate(source.shape))
+    else:
+        shape = tuple(size for d, size in enumerate(source.shape) if d not in gone)
+    return (contiguous(shape, source.dtype),)
+
+
+def _reduced_whole(source: TensorMeta, *, dtype: torch.dtype | None = None) -> Metas | None:
+    return _reduced(source, dtype=dtype)
+
+
+#: Op -> rule.
+TENSORS: dict[str, Rule] = {
+    "aten.mm.default": _mm,
+    "aten.addmm.default": _addmm,
+    "aten.bmm.default": _bmm,
+    "aten.clone.default": _clone,
+    "aten.empty_like.default": _like,
+    "aten.zeros_like.default": _like,
+    "aten.ones_like.default": _like,
+    "aten.full_like.default": _full_like,
+    "aten.cat.default": _cat,
+    "aten.stack.default": _stack,
+    "aten.isin.Tensor_Tensor": _isin,
+    "aten.sum.dim_IntList": _reduced,
+    "aten.sum.default": _reduced_whole,
+    "aten.mean.dim": _reduced,
+    "aten.mean.default": _reduced_whole,
+}
+
+#: Op -> rule for its first argument, which it writes and returns.
+WRITING: dict[str, Rule] = {
+    "aten.copy_.default": _copied_into,
+    "aten.zero_.default": _filled,
+    "aten.fill_.Scalar": _filled,
+    "aten.normal_.default": _filled,
+    "aten.uniform_.default": _filled,
+}
+
+
+# -- views: any strides, any offset ----------------------------------------------------------------
+
+
+def _permute(source: TensorMeta, dims: tuple[int, ...]) -> Metas | None:
+    rank = len(source.shape)
+    order = [dim + rank if dim < 0 else dim for dim in dims]
+    if sorted(order) != list(range(rank)):
+        return None
+    shape = [source.shape[d] for d in order]
+    return seen(source, shape, [source.stride[d] for d in order], source.offset)
+
+
+def _transpose(source: TensorMeta, dim0: int, dim1: int) -> Metas | None:
+    first, second = position(dim0, len(source.shape)), position(dim1, len(source.shape))
+    if first is None or second is None:
+        return None
+    order = list(range(len(source.shape)))
+    order[first], order[second] = second, first
+    return _permute(source, tuple(order))
+
+
+def _t(source: TensorMeta) -> Metas | None:
+    if len(source.shape) != 2:
+        return None
+    return seen(source, source.shape[::-1], source.stride[::-1], source.offset)
+
+
+def _view(source: TensorMeta, shape: Shape) -> Metas | None:
+    if not is_contiguous(source):
+        return None
+    sizes = _with_guess(shape, source.numel)
+    return None if sizes is None else seen(source, sizes, contiguous_stride(sizes), source.offset)
+
+
+def _unsafe_view(source: TensorMeta, shape: Shape) -> Metas | None:
+    return _view(source, shape) if not source.offset else None
+
+
+def _with_guess(shape: Shape, numel: int) -> Shape | None:
+    """Return the shape with its one -1 replaced; None if it does not hold ``numel`` elements."""
+    known = math.prod(size for size in shape if size != -1)
+    if any(size < -1 for size in shape) or shape.count(-1) > 1 or known == 0:
+        return None
+    sizes = tuple(numel // known if size == -1 else size for size in shape)
+    return sizes if math.prod(sizes) == numel else None
+
+
+def _expand(source: TensorMeta, shape: Shape, *, implicit: bool = False) -> Metas | None:
+    new = len(shape) - len(source.shape)
+    # a dimension of one in front has strides of its own kind
+    if new < 0 or any(size < 2 for size in shape[:new]):
+        return None
+    pairs = zip(shape[new:], source.shape, source.stride, strict=True)
+    sizes, steps = list(shape[:new]), [0] * new
+    for size, have, step in pairs:
+        if size not in (-1, have) and (have != 1 or size < 1):
+            return None
+        sizes.append(have if size == -1 else size)
+        steps.append(step if size in (-1, have) else 0)
+    return seen(source, sizes, steps, source.offset)
+
+
+def _slice(
+    source: TensorMeta,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Metas | None:
+    at = position(dim, len(source.shape))
+    if at is None or type(step) is not int or step < 1:
+        return None
+    first, last, _ = slice(start, end).indices(source.shape[at])
+    if last <= first:
+        return None
+    shape, stride = list(source.shape), list(source.stride)
+    shape[at] = (last - first + step - 1) // step
+    offset = source.offset + first * stride[at]
+    stride[at] *= step
+    return seen(source, shape, stride, offset)
+
+
+def _narrow(source: TensorMeta, dim: int, start: int, length: int) -> Metas | None:
+    at = position(dim, len(source.shape))
+    if at is None or not 0 <= start <= start + length <= source.shape[at]:
+        return None
+    return _slice(source, at, start, start + length)
+
+
+def _select(source: TensorMeta, dim: int, index: int) -> Metas | None:
+    at = position(dim, len(source.shape))
+    if at is None:
+        return None
+    which = position(index, source.shape[at])
+    if which is None:
+        return None
+    offset = source.offset + which * source.stride[at]
+    return seen(source, without(source.shape, at), without(source.stride, at), offset)
+
+
+def _unbind(source: TensorMeta, dim: int = 0) -> Metas | None:
+    at = position(dim, len(source.shape))
+    if at is None:
+        return None
+    metas: list[TensorMeta | None] = []
+    for index in range(source.shape[at]):
+        metas += _select(source, at, index) or ()
+    return tuple(metas)
+
+
+def _unsqueeze(source: TensorMeta, dim: int) -> Metas | None:
+    rank = len(source.shape)
+    at = position(dim, rank + 1)
+    if at is None:
+        return None
+    step = source.shape[at] * source.stride[at] if at < rank else 1
+    shape = (*source.shape[:at], 1, *source.shape[at:])
+    return seen(source, shape, (*source.stride[:at], step, *source.stride[at:]), source.offset)
+
+
+def _squeeze(source: TensorMeta, dims: int | Shape | None = None) -> Metas | None:
+    rank = len(source.shape)
+    wanted = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    gone = {position(dim, rank) for dim in wanted}
+    if None in gone or len(gone) != len(wanted):
+        return None
+    kept = [d for d in range(rank) if d not in gone or source.shape[d] != 1]
+    shape, stride = [source.shape[d] for d in kept], [source.stride[d] for d in kept]
+    return seen(source, shape, stride, source.offset)
+
+
+def _detach(source: TensorMeta) -> Metas:
+    return seen(source, source.shape, source.stride, source.offset)
+
+
+#: Op -> rule.
+VIEWS: dict[str, Rule] = {
+    "aten.t.default": _t,
+    "aten.transpose.int": _transpose,
+    "aten.permute.default": _permute,
+    "aten.view.default": _view,
+    "aten._unsafe_view.default": _unsafe_view,
+    "aten.expand.default": _expand,
+    "aten.slice.Tensor": _slice,
+    "aten.narrow.default": _narrow,
+    "aten.select.int": _select,
+    "aten.unbind.int": _unbind,
+    "aten.unsqueeze.default": _unsqueeze,
+    "aten.squeeze.default": _squeeze,
+    "aten.squeeze.dim": _squeeze,
+    "aten.squeeze.dims": _squeeze,
+    "aten.detach.default": _detach,
+}

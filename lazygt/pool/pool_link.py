@@ -1,0 +1,232 @@
+"""A session's link to workers of a pool."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from lazygt.config import Config
+from lazygt.errors import ConnectionLost, LazyGTError, PoolError
+from lazygt.graph.mesh import Mesh
+from lazygt.pool.pool_client import answer, connect
+from lazygt.pool.requests import (
+    TO_CLIENT,
+    Admitted,
+    AreYouThere,
+    Ask,
+    Doing,
+    Failed,
+    Leave,
+    Ok,
+    Waits,
+    Watched,
+    is_ours,
+)
+from lazygt.runtime.cluster.cluster_link import ClusterLink
+from lazygt.runtime.cluster.connection import Connection
+from lazygt.runtime.cluster.remote import RemoteHost
+from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.launch.opening import link_spec
+from lazygt.runtime.launch.status_file import StatusFile
+from lazygt.runtime.launch.status_reader import Page, read_client
+from lazygt.runtime.wire import decode, encode
+
+_LEAVE_SECONDS = 10.0
+_WATCHED_SECONDS = 3.0
+#: Seconds of silence after which a pool is asked for a sign of life.
+_QUIET_SECONDS = 2.0
+#: After so many seconds without a look this client was stopped itself: an answer may be on its way.
+_ABSENT_SECONDS = 1.5
+#: Minimum of the seconds that a pool has for an answer.
+_LEAST_PATIENCE = 10.0
+
+
+class SessionConnection:
+    """Connection to a pool after the admission of a session; see ``Connected``.
+
+    It handles the pool's own messages; the others are for the session's host. The kernel answers
+    for a pool that is stopped, so the pool itself is asked for a sign of life while the client
+    waits for a message.
+
+    Args:
+        endpoint: address of the pool.
+        patience: seconds that the pool has for an answer.
+
+    Attributes:
+        error: the reason for the session's end.
+        doing: returns the client's status page, for observers of the pool.
+        leaving: True if no answers are awaited any more, so the connection's end is no error.
+        left: True if the session has ended, or goes on without this client.
+    """
+
+    def __init__(self, connection: Connection, endpoint: str, patience: float) -> None:
+        self.fd = connection.fd
+        self._connection, self._endpoint, self._patience = connection, endpoint, patience
+        self.error: LazyGTError | None = None
+        self.doing: Callable[[], Page | None] = lambda: None
+        self.leaving = self.left = False
+        self._looked = self._heard = time.monotonic()
+        #: time of the unanswered request for a sign of life
+        self._asked: float | None = None
+
+    @property
+    def closed(self) -> str | None:
+        """Reason for the connection's end, or None."""
+        if self.left:
+            return "the session has left the pool"
+        return str(self.error) if self.error is not None else self._connection.closed
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Queue a message. Does not wait."""
+        if self.closed is None:
+            self._connection.send(frames)
+
+    def take(self) -> list[memoryview] | None:
+        """Return the next message of the session's host; None: there is none.
+
+        Raises:
+            PoolError: the pool has ended the session.
+            ConnectionLost: the pool has ended, can't be reached any more, or does not answer.
+        """
+        frames = self._next()
+        if frames is None:
+            self._look(time.monotonic())
+            if self.error is not None and not (self.left or self.leaving):
+                raise self.error
+        return frames
+
+    def _next(self) -> list[memoryview] | None:
+        while (frames := self._connection.take()) is not None:
+            self._heard, self._asked = time.monotonic(), None
+            if not is_ours(frames[0]):
+                return frames
+            message = decode(frames[:1], TO_CLIENT)
+            if isinstance(message, Failed):
+                self.error = message.error()
+            elif isinstance(message, Watched) and (page := self.doing()) is not None:
+                self.send(encode(Doing(), [msgspec.msgpack.encode(page)]))
+            self.left = self.left or isinstance(message, Ok)
+        return None
+
+    def _look(self, now: float) -> None:
+        """Check that the pool is alive; else set `error`."""
+        if self.error is not None or self.left:
+            return
+        if self._connection.closed is not None:
+            self._lost(self._connection.closed)
+        elif now - self._looked > _ABSENT_SECONDS:
+            self._heard, self._asked = now, None
+        elif self._asked is not None and now - self._asked > self._patience:
+            self._lost(
+                f"the pool has not answered for {self._patience:g} s, though its machine does. Is "
+                f"`lazygt serve` stopped there?"
+            )
+        elif self._asked is None and now - self._heard > _QUIET_SECONDS:
+            self._asked = now
+            self._connection.send(encode(AreYouThere()))
+        self._looked = now
+
+    def _lost(self, why: str) -> None:
+        self.error = ConnectionLost(self._endpoint, f"{why}. The session's values are lost")
+
+    def close(self, reason: str = "done") -> None:
+        """See `leave`."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the session, and close the connection once the pool has read all messages."""
+        self.leaving = True
+        until = time.monotonic() + _LEAVE_SECONDS
+        poller = select.poll()
+        if self.closed is None:
+            poller.register(self.fd, select.POLLIN)
+        self.send(encode(Leave()))
+        while self.closed is None and (left := until - time.monotonic()) > 0:
+            self.take()
+            if self.closed is None:
+                poller.poll(1_000 * min(left, 0.5))
+        self.left = True
+        self._connection.close()
+
+
+class PoolLink(ClusterLink):
+    """Workers of a pool; the session's `Link`.
+
+    Attributes:
+        config: the session's configuration, with the workers' device.
+
+    Raises:
+        ConnectionLost, AccessDenied, VersionMismatch, SecurityError: see `Pool`.
+        PoolFull, PoolDraining, GangTooLarge, OverQuota: the pool has refused.
+        PoolError: the pool had no workers in time.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, copier: str) -> None:
+        assert config.on is not None
+        assert config.key is not None
+        connection = connect(config.on, config.key, config.start_timeout, config.grace)
+        try:
+            admitted = _admitted(connection, config)
+            self.config = replace(config, device=admitted.device)
+            patience = max(config.grace, _LEAST_PATIENCE)
+            self._pool = SessionConnection(connection, config.on, patience)
+            self._detach = config.detach
+            host = RemoteHost(config.on, self._pool)
+            spec = link_spec(self.config, mesh, copier)
+            super().__init__(spec, 0, [(host, config.workers)], name=admitted.session)
+            self._pool.doing = partial(_watched_page, self.status)
+        except BaseException:
+            connection.close()
+            raise
+
+    def look(self) -> None:
+        """See ``Link.look``; also answers the pool while nothing waits for messages."""
+        self._take_what_came()
+        super().look()
+
+    def close(self) -> None:
+        """End the workers, or leave them running if the session is detached. Idempotent."""
+        self._pool.leaving = True
+        if self._detach:
+            self._pool.leave()
+        try:
+            super().close()
+        finally:
+            self._pool.leave()
+
+
+def _watched_page(pages: StatusFile) -> Page | None:
+    """Return the client's status page, with details for a while."""
+    pages.watch(_WATCHED_SECONDS)
+    return read_client(pages)
+
+
+def _admitted(connection: Connection, config: Config) -> Admitted:
+    """Ask for workers, and wait for them.
+
+    Raises:
+        PoolError: the pool has refused, or had no workers in time.
+    """
+    until = time.monotonic() + config.start_timeout
+    cores = (config.threads or 1) * config.workers
+    connection.send(encode(Ask(config.workers, cores, config.grace, config.detach)))
+    message, _ = answer(connection, (Admitted, Waits), until)
+    if isinstance(message, Waits):
+        ahead = message.ahead
+        try:
+            message, _ = answer(connection, (Admitted,), until)
+        except PoolError as error:
+            if type(error) is not PoolError or connection.closed is not None:
+                raise
+            raise PoolError(
+                f"the pool had no {config.workers} worker(s) free within {config.start_timeout:g} "
+                f"s: {ahead} session(s) were before this one. Wait longer with "
+                f"lazygt.session(start_timeout=...), or see `lazygt pool status`."
+            ) from None
+    assert isinstance(message, Admitted)
+    return message

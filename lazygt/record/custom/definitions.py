@@ -1,0 +1,173 @@
+"""Definitions of ops that torch alone does not have, for the workers.
+
+A worker imports the modules that define the op, if it can; else the op's kernel is pickled by
+value. Its content is checked whenever the op is recorded: an op that is defined anew, or that
+refers to a changed object, is another op.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._library import utils
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._library.simple_registry import singleton as fake_kernels
+from torch._subclasses import fake_tensor
+
+from lazygt.errors import CodeError
+from lazygt.graph.ops import Foreign, OpFacts, add_foreign, overload
+from lazygt.record.custom.pickling import Witness, bundle
+from lazygt.record.custom.registry import ANY_DEVICE, importable, source_of
+from lazygt.runtime.custom_ops import Definition, code_name, tag_names
+
+_ONLY_VALUES_TELL = (
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+)
+
+
+@dataclass(slots=True)
+class _Known:
+    """Op as it was recorded last.
+
+    Attributes:
+        modules: modules that workers import for it; None: its code is sent.
+        witness: dependencies of that code; None: one of them may change unnoticed.
+    """
+
+    func: Any
+    op: Foreign
+    fake: Any
+    modules: tuple[str, ...] | None
+    witness: Witness | None
+
+    def is_current(self) -> bool:
+        """Return whether the op's definition is unchanged."""
+        if self.fake is not _fake_kernel(self.func):
+            return False
+        if self.modules is not None:
+            return all(map(importable, self.modules))
+        return self.witness is not None and self.witness.holds()
+
+
+class ForeignOps:
+    """Foreign ops of a session.
+
+    Args:
+        ship_code: True if code may be pickled for the workers.
+    """
+
+    def __init__(self, device_type: str, ship_code: bool) -> None:
+        self.device_type, self.ship_code = device_type, ship_code
+        self._known: dict[int, _Known] = {}
+        #: functions of ``lazygt.apply``, by code: their witnesses and their ops
+        self.functions: dict[Any, tuple[Witness, Foreign]] = {}
+
+    def facts(self, func: Any) -> OpFacts:
+        """Return the facts of a foreign op as it is defined now.
+
+        Raises:
+            CodeError: the op's code can't be brought to the workers.
+        """
+        known = self._known.get(id(func))
+        if known is None or not known.is_current():
+            known = self._known[id(func)] = self._find(func)
+        return known.op.facts
+
+    def check_shipping(self, title: str, module: str) -> None:
+        """Raise CodeError unless code may be sent."""
+        if not self.ship_code:
+            raise CodeError(
+                title,
+                module,
+                "its code would have to be sent, which lazygt.session(ship_code=False) forbids. "
+                "Define it as an op (torch.library.custom_op) in a module that workers can import, "
+                "such as a file next to the script, or leave ship_code out",
+            )
+
+    def _find(self, func: Any) -> _Known:
+        source = source_of(func, self.device_type)
+        fake = _fake_kernel(func)
+        title, schema = str(func), str(func._schema)
+        tags = tag_names(func.tags)
+        if source.can_be_imported:
+            first = [*source.modules, *map(os.path.basename, source.libraries)][0]
+            definition = Definition(
+                f"{title}@{first}", schema, tags, source.modules, source.libraries
+            )
+            imported, witness = source.modules, None
+        else:
+            module = ", ".join(name for name in source.modules if not name.startswith("torch."))
+            self.check_shipping(title, module)
+            if source.kernel is None:
+                raise _no_kernel(title, module, self.device_type)
+            imported, witness = None, Witness.of(source.kernel)
+            code, modules, libraries = bundle(source.kernel, title, module)
+            definition = Definition(
+                f"{title}@{code_name(code)}", schema, tags, modules, libraries, code
+            )
+        infer = None if fake is None else _Infer(func, fake)
+        return _Known(func, known_op(definition, infer), fake, imported, witness)
+
+
+def _no_kernel(title: str, module: str, device_type: str) -> Exception:
+    if module:
+        return NotImplementedError(f"{title} (defined in {module}) has no kernel for {device_type}")
+    return CodeError(
+        title,
+        "",
+        "it was defined before lazygt was imported, and torch does not tell by whom. Import lazygt "
+        "first, or define it in a module that the workers can import",
+    )
+
+
+# -- fake kernels --------------------------------------------------------------------------
+
+
+def _fake_kernel(func: Any) -> Any:
+    """Return the op's fake kernel; True: torch can run it without values; None: none."""
+    qualname = func.name()
+    defined: CustomOpDef | None = OPDEFS.get(qualname)
+    if defined is not None:
+        trivial = getattr(utils, "can_generate_trivial_fake_impl", None)  # not in older torch
+        if defined._abstract_fn is None and trivial is not None and trivial(func):
+            return True
+        return defined._abstract_fn
+    holder = fake_kernels.find(qualname).fake_impl.kernel
+    if holder is not None:
+        return holder.func
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return True if has(qualname, "Meta") or has(qualname, ANY_DEVICE[-1]) else None
+
+
+def known_op(definition: Definition, infer: Callable[..., Any] | None) -> Foreign:
+    """Return the op of a definition in graphs: the known one, or a new one."""
+    try:
+        known: Foreign = overload(definition.name)
+    except KeyError:
+        known = definition.op(infer)
+        add_foreign(known)
+    else:
+        if known.infer != infer:
+            known = definition.op(infer)
+            add_foreign(known)
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class _Infer:
+    """Inference by running an op's fake kernel."""
+
+    func: Any
+    fake: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.func(*args, **kwargs)
+        except _ONLY_VALUES_TELL as error:
+            raise NotImplementedError(str(error)) from error

@@ -1,0 +1,300 @@
+"""Pickling of code: functions that no worker can import by value, with the ops they call."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from importlib import import_module
+from operator import is_
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
+
+from lazygt.errors import CodeError
+from lazygt.record.custom import registry
+from lazygt.record.custom.registry import (
+    defined,
+    importable,
+    inner_kernels,
+    is_imported,
+    source_of,
+)
+from lazygt.record.tensor import is_lazy
+from lazygt.runtime.custom_ops import (
+    OPTIONS,
+    Bundle,
+    InnerOp,
+    NamedOp,
+    jitted,
+    namespace,
+)
+
+
+def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...], tuple[str, ...]]:
+    """Pickle ``value`` with the ops that it may call.
+
+    Returns:
+        The pickle, and the modules and shared libraries that define other such ops.
+
+    Raises:
+        CodeError: a part of it can't be pickled.
+    """
+    main = pickled(value, title, module, _reduced)
+    inner: dict[str, bytes] = {}
+    modules: dict[str, None] = {}
+    todo = [main]
+    while todo:
+        for func in _named_in(todo.pop()):
+            qualname = func.name()
+            if qualname in inner:
+                continue
+            source = source_of(func, "cpu")
+            if source.can_be_imported:
+                modules.update(dict.fromkeys(source.modules))
+            else:
+                inner[qualname] = pickled(
+                    _inner(func), qualname, ", ".join(source.modules), _reduced
+                )
+                todo.append(inner[qualname])
+    libraries = sorted(torch.ops.loaded_libraries) if b"ops" in main else []
+    return pickle.dumps(Bundle(main, tuple(inner.items()))), tuple(modules), tuple(libraries)
+
+
+def _named_in(text: bytes) -> Iterator[OpOverload]:
+    """Yield the ops defined in Python that are named in pickled code: it may call them."""
+    for qualname in {**dict(OPDEFS), **defined()}:
+        space, _, name = qualname.partition("::")
+        if space.encode() in text and name.encode() in text and space not in ("prims", "aten"):
+            packet = getattr(getattr(torch.ops, space), name.partition(".")[0], None)
+            overload = getattr(packet, name.partition(".")[2] or "default", None)
+            if overload is not None:
+                yield overload
+
+
+def _inner(func: OpOverload) -> InnerOp:
+    schema = str(func._schema)
+    defined = OPDEFS.get(func.name())
+    backward = None if defined is None else defined._backward_fn
+    context = None if defined is None else defined._setup_context_fn
+    return InnerOp(schema[schema.index("(") :], inner_kernels(func), backward, context)
+
+
+def _reduced(operation: Any) -> Any:
+    """Return the reduction of a torch op, or a namespace of them, in pickled code."""
+    if isinstance(operation, OpOverload):
+        return NamedOp, (operation.name(), operation._overloadname)
+    if isinstance(operation, OpOverloadPacket):
+        return NamedOp, (operation._qualified_op_name, "")
+    if isinstance(operation, torch._ops._OpNamespace):
+        return namespace, (operation.name,)
+    return NamedOp, (operation._qualname, "default")
+
+
+def kernel_function(obj: Any) -> FunctionType | None:
+    """Return the function of a Triton kernel; None for anything else."""
+    kind = type(obj)
+    if (kind.__module__, kind.__name__) != ("triton.runtime.jit", "JITFunction"):
+        return None
+    fn: FunctionType = obj.fn
+    return fn
+
+
+def pickled(value: Any, title: str, module: str, operation: Callable[[Any], Any]) -> bytes:
+    """Pickle ``value`` with all code in it that no worker could import.
+
+    Args:
+        title, module: names for an error.
+        operation: function from a torch op, or a namespace of ops, to its reduction.
+
+    Raises:
+        CodeError: a part of it can't be pickled.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, operation)
+    try:
+        pickler.dump(value)
+    except _Refused as error:
+        raise CodeError(title, module, str(error)) from None
+    except Exception as error:
+        raise CodeError(
+            title,
+            module,
+            f"pickling it failed: {type(error).__name__}: {error}. It refers to something that "
+            f"only this process has: make that inside of it, or put the code into a module that "
+            f"workers can import",
+        ) from error
+    finally:
+        for imported in pickler.by_value:
+            cloudpickle.unregister_pickle_by_value(imported)
+    return buffer.getvalue()
+
+
+_OPERATIONS = (CustomOpDef, OpOverload, OpOverloadPacket, _OpNamespace)
+
+
+class _Refused(Exception):
+    """Refusal to pickle an object, with the reason."""
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, operation: Callable[[Any], Any]) -> None:
+        super().__init__(file)
+        self._operation = operation
+        self.by_value: list[ModuleType] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if is_lazy(obj):
+            raise _Refused(
+                f"it refers to a lazygt tensor ({list(obj.shape)}, {obj.dtype}): give that to it "
+                f"as an argument"
+            )
+        if kind in _OPERATIONS:
+            return self._operation(obj)
+        if (fn := kernel_function(obj)) is not None:
+            if is_imported(obj):
+                return getattr, (sys.modules[obj.__module__], obj.__qualname__)
+            options = {name: value for name in OPTIONS if (value := getattr(obj, name, None))}
+            lines, first = inspect.getsourcelines(fn)
+            return jitted, (fn, tuple(lines), first, options)
+        if kind is FunctionType or issubclass(kind, type):
+            self._look_at(obj.__module__)
+        elif isinstance(obj, ModuleType):
+            self._look_at(obj.__name__)
+            if kind is not ModuleType and sys.modules.get(obj.__name__) is obj:
+                return import_module, (obj.__name__,)  # torch.ops, and others that are objects
+        return super().reducer_override(obj)
+
+    def _look_at(self, name: str | None) -> None:
+        """Pickle a module's objects by value if workers can't import it."""
+        module = sys.modules.get(name or "")
+        if module is None or name == "__main__" or importable(module.__name__):
+            return
+        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self.by_value.append(module)
+
+
+# -- witnesses: dependencies of a function's pickled code, compared to detect changes --------------
+
+#: Immutable types without references to mutable objects.
+_ATOMS = frozenset(
+    {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.layout,
+     torch.memory_format, BuiltinFunctionType, type(Ellipsis)}
+)  # fmt: skip
+
+
+class _Mutable(Exception):
+    """Object that may change unnoticed: a list, a tensor, an instance."""
+
+
+class Witness:
+    """Objects that a function was seen to refer to, in order."""
+
+    def __init__(self, value: Any, seen: list[Any]) -> None:
+        self._value, self._seen = value, seen
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Witness):
+            return NotImplemented
+        return _same(self._seen, other._seen)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @staticmethod
+    def of(value: Any) -> Witness | None:
+        """Return a function's witness; None if an object that it refers to is mutable."""
+        try:
+            return Witness(value, _seen(value))
+        except _Mutable:
+            return None
+
+    def holds(self) -> bool:
+        """Return whether the function still refers to the same objects."""
+        try:
+            return _same(_seen(self._value), self._seen)
+        except _Mutable:
+            return False
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _seen(value: Any) -> list[Any]:
+    seen: list[Any] = []
+    _walk(value, seen, set())
+    seen.append(registry.count())  # a small number is one object, a new one is another
+    return seen
+
+
+def _walk(value: Any, seen: list[Any], known: set[int]) -> None:
+    kind = type(value)
+    if kind not in (FunctionType, tuple) or id(value) in known:
+        seen.append(value)  # of a function its parts say more than its identity
+    if kind in _ATOMS or id(value) in known:
+        return
+    known.add(id(value))
+    if kind is FunctionType:
+        _walk_function(value, seen, known)
+    elif kind is tuple:
+        seen.append(len(value))
+        _walk_all(value, seen, known)
+    elif kind is ModuleType:
+        if not importable(value.__name__):
+            raise _Mutable
+        seen.append(value.__spec__)
+    elif isinstance(value, type):
+        if not is_imported(value):
+            raise _Mutable
+        seen.append(sys.modules[value.__module__].__spec__)
+    elif (kernel := kernel_function(value)) is not None:
+        _walk(kernel, seen, known)
+    elif kind is CustomOpDef:
+        _walk_all((*value._backend_fns.values(), value._backward_fn), seen, known)
+    elif kind not in (OpOverload, OpOverloadPacket):
+        raise _Mutable
+
+
+def _walk_function(fn: FunctionType, seen: list[Any], known: set[int]) -> None:
+    seen.append(fn.__code__)
+    if is_imported(fn):
+        seen.append(sys.modules[fn.__module__].__spec__)
+        return
+    _walk_all(fn.__defaults__ or (), seen, known)
+    _walk_all((fn.__kwdefaults__ or {}).values(), seen, known)
+    for cell in fn.__closure__ or ():
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # its variable is defined later
+            seen.append(cell)
+        else:
+            _walk(contents, seen, known)
+    for name, value in vars(fn).items():
+        seen.append(name)
+        _walk(value, seen, known)
+    space = fn.__globals__
+    for name in _names(fn.__code__):
+        if name in space:
+            _walk(space[name], seen, known)
+
+
+def _walk_all(values: Iterable[Any], seen: list[Any], known: set[int]) -> None:
+    for value in values:
+        _walk(value, seen, known)
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return all names in a function and in those inside; some are attributes, no globals."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType)
+             for name in _names(const)]  # fmt: skip
+    return tuple(dict.fromkeys((*code.co_names, *inner)))

@@ -1,0 +1,164 @@
+"""Lazy tensors sent by ``multiprocessing``: they arrive as CPU tensors with their values.
+
+Another process has no part in the session, so the values are fetched when a tensor is pickled: a
+sync point. A queue pickles in a thread of its own, where an error is lost and the reader waits for
+good; so ``put`` itself pickles objects that hold lazy tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import pickle
+from collections import deque
+from collections.abc import Callable
+from multiprocessing import queues
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, dataloader
+from torch.utils.hooks import warn_if_has_hooks
+
+from lazygt.record.context import session_stack, was_used
+from lazygt.record.copies import saved_form
+from lazygt.record.patches import Patch
+from lazygt.record.swap import on_host
+from lazygt.record.tensor import DEVICE_0, LazyTensor, is_lazy
+
+# -- dataLoaders with worker processes over a dataset in the session -------------------------------
+# Such a process has no session. While a loader starts its processes, the lazy tensors that it
+# holds are CPU tensors, and the processes inherit those; their batches go to the session, where
+# the dataset is, as those of a loader without processes do.
+
+_iterator: Any = dataloader._MultiProcessingDataLoaderIter
+_start: Any = _iterator.__init__
+_process_data: Any = _iterator._process_data
+#: Number of objects searched for lazy tensors; a dataset holds them near its top.
+_MOST_OBJECTS = 100_000
+_ENDS = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
+
+
+def _starting(self: Any, loader: DataLoader[Any]) -> None:
+    roots = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
+    held = lazy_tensors(roots) if session_stack else []
+    self._is_of_session = bool(held)
+    with on_host(held):
+        _start(self, loader)
+
+
+def _processing(self: Any, data: Any, worker_id: int) -> Any:
+    batch = _process_data(self, data, worker_id)
+    if self._is_of_session and session_stack:
+        return tree_map_only(torch.Tensor, lambda t: t.to(DEVICE_0), batch)
+    return batch
+
+
+def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
+    """Return the lazy tensors that objects hold, by any attributes, lists and closures."""
+    lazy, seen, waiting = [], {id(root) for root in roots}, deque(roots)
+    while waiting and len(seen) < _MOST_OBJECTS:
+        for held in _held_by(waiting.popleft()):
+            if id(held) in seen:
+                continue
+            seen.add(id(held))
+            if is_lazy(held):
+                lazy.append(held)
+            elif not isinstance(held, _ENDS):
+                waiting.append(held)
+    return lazy
+
+
+def _held_by(something: Any) -> list[Any]:
+    if isinstance(something, FunctionType):  # not its globals
+        return [something.__closure__, something.__defaults__, something.__kwdefaults__]
+    return gc.get_referents(something)
+
+
+_NO_SESSION = "a loader's worker process has no session, and inherits the dataset"
+_LOADER_PATCHES = (
+    Patch(_iterator, "__init__", _starting, _NO_SESSION),
+    Patch(_iterator, "_process_data", _processing, _NO_SESSION),
+)
+
+
+# -- lazy tensors sent by ``multiprocessing``: they arrive as CPU tensors with their values --------
+
+#: Process that is being started -> the CPU tensors among its arguments.
+_handed_on: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
+
+
+def register_reducers() -> None:
+    """Register ``multiprocessing``'s reducers of tensors, lazy ones among them."""
+    for cls in (torch.Tensor, Parameter, LazyTensor):
+        ForkingPickler.register(cls, _reduce)
+
+
+def _reduce(t: torch.Tensor) -> Any:
+    if not is_lazy(t):
+        return reduce_tensor(t)
+    if t.requires_grad and not t.is_leaf:
+        raise RuntimeError(
+            f"a tensor of shape {list(t.shape)} can't be sent to another process: it is the result "
+            f"of a recorded forward pass (requires_grad=True, not a leaf), and autograd does not "
+            f"cross processes. Send t.detach()"
+        )
+    warn_if_has_hooks(t)
+    copy = saved_form(t)
+    starting = get_spawning_popen()
+    if starting is not None:  # it hands on descriptors of the memory when it has pickled all
+        _handed_on.setdefault(starting, []).append(copy)
+    return reduce_tensor(copy)
+
+
+class _Pickled:
+    """Object that was pickled already; unpickling gives the object itself."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (self._data,)
+
+
+def _sendable(queue: Any, item: Any) -> Any:
+    """Return an item for the thread of a queue to send.
+
+    Raises:
+        Exception: the item can't be pickled, and the queue would tell nobody.
+    """
+    if not was_used() or not lazy_tensors(((item,),)):
+        return item
+    try:
+        return _Pickled(bytes(ForkingPickler.dumps(item)))
+    except Exception:
+        base: Any = queues.Queue
+        if type(queue)._on_queue_feeder_error is not base._on_queue_feeder_error:
+            return item  # the queue tells the waiting thread, as that of concurrent.futures does
+        raise
+
+
+def _putting(cls: Any) -> Callable[..., None]:
+    own = cls.put
+
+    @functools.wraps(own)
+    def put(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, _sendable(self, obj), *args, **kwargs)
+
+    return put
+
+
+_IN_A_THREAD = "an error of the thread that pickles reaches nobody"
+PATCHES = (
+    *_LOADER_PATCHES,
+    *(
+        Patch(cls, "put", _putting(cls), _IN_A_THREAD)
+        for cls in (queues.Queue, queues.JoinableQueue)
+    ),
+)

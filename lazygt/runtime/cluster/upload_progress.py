@@ -1,0 +1,230 @@
+"""The client's side of uploads to several hosts: progress and order (`passing`).
+
+The hosts form a chain in the order of their ranks. The client sends to the first one, and each
+other follows the nearest one before it that can be followed. A host that can't reach that one, or
+loses it, gets the missing pieces from the client; when a host is lost, those behind it follow the
+one before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+from lazygt.runtime.arenas import Arena
+from lazygt.runtime.cluster.protocol import Alone, Begin, Follow, Has, Listens, Mirror
+from lazygt.runtime.cluster.remote import RemoteHost, pieces
+from lazygt.runtime.cluster.upload_relay import UPLOAD_BYTES
+from lazygt.runtime.launch.channel import new_token
+
+_log = logging.getLogger("lazygt")
+
+#: Seconds after which an agent that has not sent its endpoint is taken to have none.
+_ANSWER_SECONDS = 10.0
+#: Numbers of sessions: agents outlive them, and their answers, too.
+_SESSIONS = count(1)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Host in the chain.
+
+    Attributes:
+        has: number of the last piece that the host is known to have.
+        endpoint: the endpoint for followers of its agent; "": none, None: not known yet.
+        source: the place that it follows; itself: the client; None: not decided yet.
+        fed: number of the last piece that the client has sent it; None: the client sends it none.
+        turn: number of `Follow` messages sent to it.
+        avoids: the place that it could not follow.
+    """
+
+    host: RemoteHost
+    has: int
+    endpoint: str | None = None
+    source: Place | None = None
+    fed: int | None = None
+    turn: int = 0
+    avoids: Place | None = None
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def silent(self) -> bool:
+        """True if the host may still send its endpoint."""
+        return self.endpoint is None and time.monotonic() < self.begun + _ANSWER_SECONDS
+
+
+class Chain:
+    """Distribution of uploads to all hosts but the client's own. For any thread.
+
+    Args:
+        arena: arena of the uploads; None: there are none.
+        first: size of its first segment in bytes.
+        token: the session's secret; None: a new one.
+
+    Attributes:
+        number: number of the last piece sent, which hosts must have before any later message; 0
+            while there is one host at most, since its connection keeps the order.
+    """
+
+    def __init__(self, arena: Arena | None, first: int, token: bytes | None) -> None:
+        self._arena, self._first, self._token = arena, first, token or new_token()
+        self._lock = threading.RLock()
+        self._places: list[Place] = []
+        #: number, offset and bytes of pieces that a host may lack
+        self._pieces: deque[tuple[int, int, int]] = deque()
+        self._session, self.number = 0, 0
+        self._warned = False
+
+    def add(self, host: RemoteHost) -> None:
+        """Add a host, and send it all uploads so far."""
+        if self._arena is None:
+            return
+        with self._lock:
+            for offset, piece in pieces(self._arena):
+                host.mirror(Mirror(self._first, offset), piece)
+            self._places.append(Place(host, self.number))
+            if self._session:
+                self._begin(self._places[-1])
+            elif len(self._places) > 1:
+                self._session = next(_SESSIONS)
+                for place in self._places:
+                    self._begin(place)
+            if self._session:
+                self._arrange()
+
+    def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Send uploads, (offset, bytes) each, to every host. Does not wait."""
+        with self._lock:
+            self.pump()
+            for offset, nbytes in slots:
+                for begin in range(offset, offset + nbytes, UPLOAD_BYTES):
+                    self._mirror(begin, min(UPLOAD_BYTES, offset + nbytes - begin))
+
+    def pump(self) -> None:
+        """Handle the hosts' messages, and drop lost hosts."""
+        if not self._session:
+            return
+        with self._lock:
+            news = False
+            for place in self._places:
+                news = news or bool(place.host.news) or place.host.lost or place.endpoint is None
+                while place.host.news:
+                    self._heard(place, place.host.news.popleft())
+            if news:
+                self._places = [place for place in self._places if not place.host.lost]
+                self._arrange()
+                self._forget()
+
+    def close(self) -> None:
+        """Stop all hosts from passing on uploads."""
+        with self._lock:
+            for place in self._places if self._session else ():
+                place.host.say(Begin(self._session))
+            self._session = 0
+
+    # -- pieces --------------------------------------------------------------------------
+
+    def _mirror(self, offset: int, nbytes: int) -> None:
+        if not self._session:
+            for place in self._places:
+                place.host.mirror(Mirror(self._first, offset), self._bytes(offset, nbytes))
+            return
+        self._pieces.append((self.number + 1, offset, nbytes))
+        self.number += 1
+        for place in self._places:
+            self._feed(place)
+
+    def _feed(self, place: Place) -> None:
+        """Send a host the pieces that it lacks, if the client is its source."""
+        if place.fed is None or place.fed >= self.number:
+            return
+        done = self._pieces[0][0] - 1
+        for number, offset, nbytes in islice(self._pieces, place.fed - done, None):
+            told = Mirror(self._first, offset, number, done)
+            place.host.mirror(told, self._bytes(offset, nbytes))
+            place.fed = number
+
+    def _bytes(self, offset: int, nbytes: int) -> memoryview:
+        assert self._arena is not None
+        return memoryview(self._arena.view(offset, nbytes).numpy().data)
+
+    def _forget(self) -> None:
+        """Drop the records of pieces that all hosts have."""
+        done = min((place.has for place in self._places), default=self.number)
+        while self._pieces and self._pieces[0][0] <= done:
+            self._pieces.popleft()
+
+    # -- order of the chain --------------------------------------------------------------
+
+    def _begin(self, place: Place) -> None:
+        place.begun = time.monotonic()
+        place.host.say(Begin(self._session, self.number, self._token.hex()))
+
+    def _heard(self, place: Place, news: Listens | Has | Alone) -> None:
+        if news.session != self._session:
+            return
+        match news:
+            case Listens(_, endpoint):
+                place.endpoint = endpoint
+            case Has(_, number):
+                place.has = max(place.has, number)
+            case Alone(_, turn, number, met, why) if turn == place.turn:
+                self._alone(place, number, met, why)
+
+    def _alone(self, place: Place, number: int, met: bool, why: str) -> None:
+        """Make the client the source of a host's remaining pieces."""
+        source, place.source = place.source, place
+        place.has, place.fed = number, number
+        if source is not None and source is not place:
+            place.avoids = source
+            if not met and not self._warned and not source.host.lost:
+                self._warned = True
+                _log.warning(
+                    "host %s can't reach host %s (%s): the client sends uploads to each such host "
+                    "itself, where one would pass them on to the next. Does a firewall let TCP "
+                    "through between them?",
+                    place.host.name,
+                    source.host.name,
+                    why,
+                )
+        self._feed(place)
+
+    def _arrange(self) -> None:
+        """Assign each host its current source."""
+        for at, place in enumerate(self._places):
+            if place.avoids is not None and not place.avoids.host.lost:
+                continue
+            source = self._source_for(place, self._places[:at])
+            if source is not None and source is not place.source:
+                self._lead(place, source)
+
+    def _source_for(self, place: Place, before: Sequence[Place]) -> Place | None:
+        """Return the nearest host before this one that can be followed.
+
+        Returns the place itself for the client, and None if that is not known yet.
+        """
+        if not before:
+            return place
+        if place.silent:
+            return None
+        for other in reversed(before if place.endpoint else ()):
+            if other.silent:
+                return None
+            if other.endpoint:
+                return other
+        return place
+
+    def _lead(self, place: Place, source: Place) -> None:
+        before, place.source = place.source, source
+        if source is place and before is None:  # it has received no piece yet
+            place.fed = place.has
+            self._feed(place)
+            return
+        place.turn, place.fed = place.turn + 1, None
+        # it reports its last piece by itself if the client is to be its source
+        place.host.say(Follow(place.turn, "" if source is place else source.endpoint or ""))

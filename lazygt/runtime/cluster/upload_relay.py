@@ -1,0 +1,336 @@
+"""A host's copy of the client's uploads, and its broadcast from host to host in a chain.
+
+The client sends each piece to the first host alone. Every other host *follows* the one before it:
+its agent connects to that host's agent, sends the number of its last piece, and receives the later
+ones as soon as they arrive (a pipelined chain broadcast). So each host sends a piece once at most.
+The client decides the order of the chain, see `chain`.
+
+Pieces are numbered in the client's order of sending, and each host takes them in that order, from
+any source; duplicates are dropped. A host that can't follow another, or no longer, tells the client
+its last piece, and gets the rest from there.
+
+Only the places of pieces are kept for followers: a piece is read from this host's own copy when it
+goes out, a few at a time. By then a later piece may lie in the same place. The client reuses a
+place only once all workers on all hosts have read the old piece, so nobody looks at it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+
+import zmq
+
+from lazygt.errors import LazyGTError, ProtocolError
+from lazygt.runtime.arenas import Arena
+from lazygt.runtime.cluster.connection import Connection, Listener, dial
+from lazygt.runtime.cluster.keys import derived
+from lazygt.runtime.cluster.protocol import Alone, Begin, Follow, Has, Listens, Mirror, read
+from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.wire import Part, encode
+
+_log = logging.getLogger("lazygt")
+
+#: Bytes of an upload in one message: small, so that the next host has the first ones soon.
+UPLOAD_BYTES = 1 << 20
+#: Bytes that may be in flight to a follower, and in our memory until it has them.
+WINDOW_BYTES = 16 * UPLOAD_BYTES
+#: Seconds to reach the agent that is to be followed.
+MEET_SECONDS = 10.0
+_LONGEST = UPLOAD_BYTES + (1 << 16)
+#: Pieces after which their arrival is reported to the client.
+_TELL_EVERY = 32
+
+Say = Callable[[Part, Sequence[Frame]], None]
+
+
+@cache
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Return the ZMQ context of connections between agents.
+
+    It is not the client connection's context, so encryption runs in parallel to it.
+    """
+    return zmq.Context()
+
+
+class Source(threading.Thread):
+    """Connection to the followed agent, dialed on this thread.
+
+    Attributes:
+        connection: the connection; None until there is one.
+        why: reason why there will be none; else "".
+    """
+
+    def __init__(self, endpoint: str, token: bytes, bell: int) -> None:
+        super().__init__(name="lazygt-follow", daemon=True)
+        self.connection: Connection | None = None
+        self.why = ""
+        self._endpoint, self._token, self._bell = endpoint, token, bell
+        self._lock = threading.Lock()
+        self._left = False
+
+    def run(self) -> None:
+        connection, why = None, ""
+        keys, server = derived(self._token, "follower"), derived(self._token, "source").public
+        try:
+            connection = dial(_context(), self._endpoint, keys, server, b"", _LONGEST, MEET_SECONDS)
+        except (LazyGTError, zmq.ZMQError) as error:
+            why = str(error)
+        with self._lock:
+            if not self._left:
+                self.connection, self.why = connection, why
+                os.eventfd_write(self._bell, 1)
+            elif connection is not None:
+                connection.close("another is followed")
+
+    def leave(self) -> None:
+        """Stop following it; the bell is not rung any more."""
+        with self._lock:
+            self._left = True
+        if self.connection is not None:
+            self.connection.close("another is followed")
+
+
+@dataclass(slots=True)
+class Follower:
+    """Agent that follows this one.
+
+    Attributes:
+        number: number of the last piece that it has or was sent; None until it has reported one.
+    """
+
+    connection: Connection
+    number: int | None = None
+
+
+class Mirrors:
+    """This host's copy of the client's upload arena.
+
+    Args:
+        address: address at which the agents of other hosts reach this one; "": they don't, and the
+            client's `Follow` messages are refused.
+        say: sends a message to the client.
+
+    Attributes:
+        number: number of the last piece that is here.
+        passed_bytes: bytes sent to followers.
+    """
+
+    def __init__(self, address: str, say: Say) -> None:
+        self._address, self._say = address, say
+        self._arena: Arena | None = None
+        self.number = self.passed_bytes = 0
+        self._session = self._turn = self._reported = 0
+        self._first = self._done = 0
+        #: number, offset and bytes of pieces that a host may still lack
+        self._log: deque[tuple[int, int, int]] = deque()
+        self._token = b""
+        self._listener: Listener | None = None
+        self._followers: list[Follower] = []
+        self._source: Source | None = None
+        self._followed: Connection | None = None
+        self._epoll = select.epoll() if address else None
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if address else -1
+        if self._epoll is not None:
+            self._epoll.register(self._bell, select.EPOLLIN)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Descriptors that are readable when there may be something to `pump`."""
+        return () if self._epoll is None else (self._epoll.fileno(),)
+
+    def arena(self, first: int) -> Arena:
+        """Return the arena, with a first segment of ``first`` bytes if it is new."""
+        if self._arena is None:
+            self._arena = Arena.create(first)
+        return self._arena
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that the arena takes."""
+        return 0 if self._arena is None else self._arena.held
+
+    # -- messages of the client ----------------------------------------------------------
+
+    def begin(self, told: Begin) -> None:
+        """Start counting pieces; without a token, stop passing them on."""
+        self._part_company()
+        self._log.clear()
+        self._session, self._turn, self._done = told.session, 0, 0
+        self.number = self._reported = told.number
+        if told.token:
+            self._say(Listens(told.session, self._listen(told.token)), ())
+
+    def follow(self, told: Follow) -> None:
+        """Take pieces from another agent; without an endpoint, from the client."""
+        self._leave_source()
+        self._turn = told.turn
+        if not (told.endpoint and self._listener):
+            self._alone("", met=True)
+            return
+        self._source = Source(told.endpoint, self._token, self._bell)
+        self._source.start()
+
+    def take(self, told: Mirror, data: Frame) -> None:
+        """Store a piece, from any source.
+
+        Raises:
+            ProtocolError: an earlier piece is missing, or this one is outside the arena.
+        """
+        if 0 < told.number <= self.number:
+            return
+        if told.number > self.number + 1:
+            raise ProtocolError(f"piece {told.number} of the uploads came after {self.number}")
+        write(self.arena(told.first), told.offset, data)
+        if not told.number:  # nobody counts
+            return
+        self.number, self._first = told.number, told.first
+        if self._listener is not None:
+            self._log.append((told.number, told.offset, memoryview(data).nbytes))
+            self._done = max(self._done, told.done)
+            while self._log and self._log[0][0] <= self._done:
+                self._log.popleft()
+            self._pass_on()
+        if self.number - self._reported >= _TELL_EVERY:
+            self._reported = self.number
+            self._say(Has(self._session, self.number), ())
+
+    # -- between agents ------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Take pieces from the agent before, and send the agents behind the ones they lack."""
+        if self._epoll is None or not self._epoll.poll(0):
+            return
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        self._hear_followers()
+        self._hear_source()
+        self._pass_on()
+
+    def close(self) -> None:
+        """Release everything."""
+        self._part_company()
+        if self._epoll is not None:
+            self._epoll.close()
+            os.close(self._bell)
+        if self._arena is not None:
+            self._arena.close()
+
+    def _listen(self, secret: str) -> str:
+        """Listen for followers; return the endpoint, "" if they can't connect."""
+        if self._epoll is None:
+            return ""
+        try:
+            token = bytes.fromhex(secret)
+            keys, known = derived(token, "source"), derived(token, "follower").public
+            listener = Listener(
+                _context(), self._address, 0, keys, {known: "follower"}.get, _LONGEST
+            )
+        except (OSError, ValueError, LazyGTError, zmq.ZMQError) as error:
+            _log.warning("uploads can't be passed on from %s: %s", self._address, error)
+            return ""
+        self._token, self._listener = token, listener
+        self._epoll.register(listener.fd, select.EPOLLIN)
+        return listener.address
+
+    def _hear_followers(self) -> None:
+        if self._listener is None:
+            return
+        while (connection := self._listener.accept()) is not None:
+            self._followers.append(Follower(connection))
+        for follower in list(self._followers):
+            try:
+                while (frames := follower.connection.take()) is not None:
+                    told = read(frames, (Has,))
+                    assert isinstance(told, Has)
+                    follower.number = self._check(told)
+            except ProtocolError as error:
+                follower.connection.close(str(error))
+            if follower.connection.closed is not None:
+                self._followers.remove(follower)
+
+    def _check(self, told: Has) -> int:
+        """Return a follower's piece number; the next piece must be here, now or later."""
+        oldest = self._log[0][0] if self._log else self.number + 1
+        if told.session != self._session or told.number + 1 < oldest:
+            raise ProtocolError(f"what follows piece {told.number} is not here any more")
+        return told.number
+
+    def _pass_on(self) -> None:
+        """Send each follower the pieces that it lacks, as far as it keeps up."""
+        for follower in self._followers:
+            if follower.number is None or follower.number >= self.number or not self._log:
+                continue
+            begin = max(follower.number + 1 - self._log[0][0], 0)
+            for number, offset, nbytes in islice(self._log, begin, None):
+                if follower.connection.pending >= WINDOW_BYTES:
+                    break
+                piece = self.arena(self._first).view(offset, nbytes).numpy().data
+                message = encode(Mirror(self._first, offset, number, self._done), [piece])
+                follower.connection.send(message)
+                follower.number = number
+                self.passed_bytes += nbytes
+
+    def _hear_source(self) -> None:
+        source = self._source
+        if source is None:
+            return
+        connection = source.connection
+        if connection is not None and self._followed is None:
+            assert self._epoll is not None
+            self._epoll.register(connection.fd, select.EPOLLIN)
+            self._followed = connection
+            connection.send(encode(Has(self._session, self.number)))
+        why = source.why
+        if connection is not None:
+            why = self._take_all(connection) or connection.closed or ""
+        if why:
+            self._leave_source()
+            self._alone(why, met=connection is not None)
+
+    def _take_all(self, connection: Connection) -> str:
+        """Take pieces from the agent before; return its error, or ""."""
+        try:
+            while (frames := connection.take()) is not None:
+                told = read(frames, (Mirror,))
+                assert isinstance(told, Mirror)
+                self.take(told, frames[1])
+        except (ProtocolError, IndexError) as error:
+            return f"what it sends makes no sense: {error}"
+        return ""
+
+    def _alone(self, why: str, met: bool) -> None:
+        """Ask the client for the next pieces."""
+        self._say(Alone(self._session, self._turn, self.number, met, why), ())
+
+    def _leave_source(self) -> None:
+        if self._followed is not None:
+            assert self._epoll is not None
+            self._epoll.unregister(self._followed.fd)
+        if self._source is not None:
+            self._source.leave()
+        self._source = self._followed = None
+
+    def _part_company(self) -> None:
+        """Stop following, and drop all followers."""
+        self._leave_source()
+        self._followers.clear()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            assert self._epoll is not None
+            self._epoll.unregister(listener.fd)
+            listener.close("it passes nothing on any more")
+
+
+def write(arena: Arena, offset: int, data: Frame) -> None:
+    """Write bytes at an offset of an arena."""
+    room = arena.view(offset, memoryview(data).nbytes).numpy()
+    memoryview(room.data).cast("B")[:] = memoryview(data).cast("B")

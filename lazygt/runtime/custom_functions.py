@@ -1,0 +1,200 @@
+"""Functions of the user's, as a worker runs them: tensors in, a list of tensors out."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lazygt.errors import ProtocolError
+from lazygt.graph.ops import undispatched
+from lazygt.runtime import kernels
+from lazygt.runtime.custom_ops import Portable
+
+_PLAIN = (type(None), bool, int, float, complex, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Placeholder of a tensor among a function's arguments, by its number."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class PlainFunction(Portable):
+    """A function and its arguments, with an Operand in the place of each tensor.
+
+    Attributes:
+        arguments: (args, kwargs).
+    """
+
+    fn: Callable[..., Any]
+    arguments: Any
+
+    @property
+    def name(self) -> str:
+        """The function's name, in a form that a schema may have."""
+        own = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return re.sub(r"\W", "", str(own)) or "function"
+
+    @property
+    def module(self) -> str:
+        """Name of its module."""
+        return str(getattr(self.fn, "__module__", ""))
+
+    def __call__(self, device: torch.device, operands: Sequence[torch.Tensor]) -> Any:
+        """Call the function on these tensors."""
+        args, kwargs = pytree.tree_map(
+            lambda x: operands[x.index] if isinstance(x, Operand) else x, self.arguments
+        )
+        return self.fn(*args, **kwargs)
+
+    def on(self, device: torch.device) -> Callable[..., Any]:
+        return _Call(self, device)
+
+
+@dataclass(frozen=True)
+class Gradient(Portable):
+    """The backward pass of a function: takes generator state, its tensors, and gradients.
+
+    Attributes:
+        wanted: for each tensor, whether its gradient is wanted.
+        given: for each tensor that the function returned, whether it has a gradient.
+    """
+
+    function: PlainFunction
+    wanted: tuple[bool, ...]
+    given: tuple[bool, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the gradient, made of the function's."""
+        return f"gradient_of_{self.function.name}"
+
+    @property
+    def module(self) -> str:
+        """Name of the function's module."""
+        return self.function.module
+
+    def __call__(self, device: torch.device, operands: Sequence[torch.Tensor]) -> Any:
+        """Return the wanted gradients, in order."""
+        state, *values = operands
+        count = len(self.wanted)
+        pairs = zip(values[:count], self.wanted, strict=True)
+        tensors = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
+        returned = _as_before(self.function, device, tensors, state)
+        leaves = [x for x in pytree.tree_leaves(returned) if isinstance(x, torch.Tensor)]
+        outputs = [x for x, given in zip(leaves, self.given, strict=True) if given]
+        made = zip(outputs, values[count:], strict=True)
+        live = [(output, grad) for output, grad in made if output.requires_grad]
+        inputs = [t for t in tensors if t.requires_grad]
+        if not live:
+            return [torch.zeros_like(t) for t in inputs]
+        found = torch.autograd.grad(
+            [output for output, _ in live], inputs, [grad for _, grad in live],
+            allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
+        return [grad.contiguous() for grad in found]
+
+    def on(self, device: torch.device) -> Callable[..., Any]:
+        return _Call(self, device)
+
+
+def _as_before(
+    function: PlainFunction, device: torch.device, operands: Sequence[Any], state: torch.Tensor
+) -> Any:
+    """Run the function from the generator's earlier state."""
+    now = kernels.get_rng_state(device)
+    kernels.set_rng_state(device, state)
+    try:
+        return function(device, operands)
+    finally:
+        kernels.set_rng_state(device, now)
+
+
+class _Call:
+    """A function on a worker: it runs on copies, since it may write into its arguments.
+
+    Not every write is seen: numpy's are not. One that is seen after it was made is too late.
+    """
+
+    def __init__(self, function: PlainFunction | Gradient, device: torch.device) -> None:
+        self._function, self._device = function, device
+
+    def __call__(self, operands: Sequence[torch.Tensor], tell: bool) -> list[Any]:
+        given = [t.detach().clone() for t in operands]
+        before = [t._version for t in given]
+        with undispatched(), torch.enable_grad():
+            returned = self._function(self._device, given)
+        for number, (t, version) in enumerate(zip(given, before, strict=True)):
+            if t._version != version:
+                raise RuntimeError(
+                    f"{self._function.name} has written into its tensor argument {number}, which "
+                    f"is a value of the workers: have it write into a copy (x = x.clone()), and "
+                    f"return that"
+                )
+        leaves, spec = pytree.tree_flatten(returned)
+        made = [self._here(leaf) for leaf in leaves]
+        if not tell:
+            return [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
+        return [*made, pytree.treespec_dumps(spec)]
+
+    def _here(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().to(self._device)
+        if not isinstance(leaf, _PLAIN):
+            raise TypeError(
+                f"{self._function.name} returned a {type(leaf).__name__}; what workers return are "
+                f"tensors, numbers, strings and None, in lists, tuples and dicts"
+            )
+        return leaf
+
+
+def structure_of(text: str) -> Any:
+    """Return the structure of a worker's result, as ``treespec_dumps`` wrote it.
+
+    Raises:
+        ProtocolError: it is none, or names anything but a class of a loaded module: torch would
+            import any module, and call any function for the missing key of a dict.
+    """
+    try:
+        _check_classes(json.loads(text))
+        return pytree.treespec_loads(text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ProtocolError(f"a worker told of no structure: {error}") from error
+
+
+def _check_classes(told: Any) -> None:
+    """Check every class that a structure names; its contexts are JSON within JSON."""
+    match told:
+        case {"default_factory_module": module, "default_factory_name": name}:
+            _check_class(module, name)
+        case {"__enum__": _, "fqn": str(name)}:
+            _check_class(*name.split(":", 1))
+    if isinstance(told, dict):
+        told = list(told.values())
+    if isinstance(told, list):
+        for part in told:
+            _check_classes(part)
+    elif isinstance(told, str):
+        with suppress(json.JSONDecodeError):
+            _check_classes(json.loads(told))
+
+
+def _check_class(module: str, name: str = "") -> None:
+    reached: Any = sys.modules.get(module)
+    for part in name.split("."):
+        reached = getattr(reached, part, None)
+    if not isinstance(reached, type):
+        raise ProtocolError(
+            f"a function returned a value of {module}.{name}, which is no class of a module that "
+            f"this process has imported: import it, or return plain lists, tuples and dicts"
+        )

@@ -1,1 +1,0 @@
-"""Code that is not torch's own, as a worker gets and runs it."""

@@ -1,0 +1,240 @@
+"""The three ends of a transport, and the life of one request.
+
+    1. sender    `open`      reserve the request's place
+    2. source    `buffer`    map the memory that blocks are copied to
+    3. source    copies, casts and checksums them, without the transport
+    4. source    `deliver`   hand over the copies
+    5. sender    `describe`  data for a receiver, beside the blocks and their checksums
+    6. receiver  `fetch`     copy the blocks to the new version
+    7. receiver  verifies them, and answers
+    8. sender    `is_free`   the place may be opened again
+
+A transport is one file: a `Place` (plain data), a `SourceEnd` with the device as its argument, a
+sender's end, a receiver's end, and two functions that make a `Sender` and a `Receiver` with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from lazygt.runtime.arenas import Arena, tensor_over
+from lazygt.transfer.control import Message
+from lazygt.transfer.copy_request import CopyReply
+from lazygt.transfer.layout import Request, packed, shape_of, whole
+
+if TYPE_CHECKING:
+    from lazygt.transfer.layout import Bounds
+    from lazygt.transfer.peers import ReceiverLink, Receivers
+    from lazygt.transfer.transaction import Transfer
+    from lazygt.transfer.version import Block, StagedVersion
+
+# -- A receiver's own memory for new versions, freed when the last tensor in it has died -----------
+
+
+class ReceiveBuffers:
+    """Allocator of flat uint8 buffers on one device; freed host memory is reused.
+
+    Fresh host memory takes twice as long to fill as memory that was used before. On a GPU torch's
+    own allocator reuses memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._arena: Arena | None = None
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Return a buffer of ``nbytes`` of uint8.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: not enough memory is left.
+        """
+        if self.device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self._arena is None:
+            self._arena = Arena.create(max(nbytes, 1))
+        slot = self._arena.allocate(nbytes)
+        return tensor_over(self._arena, slot.offset, nbytes, self._free)
+
+    def close(self) -> None:
+        """Release the freed memory; tensors that live on keep theirs. Idempotent."""
+        if self._arena is not None:
+            arena, self._arena = self._arena, None
+            arena.close()
+
+    def _free(self, offset: int) -> None:
+        arena = self._arena
+        if arena is not None:
+            arena.free(offset)
+
+
+# -- the three ends of a transport, and the life of one request ------------------------------------
+
+View = Callable[[int, int], Tensor]
+Wait = Callable[[float], None]
+
+
+class SourceEnd(Protocol):
+    """Source's end of a transport, in a process that has blocks."""
+
+    def borrows(self, place: Any) -> torch.device | None:
+        """Return the device on which `deliver` takes a value's own memory, without a copy.
+
+        It does so for contiguous values that need no cast. None: everything is copied.
+        """
+
+    def buffer(self, sender: str, place: Any) -> View:
+        """Return the function from (offset, bytes) of a place to flat uint8.
+
+        Raises:
+            ProtocolError, OSError: the place is not there.
+        """
+
+    def deliver(self, sender: str, place: Any, runs: Sequence[Tensor]) -> Sequence[Any]:
+        """Hand over the copied blocks; return handles, if the place has any.
+
+        Args:
+            runs: the bytes of each block.
+
+        Raises:
+            TransferError: the receivers did not take the blocks.
+        """
+
+    def let_go(self, sender: str, live: Collection[int]) -> None:
+        """Drop the resources of this sender with other numbers than ``live``."""
+
+    def close(self) -> None:
+        """Drop all resources."""
+
+
+class SenderEnd:
+    """Sender's end of a transport, in the process with the `Sender`; used by one thread.
+
+    Attributes:
+        strategy: name of the transport, by which receivers ask for it.
+        kind: name of its file.
+        in_place: True if blocks are copied to their final place, in memory that all receivers
+            share. Else each request is packed, for the receivers of one layout.
+        unit: a block's room in a request is rounded up to a multiple of so many bytes.
+        device: target device of this process's copies, when it has the values itself.
+        threshold: bytes of a request; 0: each chunk is one.
+    """
+
+    strategy: ClassVar[str]
+    kind: ClassVar[str]
+    in_place: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
+    device: torch.device = torch.device("cpu")
+    threshold: int = 0
+    _receivers: Receivers
+
+    def attach(self, receivers: Receivers) -> None:
+        """Set the sender's receivers; called once."""
+        self._receivers = receivers
+
+    def source_end(self) -> SourceEnd:
+        """Make the source's end for values of this process."""
+        raise NotImplementedError
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Numbers that this sender uses; see `CopyRequest`."""
+        raise NotImplementedError
+
+    def begin(self, transfer: Transfer) -> None:
+        """Get ready for a transfer."""
+        raise NotImplementedError
+
+    def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
+        """Return the transport's part of ``begin``, and file descriptors to go with it."""
+        raise NotImplementedError
+
+    def expect(self, largest: int) -> None:
+        """Prepare for requests of at most ``largest`` packed bytes in this transfer."""
+
+    def is_free(self, rank: int) -> bool:
+        """Return whether a rank may be given one more request now."""
+        return True
+
+    def open(self, rank: int, number: int, request: Request) -> Any:
+        """Reserve and return the place of a request."""
+        raise NotImplementedError
+
+    def describe(self, receiver: ReceiverLink, reply: CopyReply) -> Message:
+        """Return the transport's description of a request for receivers."""
+        return {}
+
+    def lay_out(self, request: Request) -> list[tuple[int, tuple[int, ...], Bounds]]:
+        """Return offset, shape and bounds for each block of a request; see `CopyItem`."""
+        offsets, _ = packed(request)
+        shapes = [shape_of(route.target) for route in request]
+        return [
+            (offset, shape, whole(shape)) for offset, shape in zip(offsets, shapes, strict=True)
+        ]
+
+    def held(self, last: int) -> int:
+        """Return the number of the transfer that the place holds.
+
+        Args:
+            last: number of the transfer that the receivers hold.
+        """
+        return last
+
+    def end(self, *, committed: bool, idle: bool) -> None:
+        """End a transfer; unless ``idle``, some rank may still be copying for it."""
+
+    def forget(self) -> None:
+        """Abandon memory that a dropped receiver can see: it may be alive."""
+
+    def close(self) -> None:
+        """Release all resources; called once."""
+
+
+class ReceiverEnd:
+    """Receiver's end of a transport; used by one thread.
+
+    Attributes:
+        strategy: name of the transport, the same as the sender's.
+        has_unchanged: True if blocks that were not sent are in place all the same.
+    """
+
+    strategy: ClassVar[str]
+    has_unchanged: ClassVar[bool] = False
+    _address: str
+    _wake: Callable[..., None]
+
+    def attach(self, address: str, wake: Callable[..., None]) -> None:
+        """Set the sender's address, and ``wake``, which ends a receiver's wait; called once."""
+        self._address, self._wake = address, wake
+
+    def invited(self, begin: Message, take_fd: Callable[[], int]) -> None:
+        """Take in the transport's part of ``begin``, even if the transfer fails later."""
+
+    def stage(self, begin: Message, extent: int) -> Tensor | None:
+        """Return a flat uint8 buffer of ``extent`` bytes for the new version.
+
+        None if readers still hold its memory; called again after ``wake``.
+        """
+        raise NotImplementedError
+
+    def coming(self, staged: StagedVersion, message: Message, wait: Wait) -> None:
+        """Prepare for a request; may ``wait``, which raises when the transfer is given up."""
+
+    def fetch(
+        self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
+    ) -> None:
+        """Copy blocks to their places in the new version."""
+        raise NotImplementedError
+
+    def dropped(self) -> None:
+        """Clean up after a staged version that was given up."""
+
+    def holds_memory(self) -> bool:
+        """Return whether tensors of this process may lie in the sender's memory."""
+        return False
+
+    def close(self) -> None:
+        """Release all resources; tensors that live on keep their memory. Called once."""
