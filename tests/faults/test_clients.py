@@ -189,7 +189,9 @@ def test_a_forked_child_of_a_killed_client_keeps_no_worker(start: Callable[[str]
 
 
 @pytest.mark.parametrize("end", ["", "s.close(); ", "import gc; del s; gc.collect(); "])
-def test_a_forked_child_takes_nothing_with_it(start: Callable[[str], Script], end: str) -> None:
+def test_exit_of_forked_child_does_not_affect_session(
+    start: Callable[[str], Script], end: str
+) -> None:
     script = start(f"""
 x = torch.arange(5.0)
 s.synchronize()

@@ -110,7 +110,7 @@ def test_sequences_packed_in_a_session() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1, 2, 3], [3, 2, 0], [3, 2]])
-def test_wrong_lengths_raise_what_torch_raises(lengths: list[int]) -> None:
+def test_wrong_lengths_raise_torchs_error(lengths: list[int]) -> None:
     def message() -> str:
         with pytest.raises(RuntimeError) as caught:
             pack_padded_sequence(torch.ones(4, 3, 2), lengths)

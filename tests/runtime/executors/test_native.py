@@ -95,7 +95,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
-def test_same_bits(what: str) -> None:
+def test_native_code_gives_same_bits(what: str) -> None:
     with comparing() as compared:
         same(PROGRAMS[what], drawn(3, 4))
     assert compared
@@ -161,7 +161,7 @@ def test_the_setting_chooses_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_a_setting_that_there_is_not() -> None:
+def test_unknown_plan_code_is_refused() -> None:
     with (
         pytest.raises(ValueError, match="expected 'auto', 'native' or 'python'"),
         lazygt.session(plan_code="quick"),
