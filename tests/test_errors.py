@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 import lazygt
 from lazygt.errors import exception_class, execution_error, kind_of
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.patience import patience
-from tests.versions import TORCH
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.timeouts import patience
+from tests.support.versions import TORCH
 
 pytestmark = pytest.mark.timeout(120)
 SETTINGS: list[Any] = [{"launcher": "inline"}, {"workers": 1}]

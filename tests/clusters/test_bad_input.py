@@ -12,7 +12,7 @@ import pytest
 
 from tests.clusters.hosts import Hosts
 from tests.clusters.running import PROGRAM, Running, alone, same, start, torchrun, worker
-from tests.strange import LATER, OTHER_LAZYGT, OTHER_TORCH, UP_LONGER, strange
+from tests.support.strange import LATER, OTHER_LAZYGT, OTHER_TORCH, UP_LONGER, strange
 
 pytestmark = [pytest.mark.clusters, pytest.mark.anew, pytest.mark.timeout(400)]
 

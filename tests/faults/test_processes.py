@@ -20,7 +20,7 @@ from lazygt.errors import WorkerDied, WorkerFrozen
 from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from tests.patience import patience
+from tests.support.timeouts import patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.anew, pytest.mark.timeout(120)]
 WAIT = 60.0
@@ -199,7 +199,7 @@ CLIENT = """
 import os, sys, time
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from tests.patience import patience
+from tests.support.timeouts import patience
 link = ProcessLink(LinkSpec(world_size=2, threads=1, **{spec!r}))
 where = link._pool.workers[0].data._endpoint
 print(*link.pids, flush=True)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import lazygt
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.patience import patience
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.timeouts import patience
 
 ROOT = Path(__file__).parents[2]
 DEATH_SECONDS = 1.0

@@ -31,8 +31,8 @@ from lazygt.runtime.cluster.keys import Keyring
 from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Refused, Tell, read, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.wire import encode
-from tests.patience import patience
 from tests.pool.serving import SECONDS, Asker, served, start_client
+from tests.support.timeouts import patience
 
 pytestmark = pytest.mark.timeout(240)
 

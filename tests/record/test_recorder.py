@@ -19,7 +19,7 @@ from torch import nn
 import lazygt
 from lazygt.record.tensor import NATIVE
 from lazygt.session import Session
-from tests.patience import DEEP
+from tests.support.timeouts import DEEP
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,8 +17,8 @@ import torch
 
 import lazygt
 from lazygt.runtime.messages import Snapped
-from tests.patience import DEEP
 from tests.recovery.programs import LAYOUTS, outcome
+from tests.support.timeouts import DEEP
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,9 +11,9 @@ import lazygt
 from lazygt.config import Config
 from lazygt.runtime.executors.cuda_graphs import graphs_of
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
-from tests.bits import assert_same_bits
 from tests.models import zoo
 from tests.runtime.executors import cuda_stand_in
+from tests.support.bits import assert_same_bits
 
 RUNS = 12
 

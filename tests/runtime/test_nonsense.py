@@ -40,8 +40,8 @@ from lazygt.runtime.messages import (
 )
 from lazygt.runtime.wire import decode, encode
 from lazygt.runtime.worker import Worker
-from tests.patience import DEEP
 from tests.runtime import nonsense
+from tests.support.timeouts import DEEP
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)
 GAPS = intern((4,), (2,), torch.float32)

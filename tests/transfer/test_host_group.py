@@ -13,7 +13,7 @@ import torch
 
 from lazygt.transfer.connection import Deadline
 from lazygt.transfer.transports.host_group import Broadcast, HostGroup
-from tests.descriptors import descriptors_before, open_descriptors
+from tests.support.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 

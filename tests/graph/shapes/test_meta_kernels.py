@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 import lazygt
 from lazygt.graph.shapes.meta_kernels import META_KERNELS
-from tests.bits import same
+from tests.support.bits import same
 
 OFFSETS = torch.tensor([2, 4, 8], dtype=torch.int32)
 FACTORS = {

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import lazygt
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.timeout(120)
 

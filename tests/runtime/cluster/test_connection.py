@@ -27,9 +27,9 @@ from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.launch.channel import Keys
 from tests.clusters.hosts import Hosts, missing
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.patience import patience
 from tests.runtime.cluster.proxy import Proxy
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.timeouts import patience
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,8 +19,8 @@ from lazygt.graph.placement import shard_bounds
 from lazygt.runtime.collectives import group, ops, peer_backend, shared_backend
 from lazygt.runtime.collectives.backends import HOST
 from lazygt.runtime.launch.base import GroupSpec
-from tests.bits import assert_same_bits
-from tests.values import Kind, draw
+from tests.support.bits import assert_same_bits
+from tests.support.values import Kind, draw
 
 SIZES = (1, 3, 4, 7)  # even, uneven, and with ranks that have nothing
 LARGE = (67, 53)  # many slots of memory

@@ -22,8 +22,8 @@ from lazygt.runtime.collectives.group import _for_large
 from lazygt.runtime.collectives.peer_backend import PeerBackend
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
 from lazygt.runtime.collectives.sockets import PeerSocket
-from tests.descriptors import descriptors_before, open_descriptors
 from tests.runtime.collectives.encrypted_peers import Rows, encrypted
+from tests.support.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 

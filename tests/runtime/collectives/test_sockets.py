@@ -24,9 +24,9 @@ from lazygt.runtime.collectives.sockets import (
     first_to_leave,
 )
 from lazygt.runtime.launch.channel import listen_local
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.forking import ROOT
 from tests.runtime.collectives.encrypted_peers import encrypted
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.forking import ROOT
 
 pytestmark = pytest.mark.timeout(60)
 

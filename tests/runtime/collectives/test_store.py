@@ -19,7 +19,7 @@ from lazygt.errors import ProtocolError, SecurityError, StoreLost
 from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.collectives.store import ANSWER, NUMBER, REFUSED, ROLE, WAIT, StoreServer, Table
 from lazygt.runtime.collectives.store_client import StoreClient
-from tests.descriptors import descriptors_before, open_descriptors
+from tests.support.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -20,9 +20,9 @@ from lazygt.runtime.kernels import clone
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value
-from tests.bits import assert_same_bits
 from tests.passes.tools import graph_of
 from tests.runtime.executors.cuda_stand_in import stand_in
+from tests.support.bits import assert_same_bits
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")

@@ -25,9 +25,9 @@ from lazygt.runtime.executors.eager import EagerExecutor, MakeCode, code_of
 from lazygt.runtime.executors.generated import GeneratedCode
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.plan import Plan
-from tests.bits import drawn, same
 from tests.passes.tools import graph_of, same_bits
 from tests.runtime.executors.compared import comparing, needs_native
+from tests.support.bits import drawn, same
 
 pytestmark = [needs_native, pytest.mark.timeout(120)]
 

@@ -21,7 +21,7 @@ from lazygt.runtime.launch import mailbox, process_link
 from lazygt.runtime.launch.mailbox import CAPACITY, Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from tests.descriptors import descriptors_before, open_descriptors
+from tests.support.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 WAIT = 30.0

@@ -10,7 +10,7 @@ import pytest
 
 from lazygt.errors import WorkerDied
 from lazygt.runtime.launch.procfs import OOMKills
-from tests.control_group import control_group
+from tests.support.control_group import control_group
 
 KILLED = "signal SIGKILL"
 #: (what /proc/self/cgroup says, where the count stands)

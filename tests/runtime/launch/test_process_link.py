@@ -20,9 +20,9 @@ from lazygt.runtime.launch.local import TAIL_BYTES
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.shared_memory import tensor_over
-from tests.control_group import control_group
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.patience import patience
+from tests.support.control_group import control_group
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.timeouts import patience
 
 pytestmark = pytest.mark.timeout(60)
 LOCAL, TCP = "ipc", "tcp://127.0.0.1"

@@ -21,7 +21,7 @@ import torch
 import lazygt
 from lazygt.runtime.launch import session_directory
 from lazygt.runtime.launch.session_directory import RECORD, SessionDirectory, remove
-from tests.descriptors import open_descriptors
+from tests.support.descriptors import open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ import torch
 from lazygt.graph.alias import WRITE_BACK, view_step
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
-from tests.values import Kind
+from tests.support.values import Kind
 
 aten: Any = torch.ops.aten
 linalg: Any = torch.linalg
