@@ -27,8 +27,8 @@ from hypothesis import HealthCheck, settings
 from lazygt.runtime.compiling import compiler
 from lazygt.runtime.compiling.artifacts import Record
 from lazygt.runtime.recovery import recover
-from tests import forking
-from tests.patience import DEEP, patience
+from tests.support import forking
+from tests.support.timeouts import DEEP, patience
 
 # A shell starts jobs in the background with SIGINT ignored; tests of Ctrl-C need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

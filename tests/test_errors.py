@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 import lazygt
 from lazygt.errors import exception_class, execution_error, kind_of
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.patience import patience
-from tests.versions import TORCH
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.timeouts import patience
+from tests.support.versions import TORCH
 
 pytestmark = pytest.mark.timeout(120)
 SETTINGS: list[Any] = [{"launcher": "inline"}, {"workers": 1}]
@@ -61,7 +61,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_raises_what_torch_raises_at_the_call(name: str) -> None:
+def test_wrong_call_raises_torchs_error_at_call(name: str) -> None:
     if name == "embedding" and TORCH < (2, 13):
         pytest.skip("the meta kernel of this torch takes indices of any dtype")
     with pytest.raises(Exception) as expected:
@@ -94,7 +94,7 @@ def test_a_failure_names_op_inputs_and_line(s: lazygt.Session) -> None:
             dependent.tolist()
 
 
-def test_what_does_not_depend_on_it_survives(s: lazygt.Session) -> None:
+def test_independent_values_survive_failure(s: lazygt.Session) -> None:
     kept = torch.ones(3) * 3
     bad = torch.arange(5.0)[torch.tensor([9, 9])]
     after = torch.ones(3) * 4
@@ -116,7 +116,7 @@ def test_each_failure_is_raised_once_unless_it_is_read(s: lazygt.Session) -> Non
         bad.sum().item()
 
 
-def test_a_data_dependent_op_names_the_earlier_op_whose_result_it_needs(s: lazygt.Session) -> None:
+def test_data_dependent_op_names_failed_op_that_it_needs(s: lazygt.Session) -> None:
     here = line() + 1
     bad = torch.arange(5.0)[torch.tensor([9, 9])]
     with pytest.raises(lazygt.ExecutionError):
@@ -127,7 +127,7 @@ def test_a_data_dependent_op_names_the_earlier_op_whose_result_it_needs(s: lazyg
     s.synchronize()
 
 
-def test_what_fails_on_every_worker_is_raised_once() -> None:
+def test_failure_on_every_worker_is_raised_once() -> None:
     with lazygt.session(workers=3, threads=1) as s:
         table, mask = torch.ones(3), torch.ones(4, dtype=torch.bool)
         rows = torch.tensor([9])
@@ -196,7 +196,7 @@ WAITS: dict[str, Callable[[lazygt.Session, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_killed_worker(name: str) -> None:
+def test_killed_worker_is_reported(name: str) -> None:
     before = descriptors_before()
     with lazygt.session(workers=2, recover="off") as s:
         x = torch.ones(3) + 1
@@ -232,7 +232,7 @@ def test_a_worker_killed_while_the_client_waits() -> None:
         s.close()
 
 
-def test_a_frozen_worker() -> None:
+def test_frozen_worker_is_reported() -> None:
     with lazygt.session(workers=1, frozen_after=0.5, recover="off") as s:
         x = torch.ones(3) + 1
         s.synchronize()
@@ -289,7 +289,7 @@ def test_an_unread_failure_is_raised_at_the_end(settings: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["inline", "worker"])
-def test_what_nobody_can_read_is_not_computed_and_cannot_fail(settings: dict[str, Any]) -> None:
+def test_unreadable_value_is_not_computed_and_cannot_fail(settings: dict[str, Any]) -> None:
     with lazygt.session(**settings) as s:
         torch.arange(5.0)[torch.tensor([9, 9])]
         s.flush()
@@ -314,9 +314,7 @@ EAGER: dict[str, tuple[Callable[[], torch.Tensor], type[Exception]]] = {
 
 
 @pytest.mark.parametrize("name", EAGER)
-def test_what_a_worker_raises_is_caught_as_what_eager_torch_raises(
-    s: lazygt.Session, name: str
-) -> None:
+def test_worker_error_has_type_of_eager_error(s: lazygt.Session, name: str) -> None:
     call, kind = EAGER[name]
     with torch.device("cpu"), pytest.raises(kind) as eager:
         call()

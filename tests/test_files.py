@@ -27,7 +27,7 @@ from lazygt.machine.find import default_machine
 from lazygt.observe.picture import render
 from lazygt.runtime.console import InstructionLog
 from lazygt.runtime.launch.session_directory import RECORD, SessionDirectory
-from tests.file_access import makes, places
+from tests.support.file_access import makes, places
 
 NOBODY = 65534
 _OF_THE_KERNEL = "a file of the kernel's, below /proc"

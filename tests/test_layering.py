@@ -215,7 +215,7 @@ def has_reason(lines: list[str], first: int, last: int) -> bool:
         ("lazygt.record.tensor", "import torch", None),
     ],
 )
-def test_reader_sees(importer: str, source: str, expected: str | None) -> None:
+def test_import_reader_judges_source(importer: str, source: str, expected: str | None) -> None:
     known = {"lazygt.errors", "lazygt.runtime.plan", "lazygt.passes.base", "lazygt.session"}
     path = PACKAGE / "x.py"
     found = [complaint(entry) for entry in read_imports(importer, path, known, source)]

@@ -8,7 +8,7 @@ import lazygt
 
 
 @pytest.mark.parametrize("name", lazygt.__all__)
-def test_a_public_name_is_there(name: str) -> None:
+def test_public_name_exists_and_is_documented(name: str) -> None:
     value = getattr(lazygt, name)
     assert value is not None
     if getattr(value, "__module__", "lazygt").startswith("lazygt"):
@@ -32,12 +32,12 @@ def test_a_name_of_before_says_the_new_one(before: str, now: str) -> None:
     assert now in lazygt.__all__
 
 
-def test_a_name_that_never_was() -> None:
+def test_unknown_name_is_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'lazygt' has no attribute 'nothing'$"):
         _ = lazygt.nothing
 
 
-def test_who_asks_for_no_session_is_told() -> None:
+def test_argument_that_is_no_session_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^lazygt.why: expected a session, not NoneType$"):
         lazygt.why(None)  # type: ignore[arg-type]
     with (

@@ -1,8 +1,9 @@
-"""Words of the code and its docs.
+"""Words of the code, its docs and its tests.
 
 Local names say the thing: six names that say only where a value came from stand in comprehensions
 alone, where the thing is one word away. A docstring begins with a noun or an imperative, as in
-torch and the standard library, and so do the headings of the docs.
+torch and the standard library, and so do the headings of the docs. The name of a test states a
+fact, with its subject.
 """
 
 import ast
@@ -59,7 +60,7 @@ def test_local_names_say_the_thing() -> None:
     assert not over, "\n".join(line for line in lines if line.split("/")[0] in over)
 
 
-def test_the_reader_sees_what_is_bound() -> None:
+def test_reader_sees_bound_names() -> None:
     source = "def f(found):\n    made, x = g()\n    return [one for one in x]"
     (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
@@ -107,3 +108,35 @@ def test_headings_are_nouns(path: Path) -> None:
     headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
     assert [heading for heading in headings if QUESTION.search(heading.partition(": ")[2])] == []
     assert [heading for heading in headings if QUESTION.match(heading)] == []
+
+
+# -- names of tests --------------------------------------------------------------------------------
+
+QUESTION_WORDS = frozenset({"what", "who", "whose", "whom", "which", "whether", "how"})
+TEST_FILES = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+
+
+def question_names(source: str) -> list[str]:
+    """Test functions of a source text with a question word in their names."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and QUESTION_WORDS & set(node.name.split("_"))
+    ]
+
+
+def test_names_of_tests_state_facts() -> None:
+    lines = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted(TEST_FILES)
+        for name in question_names(path.read_text())
+    ]
+    assert not lines, "\n".join(lines)
+
+
+def test_question_word_in_name_of_test_is_noticed() -> None:
+    names = ("test_what_is_sent", "test_shown_value", "told_who", "test_ranks_whose_keys_differ")
+    source = "\n".join(f"def {name}(): ..." for name in names)
+    assert question_names(source) == ["test_what_is_sent", "test_ranks_whose_keys_differ"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import lazygt
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 Make = Callable[[str], Any]
 #: The tensors that a program gives, on the CPU, or the error that it raises.

@@ -57,7 +57,7 @@ def test_markdown_names_commit_and_machine() -> None:
     assert "| one | two |\n|---|---|\n| 1 | 2 |\n" in text
 
 
-def test_an_aim_is_compared_with_what_is_saved(tmp_path: Path) -> None:
+def test_aim_is_compared_with_saved_result(tmp_path: Path) -> None:
     path = tmp_path / "RESULTS.md"
     path.write_text("# Results\n\n## pace\n\n| op | x |\n|---|---|\n| add | 0.9x |\n")
     tables = aims.saved(path)

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def test_steps_on_another_host_and_what_a_loss_costs() -> None:
+def test_steps_on_second_host_and_cost_of_losses() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.clusters", "--rounds", "1", "--losses", "1"],
         cwd=ROOT,

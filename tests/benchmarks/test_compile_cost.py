@@ -34,7 +34,7 @@ def test_every_pass_is_timed_by_its_name() -> None:
 
 @pytest.mark.deep
 @pytest.mark.slow
-def test_the_table_has_a_column_a_size_and_says_whether_the_aim_is_met() -> None:
+def test_table_has_column_per_size_and_states_if_aim_is_met() -> None:
     report = measure(argparse.Namespace(sizes=[20, 40], rounds=1))
     assert report.columns == ["graph", "part of a miss", "20 ops", "40 ops", "growth"]
     assert len(report.rows) == len(compile_cost.PROGRAMS) * (len(PIPELINE) + 5)

@@ -56,7 +56,7 @@ def predicted(row: Row) -> float:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def test_what_a_table_leaves_out_is_filled_in(tmp_path: Path) -> None:
+def test_table_defaults_are_filled_in(tmp_path: Path) -> None:
     row = small(tmp_path)
     assert (row.model.ffn, row.model.kv_heads, row.model.dropout) == (1024, 4, 0.1)
     assert (row.dp, row.tp, row.pp, row.hosts, row.microbatches) == (1, 1, 1, 1, 4)
@@ -86,7 +86,7 @@ def test_flops_are_those_of_megatrons_formula(tmp_path: Path) -> None:
         ((",1\n", ",\n"), "nothing was measured"),
     ],
 )
-def test_a_wrong_table_says_which_row_and_what(
+def test_table_error_names_row_and_mistake(
     tmp_path: Path, change: tuple[str, ...], says: str
 ) -> None:
     path = table(tmp_path, SMALL)
@@ -143,7 +143,7 @@ def test_a_pipeline_waits_for_the_stages_before_it(tmp_path: Path) -> None:
         (2, lambda a, s, h: 10 + 24 / 2 + 5 * a * s / (h * 2)),
     ],
 )
-def test_layers_keep_what_korthikantis_formula_says(tmp_path: Path, tp, by_formula) -> None:  # type: ignore[no-untyped-def]
+def test_layer_activation_bytes_follow_korthikanti(tmp_path: Path, tp, by_formula) -> None:  # type: ignore[no-untyped-def]
     """Bytes a layer over sequence x batch x hidden (arXiv 2205.05198, equations 1 and 2)."""
     row = small(tmp_path, gpus=tp, tp=tp, precision="bf16")
     model = row.model
@@ -203,7 +203,7 @@ def test_some_rows_of_each_machine_are_chosen(tmp_path: Path) -> None:
     assert chosen_rows(rows, 0.2, seed=0) == chosen
 
 
-def test_the_command_prints_a_table_and_how_far_off_it_is(
+def test_command_prints_table_and_prediction_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = table(tmp_path, SMALL)

@@ -28,7 +28,7 @@ def test_a_name_that_no_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
         foresight_here.main()
 
 
-def test_a_machine_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["foresight_here", "--only", "W3", "--machine", "none"])
     with pytest.raises(SystemExit, match="machine none is no machine"):
         foresight_here.main()

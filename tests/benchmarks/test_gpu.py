@@ -115,7 +115,7 @@ def test_check_has_ended_though_a_child_keeps_its_output() -> None:
         (["--part", "1"], "torch sees no GPU: "),
     ],
 )
-def test_wrong_arguments(
+def test_invalid_arguments_are_refused(
     words: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -11,7 +11,7 @@ FEW = 15
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_first_entries() -> None:
+def test_rules_cover_selected_operators() -> None:
     found = coverage(FEW)
     assert found.count > 20
     assert found.share > 0.95, found.without
@@ -21,7 +21,7 @@ def test_the_first_entries() -> None:
 @pytest.mark.deep
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-def test_the_whole_database() -> None:
+def test_rules_cover_operator_database() -> None:
     found = coverage()
     assert found.count > 400
     assert found.share > 0.9, found.without

@@ -6,7 +6,7 @@ from benchmarks.top import in_a_pool, measured, noted
 
 
 @pytest.mark.timeout(120)
-def test_it_measures_steps_threads_and_the_first_picture() -> None:
+def test_benchmark_measures_steps_threads_and_first_frame() -> None:
     figures = measured(rounds=1, seconds=0.6)
     assert set(figures) >= {"unwatched", "watched", "paint", "watched, client", "watched, worker"}
     assert all(
@@ -17,7 +17,7 @@ def test_it_measures_steps_threads_and_the_first_picture() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_it_measures_a_session_in_a_pool() -> None:
+def test_benchmark_measures_session_in_pool() -> None:
     figures = in_a_pool(rounds=1, seconds=0.6)
     assert all(figures[f"{case}, {who}"].median > 0
                for case in ("unwatched", "watched") for who in ("client", "pool"))  # fmt: skip

@@ -26,7 +26,7 @@ def test_the_model_has_300_tensors_of_many_sizes() -> None:
     ("value", "least", "expected"),
     [(0.8, True, "met"), (0.7, True, "MISSED"), (0.7, False, "met"), (0.8, False, "MISSED")],
 )
-def test_a_verdict_says_whether_the_aim_is_met(value: float, least: bool, expected: str) -> None:
+def test_verdict_states_if_aim_is_met(value: float, least: bool, expected: str) -> None:
     assert verdict("it", value, 0.75, least=least).endswith(expected)
 
 

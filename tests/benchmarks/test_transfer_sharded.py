@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.deep
 @pytest.mark.timeout(180)
-def test_it_runs_and_counts_no_weights_in_the_client() -> None:
+def test_benchmark_runs_and_counts_no_weights_in_client() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.transfer_sharded", "--megabytes", "50", "--rounds", "1"],
         cwd=ROOT,

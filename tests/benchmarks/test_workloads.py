@@ -29,7 +29,7 @@ def test_a_contestant_answers_with_numbers(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-def test_a_contestant_that_fails_says_so() -> None:
+def test_failing_contestant_is_named() -> None:
     with (
         Contestant(EAGER, "W1", ARGUMENTS) as process,
         pytest.raises(RuntimeError, match="eager on W1 ended with code 1 at 'nonsense'"),
@@ -63,7 +63,7 @@ def test_a_peer_with_one_round_is_compared_by_medians() -> None:
     assert workloads.times(found, COMPILE) == "0.2x"
 
 
-def test_no_ratio_to_nothing() -> None:
+def test_ratio_to_zero_is_dash() -> None:
     report = Report("x", "X", ["what", EAGER, LAZYGT, "/eager", "/compile"])
     found = {EAGER: Measured((0.0,)), LAZYGT: Measured((5.0,))}
     workloads.add(report, "row", [EAGER, LAZYGT], found)

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.slow
-def test_the_smallest_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_calibration_writes_usable_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LAZYGT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(sys.modules["lazygt.cli.calibrate"], "QUICK", calibrate.SMALLEST)
     threads = torch.get_num_threads()
@@ -79,7 +81,7 @@ def test_kernels_of_every_dtype_and_family() -> None:
     assert len(told) == 1 + 6 + 3 * len(grid.products) + (4 + 1)
 
 
-def test_the_cache_is_as_large_as_what_is_fast() -> None:
+def test_cache_size_is_largest_fast_working_set() -> None:
     """Also where what is small is slow to begin, as on a GPU."""
     rates = {10: 3.0, 40: 90.0, 160: 100.0, 640: 80.0, 2560: 30.0, 10240: 25.0}
     assert device_benchmarks.by_size(rates) == (25.0, 640, 100.0)

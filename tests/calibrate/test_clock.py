@@ -38,7 +38,7 @@ def test_the_least_of_all_rounds_counts() -> None:
     assert clock.calls == 2 * 2 + 3 * (10 + 1)
 
 
-def test_what_takes_no_time_is_not_repeated_forever() -> None:
+def test_zero_time_function_has_bounded_repeats() -> None:
     clock = Scripted(disturbed=())
     assert least(clock, {"nothing": clock.lasting(0.0)}, 1, 1.0) == {"nothing": 0.0}
     assert clock.calls == 2 + 10_000

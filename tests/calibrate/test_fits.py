@@ -56,7 +56,7 @@ def test_one_line_where_one_fits() -> None:
     assert math.isinf(link.up_to)
 
 
-def test_two_ranks_do_not_tell_what_a_third_one_costs() -> None:
+def test_two_ranks_do_not_determine_cost_of_third() -> None:
     (link,) = fit_carrier(exchanges(2e-5, 3e-6, 4e9, (2,)), slope=9.0)
     assert link.each == 9.0
     assert link.latency == pytest.approx(2e-5)

@@ -138,7 +138,7 @@ def test_own_options_may_stand_behind_the_script(args: str, expected: str) -> No
 
 
 @pytest.mark.parametrize("command", ["dump", "why", "profile"])
-def test_a_missing_script(command: str, tmp_path: Path) -> None:
+def test_missing_script_is_refused(command: str, tmp_path: Path) -> None:
     result = _run(command, tmp_path / "nowhere.py")
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -195,7 +195,7 @@ def test_dump_of_a_script_without_a_session(plain: Path) -> None:
     assert re.search(r"# \d+ messages sent, \d+ bytes\n# \d+ messages received, \d+ bytes\n$", text)
 
 
-def test_dump_of_plans_says_how_they_run(plain: Path) -> None:
+def test_dump_of_plans_shows_lines_bytes_and_frees(plain: Path) -> None:
     text = _scrubbed(_run("dump", "--inline", plain).stdout, plain.parent)
     assert "\nplan DIGEST {\n" in text
     (mm,) = re.findall(r"^  %\d+: f32\[4, 2\] = aten.mm.*$", text.partition("# plan 1")[0], re.M)
@@ -350,7 +350,7 @@ def test_diff_of_a_plan_that_only_one_has(plain: Path) -> None:
     assert all(row.startswith("-") for row in body)
 
 
-def test_diff_of_what_is_no_dump(plain: Path) -> None:
+def test_diff_of_non_dump_fails(plain: Path) -> None:
     missing = plain.parent / "missing"
     result = _run("diff", missing, plain)
     assert result.exit_code == 2
@@ -444,7 +444,7 @@ def test_machine_sets_the_costs_of_a_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["explain", "viz", "dump"])
-def test_machine_that_there_is_not(command: str, tmp_path: Path) -> None:
+def test_unknown_machine_is_refused(command: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('not reached')")
     result = _run(command, script, "--machine", "tpu")
@@ -462,7 +462,7 @@ with lazygt.session({asked}, start_timeout=1.0):
 
 
 @pytest.mark.parametrize("said", ["by the script", "by variables"])
-def test_what_computes_nothing_asks_nothing_of_a_pool(
+def test_program_without_computation_contacts_no_pool(
     said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = "on='tcp://127.0.0.1:9', key='alice.key', workers=2, detach=True"

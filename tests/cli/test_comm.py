@@ -78,7 +78,7 @@ def test_long_contexts_and_microbatches() -> None:
         ("tensor=17.2TB", "tensor=17.2 TB is wrong: logical 215 GB, 429 GB in a ring"),
     ],
 )
-def test_claims(claim: str, text: str) -> None:
+def test_claim_is_judged(claim: str, text: str) -> None:
     result = comm(*THIRTEEN, "--claim", claim)
     assert result.exit_code == 0, result.output
     assert text in result.stdout.splitlines()[-1]
@@ -107,7 +107,7 @@ def test_claims(claim: str, text: str) -> None:
         (["--params", "7e9", "--dp", "8"], "Missing option '--dtype'"),
     ],
 )
-def test_bad_input(args: list[str], message: str) -> None:
+def test_invalid_input_is_refused(args: list[str], message: str) -> None:
     result = comm(*args)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())

@@ -63,7 +63,7 @@ def test_a_token_is_fresh_each_time() -> None:
         (("list", "--keys", "open"), "chmod 700 open"),
     ],
 )
-def test_what_is_wrong_is_said(here: Path, args: tuple[str, ...], says: str) -> None:
+def test_keys_command_reports_mistakes(here: Path, args: tuple[str, ...], says: str) -> None:
     (here / "taken.key").touch()
     (here / "open").mkdir()
     (here / "open").chmod(0o777)

@@ -23,7 +23,7 @@ def lazygt(*args: object) -> Any:
     return result
 
 
-def test_it_prints_tables() -> None:
+def test_command_prints_tables() -> None:
     result = lazygt(*QUICK, "--slo", 200, "--claim", "rank:qps=306")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -46,7 +46,7 @@ def test_json() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 @pytest.mark.parametrize(("name", "head"), [("c.png", b"\x89PNG"), ("c.svg", b"<?xml")])
-def test_a_plot(tmp_path: Path, name: str, head: bytes) -> None:
+def test_plot_is_written_as_image(tmp_path: Path, name: str, head: bytes) -> None:
     path = tmp_path / name
     result = lazygt(*QUICK, "--slo", 200, "--plot", path)
     assert result.exit_code == 0, result.output
@@ -81,7 +81,7 @@ def test_a_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--qps", "9"], "Missing option '--stage'"),
     ],
 )  # fmt: skip
-def test_bad_input(args: list[str], message: str) -> None:
+def test_invalid_input_is_refused(args: list[str], message: str) -> None:
     result = lazygt(*args)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())

@@ -120,18 +120,18 @@ def test_a_run_that_is_too_short_says_so(script: Path) -> None:
         (["wrap=one", "--csv", "no/where.csv"], "there is no folder no to write"),
     ],
 )
-def test_wrong_input(arguments: list[str], told: str, script: Path) -> None:
+def test_invalid_input_is_refused(arguments: list[str], told: str, script: Path) -> None:
     code, text = run("sweep", script, *arguments)
     assert code == 2
     assert text.startswith("lazygt sweep: ")
     assert told in text
 
 
-def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_script_is_refused(tmp_path: Path) -> None:
     assert run("sweep", tmp_path / "no.py", "wrap=one")[0] == 2
 
 
-def test_simulate_takes_gpus_too(script: Path) -> None:
+def test_simulate_accepts_gpus_and_hosts(script: Path) -> None:
     code, text = run("simulate", "--gpus", "16xh100", "--hosts", "4", script, "--steps", "4")
     assert code == 0, text
     assert "A step on data=16, h100@4: " in text

@@ -108,7 +108,7 @@ def test_viz_writes_a_page_by_default(script: Path, monkeypatch: pytest.MonkeyPa
         (("--plan", "-1"), "there is no plan -1, only 0 to 1"),
     ],
 )
-def test_wrong_input(
+def test_invalid_input_is_refused(
     args: tuple[str, ...], text: str, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(script.parent)
@@ -184,7 +184,7 @@ def test_a_graph_draws_itself(tmp_path: Path) -> None:
         ("lazygt.cli", ["networkx", "graphviz", "lazygt.passes.sharding.rules"]),
     ],
 )  # fmt: skip
-def test_what_is_needed_later_is_loaded_later(module: str, not_loaded: list[str]) -> None:
+def test_optional_modules_are_imported_lazily(module: str, not_loaded: list[str]) -> None:
     """Importing lazygt loads what every session needs, and no more."""
     code = f"import sys, {module}; print(set({not_loaded}) & set(sys.modules))"
     done = subprocess.run(

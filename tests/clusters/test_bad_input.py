@@ -12,7 +12,7 @@ import pytest
 
 from tests.clusters.hosts import Hosts
 from tests.clusters.running import PROGRAM, Running, alone, same, start, torchrun, worker
-from tests.strange import LATER, OTHER_LAZYGT, OTHER_TORCH, UP_LONGER, strange
+from tests.support.strange import LATER, OTHER_LAZYGT, OTHER_TORCH, UP_LONGER, strange
 
 pytestmark = [pytest.mark.clusters, pytest.mark.anew, pytest.mark.timeout(400)]
 
@@ -111,7 +111,7 @@ def test_a_host_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
     assert "Does the program open a lazygt.session() on all hosts" in here
 
 
-def test_the_store_in_which_hosts_meet_is_lost(hosts: Hosts, tmp_path: Path) -> None:
+def test_loss_of_torchrun_store_ends_job(hosts: Hosts, tmp_path: Path) -> None:
     run = torchrun(hosts, 1, program=written(tmp_path, LATE_CLIENT), given=SOON)
     run.until("begins")
     other = run.processes[1].stdout

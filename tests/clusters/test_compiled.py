@@ -15,7 +15,7 @@ MOUNT = 'mount -t tmpfs -o mode=700 tmpfs "$HOME/.cache/lazygt" && exec "$@"'
 OTHER_CACHE = ["unshare", "--mount", "sh", "-c", MOUNT, "sh"]
 
 
-def test_all_hosts_run_what_was_compiled(hosts: Hosts) -> None:
+def test_all_hosts_run_compiled_code(hosts: Hosts) -> None:
     expected = alone(5, 1, 2, COMPILED)
     run = torchrun(hosts, 1, 5, 1, given=COMPILED, before=OTHER_CACHE)
     told = run.told()

@@ -100,7 +100,7 @@ def test_a_host_that_is_killed_has_no_processes(hosts: Hosts) -> None:
     assert other.poll() is None
 
 
-def test_nothing_is_left(hosts: Hosts) -> None:
+def test_closed_hosts_leave_no_namespaces(hosts: Hosts) -> None:
     hosts.start(0, python("input()"), stdin=subprocess.PIPE)
     hosts.close()
     for name in hosts.names:

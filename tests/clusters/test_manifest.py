@@ -64,7 +64,7 @@ def test_kubernetes_knows_every_field() -> None:
         validate.validate(job, KUBERNETES, strict=True)
 
 
-def test_its_pods_are_a_job() -> None:
+def test_pods_of_manifest_form_one_job() -> None:
     jobset = documents()["JobSet"]
     name = jobset["metadata"]["name"]
     (replicated,) = jobset["spec"]["replicatedJobs"]
@@ -80,7 +80,7 @@ def test_its_pods_are_a_job() -> None:
     assert job.leads_host
 
 
-def test_its_network_policy_is_of_its_pods() -> None:
+def test_network_policy_admits_only_pods_of_job() -> None:
     parts = documents()
     labels = pod_of(parts["JobSet"])["metadata"]["labels"]
     policy = parts["NetworkPolicy"]["spec"]

@@ -170,7 +170,7 @@ def test_a_removed_node_is_recovery(nodes: Nodes) -> None:
     assert all_gone()
 
 
-def test_a_gang_that_does_not_fit_says_what_is_missing(nodes: Nodes) -> None:
+def test_unplaceable_ray_gang_names_missing_cpus(nodes: Nodes) -> None:
     nodes.add(2)
     with pytest.raises(LaunchError) as caught:
         lazygt.session(launcher="ray", workers=4, start_timeout=3).__enter__()

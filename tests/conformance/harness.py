@@ -20,11 +20,11 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
 import lazygt
-from tests.bits import assert_same_bits
 from tests.conformance import streams
 from tests.conformance.refusals import UNWRITTEN
 from tests.conformance.streams import Stream, differences
 from tests.runtime.executors.compared import comparing
+from tests.support.bits import assert_same_bits
 
 Tensor = torch.Tensor
 RUNS = 3

@@ -98,7 +98,7 @@ def walk(op: OpInfo) -> list[str]:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", range(SHARES))
-def test_changed_arguments_give_what_eager_torch_gives(share: int) -> None:
+def test_changed_arguments_match_eager_torch(share: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)

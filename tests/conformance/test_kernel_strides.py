@@ -19,7 +19,7 @@ from lazygt.graph.node import Ref
 from lazygt.graph.ops import OPAQUE_RESULTS, OpFacts, facts
 from lazygt.record.infer import Inference
 from tests.conformance.layouts import LAYOUTS
-from tests.patience import DEEP
+from tests.support.timeouts import DEEP
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 

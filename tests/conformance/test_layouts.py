@@ -20,7 +20,7 @@ import lazygt
 from tests.conformance import harness
 from tests.conformance.layouts import LAYOUTS, Layout, laid, strides
 from tests.conformance.refusals import FORWARD
-from tests.patience import DEEP
+from tests.support.timeouts import DEEP
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,7 +18,7 @@ from tests.conformance import harness
 from tests.conformance.differences import BACKWARD_DIFFERENCES, FORWARD_DIFFERENCES, LATER
 from tests.conformance.harness import Findings, Tally
 from tests.conformance.refusals import BACKWARD, FORWARD, UNKNOWN_BACKWARD, UNKNOWN_FORWARD
-from tests.patience import DEEP
+from tests.support.timeouts import DEEP
 
 pytestmark = [
     pytest.mark.slow,

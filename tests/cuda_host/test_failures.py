@@ -18,7 +18,7 @@ from tests.cuda_host.test_sessions import train
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_failed_kernel_ends_its_worker_and_what_it_had_is_there_again(gpu: Control) -> None:
+def test_failed_kernel_restarts_worker_and_restores_values(gpu: Control) -> None:
     with lazygt.session(device="cuda", compile="off") as session:
         kept = torch.ones(8, device="cpu").to("lazygt")
         train(session, 2)

@@ -18,7 +18,7 @@ import lazygt
 from lazygt.transfer import BroadcastTransferSender, CudaIpcTransferSender, Sender
 from lazygt.transfer.transports.cuda_ipc import CudaDevice, HostDevice, shared_device
 from tests.cuda_host.control import Control
-from tests.patience import patience
+from tests.support.timeouts import patience
 from tests.transfer.child import Reader, weights
 from tests.transfer.conftest import _fork_server  # noqa: F401 - a fixture of all tests here
 

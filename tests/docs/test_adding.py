@@ -26,7 +26,7 @@ CLAIMS = [
 ]
 
 
-def test_seven_things_can_be_added_to_a_file_each() -> None:
+def test_page_lists_seven_extension_points() -> None:
     assert len(ROWS) == 7
     for _, file, *_ in ROWS:
         path = re.findall(r"`([\w/]+\.py)`", file)[0]
@@ -38,6 +38,6 @@ def test_every_row_names_something() -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), CLAIMS, ids=lambda part: getattr(part, "name", part))
-def test_it_is_defined_there(file: Path, name: str) -> None:
+def test_listed_name_is_defined_in_listed_file(file: Path, name: str) -> None:
     defined = rf"^ *(def|class) {name}\b|^{name}\b.*="
     assert re.search(defined, file.read_text(), re.MULTILINE), f"{file} has no {name}"

@@ -11,14 +11,14 @@ import pytest
 from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.cluster.reliable import GONE_AFTER, GRACE
 from tests.docs.test_seeing import ROOT, commands_in, shell
-from tests.file_access import places, reads
+from tests.support.file_access import places, reads
 
 TEXT = (ROOT / "docs" / "security.md").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_commands_print_what_is_said(tmp_path: Path) -> None:
+def test_documented_commands_print_documented_output(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     assert len(commands_in(TEXT)) == 6
     for command, output in commands_in(TEXT):

@@ -52,7 +52,7 @@ def test_there_is_an_example_of_every_command() -> None:
         assert f"lazygt {name} " in shown
 
 
-def test_commands_print_what_is_said(tmp_path: Path) -> None:
+def test_documented_commands_print_documented_output(tmp_path: Path) -> None:
     for name, script in zip(("step.py", "sharded.py"), blocks("py"), strict=True):
         (tmp_path / name).write_text(script)
     env = {

@@ -16,7 +16,7 @@ TEXT = (ROOT / "docs" / "serving.md").read_text()
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_commands_print_what_is_said(tmp_path: Path) -> None:
+def test_documented_commands_print_documented_output(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for command, output in commands_in(TEXT):
         done = shell(command, tmp_path, env)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_a_page_explains(page: Path, tmp_path: Path) -> None:
+def test_page_commands_print_documented_output(page: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall(page.read_text())
     for language, body in blocks:
         if language == "py":

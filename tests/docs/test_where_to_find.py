@@ -24,16 +24,16 @@ def defined(path: Path) -> set[str]:
     return names
 
 
-def test_there_are_fifteen_topics() -> None:
+def test_page_lists_fifteen_topics() -> None:
     assert len(DOORS) == 15
 
 
 @pytest.mark.parametrize(("file", "name"), DOORS)
-def test_door_opens(file: str, name: str) -> None:
+def test_listed_entry_point_exists(file: str, name: str) -> None:
     assert name in defined(PACKAGE / file)
 
 
-def test_every_room_is_named() -> None:
+def test_every_package_is_listed() -> None:
     rooms = PAGE.partition("## The rooms")[2]
     for path in PACKAGE.iterdir():
         if path.suffix == ".py" and path.stem not in ("__init__", "__main__", "lightning"):

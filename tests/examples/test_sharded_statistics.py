@@ -58,7 +58,7 @@ def test_only_the_median_moves_rows(workers: int) -> None:
     assert found["mean"] == (8 * COLUMNS, [("all_reduce", 8 * COLUMNS)])
 
 
-def test_the_document_shows_what_is_printed() -> None:
+def test_document_shows_printed_output() -> None:
     document = (ROOT / "docs" / "sharding.md").read_text()
     command = "$ python examples/sharded_statistics.py --workers 4 | tail -n 10\n"
     assert f"```console\n{command}{parts(4)[1]}```" in document

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import lazygt
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.patience import patience
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.timeouts import patience
 
 ROOT = Path(__file__).parents[2]
 ORPHAN_SECONDS = 2.0
@@ -189,7 +189,9 @@ def test_a_forked_child_of_a_killed_client_keeps_no_worker(start: Callable[[str]
 
 
 @pytest.mark.parametrize("end", ["", "s.close(); ", "import gc; del s; gc.collect(); "])
-def test_a_forked_child_takes_nothing_with_it(start: Callable[[str], Script], end: str) -> None:
+def test_exit_of_forked_child_does_not_affect_session(
+    start: Callable[[str], Script], end: str
+) -> None:
     script = start(f"""
 x = torch.arange(5.0)
 s.synchronize()

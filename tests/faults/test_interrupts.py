@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import DEEP
+from tests.support.timeouts import DEEP
 
 ROOT = Path(__file__).parents[2]
 INTERRUPTS = 1000 if DEEP else 40

@@ -20,7 +20,7 @@ from lazygt.errors import WorkerDied, WorkerFrozen
 from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from tests.patience import patience
+from tests.support.timeouts import patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.anew, pytest.mark.timeout(120)]
 WAIT = 60.0
@@ -107,7 +107,7 @@ def test_all_workers_killed_at_once_are_each_reported():
         (("no_such_method",), "exit code 1", "AttributeError"),
     ],
 )
-def test_how_it_ended_and_its_last_words(order, status, words):
+def test_death_reports_status_and_stderr(order, status, words):
     with quick() as link, pytest.raises(WorkerDied) as caught:
         ask(link, *order)
     assert caught.value.status == status
@@ -123,7 +123,7 @@ def test_a_worker_that_cannot_start():
     assert "no such executor on this machine" in caught.value.stderr
 
 
-def test_what_arrived_before_a_death_is_delivered_before_the_error():
+def test_messages_before_death_arrive_before_error():
     with quick() as link:
         ask(link, "echo")
         link.send(0, [b"echo", b"first"])
@@ -199,7 +199,7 @@ CLIENT = """
 import os, sys, time
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from tests.patience import patience
+from tests.support.timeouts import patience
 link = ProcessLink(LinkSpec(world_size=2, threads=1, **{spec!r}))
 where = link._pool.workers[0].data._endpoint
 print(*link.pids, flush=True)

@@ -310,7 +310,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
-def test_torch_is_itself_after(end: Callable[[], None]) -> None:
+def test_ended_session_leaves_torch_unpatched(end: Callable[[], None]) -> None:
     normal()  # what is made once a process is made
     before = replaced()
     end()

@@ -78,7 +78,7 @@ def test_kernel_and_numbers_are_those_of_eager_cuda(name: str, dtype: torch.dtyp
         torch.testing.assert_close(mine, other, equal_nan=True)
 
 
-def test_backward_in_a_later_run_has_what_the_forward_kept() -> None:
+def test_backward_in_later_run_has_saved_activations() -> None:
     with lazygt.session(workers=1, device="cuda"):
         q = torch.randn(2, 4, 16, 64, dtype=torch.bfloat16, requires_grad=True)
         loss = F.scaled_dot_product_attention(q, q, q, is_causal=True).float().sum()

@@ -65,7 +65,7 @@ def test_a_grid_of_four_gpus_agrees_with_the_cpu(name: str) -> None:
 
 
 @needs_two
-def test_every_collective_of_nccl_gives_what_it_should() -> None:
+def test_nccl_collectives_match_reference() -> None:
     reductions_agree()
 
 

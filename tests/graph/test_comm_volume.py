@@ -147,7 +147,7 @@ def test_fewer_keys_are_fewer_bytes(attention: str) -> None:
     assert total(keys[0], "ring") == 4 * total(keys[1], "ring") > 0
 
 
-def test_a_rank_of_a_context_has_its_part_of_what_others_send() -> None:
+def test_context_parallelism_divides_ring_volume_per_rank() -> None:
     plain = TransformerStep(1, 2, 2, tensor=2, pipeline=3, **SIZES).volumes()
     cut = TransformerStep(1, 2, 2, tensor=2, pipeline=3, context=4, **SIZES).volumes()
     for kind in ("tensor", "pipeline"):

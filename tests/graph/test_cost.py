@@ -130,7 +130,7 @@ def test_cost_adds_field_by_field() -> None:
         (("f32[6]",), "%1: none = aten.nonzero.default(%0) dynamic", Cost(0, 24, 0, 1)),
     ],
 )  # fmt: skip
-def test_one_node(inputs: tuple[str, ...], node: str, expected: Cost) -> None:
+def test_cost_of_one_node(inputs: tuple[str, ...], node: str, expected: Cost) -> None:
     given = [f"%{number}: {meta} = input" for number, meta in enumerate(inputs)]
     result = f"return %{len(inputs)}"
     assert costs_of(*given, node, result) == [expected]
@@ -192,7 +192,7 @@ def test_lines_share_a_fused_node() -> None:
         ("aten.sort.default", "other"),
     ],
 )
-def test_families(op: str, expected: str) -> None:
+def test_family_of_op(op: str, expected: str) -> None:
     assert expected in FAMILIES
     assert family(Node(op, ())) == expected
 

@@ -30,7 +30,7 @@ def member(row: str, inputs: str = "f32[2, 3]") -> bool:
     return is_fusible(node, graph.values)
 
 
-def test_there_are_many() -> None:
+def test_table_of_pointwise_ops_is_large() -> None:
     assert len(POINTWISE) > 500
 
 
@@ -85,7 +85,7 @@ def test_functional_forms(op: str, pure: tuple[str, str]) -> None:
         " = aten.native_batch_norm.default(%0, None, None, None, None, True, $0, $0)",
     ],
 )
-def test_members(row: str) -> None:
+def test_fusible_nodes(row: str) -> None:
     assert member(row)
 
 
@@ -110,7 +110,7 @@ def test_members(row: str) -> None:
         "%2: f32[2] = aten.sum.IntList_out(%0, [1], out=%1) writes %1",
     ],
 )
-def test_no_members(row: str) -> None:
+def test_unfusible_nodes(row: str) -> None:
     assert not member(row)
 
 

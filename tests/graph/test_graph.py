@@ -45,7 +45,7 @@ def test_text_is_canonical() -> None:
     assert graph.nodes[0].args == (Ref(0), Param(0))
 
 
-def test_text_of_what_a_session_recorded() -> None:
+def test_text_of_recorded_graph() -> None:
     with lazygt.session(launcher="inline") as s:
         x = torch.ones(2, 2)
         s.flush()
@@ -118,13 +118,13 @@ def test_a_write_through_a_view_happens_in_place() -> None:
     assert writes.owned_inputs == (0,)
 
 
-def test_but_not_when_the_old_base_is_wanted() -> None:
+def test_write_through_view_copies_if_old_base_is_read() -> None:
     writes = analyse(written_through_a_view(0, 3))
     assert writes.modes[1] == ("copy",)
     assert writes.owned_inputs == ()
 
 
-def test_nor_when_the_old_view_is_wanted() -> None:
+def test_write_through_view_copies_if_old_view_is_read() -> None:
     writes = analyse(written_through_a_view(1, 3))
     assert writes.modes[1] == ("copy",)
 

@@ -69,7 +69,7 @@ def test_lanes_abreast_are_the_lanes_and_may_be_horizontal_again() -> None:
         ("[%4, %5], [%2, %3]", "[%4, %5], [%2, %2]"),
     ],
 )
-def test_lanes_that_differ_are_none(old: str, new: str) -> None:
+def test_differing_rows_have_no_lanes(old: str, new: str) -> None:
     assert old in TWO
     assert lanes_of(graph_of(TWO.replace(old, new))) is None
 
@@ -82,6 +82,6 @@ def test_lanes_that_differ_are_none(old: str, new: str) -> None:
         ("%2: f32[3] = aten.exp.default(%0)", 0),
     ],
 )
-def test_what_has_lanes(row: str, count: int) -> None:
+def test_lane_count_of_node(row: str, count: int) -> None:
     graph = graph_of(f"%0: f32[3] = input\n%1: f32[3] = input\n{row}\nreturn %2")
     assert lane_count(graph.nodes[0]) == count

@@ -50,7 +50,9 @@ def test_blocks_are_those_of_dtensor(size: int, parts: int, data: st.DataObject)
         (Partial("prod"), TorchPartial("product"), "P(prod)"),
     ],
 )
-def test_there_and_back(placement: Placement, placements: object, text: str) -> None:
+def test_placement_converts_to_torch_and_back(
+    placement: Placement, placements: object, text: str
+) -> None:
     assert placement_to_torch(placement) == placements
     assert as_placement(placements, dims=2) == placement
     assert str(placement) == text
@@ -68,7 +70,7 @@ def test_dims_are_counted_from_the_front() -> None:
         ("R", "no placement"),
     ],
 )
-def test_a_placement_that_cannot_be(placements: object, said: str) -> None:
+def test_invalid_placement_is_refused(placements: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         as_placement(placements, dims=2)
 

@@ -9,7 +9,7 @@ def kept(recent: Recent[str, int]) -> list[tuple[str, int]]:
     return list(recent.items())
 
 
-def test_by_number() -> None:
+def test_cache_is_bounded_by_count() -> None:
     recent: Recent[str, int] = Recent(2, 1000)
     assert recent.keep("a", 1, 1) == []
     assert recent.keep("b", 2, 1) == []
@@ -19,7 +19,7 @@ def test_by_number() -> None:
     assert recent.get("b") is None
 
 
-def test_by_bytes() -> None:
+def test_cache_is_bounded_by_bytes() -> None:
     recent: Recent[str, int] = Recent(1000, 10)
     for name, nbytes in ("a", 4), ("b", 4), ("c", 2):
         assert recent.keep(name, 0, nbytes) == []
@@ -29,7 +29,7 @@ def test_by_bytes() -> None:
     assert kept(recent) == [("huge", 0)]  # what is needed now is kept, whatever it takes
 
 
-def test_what_is_kept_again_counts_once() -> None:
+def test_key_kept_again_counts_once() -> None:
     recent: Recent[str, int] = Recent(2, 10)
     recent.keep("a", 1, 8)
     assert recent.keep("a", 2, 9) == []

@@ -37,7 +37,7 @@ def test_a_graph_is_its_symbols_and_its_sizes() -> None:
             assert each.in_sizes(sized).lines == layer(batch).lines
 
 
-def test_what_differs_in_sizes_alone_has_the_same_symbols() -> None:
+def test_graphs_differing_only_in_sizes_share_symbols() -> None:
     first, second = (SymbolicGraph.of(layer(batch))[0].graph for batch in (20, 90))
     assert first == second
 

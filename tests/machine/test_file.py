@@ -20,7 +20,7 @@ FOLDER = Path(lazygt.__file__).parent / "machine" / "machines"
 GENERIC = (FOLDER / "cpu-generic.toml").read_text()
 
 
-def test_what_is_shipped() -> None:
+def test_shipped_machine_files() -> None:
     assert shipped() == ("a100-40", "a100-80", "b200", "cpu-generic", "h100", "h100-96", "h200")
     for name in shipped():
         machine = machine_of(name)
@@ -49,7 +49,7 @@ def test_the_calibrated_one_lies_in_the_cache(tmp_path: Path) -> None:
     assert machine_of("calibrated", str(tmp_path)).path == str(place)
 
 
-def test_a_name_that_there_is_not() -> None:
+def test_unknown_machine_name_is_refused() -> None:
     with pytest.raises(MachineError) as caught:
         machine_of("h1000")
     assert str(caught.value) == (
@@ -60,7 +60,7 @@ def test_a_name_that_there_is_not() -> None:
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_what_is_written_is_read_again(name: str) -> None:
+def test_machine_file_round_trip(name: str) -> None:
     text = (FOLDER / f"{name}.toml").read_text()
     machine = parse(text, "x")
     assert text_of(machine) == text
@@ -259,7 +259,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         machine_of(path)
 
 
-def test_every_figure_says_what_it_is() -> None:
+def test_every_figure_has_description_and_range() -> None:
     for key, quantity in FIGURES.items():
         assert quantity.about, key
         assert quantity.least < quantity.most, key

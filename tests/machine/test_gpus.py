@@ -42,7 +42,9 @@ def test_hosts_with_fewer_ranks_than_they_have_room_for() -> None:
         ("8", 2, None, "which hosts"),
     ],
 )
-def test_wrong_ones(text: str, hosts: int | None, machine: str | None, told: str) -> None:
+def test_invalid_gpu_text_is_refused(
+    text: str, hosts: int | None, machine: str | None, told: str
+) -> None:
     with pytest.raises(ValueError, match=told):
         Gpus.parse(text, hosts, machine)
 
@@ -66,7 +68,7 @@ def program() -> None:
         del total
 
 
-def test_simulate_takes_them() -> None:
+def test_simulate_accepts_gpus_and_hosts() -> None:
     here = lazygt.simulate(program, gpus="8xb200")
     assert str(here.mesh) == "data=8"
     assert str(here.machine) == "b200"

@@ -106,7 +106,7 @@ def test_payloads_and_ranks(path: str) -> None:
     assert more.as_json()["outside"][0]["what"] == "ranks"
 
 
-def test_explain_says_so_too(path: str) -> None:
+def test_explain_reports_shapes_outside_calibration(path: str) -> None:
     with lazygt.session(launcher="dry", machine=path) as s:
         products(8192)
     report = lazygt.explain(s)
@@ -124,7 +124,7 @@ for _ in range(3):
 """
 
 
-def test_the_command(path: str, tmp_path: Path) -> None:
+def test_command_reports_shapes_outside_calibration(path: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     told = CliRunner().invoke(cli.app, ["simulate", "--machine", path, str(script)])

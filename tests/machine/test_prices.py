@@ -110,7 +110,7 @@ def test_inner_axes_lie_on_a_host_first(sizes: tuple[int, int, int]) -> None:
             )
 
 
-def test_an_axis_between_hosts_costs_what_the_network_does() -> None:
+def test_axis_between_hosts_has_network_cost() -> None:
     machine = on_mesh("data=2,model=2", [2, 2])
     assert machine.shares == {"data": 0.5}
     assert machine.along("model") is machine

@@ -32,7 +32,7 @@ def test_a_build_is_made_once(room: Room) -> None:
     assert native.load().module is not None
 
 
-def test_who_waits_is_told(room: Room) -> None:
+def test_build_reports_once_and_only_if_it_compiles(room: Room) -> None:
     lines: list[str] = []
     build(lines.append)
     assert len(lines) == 1
@@ -51,7 +51,7 @@ def test_a_changed_file_costs_itself(room: Room) -> None:
     assert len(room.builds()) == 2
 
 
-def test_a_changed_header_costs_what_includes_it(room: Room) -> None:
+def test_changed_header_rebuilds_only_its_includers(room: Room) -> None:
     room.write("other.h", '#include "numbers.h"\n')
     room.write("numbers.h", "#define ANSWER 42\n")
     build(quietly)
@@ -70,7 +70,7 @@ def test_other_flags_are_another_build(room: Room, monkeypatch: pytest.MonkeyPat
     assert room.calls() == ALL
 
 
-def test_two_at_once_build_once(room: Room) -> None:
+def test_concurrent_builds_compile_once(room: Room) -> None:
     with ThreadPoolExecutor(2) as pool:
         builds = list(pool.map(lambda _: build(quietly), range(2)))
     assert builds[0] == builds[1]
@@ -91,7 +91,7 @@ def test_old_builds_go(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what can't be built ---------------------------------------------------------------------------
 
 
-def test_what_the_compiler_refuses(room: Room) -> None:
+def test_compiler_error_leaves_no_build(room: Room) -> None:
     room.write("other.cpp", "int other() { return missing; }\n")
     with pytest.raises(BuildError, match=r"other\.cpp:1.*missing"):
         build(quietly)
@@ -142,7 +142,7 @@ def rewrite(made: fit.Build, **changes: str) -> None:
         ({"more": "0"}, "damaged record"),
     ],
 )
-def test_a_misfit_is_said_and_left(
+def test_incompatible_build_is_reported_and_not_loaded(
     room: Room, changes: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewrite(room.build(), **changes)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(120)
         ("python", True, "python", False),
     ],
 )
-def test_choice(
+def test_choice_of_recorder(
     room: Room, monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, recorder: str,
     missing: bool,
 ) -> None:  # fmt: skip
@@ -48,13 +48,13 @@ def test_choice(
     assert ("lazygt build-native" in check.advice) == missing
 
 
-def test_a_recorder_that_there_is_not(monkeypatch: pytest.MonkeyPatch, room: Room) -> None:
+def test_unknown_recorder_is_refused(monkeypatch: pytest.MonkeyPatch, room: Room) -> None:
     monkeypatch.setenv("LAZYGT_RECORDER", "fast")
     with pytest.raises(ValueError, match="LAZYGT_RECORDER='fast': expected auto, native, python"):
         native.choice()
 
 
-def test_native_without_a_build_says_what_to_do(
+def test_native_setting_without_build_names_remedy(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAZYGT_RECORDER", "native")

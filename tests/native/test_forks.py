@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lazygt
-from tests.patience import patience
+from tests.support.timeouts import patience
 
 pytestmark = pytest.mark.timeout(300)
 FORKS = 12

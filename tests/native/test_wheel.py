@@ -28,7 +28,7 @@ print(loaded.build.path)
 """
 
 
-def test_a_wheel_is_named_by_what_it_fits(room: Room, tmp_path: Path) -> None:
+def test_wheel_name_states_compatibility(room: Room, tmp_path: Path) -> None:
     path = write(room.build(), tmp_path / "wheels")
     major, minor = torch.__version__.split(".")[:2]
     version = "".join(map(str, sys.version_info[:2]))

@@ -64,7 +64,7 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("program", [fsdp, replicated, turned])
-def test_workers_send_what_explain_says(program: Callable[[torch.Tensor], object]) -> None:
+def test_workers_send_explained_bytes(program: Callable[[torch.Tensor], object]) -> None:
     """Two workers, and all of it small enough for sockets, which count the payload."""
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
         x = lazygt.distribute(torch.randn(32, 64), [lazygt.Shard(0)])
@@ -96,7 +96,7 @@ def test_rows_are_added_up_by_axis_and_kind() -> None:
     ]
 
 
-def test_explain_prints_them() -> None:
+def test_explain_prints_exchanged_bytes() -> None:
     with lazygt.session(launcher="dry", mesh={"data": 4, "tp": 2}) as s:
         x = lazygt.distribute(torch.randn(64, 64), {"data": lazygt.Shard(0)})
         w = lazygt.distribute(torch.randn(64, 64), {"tp": lazygt.Shard(0)}, pinned=True)

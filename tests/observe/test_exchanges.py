@@ -34,7 +34,7 @@ def planned() -> Plan:
         return max(s.plans(), key=lambda plan: len(plan.collectives))
 
 
-def test_launches_and_waits_are_exposed_and_what_lies_between_is_hidden() -> None:
+def test_launches_and_waits_are_exposed_and_time_between_is_hidden() -> None:
     """Every step takes a second."""
     plan = planned()
     graph = plan.steps.graph

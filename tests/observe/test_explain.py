@@ -130,7 +130,7 @@ def test_the_plans_are_those_of_a_real_run(here: Path) -> None:
     assert explained == dumped[:3]
 
 
-def test_nothing_is_computed(here: Path) -> None:
+def test_explain_computes_nothing(here: Path) -> None:
     """No op of lazygt's reaches a kernel: a product of 80 GB matrices takes no time."""
     begin = time.monotonic()
     result = _explained(
@@ -173,7 +173,7 @@ def test_a_dry_run_calls_no_kernel(compute: bool) -> None:
         ("x.sum().item() or print('took the branch of 0')", "took the branch of 0"),
     ],
 )
-def test_what_a_script_reads(body: str, expected: str, here: Path) -> None:
+def test_first_line_of_explain_for_reads_of_script(body: str, expected: str, here: Path) -> None:
     result = _explained(here, f"import torch\nx = torch.rand(3)\n{body}\ny = x + 1\n")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0] == expected
@@ -223,7 +223,7 @@ def test_a_script_with_sessions_of_its_own(here: Path) -> None:
     assert re.findall(r"^(\d) [0-9a-f]{12} ", result.stdout, re.MULTILINE) == ["0", "1"]
 
 
-def test_wrong_input(here: Path) -> None:
+def test_invalid_input_is_refused(here: Path) -> None:
     result = _run("explain", here / "nowhere.py")
     assert result.exit_code == 2
     assert result.stderr == f"lazygt explain: there is no file {here}/nowhere.py\n"
@@ -265,7 +265,7 @@ def test_a_plan_explains_itself() -> None:
     assert f"{Path(__file__).name}:" in page
 
 
-def test_gains_are_those_by_which_the_pass_decided() -> None:
+def test_reported_gains_are_those_of_fusion_pass() -> None:
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 8))
     with lazygt.session(**explaining.DRY) as s:
         model.to("lazygt")

@@ -106,7 +106,9 @@ def test_explain_for_a_mesh_that_is_not_there(here: Path) -> None:
         ("", ["--mesh", "data=1,model=2"], "data=1,model=2"),
     ],
 )
-def test_whose_mesh_it_is(here: Path, settings: str, option: list[str], mesh: str) -> None:
+def test_explained_mesh_comes_from_option_or_session(
+    here: Path, settings: str, option: list[str], mesh: str
+) -> None:
     result = _run("explain", *option, _script(here, settings))
     assert result.exit_code == 0, result.output
     assert f"Planned for the mesh {mesh}:" in result.stdout
@@ -184,7 +186,7 @@ def test_no_process_is_started() -> None:
         assert psutil.Process().children(recursive=True) == before
 
 
-def test_a_plan_tells_what_its_collectives_send() -> None:
+def test_plan_lists_bytes_of_its_collectives() -> None:
     with lazygt.session(launcher="dry", mesh={"data": 4}) as s:
         x = lazygt.distribute(torch.randn(64, 64), [Shard(0)])
         s.flush()
@@ -200,7 +202,7 @@ def test_a_plan_tells_what_its_collectives_send() -> None:
     assert "all_reduce sum" in lazygt.explain(plan)._repr_html_()
 
 
-def test_an_axis_between_hosts_costs_what_its_link_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axis_between_hosts_has_cost_of_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same collective along two axes the one between hosts takes longer, and plans know."""
     mesh = VirtualMesh.of(Mesh.parse("data=2,model=2"), None)
     machine = on_hosts(default_machine("cpu"), mesh, [2, 2])
@@ -225,7 +227,7 @@ def test_an_axis_between_hosts_costs_what_its_link_does(monkeypatch: pytest.Monk
         assert [step.axis.machine.share for step in s.decided(plan)] == [0.5, 1.0]
 
 
-def test_explain_counts_what_a_session_on_workers_runs() -> None:
+def test_dry_session_plans_match_worker_session() -> None:
     """The dry session plans what the real one does."""
     digests = []
     for settings in (explaining.DRY, {"threads": 1}):
@@ -252,7 +254,7 @@ def test_a_notebook_shows_the_collectives_of_the_last_plan() -> None:
     assert cells[5].startswith(__file__)
 
 
-def test_what_would_be_cheaper_and_what_is_forced_say_so() -> None:
+def test_cheaper_and_forced_alternatives_are_marked() -> None:
     row = AlternativeRow(
         2, 1, "all_reduce sum", 8, "data", 1e-4, "a.py:1", "", "all_gather 4 B", -2e-4
     )

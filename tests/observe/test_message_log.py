@@ -59,7 +59,7 @@ def test_a_log_of_two_sessions(logged: tuple[Path, lazygt.Session]) -> None:
         assert two.milliseconds == pytest.approx(2 * one.milliseconds)
 
 
-def test_the_command(logged: tuple[Path, lazygt.Session]) -> None:
+def test_log_command_prints_message_counts(logged: tuple[Path, lazygt.Session]) -> None:
     path, session = logged
     stats = session.stats()
     shown = CliRunner().invoke(cli.app, ["log", str(path)])

@@ -29,7 +29,7 @@ def _line(offset: int = 0) -> str:
     return f"{__file__}:{sys._getframe(1).f_lineno + offset}"
 
 
-def test_a_recorded_tensor(s: lazygt.Session) -> None:
+def test_html_of_recorded_tensor(s: lazygt.Session) -> None:
     x = torch.ones(3)
     y = x + 1
     line = _line(-1)
@@ -111,7 +111,7 @@ def test_gradients_and_parameters(s: lazygt.Session) -> None:
     assert _cells(layer.weight.grad._repr_html_())["made at"] == line
 
 
-def test_values_that_no_worker_has(s: lazygt.Session) -> None:
+def test_html_of_values_without_worker(s: lazygt.Session) -> None:
     number = torch.tensor(2.0, device="cpu").to("lazygt")
     assert _cells(number._repr_html_())["value"] == "a number in the client"
     kept = torch.ones(3)
@@ -120,7 +120,7 @@ def test_values_that_no_worker_has(s: lazygt.Session) -> None:
     assert (cells["value"], cells["made at"]) == ("lost: the session is closed", "?")
 
 
-def test_a_session(s: lazygt.Session) -> None:
+def test_html_of_session(s: lazygt.Session) -> None:
     kept = torch.ones(3)
     cells = _cells(s._repr_html_())
     assert cells["flushes"] == "none"
@@ -133,7 +133,7 @@ def test_a_session(s: lazygt.Session) -> None:
     assert "<caption>&lt;lazygt.session open: 1 cpu worker(s)" in s._repr_html_()
 
 
-def test_ipython_shows_what_print_shows_with_one_fetch(
+def test_ipython_output_matches_print_with_one_fetch(
     s: lazygt.Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     formatters = pytest.importorskip("IPython.core.formatters")
@@ -169,7 +169,7 @@ def test_cells_run_in_one_open_session() -> None:
     names["s"].close()
 
 
-def test_close_raises_the_errors_of_what_open_began_and_closes() -> None:
+def test_close_raises_errors_of_opened_session() -> None:
     s = lazygt.session(launcher="inline").open()
     kept = torch.ones(3)[torch.tensor([7])]
     with pytest.raises(lazygt.ExecutionError, match="index 7 is out of bounds"):

@@ -96,11 +96,11 @@ def test_wide_rows_go_on_in_the_next() -> None:
     assert sorted(node for row in found for node in row) == list(range(100))
 
 
-def test_no_rows_of_nothing() -> None:
+def test_empty_drawing_has_no_rows() -> None:
     assert rows(nx.DiGraph()) == []
 
 
-def test_quotient_adds_up_what_flows() -> None:
+def test_quotient_collects_edge_values() -> None:
     drawing = nx.DiGraph()
     for source, target, values in (("a", "b", (0,)), ("a", "c", (0,)), ("b", "c", (1, 2))):
         drawing.add_edge(source, target, values=values)
@@ -154,7 +154,7 @@ def test_every_node_and_edge_of_a_large_graph_is_there_once(tmp_path: Path) -> N
     assert {number for edge in data["edges"] for number in edge[:2]} == set(leaves)
 
 
-def test_the_tooltip_says_where_what_and_how_much(tmp_path: Path) -> None:
+def test_tooltip_has_source_line_result_and_cost(tmp_path: Path) -> None:
     source = tmp_path / "train.py"
     source.write_text("x = 1\ny = torch.add(x, <b>)  # </script>\n")
     graph = parse_graph(

@@ -121,7 +121,7 @@ def distinct_uses(graph: Graph) -> list[int]:
     return [len(set(node.refs())) for nodes in opened for node in nodes]
 
 
-def test_attributes() -> None:
+def test_node_and_edge_attributes() -> None:
     drawing = to_networkx(parse_graph(TINY))
     assert list(drawing) == ["in0", "in1", "n0", "n1", "out0"]
     assert drawing.nodes["n1"] == {
@@ -214,7 +214,7 @@ graph {
 }"""
 
 
-def test_a_collective_says_what_goes_where() -> None:
+def test_collective_label_has_kind_and_bytes() -> None:
     mesh = Mesh.parse("data=4,model=2")
     drawing = to_networkx(parse_graph(MEETING), mesh)
     found = {name: each for name, each in drawing.nodes(data="collective") if each is not None}
@@ -309,7 +309,7 @@ def test_dot_file(tmp_path: Path) -> None:
     assert path.read_text().replace("\t", "  ") == TINY_DOT
 
 
-def test_without_graphviz_the_error_says_what_to_do(
+def test_missing_graphviz_error_names_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -364,7 +364,7 @@ def test_odd_names_are_shown_as_they_are(tmp_path: Path) -> None:
     assert "&lt;cell &quot;\\N&quot;&gt;:1" in svg
 
 
-def test_what_autograd_ran_has_boxes_of_its_own() -> None:
+def test_backward_ops_have_separate_boxes() -> None:
     graph = parse_graph(
         "graph {\n%0: f32[4] = input\n"
         "%1: f32[4] = aten.exp.default(%0)  # net.py:1\n"

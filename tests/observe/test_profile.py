@@ -156,7 +156,7 @@ def test_a_profile_changes_no_number() -> None:
     assert profiled == plain
 
 
-def test_off_it_asks_for_nothing() -> None:
+def test_ended_profile_adds_no_bytes_to_messages() -> None:
     """Not a byte of a message, and not a timed run, once the profile has ended."""
     run = Run(7, b"0" * 16, 3)
     assert wire.unpack(encode(run)[0]) == (2, 7, b"0" * 16, 3)
@@ -181,7 +181,7 @@ def _messages(s: lazygt.Session) -> int:
     return int(s.stats()["last_run_message"])
 
 
-def test_timings_travel() -> None:
+def test_timings_round_trip() -> None:
     timings = Timings(5, 9, ((0, 1, 6, 7), (1, 2, 7, 8)))
     done = Done(7, timings=timings)
     assert decode(encode(done), TO_CLIENT) == done

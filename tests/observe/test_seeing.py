@@ -43,7 +43,7 @@ def test_stats_has_the_promised_keys_and_is_plain_data(s: lazygt.Session) -> Non
     assert s.stats()["messages_sent"] == 0
 
 
-def test_stats_count_what_happens(s: lazygt.Session) -> None:
+def test_stats_count_fetches_flushes_and_messages(s: lazygt.Session) -> None:
     x = torch.ones(4)
     for _ in range(3):
         y = x * 2
@@ -167,7 +167,9 @@ def test_a_graph_parses_back_and_a_plan_prints_with_lines(s: lazygt.Session) -> 
         ({"transport": "pigeon"}, ValueError, r"pigeon"),
     ],
 )
-def test_wrong_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_settings_are_refused(
+    settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         lazygt.session(**settings)
 

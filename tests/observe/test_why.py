@@ -37,7 +37,7 @@ def _rows(why: Why, title: str) -> list[str]:
 # -- flushes -------------------------------------------------------------------------------------
 
 
-def test_a_flush_names_who_forced_it(s: lazygt.Session) -> None:
+def test_flush_names_forcing_line(s: lazygt.Session) -> None:
     w = torch.ones(3, requires_grad=True)
     (w * 2).sum().backward()
     backward = _here(-1)
@@ -98,7 +98,7 @@ def test_a_miss_shows_old_numbers_and_lines_against_new(s: lazygt.Session) -> No
     assert rows[2] == f"  now     aten.sum.dim_IntList(f32[4, 6], [1])  {new}"
 
 
-def test_a_miss_finds_lines_of_what_rank_0_does_not_run() -> None:
+def test_miss_names_lines_of_stages_beyond_rank_0() -> None:
     with lazygt.session(mesh={"pipe": 2}, launcher="dry") as s:
         held = lazygt.stage(torch.ones(4, 6), 1)
         s.flush()
@@ -142,7 +142,7 @@ def test_a_miss_is_shown_against_the_step_most_like_it(s: lazygt.Session) -> Non
     )
 
 
-def test_a_miss_shows_what_else_is_alive(s: lazygt.Session) -> None:
+def test_miss_shows_other_live_values(s: lazygt.Session) -> None:
     x = torch.ones(3)
     s.flush()
 
@@ -186,7 +186,7 @@ def test_a_data_dependent_op_is_a_fallback(s: lazygt.Session) -> None:
     ]
 
 
-def test_compiles_are_shown_and_what_gains_nothing_is_a_fallback() -> None:
+def test_compiles_are_listed_and_unprofitable_ones_are_fallbacks() -> None:
     compiles = [
         Compile("k1", 3, "a.py:1", "compiled", seconds=1.5, gain=2.0, took=2.0),
         Compile("k2", 4, "a.py:2", "compiled", seconds=0.5, gain=0.9, took=2.0),
@@ -250,7 +250,7 @@ def test_stages_go_with_their_plans() -> None:
             s.stages(first)
 
 
-def test_the_generators_state_is_called_so() -> None:
+def test_generator_state_is_named_in_report() -> None:
     with lazygt.session(launcher="inline") as s:
         torch.rand(3).sum().item()
         text = str(lazygt.why(s))

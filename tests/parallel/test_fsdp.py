@@ -127,7 +127,7 @@ def test_the_first_call_that_takes_a_parameter_counts(session: lazygt.Session) -
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 4}], ids=str)
-def test_workers_exchange_what_was_counted(mesh: Mapping[str, int]) -> None:
+def test_workers_exchange_counted_bytes(mesh: Mapping[str, int]) -> None:
     with lazygt.session(mesh=mesh, threads=1, keep_stages=True) as s:
         torch.manual_seed(3)
         model = lazygt.fully_shard(Block(DIM, 16))
@@ -206,7 +206,7 @@ def test_the_axis_may_be_given_as_a_mesh(session: lazygt.Session) -> None:
         lazygt.fully_shard(nn.Linear(8, 4), mesh="data")
 
 
-def test_cpu_workers_have_everything_on_the_host_and_gpus_say_what_to_do(
+def test_cpu_offload_is_accepted_on_cpu_workers_and_refused_on_gpus(
     session: lazygt.Session,
 ) -> None:
     layer = nn.Linear(8, 4)

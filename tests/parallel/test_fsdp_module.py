@@ -40,7 +40,7 @@ def gathered(session: lazygt.Session, model: nn.Module) -> int:
     return sum(one.nbytes >= WIDTH * WIDTH * 4 for one in sent)
 
 
-def test_a_sharded_module_is_one_and_stays_what_it_was(session: lazygt.Session) -> None:
+def test_fully_sharded_module_is_fsdp_module_of_same_class(session: lazygt.Session) -> None:
     model = sharded()
     assert isinstance(model, lazygt.FSDPModule)
     assert isinstance(model, nn.Sequential)
@@ -67,7 +67,7 @@ def test_weights_are_kept_for_the_backward_from_when_it_is_said(session: lazygt.
     assert found == [2 * LAYERS - 1, LAYERS, 2 * LAYERS - 1]
 
 
-def test_what_is_said_of_a_module_alone_is_not_said_of_those_in_it(session: lazygt.Session) -> None:
+def test_nonrecursive_setting_leaves_submodules_unchanged(session: lazygt.Session) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     lazygt.fully_shard(model[0], wrap="one")
     lazygt.fully_shard(model).set_reshard_after_forward(False, recurse=False)
@@ -75,7 +75,7 @@ def test_what_is_said_of_a_module_alone_is_not_said_of_those_in_it(session: lazy
     assert again == [True, False]
 
 
-def test_what_a_plan_decides_need_not_be_said(session: lazygt.Session) -> None:
+def test_scheduling_hints_do_not_change_plan(session: lazygt.Session) -> None:
     model = sharded()
     session.flush()
     before = gathered(session, model)
@@ -93,7 +93,7 @@ def test_what_a_plan_decides_need_not_be_said(session: lazygt.Session) -> None:
     assert gathered(session, model) == before
 
 
-def test_what_cannot_be_is_refused(session: lazygt.Session) -> None:
+def test_invalid_calls_are_refused(session: lazygt.Session) -> None:
     model = sharded()
     with pytest.raises(ValueError, match="set_reshard_after_forward\\(2\\): expected a bool"):
         model.set_reshard_after_forward(2)

@@ -39,7 +39,7 @@ def units(model: nn.Module) -> list[FSDPUnit]:
     return list(dict.fromkeys(unit for unit in stored if unit is not None))
 
 
-def test_a_call_gets_what_is_forced_upon_it_and_later_ones_do_not() -> None:
+def test_forced_knobs_apply_only_inside_block() -> None:
     with forced_knobs(
         wrap="one", bucket_cap_mb=2.0, reshard_after_forward=False, limit_all_gathers=False
     ) as forced:
@@ -82,7 +82,7 @@ def test_a_script_that_changes_its_mind_about_resharding_is_not_heard() -> None:
     assert not any(unit.reshard_after_forward for unit in units(model))
 
 
-def test_what_acts_upon_nothing() -> None:
+def test_forced_knobs_without_effect_raise() -> None:
     with forced_knobs(wrap="one") as forced:
         pass
     with pytest.raises(ValueError, match="wrap: the script never calls lazygt"):
@@ -96,6 +96,6 @@ def test_what_acts_upon_nothing() -> None:
     forced.check()
 
 
-def test_there_is_no_such_argument() -> None:
+def test_unknown_knob_is_refused() -> None:
     with pytest.raises(TypeError, match=r"forced_knobs\(warp=...\): expected wrap, bucket_cap_mb"):
         forced_knobs(warp="one").__enter__()

@@ -112,7 +112,7 @@ def planned(policy: MixedPrecisionPolicy | None, microbatches: int = 1) -> Plan:
         (MixedPrecisionPolicy(None, HALF), FULL, HALF),
     ],
 )
-def test_what_travels_has_the_dtype_of_the_policy(
+def test_collectives_have_dtype_of_policy(
     policy: MixedPrecisionPolicy, gathered: torch.dtype, reduced: torch.dtype, microbatches: int
 ) -> None:
     sent: Counter[str] = Counter()
@@ -174,7 +174,7 @@ def test_casts_are_stored_in_their_unit_across_a_sync_point() -> None:
     ]  # fmt: skip
 
 
-def test_half_the_bytes_are_half_the_memory_of_what_is_gathered() -> None:
+def test_half_precision_halves_gathered_memory() -> None:
     half, full = (
         peak_bytes(plan.steps.graph, plan.steps.frees)
         for plan in (planned(MixedPrecisionPolicy(HALF)), planned(None))
@@ -222,7 +222,7 @@ def test_parameters_are_casts_while_a_module_runs_and_themselves_else(
     assert model.table.weight.grad.dtype == FULL
 
 
-def test_recurrent_layers_see_casts_too(session: lazygt.Session) -> None:
+def test_recurrent_layers_use_cast_parameters(session: lazygt.Session) -> None:
     layer = lazygt.fully_shard(nn.LSTM(4, 4), mp_policy=MixedPrecisionPolicy(HALF))
     y, _ = layer(torch.randn(3, 2, 4))
     assert y.dtype == HALF
@@ -263,7 +263,7 @@ class Selective(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_is_recomputed_is_cast_again(session: lazygt.Session, reentrant: bool) -> None:
+def test_recomputed_layers_are_cast_again(session: lazygt.Session, reentrant: bool) -> None:
     gradients = []
     for how in (None, reentrant):
         torch.manual_seed(0)

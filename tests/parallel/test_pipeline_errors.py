@@ -15,7 +15,7 @@ from tests.sharding.staged import mark_for
 R = Replicate()
 
 
-def test_a_stage_that_cannot_be() -> None:
+def test_invalid_stage_is_refused() -> None:
     with lazygt.session(launcher="inline") as s:
         layer = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match="the mesh workers=1 has no axis 'pipe'"):
@@ -61,7 +61,7 @@ ENTERED = """graph {
         ('enter_stage(%1, 1, "pipe")', (R, R), {"data": 4}, "invariant=True knows no pipeline"),
     ],
 )  # fmt: skip
-def test_stages_beside_what_they_cannot_be_beside(
+def test_stages_with_incompatible_placements_are_refused(
     between: str, labels: tuple[Placement, ...], workers: dict[str, int] | None, message: str
 ) -> None:
     mesh = Mesh.parse("data=2,pipe=2")
@@ -71,5 +71,5 @@ def test_stages_beside_what_they_cannot_be_beside(
         programs(graph, mesh, [Sharding(labels)], workers=virtual_mesh)
 
 
-def test_held_values_say_so() -> None:
+def test_text_of_single_rank_placement() -> None:
     assert str(SingleRank(1)) == "H(1)"

@@ -61,7 +61,7 @@ def test_training_in_stages_agrees_with_eager(
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_draws_what_eager_draws() -> None:
+def test_dropout_in_stages_matches_eager() -> None:
     def make() -> MLP:
         return MLP(dropout=0.5)
 
@@ -70,7 +70,7 @@ def test_dropout_draws_what_eager_draws() -> None:
     assert losses == pytest.approx(train(make, None, 2)[0], rel=1e-4)
 
 
-def test_each_stage_has_its_own_weights_and_sends_what_crosses_its_boundaries() -> None:
+def test_stages_have_own_weights_and_send_only_boundary_values() -> None:
     with lazygt.session(mesh={"pipe": 2}, threads=1) as s:
         model = MLP()
         put_on_stages(model.stages(2))
@@ -164,7 +164,7 @@ def many_things(staged: bool) -> list[float]:
     return found
 
 
-def test_what_else_is_done_with_a_model() -> None:
+def test_other_uses_of_staged_model_match_unstaged() -> None:
     with lazygt.session(mesh={"pipe": 2}, threads=1):
         made = many_things(staged=True)
     assert made == pytest.approx(many_things(staged=False), rel=1e-4)

@@ -24,7 +24,7 @@ def session() -> Iterator[lazygt.Session]:
         yield s
 
 
-def test_what_is_said_of_a_parameter_counts_before_a_style_that_does_not_name_it(
+def test_parameter_placement_overrides_style_not_naming_it(
     session: lazygt.Session,
 ) -> None:
     norm = nn.LayerNorm(8)
@@ -44,7 +44,7 @@ def test_the_first_pattern_that_names_a_parameter_counts(session: lazygt.Session
     assert second.gain.placements == (S0, R)
 
 
-def test_what_the_names_of_a_tied_parameter_say_is_said_together(session: lazygt.Session) -> None:
+def test_placements_for_names_of_tied_parameter_are_merged(session: lazygt.Session) -> None:
     model = GPT(WORDS, DIM, 0, tied=True)
     column = lazygt.ColwiseParallel()
     lazygt.parallelize_module(model, None, {"head": column, "tokens.weight": {"data": S1}})
@@ -84,7 +84,7 @@ class Named(nn.Module):
         return Pair("tanh", hidden.tanh() * scale)
 
 
-def test_arguments_by_name_are_laid_and_what_is_returned_keeps_its_type(
+def test_keyword_arguments_are_laid_out_and_return_type_is_kept(
     session: lazygt.Session,
 ) -> None:
     module = Named()

@@ -33,7 +33,7 @@ def session() -> Iterator[lazygt.Session]:
 # -- what is stored -----------------------------------------------------------------------------
 
 
-def test_a_parameter_keeps_what_it_has_on_other_axes(session: lazygt.Session) -> None:
+def test_parameter_keeps_placement_on_other_axes(session: lazygt.Session) -> None:
     layer = nn.Linear(8, 4)
     lazygt.parallelize_module(layer, None, {"": lazygt.ColwiseParallel()})
     lazygt.fully_shard(layer)
@@ -65,7 +65,7 @@ def test_a_parameter_keeps_what_it_has_on_other_axes(session: lazygt.Session) ->
         (lambda m: lazygt.fully_shard(m.cpu()), "'0.weight' is no lazygt tensor of its own"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_calls_are_refused(
     session: lazygt.Session, call: Callable[[nn.Module], object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -109,7 +109,7 @@ def sent(lay: Callable[[Llama], Llama]) -> Counts:
     return Counts({meet: n for meet, n in counted.items() if meet.nbytes >= ACTIVATION})
 
 
-def test_the_tutorial_gathers_what_layers_share_once_and_reduces_its_gradient_once() -> None:
+def test_tutorial_gathers_shared_values_once_and_reduces_gradients_once() -> None:
     # forward: before attention, network and head; backward: the gradients of wo and w2, and that
     # of the embedding, a quarter of the gradient of its table, of which each has some words
     gathered = {all_gather(ACTIVATION, "tp"): 6, all_gather(LOGITS, "tp"): 1}
@@ -117,7 +117,7 @@ def test_the_tutorial_gathers_what_layers_share_once_and_reduces_its_gradient_on
     assert sent(with_tutorial) == gathered | {reduce_scatter(ACTIVATION, "tp"): 6}
 
 
-def test_without_sequence_parallelism_layers_reduce_what_they_share_once() -> None:
+def test_layers_without_sequence_parallelism_reduce_shared_values_once() -> None:
     # forward: wo and w2; backward: the inputs of attention and network
     assert sent(with_wildcards) == {all_reduce(ACTIVATION, "tp"): 4}
 
@@ -154,7 +154,7 @@ def test_without_sequence_parallelism_layers_reduce_what_they_share_once() -> No
         ),
     ],
 )
-def test_styles_of_torch_say_what_ours_say(name: str, arguments: dict[str, Any]) -> None:
+def test_torch_styles_convert_to_lazygt_styles(name: str, arguments: dict[str, Any]) -> None:
     assert as_style(getattr(torchs, name)(**arguments)) == getattr(lazygt, name)(**arguments)
 
 
@@ -181,7 +181,7 @@ def test_placements_are_torchs_own_and_ours_are_taken_as_well(session: lazygt.Se
 
 
 @pytest.mark.anew
-def test_who_has_no_placements_of_torchs_does_not_load_them() -> None:
+def test_torch_placements_are_not_imported_unless_used() -> None:
     program = (
         "import sys, lazygt\n"
         "from lazygt.graph.placement import Shard, as_placement\n"
@@ -314,7 +314,7 @@ def test_a_plan_that_cannot_be_is_refused(
     assert model.first.weight.placements == (R, R)
 
 
-def test_a_plan_in_the_place_of_the_mesh_is_told_from_one(session: lazygt.Session) -> None:
+def test_plan_passed_as_mesh_is_refused(session: lazygt.Session) -> None:
     with pytest.raises(TypeError, match="the plan is the third argument"):
         lazygt.parallelize_module(Block(), {"first": lazygt.ColwiseParallel()})
 

@@ -199,7 +199,7 @@ def test_a_twin_that_is_written_stays(written: int) -> None:
     )
 
 
-def test_nor_one_that_is_written_through_a_view() -> None:
+def test_node_written_through_view_is_not_merged() -> None:
     keeps(
         CSE,
         """
@@ -232,7 +232,7 @@ return %4
         ("aten._to_copy.default(%0, dtype=torch.float64)", "f64"),
     ],
 )
-def test_what_is_recomputed_to_save_memory_is_recomputed(op: str, dtype: str) -> None:
+def test_recomputation_that_saves_memory_is_kept(op: str, dtype: str) -> None:
     # %1 dies at the sum; merging the twin would keep its megabytes alive until the mul
     keeps(CSE, RECOMPUTED.format(size=1 << 20, op=op, dtype=dtype))
     small = graph_of(RECOMPUTED.format(size=8, op=op, dtype=dtype))
@@ -246,7 +246,7 @@ def test_a_view_costs_no_memory_and_is_merged_at_any_size() -> None:
     assert [node.op for node in made.nodes].count("aten.view.default") == 1
 
 
-def test_fused_nodes_differ_in_what_is_inside() -> None:
+def test_fused_nodes_with_different_bodies_are_not_merged() -> None:
     # equal op and arguments, but other members
     keeps(
         CSE,

@@ -74,7 +74,7 @@ def test_a_dead_view_of_a_written_base_goes() -> None:
     )
 
 
-def test_one_wanted_result_keeps_the_node_and_what_it_writes() -> None:
+def test_one_used_result_keeps_node_and_its_writes() -> None:
     # max_pool gives values and indices; only the indices are read, the node stays whole
     keeps(
         DCE,
@@ -104,7 +104,7 @@ def test_a_write_back_is_needed_for_its_base() -> None:
     )
 
 
-def test_but_a_write_back_nobody_reads_takes_its_write_along() -> None:
+def test_unread_write_back_is_removed_with_its_write() -> None:
     check_numbers(
         DCE,
         """
@@ -148,7 +148,7 @@ def test_a_dead_random_op_stays(draw: str) -> None:
     )
 
 
-def test_what_a_dead_random_op_reads_stays_too() -> None:
+def test_inputs_of_dead_random_op_are_kept() -> None:
     # %0 ──sigmoid──> %1 ──bernoulli──> %2 (dead)       ──exp──> %3 (dead, goes)
     check_numbers(
         DCE,

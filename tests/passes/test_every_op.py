@@ -81,7 +81,7 @@ def test_every_op(op: str) -> None:
             a_number_as_a_tensor_is_the_number(op, dtype, number)
 
 
-def test_there_are_many() -> None:
+def test_tables_of_ops_are_large() -> None:
     assert len(OVERWRITING) >= 220
     assert len(DRAWN) > 500
     assert len(TAKES_NUMBERS) >= 31

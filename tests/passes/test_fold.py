@@ -10,7 +10,7 @@ from tests.passes.tools import check, check_numbers
 FOLD = Fold()
 
 
-def test_a_transpose_there_and_back() -> None:
+def test_double_transpose_is_folded() -> None:
     # %0 ──t──> %1 ──t──> %2 ──exp──>       %0 ──exp──>, and %1 is dead
     check_numbers(
         FOLD,
@@ -195,7 +195,7 @@ def test_a_neutral_tensor_is_neutral() -> None:
     )
 
 
-def test_a_view_of_ones_is_ones() -> None:
+def test_view_of_ones_is_folded_to_ones() -> None:
     check_numbers(
         FOLD,
         """
@@ -215,7 +215,7 @@ def test_a_view_of_ones_is_ones() -> None:
 
 
 @pytest.mark.parametrize("meta", ["f32[4]", "i8[4]", "c64[4]", "u8[4]"])
-def test_minus_minus(meta: str) -> None:
+def test_double_negation_is_folded(meta: str) -> None:
     check_numbers(
         FOLD,
         f"""
@@ -246,7 +246,7 @@ CAST = "aten._to_copy.default(%{0}, dtype=torch.{1})"
         ("i32", "i64", "int64", "int32"),
     ],
 )
-def test_a_cast_there_and_back(narrow: str, wide: str, name: str, back: str) -> None:
+def test_lossless_double_cast_is_folded(narrow: str, wide: str, name: str, back: str) -> None:
     # the input is the graph's value 0, and 0 is a value like any other
     check_numbers(
         FOLD,

@@ -178,7 +178,7 @@ def test_a_view_of_a_view_of_memory_with_gaps() -> None:
 # -- memory: what a copy stands there for ---------------------------------------------------------
 
 
-def test_a_copy_of_what_is_written_later() -> None:
+def test_copy_of_value_written_later_is_kept() -> None:
     # %0 ──clone──> %1 ──> return           without the clone the write would need a copy
     #  └──add_──> %2 ──> return
     keeps(
@@ -215,7 +215,7 @@ def test_a_copy_that_is_written_later() -> None:
         "aten.neg.default(%2)",
     ],
 )
-def test_a_copy_of_a_view_of_what_is_written_later(copy: str) -> None:
+def test_copy_of_view_written_later_is_kept(copy: str) -> None:
     # %0 ──select──> %1 ══copy══> %3 ──> return        a row saved before the update of a matrix:
     #  └──add_──> %4 ──> return                         reading %1 later would copy the matrix
     keeps(

@@ -77,7 +77,7 @@ def test_a_tensor_twice_in_the_list() -> None:
     )
 
 
-def test_each_may_read_what_it_writes_itself() -> None:
+def test_foreach_member_may_read_its_own_target() -> None:
     check_numbers(
         FOREACH,
         """
@@ -105,7 +105,7 @@ def test_each_may_read_what_it_writes_itself() -> None:
         "aten._foreach_copy_.default([%0, %1], [%1, %0])",
     ],
 )
-def test_what_reads_another_ones_write_stays(call: str) -> None:
+def test_foreach_member_reading_target_of_another_is_kept(call: str) -> None:
     keeps(
         FOREACH,
         f"""

@@ -51,7 +51,7 @@ def test_a_step_of_an_optimizer_is_a_few_nodes() -> None:
     )
 
 
-def test_a_shared_keyword_stays_one() -> None:
+def test_shared_keyword_is_kept_once() -> None:
     check_numbers(
         FOREACH,
         f"{FOUR}\n{rows_of('aten.add.Tensor(%n, %0, alpha=2)')}\n{returning(4, 5, 6, 7)}",
@@ -61,7 +61,7 @@ def test_a_shared_keyword_stays_one() -> None:
     )
 
 
-def test_a_value_left_out_is_one() -> None:
+def test_omitted_value_counts_as_one() -> None:
     # two nodes with a value and two without
     with_value = "aten.addcmul.default(%n, %0, %1, value=$0)"
     without = "aten.addcmul.default(%n, %0, %1)"

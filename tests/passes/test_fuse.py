@@ -57,7 +57,7 @@ def test_a_chain_is_one_node() -> None:
     )
 
 
-def test_what_others_read_is_a_result_too() -> None:
+def test_value_with_other_readers_is_result_of_fused_node() -> None:
     # %0 ──exp──> %1 ──neg──> %2 ──> return
     #              └──cumsum──> %3 ──> return
     check_numbers(
@@ -118,7 +118,7 @@ def test_numbers_and_operands_come_in_the_order_of_their_use() -> None:
     )
 
 
-def test_what_is_written_is_a_write_of_the_node() -> None:
+def test_written_value_is_write_of_fused_node() -> None:
     # %0 ──mul_──> %2 ──add_──> %3: only the last version of %0 leaves the node
     check_numbers(
         FUSE,
@@ -206,7 +206,7 @@ def test_run_time_numbers_in_ops_that_write_to_a_given_tensor() -> None:
     )
 
 
-def test_a_softmax_by_hand_is_one() -> None:
+def test_handwritten_softmax_is_one_group() -> None:
     # %0 ──amax──> %1        a reduction, then as wide again as what the group has seen
     #  └───────sub──> %2 ──exp──> %3 ──sum──> %4
     #                              └────────div──> %5
@@ -223,7 +223,7 @@ def test_a_softmax_by_hand_is_one() -> None:
     )
 
 
-def test_two_chains_that_meet_are_one() -> None:
+def test_chains_that_meet_are_one_group() -> None:
     # %0 ──exp──> %2 ──┐
     # %1 ──neg──> %3 ─add──> %4        in the walk they are two groups until they meet
     opens_to_itself(

@@ -69,7 +69,7 @@ def test_an_op_on_one_of_the_tensors_is_none_of_them() -> None:
         "aten._foreach_pow.Scalar([{first}], $0)",
     ],
 )
-def test_what_meets_another_tensor_stays_apart(second: str) -> None:
+def test_chain_reading_another_tensor_is_not_fused(second: str) -> None:
     keeps(FUSE, chain(second))
 
 

@@ -49,7 +49,7 @@ def chain(length: int, meta: str) -> str:
 # -- would be wrong ------------------------------------------------------------------------------
 
 
-def test_no_way_leads_out_of_a_group_and_back() -> None:
+def test_group_has_no_path_out_and_back() -> None:
     # %0 ──exp──> %1 ──neg──> %2 ───────────────mul──> %4 ──abs──> %5
     #                          └──cumsum──> %3 ──┘
     text = """
@@ -64,7 +64,7 @@ def test_no_way_leads_out_of_a_group_and_back() -> None:
     assert fused(text) == [["exp", "neg"], ["mul", "abs"]]
 
 
-def test_nor_by_way_of_another_group() -> None:
+def test_group_has_no_path_through_another_group() -> None:
     # %2, %3 are narrow, %4 is wide and reads them; %6 reads both, and can't join the narrow ones
     text = """
         %0: f32[9000] = input
@@ -113,7 +113,7 @@ def test_memory_that_is_written_is_seen_in_one_shape_only(row: int) -> None:
     assert fused(writes) == [["exp", "neg"], ["add", "neg_", "mul"]]
 
 
-def test_a_part_and_the_whole_that_is_written() -> None:
+def test_read_of_part_is_not_fused_with_write_of_whole() -> None:
     # exp reads the first row, neg_ writes both rows: reading is before writing, but the two
     # are operands of different shapes in one memory
     text = """

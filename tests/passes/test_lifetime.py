@@ -14,7 +14,7 @@ from tests.passes.tools import check_numbers, graph_of, keeps
 LIFETIME = Lifetime()
 
 
-def test_a_chain_needs_the_memory_of_one() -> None:
+def test_chain_reuses_one_buffer() -> None:
     # %0 ──exp──> %1 ──neg──> %2 ──tanh──> %3       %0 is the client's: exp makes memory
     #              └── its ───┴── memory ──┘
     check_numbers(
@@ -74,7 +74,7 @@ def test_each_op_has_its_own_way_to_write(call: str, writing: str) -> None:
     check_numbers(LIFETIME, PREPARED.format(call), PREPARED.format(f"{writing} writes %1"))
 
 
-def test_of_two_that_die_the_first_is_taken() -> None:
+def test_first_of_two_dying_operands_is_reused() -> None:
     check_numbers(
         LIFETIME,
         """
@@ -168,7 +168,7 @@ def test_tensors_of_hardly_any_elements(shape: str) -> None:
     )
 
 
-def test_what_it_writes_is_written_in_place() -> None:
+def test_prepared_write_is_in_place() -> None:
     graph = graph_of(PREPARED.format("aten.sub.Tensor(%0, %1)"))
     steps = Plan.build(LIFETIME.run(graph)).steps
     assert steps.writes.modes[-1] == (IN_PLACE,)
@@ -210,7 +210,7 @@ def test_what_it_writes_is_written_in_place() -> None:
         "%3: f32[2, 2] = aten.mul.Tensor(%1, %2)\nreturn %3",
     ],
 )
-def test_memory_that_somebody_needs(rows: str) -> None:
+def test_memory_in_use_is_not_reused(rows: str) -> None:
     keeps(LIFETIME, f"%0: f32[2, 2] = input\n{rows}")
 
 
@@ -267,7 +267,7 @@ def test_only_pointwise_ops(call: str) -> None:
     keeps(LIFETIME, PREPARED.replace("$0: float = param\n", "").format(call))
 
 
-def test_a_question_at_the_end_still_sees_its_operand() -> None:
+def test_final_data_dependent_op_keeps_its_operand() -> None:
     keeps(
         LIFETIME,
         """
@@ -280,7 +280,7 @@ def test_a_question_at_the_end_still_sees_its_operand() -> None:
     )
 
 
-def test_a_script_reads_what_it_holds() -> None:
+def test_held_values_match_eager_torch() -> None:
     def work(device: str) -> list[torch.Tensor]:
         x = torch.arange(6.0, device=device).view(2, 3)
         held = x.exp()

@@ -57,7 +57,7 @@ def test_the_first_three_tidy_up_for_the_rest() -> None:
     assert len({one.name for one in PIPELINE}) == len(PIPELINE)
 
 
-def test_each_pass_finds_what_those_before_it_left() -> None:
+def test_each_pass_sees_result_of_previous_passes() -> None:
     stages: list[tuple[str, Graph]] = []
     graph = graph_of(WORK_FOR_ALL)
     made = run_passes(graph, TIDY, check=True, stages=stages)
@@ -78,13 +78,13 @@ graph {
     same_numbers(graph, made)
 
 
-def test_in_another_order_something_is_left() -> None:
+def test_other_pass_orders_leave_nodes() -> None:
     fold, cse, dce = TIDY
     for order in ((cse, fold, dce), (dce, fold, cse)):
         assert len(run_passes(graph_of(WORK_FOR_ALL), order).nodes) > 2
 
 
-def test_nothing_to_do_is_the_same_graph() -> None:
+def test_pipeline_without_changes_returns_same_graph() -> None:
     graph = graph_of("%0: f32[4] = input\n%1: f32[4] = aten.sum.default(%0)\nreturn %1")
     assert run_passes(graph, PIPELINE, check=True) is graph
 
@@ -107,7 +107,7 @@ def test_the_verifier_names_the_pass_and_those_before_it(passes: object, message
         run_passes(graph_of(WORK_FOR_ALL), passes, check=True)  # type: ignore[arg-type]
 
 
-def test_the_verifier_names_the_node_too() -> None:
+def test_verifier_names_pass_and_node() -> None:
     message = r"after pass backwards .*: node 0 \(aten.mul.Tensor\) reads %\d, which is not defined"
     with pytest.raises(GraphError, match=message):
         run_passes(graph_of(WORK_FOR_ALL), (Backwards(),), check=True)

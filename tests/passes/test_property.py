@@ -89,7 +89,7 @@ def test_the_pipeline_changes_no_bit(program: list[Step]) -> None:
 
 
 @given(PROGRAMS, st.permutations(PIPELINE))
-def test_in_any_order(program: list[Step], passes: list[Pass]) -> None:
+def test_passes_in_any_order_keep_numbers(program: list[Step], passes: list[Pass]) -> None:
     for graph in recorded(program):
         same_numbers(graph, run_passes(graph, passes, check=True))
 
@@ -141,7 +141,7 @@ def _lanes(node: Node) -> list[Node]:
 
 
 @given(PROGRAMS)
-def test_fused_nodes_open_to_what_they_were(program: list[Step]) -> None:
+def test_expanded_fused_nodes_equal_original_nodes(program: list[Step]) -> None:
     """The same nodes with the same lines and origins; only members inside, and never too many."""
     for graph in recorded(program):
         made = Fuse().run(graph)

@@ -180,7 +180,7 @@ def test_a_pass_that_looks_without_asking_is_found(look: Any) -> None:
         one.run(veil(layer(48)))
 
 
-def test_equal_and_none_and_one_are_no_secret() -> None:
+def test_comparisons_with_equal_zero_and_one_are_allowed() -> None:
     looks = (
         lambda meta: meta.shape[0] != meta.shape[1],
         lambda meta: 0 not in meta.shape,
@@ -198,7 +198,7 @@ def meta(text: str) -> TensorMeta:
     return graph_of(f"%0: {text} = input\nreturn %0").inputs[0]
 
 
-def test_answers_hold_where_they_are_the_same() -> None:
+def test_answers_hold_for_sizes_giving_same_answers() -> None:
     with noted() as asked:
         assert ask(fits, meta("f32[20, 30]"), given=(4096,))
         assert ask(fits, meta("f32[20, 30]"), given=(4096,))

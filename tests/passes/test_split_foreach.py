@@ -78,7 +78,7 @@ def test_a_fused_step() -> None:
     )
 
 
-def test_what_stays() -> None:
+def test_graph_without_foreach_is_unchanged() -> None:
     keeps(SplitForeach(), "%0: f32[2] = input\n%1: f32[2] = aten.mul.Tensor(%0, 2.0)\nreturn %1")
     graph = graph_of("%0: f32[2] = input\n%1: f32[2] = aten.neg.default(%0)\nreturn %1")
     assert SplitForeach().run(graph) is graph

@@ -102,7 +102,7 @@ def test_another_batch_needs_no_pass() -> None:
     assert resized(layer(48), layer(40), layer(47, 4), layer(48)) == [True, True, True]
 
 
-def test_what_is_fused_is_resized_inside() -> None:
+def test_fused_body_is_resized() -> None:
     templates = Templates(PIPELINE, 8, 1 << 30, Plan)
     templates.optimised(layer(48))
     made = templates.optimised(layer(40)).plan.graph
@@ -162,7 +162,7 @@ def test_sizes_that_coincide_are_another_program() -> None:
 
 
 @pytest.mark.parametrize("batch", [0, 1])
-def test_none_and_one_are_no_sizes_like_others(batch: int) -> None:
+def test_sizes_zero_and_one_need_own_plan(batch: int) -> None:
     text = """
         %0: f32[{0}, 6] = input
         %1: f32[6] = input
@@ -229,7 +229,7 @@ CHAIN = """
     """
 
 
-def test_what_is_worth_fusing_is_decided_anew() -> None:
+def test_fusion_is_decided_again_for_new_sizes() -> None:
     """Both answers are kept, and given again on either side."""
     few, more, many, most, fewer = (
         graph_of(CHAIN.format(n)) for n in (5000, 6000, 9000, 9900, 5500)
@@ -249,7 +249,7 @@ LARGER = """
     """
 
 
-def test_which_tensor_is_larger_counts() -> None:
+def test_order_of_tensor_sizes_is_guarded() -> None:
     """A larger op does not join the group that it needs; a smaller one does."""
     down, smaller, up = (
         graph_of(LARGER.format(*sizes))
@@ -288,7 +288,7 @@ COPIED = """
     """
 
 
-def test_which_memory_is_larger_counts() -> None:
+def test_order_of_memory_sizes_is_guarded() -> None:
     """A copy stays that lets go of more bytes than it has, be they fewer elements."""
     fewer, more, most = (graph_of(COPIED.format(n)) for n in (10, 15, 16))
     assert len(run_passes(fewer, PIPELINE).nodes) > len(run_passes(more, PIPELINE).nodes)
@@ -332,7 +332,7 @@ def test_the_program_used_longest_ago_is_forgotten() -> None:
     assert resized(*mixed, most=1) == [False] * 5
 
 
-def test_who_asks_for_stages_gets_every_pass() -> None:
+def test_request_for_stages_runs_every_pass() -> None:
     templates = Templates(PIPELINE, 8, 1 << 30, Plan)
     templates.optimised(layer(48))
     stages: list[tuple[str, Graph]] = []
@@ -442,7 +442,7 @@ def recorded(program: list[Step], rows: int, columns: int) -> list[Graph]:
     st.lists(SIZED, min_size=3, max_size=25),
     st.lists(st.tuples(SIZES, SIZES), min_size=2, max_size=4),
 )
-def test_a_template_makes_what_the_passes_make(
+def test_template_plans_equal_results_of_passes(
     program: list[Step], sizes: list[tuple[int, int]]
 ) -> None:
     templates = Templates(PIPELINE, 100, 1 << 30, Plan)

@@ -30,7 +30,7 @@ def command(pool, *words, keys=True):
     return CliRunner().invoke(app, ["pool", words[0], pool.on, *words[1:], *own])
 
 
-def test_status_says_who_has_workers_and_who_waits(pool):
+def test_status_lists_sessions_and_waiting_clients(pool):
     first, second = Asker(pool, "alice", 2), Asker(pool, "bob", 2)
     first.told()
     second.told()
@@ -65,7 +65,7 @@ def test_evict_ends_a_session_and_says_if_there_is_none(pool):
     assert "there is no session 'carol-0' in this pool: none" in done.output
 
 
-def test_who_says_twice_who_it_is_is_asked(pool):
+def test_status_with_two_identities_is_refused(pool):
     done = command(pool, "status", "--key", str(pool.key("alice")))
     assert done.exit_code != 0
     assert "not both" in done.output
@@ -83,7 +83,7 @@ def test_a_key_that_may_administer_and_one_that_may_not(pool, tmp_path):
     assert "may not administer" in done.output
 
 
-def test_who_may_not_administer_hears_how_many_others_there_are(pool):
+def test_status_for_non_administrator_only_counts_others(pool):
     first, second, third = Asker(pool, "alice", 2), Asker(pool, "bob", 1), Asker(pool, "bob", 3)
     for asker in (first, second, third):
         asker.told()
@@ -108,7 +108,7 @@ def test_who_may_not_administer_hears_how_many_others_there_are(pool):
     pool.until(lambda status: status["free"] == 3)
 
 
-def test_a_pools_address():
+def test_pool_address_is_parsed():
     assert address("tcp://127.0.0.1:7000") == ("127.0.0.1", 7000)
     assert address("tcp://[::1]:0") == ("::1", 0)
     for wrong in ("127.0.0.1:7000", "tcp://:7000", "tcp://host", "tcp://host:70000", "udp://h:1"):

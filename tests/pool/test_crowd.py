@@ -49,7 +49,7 @@ with lazygt.session(on=on, key=key, workers=1, threads=1, start_timeout=200) as 
 HONEST = ("alice", "bob", "carol", "dave")
 
 
-def test_honest_clients_of_a_crowd_compute_what_they_compute_alone(tmp_path):
+def test_honest_clients_in_crowd_match_solo_results(tmp_path):
     quota = tmp_path / "quota.toml"
     quota.write_text('[client.greedy]\nmemory = "600 MiB"\n')
     options = ["--workers", "8", "--at-once", "4", "--quota", str(quota)]

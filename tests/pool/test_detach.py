@@ -41,7 +41,7 @@ def status(pool, name):
     return json.loads(CliRunner().invoke(app, words).stdout)
 
 
-def test_a_client_that_died_finds_what_it_published_and_can_end_what_it_left(pool):
+def test_restarted_client_finds_published_values_and_evicts_old_session(pool):
     client = start_client(DIES, pool.on, pool.key("small"))
     (pid,) = map(int, client.stdout.readline().split())
     client.kill()
@@ -77,7 +77,7 @@ def test_a_client_that_died_finds_what_it_published_and_can_end_what_it_left(poo
         small.forget("large")
 
 
-def test_it_ends_by_itself_when_it_expires(tmp_path):
+def test_detached_session_ends_at_expiry(tmp_path):
     with served(tmp_path, "--workers", "1", "--expiry", "0.5") as pool:
         with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1, detach=True) as session:
             assert torch.ones(3).sum().item() == 3.0

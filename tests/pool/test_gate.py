@@ -72,7 +72,7 @@ def done(number, worker=0):
     return encode(Said(0, worker), encode(Done(number)))
 
 
-def test_which_run_a_message_is_about():
+def test_run_and_sequence_numbers_of_messages():
     assert run_told(run(300, 0, 1)) == (300, (0, 1))
     assert run_told(encode(Tell(0, (0,)), encode(Snap(3)))) is None
     assert run_told(encode(Mirror(0, 0), [b"1234"])) is None
@@ -82,7 +82,7 @@ def test_which_run_a_message_is_about():
             sequence_number(wrong)
 
 
-def test_runs_wait_for_their_turn_and_what_comes_after_them_waits_too(ways):
+def test_waiting_run_holds_back_later_messages(ways):
     ways.open = False
     snap = encode(Tell(0, (0,)), encode(Snap(1)))
     ways.put(snap, run(1), snap, run(2))
@@ -104,7 +104,7 @@ def test_an_answer_goes_on_before_it_is_counted(ways):
     assert sent == [done(1), "counted"]
 
 
-def test_what_a_run_says_to_other_workers_goes_on_whoever_waits(ways):
+def test_started_run_continues_while_gate_is_closed(ways):
     ways.put(run(1, 0), run(1, 1), run(2, 0))
     assert ways.gate.take() is not None
     ways.open = False
@@ -142,7 +142,7 @@ def test_a_run_that_is_none_is_refused_before_it_waits(ways):
     assert ways.gate.load()[1:] == (0, 1)
 
 
-def test_run_seconds_are_those_in_which_something_runs(ways, clock):
+def test_run_seconds_exclude_idle_time(ways, clock):
     ways.put(run(1))
     ways.taken()
     clock.now += 5.0  # the worker starts
@@ -159,14 +159,14 @@ def test_run_seconds_are_those_in_which_something_runs(ways, clock):
     assert ways.gate.load() == (0.5, 0, 0)
 
 
-def test_a_start_is_not_free_for_ever(ways, clock):
+def test_long_start_counts_as_run_time(ways, clock):
     ways.put(run(1))
     ways.taken()
     clock.now += 65.0
     assert ways.gate.load() == (5.0, 1, 0)
 
 
-def test_what_a_dead_worker_owes_runs_no_more(ways):
+def test_dead_worker_has_no_pending_runs(ways):
     ways.put(run(1))
     ways.taken()
     ways.gate.send(encode(Opened(0, (11, 12))))

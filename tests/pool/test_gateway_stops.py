@@ -78,7 +78,7 @@ def test_a_session_outlives_a_gateway_that_is_stopped_for_a_while(tmp_path, monk
     assert told == at_home
 
 
-def test_a_gateway_that_is_stopped_for_ever_is_an_error_for_who_waits(tmp_path, monkeypatch):
+def test_permanently_stopped_gateway_is_error_for_waiting_client(tmp_path, monkeypatch):
     monkeypatch.setattr(links, "_QUIET_SECONDS", 0.5)
     monkeypatch.setattr(links, "_LEAST_PATIENCE", 2.0)
     with served(tmp_path, "--workers", "1") as pool:

@@ -72,7 +72,7 @@ def test_one_that_is_replaced_gets_the_same_gpu_again(gpus):
 @pytest.mark.parametrize(
     ("places", "count", "between"), [((4, 5), 8, 2), ((1, 3), 2, 1), ((0,), 0, 0), (None, 8, 8)]
 )
-def test_how_many_gpus_ranks_have_between_them(places, count, between):
+def test_gpus_shared_by_ranks(places, count, between):
     assert LinkSpec(world_size=2, device="cuda", gpus=places).gpus_here(count) == between
 
 

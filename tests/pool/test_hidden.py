@@ -69,13 +69,13 @@ def looked_at(how: str) -> dict[str, bool]:
     return seen
 
 
-def test_what_hides_is_not_looked_into_by_its_own_user() -> None:
+def test_hidden_process_is_unreadable_by_its_own_user() -> None:
     if not looked_at("open")["fd"]:
         pytest.skip("nobody may look into other processes here in any case")
     assert looked_at("hidden") == {"fd": False, "mem": False, "environ": False}
 
 
-def test_workers_hide_where_the_pool_says_so() -> None:
+def test_pool_setting_hides_workers() -> None:
     spec = LinkSpec(environment={hidden.VARIABLE: "", "LAZYGT_MAX_PLANS": "7"})
     for hides in (False, True):
         told = Terms(1, 1, "cpu", "/cache", (0,), hides).apply(spec).environment

@@ -120,7 +120,7 @@ def opened(pool, name="eve"):
             return asker
 
 
-def test_what_an_administrator_may_a_client_may_not(pool):
+def test_client_may_not_administer(pool):
     with honest(pool), Pool(pool.on, pool.key("eve"), SECONDS) as eve:
         before = refused(pool, "administration")
         theirs = pool.sessions("alice")[0]["session"]
@@ -165,7 +165,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_for_an_agent_ends_the_session_of_who_says_it(pool, what):
+def test_malformed_agent_message_ends_session_of_its_sender(pool, what):
     with honest(pool):
         before = refused(pool, "protocol")
         asker = opened(pool)
@@ -179,7 +179,7 @@ def test_nonsense_for_an_agent_ends_the_session_of_who_says_it(pool, what):
         assert not psutil.pid_exists(pids[0])
 
 
-def test_wishes_that_a_gateway_could_choke_on(pool):
+def test_excessive_or_mistyped_requests_are_refused(pool):
     """More ranks than memory could list, and what is of another type than it should be."""
     with honest(pool):
         asker = Asker(pool, "eve")
@@ -205,7 +205,7 @@ def test_wishes_that_a_gateway_could_choke_on(pool):
 
 
 @pytest.mark.parametrize("text", ["[]", "7", '{"threads": "x"}', '{"mesh": 3}', '{"token": "zz"}'])
-def test_what_workers_are_to_be_is_checked_where_it_is_read(text):
+def test_worker_specification_is_validated_when_read(text):
     with pytest.raises(ProtocolError, match="cannot be read"):
         spec_of(text)
 
@@ -278,7 +278,7 @@ def test_a_frame_that_is_too_long_ends_its_connection_before_it_is_stored(pool, 
         assert psutil.Process(pool.process.pid).memory_info().rss - before < 100 << 20
 
 
-def test_who_never_ends_its_handshake_keeps_nobody_out(pool):
+def test_unfinished_handshakes_block_nobody(pool):
     address = pool.on.removeprefix("tcp://").split(":")
     with honest(pool):
         slow = [socket.create_connection((address[0], int(address[1]))) for _ in range(100)]
@@ -326,7 +326,7 @@ def test_a_flood_of_sessions_takes_no_place_in_the_queue_from_others(pool):
         assert isinstance(other.told(), Admitted)
 
 
-def test_who_does_not_read_what_it_fetches_fills_no_memory(pool):
+def test_unread_fetches_are_bounded_in_memory(pool):
     nbytes = 64 << 20
     with honest(pool), Pool(pool.on, pool.key("eve"), SECONDS) as eve:
         eve.publish("large", torch.zeros(nbytes, dtype=torch.uint8))

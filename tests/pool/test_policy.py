@@ -72,7 +72,7 @@ def test_a_gang_that_can_never_fit_is_refused_at_once():
     assert (error.asked, error.workers) == (5, 4)
 
 
-def test_a_full_pool_queues_up_to_its_limit_and_says_how_many_wait():
+def test_full_pool_queues_to_limit_and_reports_queue_length():
     pool = policy(1, queue=2)
     ask(pool, "a")
     assert ask(pool, "b") == ask(pool, "c") == []
@@ -82,7 +82,7 @@ def test_a_full_pool_queues_up_to_its_limit_and_says_how_many_wait():
     assert pool.queue == ["b", "c"]
 
 
-def test_a_pool_without_a_queue_still_grants_what_is_free():
+def test_pool_without_queue_grants_free_workers():
     pool = policy(1, queue=0)
     assert granted(ask(pool, "a")) == ["a"]
     assert isinstance(refusal(ask(pool, "b")), PoolFull)
@@ -101,7 +101,7 @@ def test_clients_take_turns_in_the_queue_whoever_came_first():
     assert order == ["a1", "b1", "a2", "a3"]
 
 
-def test_nobody_overtakes_a_gang_that_waits():
+def test_waiting_gang_is_not_overtaken():
     pool = policy(4)
     ask(pool, "a", 3)
     ask(pool, "gang", 4)
@@ -118,7 +118,7 @@ def test_nobody_overtakes_a_gang_that_waits():
         (Quota(cores=3), 2, "cores", (2, 2, 3)),
     ],
 )
-def test_who_asks_for_more_than_its_quota_is_told_the_numbers(quota, workers, what, numbers):
+def test_request_over_quota_reports_numbers(quota, workers, what, numbers):
     pool = policy(8, quotas={"k": quota})
     ask(pool, "first", workers if what != "sessions" else 1, client="k")
     error = refusal(ask(pool, "second", workers, client="k"))
@@ -155,7 +155,7 @@ def test_a_session_outlives_its_connection_for_its_grace_and_its_places_stay_its
     assert granted(pool.handle(Released("a"), 16.0)) == ["b"]
 
 
-def test_who_comes_back_in_time_goes_on():
+def test_session_survives_return_of_client_within_grace():
     pool = policy(1)
     ask(pool, "a", grace=10.0)
     pool.handle(ClientGone("a"), 5.0)
@@ -190,7 +190,7 @@ def test_a_detached_session_lives_until_it_is_evicted_or_expires():
     assert end.session == "b"
 
 
-def test_who_waits_and_goes_leaves_the_queue():
+def test_departed_client_leaves_queue():
     pool = policy(1)
     for session in ("a", "b", "c"):
         ask(pool, session)
@@ -201,7 +201,7 @@ def test_who_waits_and_goes_leaves_the_queue():
     assert pool.queue == []
 
 
-def test_a_pool_that_is_drained_refuses_who_waits_and_who_comes_and_lets_the_others_go_on():
+def test_drained_pool_refuses_new_and_queued_sessions_and_keeps_running_ones():
     pool = policy(1)
     for session in ("a", "b"):
         ask(pool, session)
@@ -211,7 +211,7 @@ def test_a_pool_that_is_drained_refuses_who_waits_and_who_comes_and_lets_the_oth
     assert pool.leases == {}
 
 
-def test_one_room_and_two_clients_who_run_all_the_time():
+def test_two_busy_clients_alternate_on_one_slot():
     pool = policy(2, at_once=1)
     assert Resume("a") in ask(pool, "a")
     assert granted(ask(pool, "b")) == ["b"]
@@ -223,7 +223,7 @@ def test_one_room_and_two_clients_who_run_all_the_time():
     assert not pool.turns.passes("a")
 
 
-def test_errors_travel_as_what_they_were_made_of():
+def test_pool_errors_survive_pickling():
     errors = [
         PoolError("why"), PoolFull(2, 8), PoolDraining(), GangTooLarge(9, 8),
         OverQuota("memory", 1, 2, 3), SessionEnded("s", "it expired"),
@@ -323,7 +323,7 @@ class Model:
 
 
 @given(st.lists(st.tuples(EVENTS, SECONDS), max_size=80), st.integers(1, 4), st.integers(0, 3))
-def test_whatever_happens(events, at_once, queue):
+def test_random_events_keep_policy_invariants(events, at_once, queue):
     model = Model(policy(4, at_once=at_once, queue=queue, grace=0.5, expiry=1.0, quotas=QUOTAS))
     now = 0.0
     for event, pause in events:
@@ -346,7 +346,7 @@ def test_whatever_happens(events, at_once, queue):
     st.lists(st.tuples(st.sampled_from(CLIENTS), st.integers(1, 4)), min_size=1, max_size=20),
     st.randoms(use_true_random=False),
 )
-def test_everybody_who_waits_is_admitted_after_at_most_so_many_others(asks, random):
+def test_queue_wait_is_bounded(asks, random):
     """A client's nth session in the queue waits for at most n rounds of the clients."""
     pool = policy(4)
     waits, granted_now = {}, []

@@ -31,8 +31,8 @@ from lazygt.runtime.cluster.keys import Keyring
 from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Refused, Tell, read, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.wire import encode
-from tests.patience import patience
 from tests.pool.serving import SECONDS, Asker, served, start_client
+from tests.support.timeouts import patience
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -91,7 +91,7 @@ def all_free(pool):
     return pool.until(lambda status: status["free"] == 4 and not status["sessions"])
 
 
-def test_two_clients_at_once_compute_what_they_compute_at_home(pool):
+def test_two_concurrent_clients_match_local_results(pool):
     with lazygt.session(workers=2):
         at_home = digest()
     other = start_client(CLIENT, pool.on, pool.key("bob"), 2)
@@ -179,7 +179,7 @@ def test_a_full_pool_queues_and_then_refuses(pool):
     all_free(pool)
 
 
-def test_who_waits_too_long_is_told_who_was_before(pool):
+def test_start_timeout_names_sessions_ahead(pool):
     first = Asker(pool, "alice", 4)
     first.told()
     with pytest.raises(PoolError, match=r"no 1 worker\(s\) free within 0.5 s: 0 session"):
@@ -200,7 +200,7 @@ def test_a_quota_of_workers_and_of_sessions(pool):
     all_free(pool)
 
 
-def test_who_holds_too_much_memory_is_told_the_numbers(pool):
+def test_memory_quota_error_names_numbers(pool):
     kept = []
 
     def fill():
@@ -270,7 +270,7 @@ def test_publishing_counts_for_the_quota(pool):
         other.close()
 
 
-def test_what_is_detached_goes_on_until_it_is_evicted(pool):
+def test_detached_session_runs_until_evicted(pool):
     with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1, detach=True) as session:
         session.publish("later", torch.ones(3))
         (pid,) = session.worker_pids
@@ -325,7 +325,7 @@ def test_a_key_of_another_pool_and_one_that_was_revoked_and_no_pool_at_all(pool,
     all_free(pool)
 
 
-def test_what_is_not_a_clients_to_say(pool):
+def test_invalid_client_messages_are_refused(pool):
     """Messages to an agent without a session go nowhere; workers are lazygt's own, and as many as
     were granted."""
     asker = Asker(pool, "alice", 1)
@@ -410,7 +410,7 @@ def test_failed_messages_of_another_version_are_still_errors():
 
 
 @pytest.mark.slow
-def test_what_is_compiled_lies_in_the_pool_for_this_client_alone(tmp_path, monkeypatch):
+def test_pool_caches_compiled_code_per_client(tmp_path, monkeypatch):
     monkeypatch.setenv("LAZYGT_CACHE_DIR", str(tmp_path / "mine"))
     with served(tmp_path, "--workers", "2") as pool:
         with lazygt.session(on=pool.on, key=pool.key("alice"), workers=2, compile="now") as session:

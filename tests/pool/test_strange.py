@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.pool.serving import SECONDS, Served, served
-from tests.strange import LATER, OTHER_LAZYGT, OTHER_TORCH, UP_LONGER, strange
+from tests.support.strange import LATER, OTHER_LAZYGT, OTHER_TORCH, UP_LONGER, strange
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -120,13 +120,13 @@ def test_a_gang_that_needs_all_the_room_gets_its_share_beside_small_ones():
     assert jain([client.run_seconds for client in clients]) >= 0.95
 
 
-def test_who_comes_alone_never_waits():
+def test_single_client_never_waits():
     client = Client("c", 0.5, think=0.1)
     simulate([client], 1, 30.0)
     assert client.longest_wait == 0.0
 
 
-def test_the_time_of_those_who_have_gone_is_for_the_others():
+def test_share_of_departed_client_goes_to_others():
     turns = Turns(1)
     assert turns.add("a", "a", 1, 0.0) == [Resume("a")]
     assert turns.add("b", "b", 1, 0.0) == []
@@ -136,7 +136,7 @@ def test_the_time_of_those_who_have_gone_is_for_the_others():
     assert turns.deficit("a") == 0.0
 
 
-def test_who_is_quiet_loses_its_turn_after_a_moment_and_only_if_somebody_waits():
+def test_idle_client_loses_turn_only_if_another_waits():
     turns = Turns(1)
     turns.add("a", "a", 1, 0.0)
     assert turns.share(10 * LINGER) == []

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests import values
+from tests.support import values
 
 Tensor = torch.Tensor
 

@@ -16,9 +16,9 @@ from lazygt.graph import Graph, parse_graph
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.graph_codec import decode_graph, encode_graph
 from lazygt.runtime.plan import Plan
-from tests.bits import assert_same_bits
 from tests.property.programs import PROGRAMS, SYNCS, Step, run
 from tests.runtime.executors.compared import comparing, needs_native
+from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -64,7 +64,7 @@ def test_threads_with_a_session_have_lazygt() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_backward_pass_that_torch_refuses_says_what_to_do(
+def test_refused_backward_names_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def engine(*_: object, **__: object) -> None:

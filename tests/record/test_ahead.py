@@ -104,7 +104,7 @@ def recorded(
     st.lists(SIZED, min_size=3, max_size=25),
     st.lists(st.tuples(SIZES, SIZES), min_size=2, max_size=4),
 )
-def test_what_was_added_is_what_would_be_recorded(
+def test_prefetched_steps_equal_recorded_steps(
     program: list[Step], sizes: list[tuple[int, int]]
 ) -> None:
     programs = [(accepted(program, start("cpu", *size)), size) for size in sizes]

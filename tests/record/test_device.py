@@ -156,7 +156,7 @@ def test_nothing_of_torch_stays_changed_after_a_session() -> None:
         torch.rand(1)
 
 
-def test_to_and_back(s: lazygt.Session) -> None:
+def test_tensor_moves_to_device_and_back(s: lazygt.Session) -> None:
     host = torch.arange(6.0, device="cpu").reshape(2, 3).t()
     lazy = host.to("lazygt")
     assert lazy.is_lazygt  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def test_deepcopy_keeps_views_of_one_storage(s: lazygt.Session) -> None:
     assert x.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_deepcopy_refuses_what_torch_refuses(s: lazygt.Session) -> None:
+def test_deepcopy_of_non_leaf_is_refused_as_in_torch(s: lazygt.Session) -> None:
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(torch.ones(2, requires_grad=True) * 2)
 
@@ -233,7 +233,7 @@ def test_load_to_lazygt(s: lazygt.Session, tmp_path: Path, where: Any, weights_o
         assert torch.equal(loaded[name], value)
 
 
-def test_what_is_loaded_is_no_view(s: lazygt.Session, tmp_path: Path) -> None:
+def test_loaded_tensor_is_no_view(s: lazygt.Session, tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict() | {"none": torch.empty(0, 3)}, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", map_location="lazygt")
     assert not any(value._is_view() or view_of(value) for value in loaded.values())
@@ -541,7 +541,7 @@ print("done")
         "recompute", "failed on the worker",
     ],
 )  # fmt: skip
-def test_what_is_raised_in_a_backward_pass_reaches_the_user(which: str) -> None:
+def test_exception_in_backward_reaches_user(which: str) -> None:
     out = subprocess.run(
         [sys.executable, "-c", _RAISING, which],
         capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2],
@@ -767,7 +767,7 @@ _MIXES: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("mix", _MIXES)
-def test_other_mixes_raise_and_say_what_to_do(
+def test_mixed_device_error_names_remedy(
     s: lazygt.Session, mix: Callable[[torch.Tensor, torch.Tensor], Any]
 ) -> None:
     with pytest.raises(RuntimeError, match=r"\.to\('lazygt'\)"):

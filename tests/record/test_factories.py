@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_it_is_lazy_in_a_session_and_only_there(name: str) -> None:
+def test_factory_is_lazy_only_inside_session(name: str) -> None:
     eager = MAKES[name]()
     with lazygt.session(launcher="inline"):
         made = MAKES[name]()
@@ -57,12 +57,12 @@ def test_it_is_lazy_in_a_session_and_only_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_it_is_left_alone_without_a_default_device(name: str) -> None:
+def test_factory_is_eager_without_default_device(name: str) -> None:
     with lazygt.session(launcher="inline", default_device=False):
         assert MAKES[name]().device.type == "cpu"
 
 
-def test_everything_is_torchs_own_again() -> None:
+def test_factories_are_restored_after_session() -> None:
     before = full, renamed, FloatTensor, torch.Tensor.__new__, torch.LongTensor
     with lazygt.session(launcher="inline"):
         assert full is torch.full

@@ -210,7 +210,7 @@ def test_nondeterministic_op_fails_with_torchs_message_and_the_users_line(
     assert put("lazygt").tolist() == [0, 2, 0]
 
 
-def test_flag_that_is_set_to_what_it_is_ships_nothing(session: Session) -> None:
+def test_unchanged_flag_sends_nothing(session: Session) -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
@@ -226,7 +226,7 @@ def test_flag_that_is_set_to_what_it_is_ships_nothing(session: Session) -> None:
     assert recorded.tolist() == [2, 2, 2]
 
 
-def test_steps_under_flags_send_what_steps_without_them_send(session: Session) -> None:
+def test_steps_under_flags_send_no_extra_bytes(session: Session) -> None:
     def sent() -> tuple[int, int]:
         weight = torch.ones(4)
         for _ in range(6):

@@ -45,7 +45,9 @@ def test_an_optimizer_on_the_cpu() -> None:
     [(None, 9, True), ("cpu", 2, True), ("cpu", 9, False)],
     ids=["on the workers", "a few steps on the CPU", "meant so"],
 )
-def test_nothing_to_say(device: str | None, steps: int, default_device: bool) -> None:
+def test_used_or_empty_session_gives_no_warning(
+    device: str | None, steps: int, default_device: bool
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", lazygt.IdleWarning)
         with lazygt.session(launcher="inline", default_device=default_device):

@@ -80,7 +80,7 @@ def test_first_run_sums_in_the_order_of_the_kernels_strides(
         assert s.stats()["plan_hits"] == 4  # of the upload and of the sums, twice each
 
 
-def test_what_eager_torch_lets_one_view_may_be_viewed(ops: object) -> None:
+def test_relaid_result_is_viewable_as_in_eager_torch(ops: object) -> None:
     with lazygt.session(launcher="inline") as s:
         x = torch.arange(6.0).reshape(2, 3)
         torch.ops.relaid.turned(x).tolist()

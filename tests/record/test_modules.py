@@ -198,7 +198,7 @@ def test_a_backward_of_before_the_move_says_so(s: lazygt.Session, there: str) ->
     assert model[0].weight.grad is None
 
 
-def test_subclasses_of_parameter_stay_what_they_are(s: lazygt.Session) -> None:
+def test_parameter_subclass_is_preserved(s: lazygt.Session) -> None:
     module = nn.Module()
     module.p = p = Tagged(torch.ones(2, device="cpu"))
     module.to("lazygt")
@@ -276,7 +276,7 @@ def test_torch_may_be_told_to_swap_or_to_make_new_parameters(s: lazygt.Session) 
             choose(False)
 
 
-def test_loading_by_assignment_gives_the_module_what_was_loaded(s: lazygt.Session) -> None:
+def test_load_by_assignment_uses_loaded_tensors(s: lazygt.Session) -> None:
     model = tied_model().to("lazygt")
     state = tied_model().state_dict()
     model.load_state_dict({name: t.to("lazygt") for name, t in state.items()}, assign=True)
@@ -286,7 +286,7 @@ def test_loading_by_assignment_gives_the_module_what_was_loaded(s: lazygt.Sessio
     assert model[0].weight.data_ptr() == state["0.weight"].data_ptr()
 
 
-def test_saved_modules_are_plain_ones(s: lazygt.Session) -> None:
+def test_saved_modules_load_as_plain_modules(s: lazygt.Session) -> None:
     model = tied_model().to("lazygt")
     model[0].weight.tag = "mine"
     file = io.BytesIO()

@@ -54,9 +54,7 @@ def planned(
     st.lists(SIZED, min_size=3, max_size=25),
     st.lists(st.tuples(SIZES, SIZES), min_size=2, max_size=4),
 )
-def test_what_is_reused_is_what_would_be_planned(
-    program: list[Step], sizes: list[tuple[int, int]]
-) -> None:
+def test_reused_plans_equal_new_plans(program: list[Step], sizes: list[tuple[int, int]]) -> None:
     programs = [(accepted(program, start("cpu", *size)), size) for size in sizes]
     ours, resized = planned(programs, reusing=True)
     theirs, _ = planned(programs, reusing=False)
@@ -160,7 +158,7 @@ def test_a_size_that_becomes_another_one_is_no_other_program(passed: Counter[str
     assert ours == summed("cpu", [5, 7, 8, 9])
 
 
-def test_where_that_makes_two_tensors_alike_it_is_another_program(passed: Counter[str]) -> None:
+def test_equal_sizes_of_two_tensors_need_own_plan(passed: Counter[str]) -> None:
     """Passes may do with both at once what they do with one."""
 
     def summed(device: str, counts: list[int]) -> list[float]:

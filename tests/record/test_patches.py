@@ -67,7 +67,7 @@ def in_force(patches: Patches) -> list[bool]:
     return [vars(patch.owner).get(patch.name) is patch.ours for patch in patches.patches]
 
 
-def test_what_is_replaced_is_known_and_has_a_reason() -> None:
+def test_every_patch_is_listed_with_reason() -> None:
     of_recorder = PYTHON if tensor.NATIVE is None else NATIVE
     assert sorted(names(device._ALWAYS)) == sorted([*ALWAYS.split(), *of_recorder.split()])
     assert names(device._IN_SESSIONS) == [*IN_SESSIONS.split(), *names(Patches(*FLAG_SETTERS))]
@@ -77,7 +77,7 @@ def test_what_is_replaced_is_known_and_has_a_reason() -> None:
     assert all(in_force(device._ALWAYS))
 
 
-def test_sessions_put_back_what_they_replace() -> None:
+def test_sessions_restore_patched_attributes() -> None:
     before = [vars(patch.owner).get(patch.name) for patch in device._IN_SESSIONS.patches]
     with lazygt.session(launcher="inline"):
         with lazygt.session(launcher="inline"):
@@ -109,7 +109,7 @@ def test_a_patch_is_made_once_and_undone(name: str) -> None:
         assert getattr(Owner, name) == "torch's"
 
 
-def test_a_patch_says_what_it_is() -> None:
+def test_patch_text_names_target_and_reason() -> None:
     patch: Any = Patch(torch.Tensor, "data", None, "a reason")
     assert str(patch) == "torch.Tensor.data: a reason"
     assert str(Patch(torch.optim, "x", None, "y")) == "torch.optim.x: y"

@@ -226,7 +226,7 @@ def _seen_from_the_client() -> list[torch.Tensor]:
     return [torch.as_tensor(each).cpu() for each in out]
 
 
-def test_what_the_client_sees_of_the_stream() -> None:
+def test_client_draws_match_eager_stream() -> None:
     expected, end = _seen_from_the_client(), torch.get_rng_state()
     with lazygt.session(launcher="inline"):
         _same(_seen_from_the_client(), expected, [str(i) for i in range(len(expected))])

@@ -19,7 +19,7 @@ from torch import nn
 import lazygt
 from lazygt.record.tensor import NATIVE
 from lazygt.session import Session
-from tests.patience import DEEP
+from tests.support.timeouts import DEEP
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -100,7 +100,7 @@ def test_a_changed_branch_shape_or_closure_is_never_stale() -> None:
             assert torch.equal(y.cpu(), expected)
 
 
-def test_what_dies_before_the_flush_is_never_an_output() -> None:
+def test_value_dead_before_flush_is_no_output() -> None:
     with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
         y = (x + 1) * 2
@@ -110,7 +110,7 @@ def test_what_dies_before_the_flush_is_never_an_output() -> None:
         assert y.tolist() == [4.0] * 3
 
 
-def test_what_dies_later_rides_in_the_next_run() -> None:
+def test_later_free_is_sent_with_next_run() -> None:
     with lazygt.session(launcher="inline") as s:
         x = torch.ones(3) + 1
         s.synchronize()
@@ -171,7 +171,7 @@ def test_plans_are_bounded_by_their_memory() -> None:
         assert long_chain(1) == long_chain(1)
 
 
-def test_the_memory_of_plans_is_what_they_are_said_to_take() -> None:
+def test_reported_plan_memory_matches_measurement() -> None:
     """Of the client and its worker together, which are one process here; less where they differ in
     sizes alone, as here."""
     with lazygt.session(launcher="inline", compile="off") as s:

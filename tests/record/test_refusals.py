@@ -297,7 +297,7 @@ eager: dict[str, Outcome] = {}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_wrong_call_raises_what_eager_torch_raises(s: lazygt.Session, name: str) -> None:
+def test_wrong_call_raises_error_of_eager_torch(s: lazygt.Session, name: str) -> None:
     ours, theirs = outcome(CALLS[name]), eager[name]
     assert (ours.kind, ours.first_line) == (theirs.kind, theirs.first_line)
     if ours.is_named:

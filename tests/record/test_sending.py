@@ -106,7 +106,7 @@ def test_lazy_tensors_arrive_as_those_of_the_cpu_do(name: str, way: Callable[[An
         assert facts(way(sent)) == expected
 
 
-def test_tensors_that_shared_a_storage_share_one(s: lazygt.Session) -> None:
+def test_sent_tensors_keep_shared_storage(s: lazygt.Session) -> None:
     received = by_queue(tied())
     received["whole"][2] = 9
     assert received["a view"][0] == 9
@@ -136,7 +136,7 @@ def test_queue_takes_the_values_of_now() -> None:
     assert queue.get(timeout=SECONDS) == "still there"
 
 
-def test_what_else_is_sent_goes_its_own_way(s: lazygt.Session) -> None:
+def test_cpu_tensors_keep_torchs_own_sharing(s: lazygt.Session) -> None:
     queue: Any = multiprocessing.Queue()
     shared = torch.zeros(2, device="cpu")
     queue.put(shared)

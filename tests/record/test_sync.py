@@ -213,7 +213,7 @@ def test_traces_are_bounded_by_the_bytes_that_they_hold() -> None:
         assert s.stats()["flushes"]["trace too long"] == 1 + (200 - 40) // 20
 
 
-def test_what_autograd_keeps_is_held() -> None:
+def test_values_saved_by_autograd_count_as_held() -> None:
     with lazygt.session(launcher="inline", max_graph_bytes=64 * 40) as s:
         x = torch.ones(16, requires_grad=True)
         for _ in range(100):
@@ -221,7 +221,7 @@ def test_what_autograd_keeps_is_held() -> None:
         assert s.stats()["flushes"]["trace too long"] == 1 + (100 - 40) // 20
 
 
-def test_inputs_that_are_updated_in_place_are_not_what_a_trace_made() -> None:
+def test_inputs_updated_in_place_do_not_count_for_trace_bytes() -> None:
     with lazygt.session(launcher="inline", max_graph_bytes=64 * 4) as s:
         weights = [torch.ones(16) for _ in range(3)]
         s.flush()
@@ -241,7 +241,7 @@ def test_the_bound_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         assert "trace too long" not in s.stats()["flushes"]
 
 
-def test_numpy_refuses_what_torch_refuses(s: lazygt.Session) -> None:
+def test_numpy_of_tensor_requiring_grad_is_refused(s: lazygt.Session) -> None:
     w = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match="requires grad"):
         w.numpy()

@@ -254,7 +254,7 @@ def test_flex_attention(compiled: bool) -> None:
             attend(query.to("lazygt").requires_grad_(), bias.to("lazygt"))
 
 
-def test_fake_tensors_of_lazy_ones() -> None:
+def test_fake_tensors_of_lazy_tensors() -> None:
     with lazygt.session(launcher="inline"):
         x = torch.randn(4, 6, requires_grad=True)
         with FakeTensorMode() as mode:

@@ -20,7 +20,7 @@ def s() -> Iterator[lazygt.Session]:
         yield session
 
 
-def test_addresses_tell_who_shares_a_storage(s: lazygt.Session) -> None:
+def test_storage_address_identifies_shared_storage(s: lazygt.Session) -> None:
     x, y = torch.zeros(4, 3), torch.zeros(4, 3)
     column = x[:, 1]
     storages = [t.untyped_storage() for t in (x, x.detach(), column, y)]
@@ -50,7 +50,7 @@ def test_empty_tensors_have_no_address(s: lazygt.Session) -> None:
     assert torch.zeros(0, 3).untyped_storage().data_ptr() == 0
 
 
-def test_what_a_storage_of_the_workers_can_not_do_says_so(s: lazygt.Session) -> None:
+def test_unsupported_storage_call_names_remedy(s: lazygt.Session) -> None:
     x = torch.zeros(2)
     with pytest.raises(NotImplementedError, match=r"give the tensor another value with .data"):
         x.untyped_storage().resize_(0)

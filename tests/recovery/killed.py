@@ -33,8 +33,8 @@ import lazygt
 from lazygt.runtime.compiling import compiler
 from lazygt.runtime.compiling.artifacts import Record
 from lazygt.runtime.recovery import recover
-from tests import forking
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, chaotic, digest
+from tests.support import forking
 
 #: Deaths that one wait may see: the third at the same run would be poison.
 MOST = 2

@@ -32,8 +32,8 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.runtime.recovery.checkpoint_folder import CheckpointFolder
-from tests import forking
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, digest
+from tests.support import forking
 
 #: Steps that a run does at most before its death.
 _MOST = 6

@@ -37,7 +37,7 @@ def numbers(path: Path) -> list[int]:
     return [int(name.removeprefix("checkpoint-").removesuffix(".lazygt")) for name in checkpoints]
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_checkpoint_file_round_trip(tmp_path: Path) -> None:
     path = save(CheckpointFolder(tmp_path), 7)
     file = CheckpointFile(path)
     assert file.about == {"step": 7, "number": 1}
@@ -56,7 +56,7 @@ def test_every_flipped_byte_is_noticed_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 10, 64, 500, -1])
-def test_of_a_torn_one_the_one_before_is_used(tmp_path: Path, left: int) -> None:
+def test_torn_checkpoint_falls_back_to_previous(tmp_path: Path, left: int) -> None:
     folder = CheckpointFolder(tmp_path)
     before, last = save(folder, 1), save(folder, 2)
     last.write_bytes(last.read_bytes()[:left])
@@ -69,7 +69,7 @@ def test_of_a_torn_one_the_one_before_is_used(tmp_path: Path, left: int) -> None
     assert names(tmp_path) == [before.name, after.name, "lazygt.lock"]
 
 
-def test_torn_ones_alone_are_no_beginning(tmp_path: Path) -> None:
+def test_only_torn_checkpoint_is_error(tmp_path: Path) -> None:
     path = save(CheckpointFolder(tmp_path), 1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"lost 1 bytes, and there is no other$") as raised:
@@ -103,7 +103,7 @@ def test_the_last_two_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> No
         assert (tmp_path / name).read_text() == "mine"
 
 
-def test_what_a_killed_session_left_is_removed(tmp_path: Path) -> None:
+def test_partial_file_of_killed_session_is_removed(tmp_path: Path) -> None:
     part = tmp_path / "checkpoint-000009.lazygt.part"
     part.write_bytes(bytes(1000))
     CheckpointFolder(tmp_path)
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_nothing_and_takes_nothing(
     ]
 
 
-def test_a_folder_that_can_not_be_one(tmp_path: Path) -> None:
+def test_unusable_checkpoint_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="can't be written"):
         CheckpointFolder(tmp_path / "file")

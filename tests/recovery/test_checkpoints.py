@@ -134,7 +134,7 @@ def test_a_run_without_recovery_goes_on(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one worker", "fully sharded", "pipeline"])
-def test_what_is_written_beside_the_steps_is_that_moment(
+def test_background_checkpoint_has_state_at_its_mark(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step is saved, and the next three are done before a byte of it is written."""
@@ -224,7 +224,7 @@ def rewritten(path: Path, **about: Any) -> None:
         checkpoint_folder.write(new, {**file.about, **about}, data)
 
 
-def test_a_program_that_was_killed_reads_what_it_had_without_a_session(tmp_path: Path) -> None:
+def test_checkpoint_of_killed_program_is_readable_without_session(tmp_path: Path) -> None:
     values = {"best": 0.25, "seen": {"a", "b"}, "place": (1, [2.5, None], b"x"), "many": 1 << 90,
               "array": np.arange(3), "dtype": torch.bfloat16, "size": torch.Size([2])}  # fmt: skip
     path = save_small(tmp_path, 4, **values)
@@ -376,14 +376,14 @@ def test_all_that_was_registered_is_to_be_there(tmp_path: Path) -> None:
             lazygt.resume(tmp_path).load(other=torch.ones(2))
 
 
-def test_what_has_no_state_is_refused() -> None:
+def test_session_without_folder_ignores_registrations() -> None:
     with lazygt.session(**INLINE) as s:
         s.register(anything=3)  # without a folder nothing is kept, and nothing looked at
         assert not s.checkpoint(1)
         assert (s.resume().step, dict(s.resume()), s.checkpoints) == (0, {}, [])
 
 
-def test_what_can_not_be_saved_is_told_at_the_mark(tmp_path: Path) -> None:
+def test_unsaveable_value_is_refused_at_mark(tmp_path: Path) -> None:
     with Small(tmp_path) as s:
         with pytest.raises(TypeError, match=r"^register\(epoch=3\): a int has no state_dict\(\)"):
             s.register(epoch=3)
@@ -463,7 +463,7 @@ def test_two_sessions_in_one_folder_are_refused(tmp_path: Path) -> None:
         assert s.resume().step == 1
 
 
-def test_there_is_nothing_to_read(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_error(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(lazygt.CheckpointError, match=f"checkpoint {folder}: "):
             lazygt.resume(folder)
@@ -489,7 +489,7 @@ def test_a_full_disk_is_told_once_and_with_since_when(
     assert lazygt.resume(tmp_path).step == 5
 
 
-def test_marks_between_are_passed_over(tmp_path: Path) -> None:
+def test_marks_between_intervals_are_skipped(tmp_path: Path) -> None:
     with Small(tmp_path, checkpoint_every=3) as s:
         assert [s.checkpoint(step) for step in range(1, 6)] == [False, False, True, False, False]
     assert lazygt.resume(tmp_path).step == 3
@@ -534,7 +534,7 @@ def test_a_folder_that_nothing_was_saved_in_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "often", "5 m", "s"])
-def test_intervals_that_can_not_be(tmp_path: Path, every: Any) -> None:
+def test_invalid_interval_is_refused(tmp_path: Path, every: Any) -> None:
     with pytest.raises(ValueError, match="checkpoint_every"):
         lazygt.session(checkpoint=tmp_path, checkpoint_every=every, **INLINE)
 

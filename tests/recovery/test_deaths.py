@@ -17,8 +17,8 @@ import torch
 
 import lazygt
 from lazygt.runtime.messages import Snapped
-from tests.patience import DEEP
 from tests.recovery.programs import LAYOUTS, outcome
+from tests.support.timeouts import DEEP
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -231,7 +231,7 @@ def test_no_room_for_a_snapshot_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
         ({"spares": -1}, "spares=-1"),
     ],
 )
-def test_settings_that_can_not_be(setting: dict[str, Any], text: str) -> None:
+def test_invalid_setting_is_refused(setting: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         lazygt.session(**setting)
 

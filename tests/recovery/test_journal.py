@@ -132,7 +132,7 @@ def test_a_collective_that_fails_when_its_run_is_done_again_is_in_doubt() -> Non
     assert recovery.doubts.take() == [failed, inherited]
 
 
-def test_what_was_held_may_be_in_doubt_itself() -> None:
+def test_held_answers_may_be_suspected_too() -> None:
     ranks = Ranks(2, 2)
     said = [answer(0, 1, True), answer(0, 2, True), answer(1, 1)]
     assert [ranks.tell(each) for each in said[:2]] == [[], []]

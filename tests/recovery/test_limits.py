@@ -17,7 +17,7 @@ from tests.recovery.mortal import mortal_session
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_values_that_kill_whoever_restores_them() -> None:
+def test_values_killing_every_restore_are_given_up() -> None:
     """No run has begun, so none is to blame; it is given up all the same."""
     with mortal_session() as (s, link):
         x = torch.ones(8) * 3
@@ -69,7 +69,7 @@ def test_an_upload_finds_room_where_others_are_kept(monkeypatch: pytest.MonkeyPa
         assert s._client.recovery is None
 
 
-def test_what_a_death_was_keeps_no_value_alive() -> None:
+def test_recorded_death_keeps_no_tensor_alive() -> None:
     """An error holds the frames that it went through, and these the user's tensors."""
 
     def seen() -> weakref.ref[torch.Tensor]:

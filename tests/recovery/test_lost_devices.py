@@ -74,7 +74,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[lazygt.Session]:
 
 
 @pytest.mark.parametrize("by", ["synchronize", "snapshot"])
-def test_an_op_whose_run_was_answered_is_found(ahead: lazygt.Session, by: str) -> None:
+def test_failed_op_of_answered_run_is_found(ahead: lazygt.Session, by: str) -> None:
     weight, before = torch.ones(4), torch.arange(4.0)
     ahead.synchronize()
     bad = lazygt.apply(asserts_later, before)
@@ -115,7 +115,7 @@ def asserts_once(x: torch.Tensor, path: str) -> torch.Tensor:
     return x * 2
 
 
-def test_what_does_not_happen_again_is_a_longer_wait(tmp_path: Path) -> None:
+def test_transient_device_loss_is_only_delay(tmp_path: Path) -> None:
     with lazygt.session(threads=1) as s:
         x = lazygt.apply(asserts_once, torch.ones(2), str(tmp_path / "once"))
         assert x.tolist() == [2, 2]

@@ -79,7 +79,7 @@ def values(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("snapshots", [False, True])
 @settings(max_examples=settings().max_examples // 2)
 @given(before=STATEMENTS, since=STATEMENTS, later=STATEMENTS)
-def test_all_is_as_when_eager_torch_raises(
+def test_state_after_failure_matches_eager_torch(
     snapshots: bool, before: list[Statement], since: list[Statement], later: list[Statement]
 ) -> None:
     eager = Program("cpu", None)
@@ -155,7 +155,7 @@ def test_a_bad_batch_changes_no_weight(name: str, bad: int) -> None:
 
 
 @pytest.mark.parametrize("snapshots", [False, True])
-def test_what_was_made_since_is_intact_where_it_does_not_depend_on_the_op(snapshots: bool) -> None:
+def test_values_independent_of_failed_op_survive(snapshots: bool) -> None:
     with mortal_session(snapshots=snapshots) as (s, link):
         program = Program("lazygt", s)
         program.fail()

@@ -68,7 +68,7 @@ def test_values_overwritten_meanwhile_are_restored_as_they_were() -> None:
     assert taker.cuda.kernels.waits == 0
 
 
-def test_a_later_snapshot_copies_what_is_new() -> None:
+def test_later_snapshot_copies_only_new_values() -> None:
     taker = Taker()
     taker.store.put(1, torch.ones(10))
     taker.take(1)

@@ -23,7 +23,7 @@ import torch
 import lazygt
 from lazygt.runtime.launch import worker_pool
 from lazygt.runtime.launch.worker_pool import WorkerPool, WorkerProcess
-from tests.control_group import control_group
+from tests.support.control_group import control_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(100)]
 

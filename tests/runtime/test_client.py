@@ -104,7 +104,7 @@ def test_an_upload_keeps_its_room_until_every_worker_has_read_it(arena) -> None:
     assert arena.bytes_in_use == 0
 
 
-def test_an_upload_is_kept_until_a_snapshot_covers_what_read_it(arena) -> None:
+def test_upload_is_kept_until_snapshot_covers_its_reader(arena) -> None:
     uploads = Uploads(arena, readers=2, threshold=META.nbytes, keeps=True)
     offsets = []
     for key in (7, 8):
@@ -144,7 +144,7 @@ def left_in(arena: Arena, values: torch.Tensor) -> Fetched:
     return Fetched(META, slot.offset)
 
 
-def test_a_value_is_joined_of_what_ranks_sent_and_left_in_their_arenas(arena) -> None:
+def test_value_is_joined_from_messages_and_arenas(arena) -> None:
     fetches = Fetches(Link(arena))
     beside = memoryview(torch.arange(4.0).numpy().tobytes())
     lying = left_in(arena, torch.arange(4.0, 8.0))

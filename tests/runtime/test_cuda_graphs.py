@@ -11,9 +11,9 @@ import lazygt
 from lazygt.config import Config
 from lazygt.runtime.executors.cuda_graphs import graphs_of
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
-from tests.bits import assert_same_bits
 from tests.models import zoo
 from tests.runtime.executors import cuda_stand_in
+from tests.support.bits import assert_same_bits
 
 RUNS = 12
 
@@ -51,7 +51,7 @@ def swept(device: str) -> list[torch.Tensor]:
     return [each.cpu() for each in [*sums, kept]]
 
 
-def test_places_that_change_are_never_old_ones() -> None:
+def test_changed_addresses_are_never_stale() -> None:
     with (
         cuda_stand_in.captured() as cuda,
         lazygt.session(launcher="inline", device="cpu", compile="off"),
@@ -110,7 +110,7 @@ def test_a_failed_capture_warns_once_and_the_numbers_stay_right() -> None:
         assert s.stats()["cuda_graphs"] == 0
 
 
-def test_replays_compare_nothing_with_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_skip_checks_of_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """That was done when the plan was captured; each time, it took longer than the graphs."""
     checked: list[str] = []
     with (
@@ -157,7 +157,7 @@ def test_a_profiled_run_is_no_replay() -> None:
         assert cuda.replays == before
 
 
-def test_only_gpus_have_them() -> None:
+def test_cuda_graphs_exist_only_on_gpus() -> None:
     assert graphs_of(torch.device("cpu"), "now", 1) is None
     assert graphs_of(torch.device("cuda"), "off", 1) is None
     assert graphs_of(torch.device("cuda"), "auto", 1) is not None

@@ -185,7 +185,7 @@ def told(session: lazygt.Session) -> list[Any]:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=IDS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_it_is_what_python_gets(
+def test_native_fetch_matches_python_fetch(
     program: Callable[[lazygt.Session], list[object]], settings: dict[str, Any]
 ) -> None:
     """Values, counts, bytes of the messages, and what the history tells."""
@@ -201,7 +201,7 @@ def test_it_is_what_python_gets(
     assert here[1] == there[1]
 
 
-def test_it_is_eagers_bits(s: lazygt.Session) -> None:
+def test_fetched_number_has_bits_of_eager(s: lazygt.Session) -> None:
     for number in (0.1, -0.0, 1e-45, float("inf"), 3.4e38):
         there = torch.tensor([number, 1.0], device="cpu")
         lazy = there.to("lazygt")
@@ -289,7 +289,7 @@ def test_sessions_that_are_dropped_are_gone() -> None:
     assert gone() is None
 
 
-def test_a_session_in_which_another_was_opened_reads_on() -> None:
+def test_outer_session_reads_on_after_inner_session() -> None:
     with lazygt.session(launcher="inline"):
         a = torch.arange(4.0)
         with lazygt.session(launcher="inline"):

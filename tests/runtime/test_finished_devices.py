@@ -58,7 +58,7 @@ def test_synchronize_waits_once_and_a_flush_does_not(
     assert len(waits) == 2
 
 
-def test_the_wait_comes_after_what_was_recorded_and_before_its_answer(
+def test_synchronize_waits_after_recorded_ops_and_before_reply(
     on_gpu: lazygt.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, seen = on_gpu._link._worker, []  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def test_the_wait_comes_after_what_was_recorded_and_before_its_answer(
     assert [value.tolist() for value in seen] == [x.tolist()]
 
 
-def test_on_cpus_nothing_is_sent_for_it(waits: list[torch.device]) -> None:
+def test_synchronize_on_cpu_sends_no_message(waits: list[torch.device]) -> None:
     with lazygt.session(launcher="inline", compile="off") as s:
         torch.ones(3)
         s.synchronize()
@@ -90,7 +90,7 @@ def test_a_profiled_run_begins_when_all_before_it_has_ended(
     assert y.tolist() == [2, 2, 2]
 
 
-def test_a_snapshot_is_told_of_when_what_it_covers_is_done(waits: list[torch.device]) -> None:
+def test_snapshot_is_reported_once_its_values_are_computed(waits: list[torch.device]) -> None:
     worker = Worker(snapshots=Arena.own(create_memory(1 << 20)))
     ((told,),) = worker.handle(encode(Snap(1)))
     assert len(waits) == 1

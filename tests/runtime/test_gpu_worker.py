@@ -28,7 +28,7 @@ class Cuda:
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
-def test_it_has_a_context_before_its_generator_is_asked_for(
+def test_worker_creates_context_before_reading_generator(
     device: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = Cuda(monkeypatch, 2)

@@ -38,7 +38,7 @@ def test_an_upload_waits_for_its_copy_and_for_no_kernel() -> None:
     arena.close()
 
 
-def test_what_has_come_is_kept_until_it_is_copied() -> None:
+def test_staged_copy_is_kept_until_its_event() -> None:
     cuda = Cuda()
     copies = HostCopies(torch.device("cpu"), cuda)
     source = torch.arange(6.0).view(2, 3).T

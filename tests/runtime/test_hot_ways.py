@@ -93,7 +93,7 @@ def test_recording_a_hit_takes_four_files_or_none(ways: dict[str, frozenset[str]
 @pytest.mark.parametrize(
     ("way", "most"), [("item", 15), ("flush", 13), ("backward", 14)], ids=lambda value: str(value)
 )
-def test_what_is_shipped_takes_few_files(
+def test_path_of_shipped_op_has_few_files(
     ways: dict[str, frozenset[str]], way: str, most: int
 ) -> None:
     """What is recorded becomes a run: named, noted for a recovery, sent, and waited for where
@@ -111,7 +111,7 @@ def test_an_optimizers_step_takes_eleven_files(ways: dict[str, frozenset[str]]) 
     assert names(ways["step"] - BETWEEN) <= RECORDING | asked, sorted(ways["step"])
 
 
-def test_nobody_looks(ways: dict[str, frozenset[str]]) -> None:
+def test_hot_paths_skip_observation_and_passes(ways: dict[str, frozenset[str]]) -> None:
     """What only shows or explains has no place on a hot way, nor has what makes new plans."""
     for way, files in ways.items():
         looked = names(files) & {"history", "console", "timeline", "why", "planner", "idle"}

@@ -159,7 +159,7 @@ def test_answers_are_pythons(
         program(session)
 
 
-def test_a_known_run_is_not_pythons(shadowed: list[Shadowed]) -> None:
+def test_known_run_bypasses_python(shadowed: list[Shadowed]) -> None:
     with lazygt.session(launcher="inline", plan_code="native"):
         x = torch.arange(4.0)
         for _ in range(100):
@@ -168,7 +168,7 @@ def test_a_known_run_is_not_pythons(shadowed: list[Shadowed]) -> None:
     assert shadowed[0].in_python < 10
 
 
-def test_another_message_makes_it_forget(shadowed: list[Shadowed]) -> None:
+def test_other_message_invalidates_known_run(shadowed: list[Shadowed]) -> None:
     """A plan may be forgotten, swapped or sent anew: whatever comes, Python looks again."""
     with lazygt.session(launcher="inline", plan_code="native", max_plans=2):
         x = torch.arange(4.0)

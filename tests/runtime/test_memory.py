@@ -91,7 +91,7 @@ def test_a_dry_session_knows_sizes() -> None:
         assert s.memory().ranks[0].kinds["parameters"] == WEIGHTS // 2
 
 
-def test_it_prints_and_an_error_comes_first() -> None:
+def test_memory_report_prints_after_pending_errors() -> None:
     with lazygt.session(launcher="inline") as s:
         _kept = trained()
         text = str(s.memory())

@@ -40,8 +40,8 @@ from lazygt.runtime.messages import (
 )
 from lazygt.runtime.wire import decode, encode
 from lazygt.runtime.worker import Worker
-from tests.patience import DEEP
 from tests.runtime import nonsense
+from tests.support.timeouts import DEEP
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)
 GAPS = intern((4,), (2,), torch.float32)
@@ -67,7 +67,7 @@ def test_every_message_arrives_as_it_was(message: Part) -> None:
     assert decode(encode(message), (*TO_WORKER, *TO_CLIENT)) == message
 
 
-def test_nobody_takes_what_is_meant_for_the_other() -> None:
+def test_decoder_refuses_messages_of_other_direction() -> None:
     for message in EVERY:
         other = TO_CLIENT if isinstance(message, TO_WORKER) else TO_WORKER
         with pytest.raises(ProtocolError, match="unknown message kind"):
@@ -221,7 +221,7 @@ def test_ids_that_do_not_fit_the_list_before_are_refused() -> None:
         worker.handle([*encode(told), *run[1:]])
 
 
-def test_a_session_outlives_nothing_of_it() -> None:
+def test_next_session_is_unaffected_by_malformed_replies() -> None:
     """The next session knows nothing of the nonsense that the last one was told."""
     with pytest.raises(ProtocolError), nonsense.opened(Answering(encode(Done(99)))):
         torch.ones(4).tolist()

@@ -40,7 +40,7 @@ def bits(number: object) -> object:
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-def test_a_number_is_eagers(s: lazygt.Session, dtype: torch.dtype) -> None:
+def test_item_has_type_and_bits_of_eager(s: lazygt.Session, dtype: torch.dtype) -> None:
     there = torch.tensor(NUMBERS[dtype], dtype=dtype, device="cpu")
     for eager in (there, there.expand(1, 1, 1), torch.stack([there, there])[1]):
         lazy = eager.to("lazygt")

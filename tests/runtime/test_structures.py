@@ -36,7 +36,7 @@ def of_enum(name: str) -> str:
     return told("builtins.dict", json.dumps([member]))
 
 
-def test_structures_arrive() -> None:
+def test_pytree_structure_round_trip() -> None:
     value = [1, (2, None), {"a": 3, Colour.RED: OrderedDict(b=4)}, defaultdict(list, c=[5])]
     spec = pytree.tree_structure(value)
     assert structure_of(pytree.treespec_dumps(spec)) == spec

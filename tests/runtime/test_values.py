@@ -78,7 +78,7 @@ def test_blocks_are_freed_with_their_value(kind: Kind) -> None:
     assert list(freed.take()) == [1, 2, 3]
 
 
-def test_a_value_says_how_it_lies(kind: Kind) -> None:
+def test_value_stores_its_sharding(kind: Kind) -> None:
     value = kind.value(1, kind.freed())
     assert value.sharding is None
     value.sharding = Sharding((Shard(0), Replicate()))
@@ -87,7 +87,7 @@ def test_a_value_says_how_it_lies(kind: Kind) -> None:
     assert value.sharding is None
 
 
-def test_a_value_says_who_made_it() -> None:
+def test_value_stores_its_call_site() -> None:
     value = CHOSEN.value(1, CHOSEN.freed())
     value.call_site = here = user_call_site(0)
     assert value.call_site == here
@@ -95,7 +95,7 @@ def test_a_value_says_who_made_it() -> None:
     assert value.call_site is None
 
 
-def test_what_a_run_makes_and_nobody_takes_is_freed(kind: Kind) -> None:
+def test_unclaimed_outputs_of_run_are_freed(kind: Kind) -> None:
     freed = kind.freed()
     taken = [value.id for value in kind.values(10, 3, freed)]
     assert taken == [10, 11, 12]

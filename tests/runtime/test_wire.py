@@ -36,7 +36,7 @@ def messages() -> list[list[bytes]]:
     return [ship(GRAPH), [bytes(frame) for frame in encode(run, [bytes(16)])]]
 
 
-def test_a_worker_runs_what_it_is_sent() -> None:
+def test_worker_runs_sent_plan() -> None:
     worker = Worker()
     plan, run = messages()
     assert worker.handle(list(plan)) == []

@@ -16,7 +16,7 @@ def dispersion(times: np.ndarray, seconds: float) -> float:
     return float(counts.var() / counts.mean())
 
 
-def test_poisson() -> None:
+def test_poisson_arrivals() -> None:
     times = Poisson().times(1_000, 100, np.random.default_rng(0))
     assert len(times) == pytest.approx(100_000, rel=0.02)
     assert (np.diff(times) >= 0).all()
@@ -33,7 +33,7 @@ def test_bursts_bring_as_many_and_less_evenly() -> None:
     assert dispersion(times, 100) > 20
 
 
-def test_all_in_bursts() -> None:
+def test_bursts_with_all_arrivals() -> None:
     """peak x share = 1: nothing comes in between."""
     bursty = Bursty(peak=5, share=0.2, burst=1)
     times = bursty.times(1_000, 100, np.random.default_rng(1))
@@ -51,7 +51,7 @@ def test_the_same_seed_gives_the_same() -> None:
         assert not np.array_equal(first, other)
 
 
-def test_a_file(tmp_path: Path) -> None:
+def test_arrival_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "seen.txt"
     path.write_text("# seconds since midnight\n12.0\n10.0\n\n10500ms  # late\n14\n")
     recorded = parse_arrivals(str(path))
@@ -72,7 +72,7 @@ def test_a_file(tmp_path: Path) -> None:
         ("", "has no two times"),
     ],
 )
-def test_a_file_that_is_none(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_arrival_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "seen.txt"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -90,12 +90,12 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, message: str) -> None:
         ("bursty:burst=2", "expected a duration with its unit, such as 2ms"),
     ],
 )
-def test_what_are_no_arrivals(text: str, message: str) -> None:
+def test_malformed_arrivals_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_arrivals(text)
 
 
-def test_bursts_are_written_so() -> None:
+def test_text_of_arrival_processes() -> None:
     assert parse_arrivals("bursty") == Bursty()
     assert parse_arrivals("bursty:peak=2,burst=1s") == Bursty(peak=2, burst=1)
     assert parse_arrivals("poisson") == Poisson()

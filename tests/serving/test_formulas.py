@@ -48,7 +48,7 @@ def test_stages_add_up() -> None:
     assert 1e3 * sum(means) == pytest.approx(155)
 
 
-def test_what_is_left_of_a_budget() -> None:
+def test_budget_left_after_stage() -> None:
     """Of 200 ms, 20 ms and inference of 80 ms leave 100; with the wait for a batch they leave 60,
     into which a stage of 75.2 ms does not go."""
     second = stage_numbers(50_000, parse_stage("light:batch=50,infer=80ms"))
@@ -58,7 +58,7 @@ def test_what_is_left_of_a_budget() -> None:
     assert 1e3 * third.mean == pytest.approx(75.2)
 
 
-def test_waiting_is_no_part_of_what_a_gpu_does() -> None:
+def test_gpu_throughput_excludes_waiting() -> None:
     assert qps_of_gpu(50, 0.1) == 500  # and not 50 / 0.2, nor 1 / 0.2
 
 

@@ -45,7 +45,7 @@ def seen(stage: str, qps: float = 30_000) -> list[Remark]:
          "requests a second, and takes longer to collect; it is 200 ms"),
     ],
 )  # fmt: skip
-def test_claims(claim: str, mistake: int | None, text: str) -> None:
+def test_claim_is_judged(claim: str, mistake: int | None, text: str) -> None:
     (remark,) = claimed(f"rank:{claim}")
     assert remark.mistake == mistake
     assert text in remark.text
@@ -56,7 +56,7 @@ def test_a_mistake_is_named() -> None:
     assert str(remark).startswith("mistake 1: rank: qps=5 counts the wait as work")
 
 
-def test_several_claims() -> None:
+def test_several_claims_are_judged() -> None:
     remarks = claimed("rank:qps=5,collection=1.7ms", "rank:latency=150ms")
     assert [remark.mistake for remark in remarks] == [1, 2, None]
 
@@ -70,12 +70,12 @@ def test_several_claims() -> None:
         ("rank", "expected a name and what it has, such as rank:qps=500,collection=100ms"),
     ],
 )
-def test_what_is_no_claim(claim: str, message: str) -> None:
+def test_malformed_claim_is_refused(claim: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         claimed(claim)
 
 
-def test_gpus_of_who_counts_the_wait() -> None:
+def test_gpu_count_that_includes_waiting_is_noticed() -> None:
     (remark,) = seen(f"{RANK},gpus=120")
     assert remark.mistake == 1
     assert remark.text.startswith("rank: 120 GPUs are as many as come of counting the wait")

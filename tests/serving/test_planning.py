@@ -31,7 +31,7 @@ def planned() -> ServicePlan:
     return plan(slo=0.2)
 
 
-def test_choices(planned: ServicePlan) -> None:
+def test_choices_of_gpu_count(planned: ServicePlan) -> None:
     formulas, calm, fewest = planned.choices
     assert [choice.why for choice in planned.choices] == [FORMULAS, AT_HIGH_LOAD, FOR_SLO]
     assert (formulas.gpus, formulas.load) == ((5,), pytest.approx(0.96))
@@ -42,7 +42,7 @@ def test_choices(planned: ServicePlan) -> None:
     assert formulas.run.latency.p99 > 0.2
 
 
-def test_the_curve_rises(planned: ServicePlan) -> None:
+def test_latency_rises_with_load(planned: ServicePlan) -> None:
     assert [point.load for point in planned.curve][-1] == 0.98
     for point in planned.curve:
         assert point.qps == pytest.approx(point.load * 6 * 625)
@@ -51,7 +51,7 @@ def test_the_curve_rises(planned: ServicePlan) -> None:
     assert first.mean > last.mean  # the formula waits for full batches
 
 
-def test_it_prints(planned: ServicePlan) -> None:
+def test_plan_prints_its_tables(planned: ServicePlan) -> None:
     lines = str(planned).splitlines()
     assert lines[0] == "3,000 requests a second, 99 of 100 within 200 ms"
     for title in (
@@ -66,7 +66,7 @@ def test_it_prints(planned: ServicePlan) -> None:
     ]  # fmt: skip
 
 
-def test_as_json(planned: ServicePlan) -> None:
+def test_plan_as_json(planned: ServicePlan) -> None:
     numbers = json.loads(json.dumps(planned.as_dict(), allow_nan=False))
     assert numbers["needed"] == {"rank": 6}
     assert numbers["formulas"]["mean"] == pytest.approx(planned.mean)
@@ -122,7 +122,7 @@ def test_stages_without_gpus() -> None:
         planned.plot("curve.png")
 
 
-def test_a_file_of_arrivals_says_how_many_there_are(tmp_path: Path) -> None:
+def test_arrival_file_sets_rate(tmp_path: Path) -> None:
     path = tmp_path / "seen.txt"
     path.write_text("\n".join(str(0.01 * number) for number in range(501)))
     planned = plan("s:batch=4,infer=20ms", qps=None, arrivals=str(path))
@@ -148,7 +148,7 @@ def test_one_queue_collects_at_the_rate_of_all() -> None:
     assert [remark.mistake for remark in alone.remarks] == [2]
 
 
-def test_what_can_not_be() -> None:
+def test_invalid_planning_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="balance is one of random, round-robin, shared, not 'x'"):
         plan(balance="x")
     for seconds in (0, -1, math.inf, math.nan):
@@ -192,7 +192,7 @@ def test_never_as_few_as_are_always_busy() -> None:
     assert [least(busy) for busy in (0.5, 1.0, 48.0, 48.5)] == [1, 2, 49, 49]
 
 
-def test_none_holds() -> None:
+def test_no_gpu_count_meets_impossible_limit() -> None:
     tried, simulated = holding((10**9,))
     assert gpus_that_hold(30_000, [parse_stage(RANK)], 1.0, simulated) is None
     assert len(tried) < 20

@@ -27,7 +27,7 @@ def run(qps: float, *stages: str, seconds: float = 30, **settings: object) -> Ru
 # -- by hand -----------------------------------------------------------------------------------
 
 
-def test_a_free_gpu_takes_what_is_there() -> None:
+def test_free_gpu_takes_all_waiting_requests() -> None:
     """The first goes alone; two come meanwhile, and a third when these are under way."""
     assert done([0, 1, 2, 11], "batch=8,infer=10s") == [10, 20, 20, 30]
 
@@ -75,7 +75,7 @@ def test_an_arrival_file_goes_through_stage_by_stage() -> None:
 
 @pytest.mark.parametrize("gpus", [1, 3])
 @pytest.mark.parametrize("load", [0.5, 0.95])
-def test_one_by_one_as_event_by_event(gpus: int, load: float) -> None:
+def test_queue_matches_event_simulation(gpus: int, load: float) -> None:
     """What is computed at once for all requests, with a heap of free GPUs."""
     came = Poisson().times(load * gpus, 500, np.random.default_rng(3))
     free, expected = [0.0] * gpus, []
@@ -107,7 +107,7 @@ def test_full_batches_wait_as_the_formula_says() -> None:
     assert result.latency.mean == pytest.approx(formula, rel=0.03)
 
 
-def test_batches_of_what_is_there_wait_half_an_inference() -> None:
+def test_greedy_batches_wait_half_an_inference() -> None:
     result = run(400, "s:batch=50,infer=100ms,gpus=1", seconds=500)
     assert result.latency.mean == pytest.approx(0.15, rel=0.01)
     assert result.latency.p99 == pytest.approx(0.2, rel=0.01)
@@ -159,7 +159,7 @@ def test_the_same_seed_gives_the_same() -> None:
 # -- how much is simulated ---------------------------------------------------------------------
 
 
-def test_how_long_is_simulated() -> None:
+def test_simulated_duration() -> None:
     stage = parse_stage("s:batch=50,infer=100ms")
     assert simulated_seconds(30_000, [stage]) == 60
     assert simulated_seconds(10, [stage]) == 2_000  # enough requests for a percentile
@@ -171,7 +171,7 @@ def test_more_than_fits() -> None:
         run(1e9, "s:batch=50,infer=100ms", seconds=60)
 
 
-def test_nothing_that_arrives() -> None:
+def test_simulation_without_arrivals_is_refused() -> None:
     with pytest.raises(ValueError, match=r"nothing arrives in .* give more seconds"):
         run(1e-9, "s:infer=1s", seconds=1)
 

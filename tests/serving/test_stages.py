@@ -9,7 +9,7 @@ import pytest
 from lazygt.serving.stages import Stage, check_service, parse_duration, parse_stage
 
 
-def test_all_settings() -> None:
+def test_stage_with_all_settings() -> None:
     text = (
         "rank: batch=50, infer=0.08s, wait=full, gpus=60, fan=2, items=20, per_item=5us, delay=1ms"
     )
@@ -48,13 +48,13 @@ def test_durations(text: str, seconds: float) -> None:
         ("rank:infer=0ms", "does not say how long a batch takes"),
     ],
 )  # fmt: skip
-def test_what_is_no_stage(text: str, message: str) -> None:
+def test_malformed_stage_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_stage(text)
     assert message in str(error.value)
 
 
-def test_what_is_no_service() -> None:
+def test_invalid_service_is_refused() -> None:
     stage = parse_stage("rank:batch=50,infer=80ms")
     with pytest.raises(ValueError, match=r"^0 requests a second: expected more than 0$"):
         check_service(0, [stage], None)

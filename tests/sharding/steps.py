@@ -19,7 +19,7 @@ from tests.sharding.actions import (
     VIEWS,
     WRITES,
 )
-from tests.values import ORDINARY_NUMBERS
+from tests.support.values import ORDINARY_NUMBERS
 
 Tensor = torch.Tensor
 SIZES = (0, 1, 2, 3, 4, 5, 7)

@@ -64,7 +64,7 @@ def test_the_program_is_that_of_the_other_axes(
     assert {axis for *_, axis in with_axis[0]} == {"data"}
 
 
-def test_what_is_placed_along_it_stays_so() -> None:
+def test_placement_along_axis_of_one_is_kept() -> None:
     with lazygt.session(launcher="dry", mesh={"data": 2, "model": 1}):
         model = _train(_megatron)
         assert model[0].weight.placements == (Replicate(), Shard(0))

@@ -117,7 +117,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_ranks_whose_keys_are_hidden_weigh_nothing(name: str) -> None:
+def test_ranks_with_masked_keys_have_no_weight(name: str) -> None:
     """Ten places on four ranks: three, three, three and one. Each rank does its own, pinned."""
     mask = MASKS[name]
 

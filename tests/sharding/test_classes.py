@@ -79,14 +79,16 @@ def test_a_step_in_stages(make: Callable[[], Any], mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["a=8", "a=2,b=2,c=2"])
 @settings(max_examples=settings().max_examples // 4)
 @given(program=PROGRAMS, sizes=SHAPES, seed=st.integers(0, 1000))
-def test_any_program(mesh: str, program: list[Step], sizes: tuple[int, ...], seed: int) -> None:
+def test_random_program_agrees_over_rank_classes(
+    mesh: str, program: list[Step], sizes: tuple[int, ...], seed: int
+) -> None:
     """With blocks of unequal sizes, too, where not all ranks are alike."""
     ranks, draw = Mesh.parse(mesh), random.Random(seed)
     graph, inputs, _, _ = recorded_at_random(accepted(program, sizes), sizes, ranks.names)
     agree(graph, ranks, [stored_at_random(t, ranks, draw) for t in inputs])
 
 
-def test_what_is_done_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_work_is_independent_of_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
 
     def counted(module: Any, name: str) -> None:

@@ -136,13 +136,13 @@ def test_fsdp_gathers_weights_and_scatters_gradients(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_zero_scatters_gradients_and_gathers_what_was_updated(ranks: int) -> None:
+def test_zero_scatters_gradients_and_gathers_updated_parameters(ranks: int) -> None:
     found = counts({"data": ranks}, block, lambda model: model, squares("data"), "zero")
     model = block()
     assert found == each(model, reduce_scatter, "data") + each(model, all_gather, "data")
 
 
-def test_zero_beside_megatron_moves_what_a_rank_of_the_model_has() -> None:
+def test_zero_with_megatron_moves_only_blocks_of_model_rank() -> None:
     def mlp() -> nn.Module:
         return nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
@@ -162,7 +162,7 @@ def test_zero_beside_megatron_moves_what_a_rank_of_the_model_has() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_hsdp_reduces_over_replicas_what_a_shard_has(replicas: int, optimizer: str) -> None:
+def test_hsdp_reduces_shards_over_replicas(replicas: int, optimizer: str) -> None:
     mesh = {"replica": replicas, "shard": 2}
     found = counts(
         mesh, block, lambda model: lazygt.fully_shard(model, "shard"),

@@ -52,7 +52,7 @@ def test_a_pin_holds_behind_a_view() -> None:
     assert moved(LINEAR, rows, pinned(S(0))) == Counter({("all_gather", 65536 * 64 * 4): 1})
 
 
-def test_what_an_op_cannot_keep_is_gathered() -> None:
+def test_sharding_unsupported_by_op_is_gathered() -> None:
     text = """
       %0: f32[64, 64] = input
       %1: f32[64, 64] = aten.linalg_matrix_exp.default(%0)
@@ -86,7 +86,7 @@ def test_a_stored_weight_is_cast_in_blocks_and_gathered_in_its_new_type() -> Non
     assert moved(text, Sharding((S(0),)), stored(S(0))) == Counter({("all_gather", 64 * 64 * 2): 1})
 
 
-def test_what_is_done_to_a_stored_weight_alone_is_done_to_its_blocks() -> None:
+def test_elementwise_ops_on_stored_weight_run_on_blocks() -> None:
     text = """
       %0: f32[64, 64] = input
       %1: f32[64, 64] = input

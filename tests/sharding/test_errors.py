@@ -59,7 +59,7 @@ def test_a_pattern_that_fits_nothing_places_nothing() -> None:
 @pytest.mark.parametrize(
     "other", [ColwiseParallel, S0, "S(0)", None], ids=lambda one: type(one).__name__
 )
-def test_what_is_neither_a_style_nor_placements_is_refused(other: object) -> None:
+def test_plan_entry_of_other_type_is_refused(other: object) -> None:
     told = pytest.raises(
         TypeError, match=r"'': .* is neither .* such as lazygt\.ColwiseParallel\(\)"
     )
@@ -125,7 +125,7 @@ def test_a_known_failure_that_keeps_a_rank_from_a_collective_is_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_table_in_rows_refuses_what_is_in_no_rows() -> None:
+def test_sharded_table_refuses_index_out_of_range() -> None:
     """Each rank takes the rows of others for zeros, and may not take others for theirs."""
     look_ups = {
         "index": lambda table, at: table[at],

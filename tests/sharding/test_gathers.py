@@ -31,7 +31,7 @@ def _stored(s: lazygt.Session, *shape: int) -> torch.Tensor:
     return x
 
 
-def test_it_is_said_once_for_each_op_and_line() -> None:
+def test_gather_warning_comes_once_per_op_and_line() -> None:
     assert not rules.has_rule(WITHOUT_RULE)
     with _session() as s:
         x = _stored(s, 8, 16)
@@ -53,7 +53,7 @@ def test_it_is_said_once_for_each_op_and_line() -> None:
     assert row.strip().endswith(f"{Path(__file__).name}:{here}")
 
 
-def test_it_is_said_again_in_another_session() -> None:
+def test_gather_warning_comes_again_in_next_session() -> None:
     for _ in range(2):
         with _session() as s:
             x = _stored(s, 8, 16)
@@ -101,7 +101,7 @@ def _cache(x: torch.Tensor) -> torch.Tensor:
         (_cache, r"is gathered"),
     ],
 )
-def test_it_is_said_of_ops_that_have_a_rule(
+def test_op_with_rule_may_give_gather_warning(
     use: Callable[[torch.Tensor], torch.Tensor], said: str
 ) -> None:
     with _session() as s:
@@ -118,7 +118,7 @@ def test_it_is_said_of_ops_that_have_a_rule(
     assert first < line <= first + 3
 
 
-def test_a_plain_weight_that_is_gathered_is_said_with_what_gathers_it_ahead() -> None:
+def test_gather_warning_names_remedy_for_plain_weight() -> None:
     with _session() as s:
         layer = nn.Linear(256, 512)
         lazygt.parallelize_module(layer, None, {"weight": [Shard(0)]})
@@ -173,7 +173,7 @@ def _updated_in_blocks(s: lazygt.Session) -> torch.Tensor:
 @pytest.mark.parametrize(
     "program", [_redistributed, _fully_sharded, _in_blocks_of_the_sequence, _updated_in_blocks]
 )
-def test_nothing_is_said_of_what_was_asked_for(
+def test_requested_gather_gives_no_warning(
     program: Callable[[lazygt.Session], torch.Tensor],
 ) -> None:
     with _session() as s, warnings.catch_warnings():

@@ -77,7 +77,7 @@ def test_virtual_ranks_that_can_not_be_are_refused(workers: str, invariant: Any,
         ("0", False),
     ],
 )
-def test_the_environment_may_ask_for_it(
+def test_invariant_is_read_from_environment(
     monkeypatch: pytest.MonkeyPatch, text: str, means: Any
 ) -> None:
     monkeypatch.setenv("LAZYGT_INVARIANT", text)
@@ -393,7 +393,7 @@ def test_a_gpt_on_a_grid_has_the_same_bits_however_it_is_shared() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("invariant", [4, 8, {"data": 2}], ids=str)
-def test_uneven_blocks_are_fetched_from_those_who_have_them(invariant: Any) -> None:
+def test_uneven_blocks_are_fetched_from_their_owners(invariant: Any) -> None:
     whole = torch.randn(5, 300)
     mesh = {"data": 2}
     with lazygt.session(mesh=mesh, invariant=invariant, shm_threshold=2000) as s:

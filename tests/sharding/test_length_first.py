@@ -197,7 +197,7 @@ ROWS = """graph {
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_needs_neighbours_and_what_is_kept_is_put_together(ranks: int) -> None:
+def test_interleaved_blocks_are_merged_for_neighbours_and_outputs(ranks: int) -> None:
     graph = parse_graph(ROWS)
     torch.manual_seed(0)
     x = torch.randn(5, 8, 4)
@@ -247,7 +247,7 @@ PRODUCT = """graph {
 }"""
 
 
-def test_what_is_put_together_is_explained() -> None:
+def test_merge_of_interleaved_blocks_is_explained() -> None:
     stored = [Sharding((Shard(1),)), Sharding((Replicate(),))]
     decided: list[AxisStep] = []
     shard(parse_graph(PRODUCT), Mesh.parse("data=2"), stored, decided=decided)

@@ -99,7 +99,7 @@ def test_a_gradient_that_is_reduced_is_gone_before_the_next_is_sent(count: int) 
     assert events == ["launch", "wait"] * (count * LAYERS)
 
 
-def test_what_is_added_to_an_earlier_microbatch_is_reduced_in_its_own_memory() -> None:
+def test_later_microbatches_are_reduced_in_memory_of_earlier_ones() -> None:
     graph = planned(lazygt.fully_shard, 3).steps.graph
     ops = [
         node.op

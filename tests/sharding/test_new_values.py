@@ -66,7 +66,7 @@ def exchanged(session: lazygt.Session, model: nn.Module) -> Counter[tuple[str, i
     "change", [nn.Module.double, nn.Module.bfloat16, new_data, copy.deepcopy],
     ids=["double", "bfloat16", "data", "deepcopy"],
 )  # fmt: skip
-def test_a_step_sends_what_it_sent_before(
+def test_new_values_keep_collectives_of_step(
     session: lazygt.Session,
     lay: Callable[[nn.Module], nn.Module],
     change: Callable[[nn.Module], nn.Module],

@@ -84,7 +84,7 @@ def test_horizontal_steps_of_optimizers(foreach: bool) -> None:
     agree(recorded(MLP, "pipe=2", 2, optimizer=sgd))
 
 
-def test_what_is_on_no_stage_is_on_all() -> None:
+def test_module_without_stage_is_on_all_stages() -> None:
     agree(recorded(StagedGPT, "pipe=2", 2, skip=lambda model: [model.norm]))
 
 
@@ -132,7 +132,7 @@ def test_a_shared_weight_is_sent_once_and_its_gradient_a_microbatch() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_what_a_checkpoint_computes_again_begins_no_microbatch(stages: int) -> None:
+def test_checkpoint_recomputation_begins_no_microbatch(stages: int) -> None:
     program = recorded(lambda: MLP(checkpointed=True), f"pipe={stages}", 4)
     agree(program)
     made = programs(program.graph, program.mesh, program.stored, check=True)
@@ -143,7 +143,7 @@ def test_what_a_checkpoint_computes_again_begins_no_microbatch(stages: int) -> N
     ]
 
 
-def test_one_f_one_b_is_what_the_literature_draws() -> None:
+def test_one_f_one_b_schedule_matches_literature() -> None:
     def drawn(stage: int) -> str:
         return " ".join("FB"[u.backward] + str(u.microbatch) for u in one_f_one_b(stage, 4, 5))
 
@@ -191,7 +191,7 @@ def test_programs_are_in_that_order(stages: int, microbatches: int) -> None:
         assert most == min(stages - stage, microbatches)
 
 
-def test_a_dropout_changes_neither_the_order_nor_what_is_sent() -> None:
+def test_dropout_changes_neither_order_nor_traffic() -> None:
     plain, dropping = (
         cut(recorded(lambda p=p: MLP(dropout=p), "pipe=2", 4))[0] for p in (0.0, 0.5)
     )  # fmt: skip

@@ -29,7 +29,7 @@ def program(x: torch.Tensor) -> list[object]:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_of_what_is_cut(dim: int) -> None:
+def test_slices_of_sharded_dim_match_eager(dim: int) -> None:
     whole = torch.arange(84.0, device="cpu").view(7, 6, 2)
     eager = program(whole.clone())
     with lazygt.session(mesh={"data": 2}, threads=1) as s:

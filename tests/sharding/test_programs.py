@@ -135,7 +135,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_views_of_what_is_normalised_along_a_cut_dim(norm: str) -> None:
+def test_views_of_norm_along_sharded_dim_match_unsharded(norm: str) -> None:
     graph = parse_graph(NORMS[norm])
     torch.manual_seed(0)
     inputs, stored = [torch.randn(2, 4, 3)], [Sharding((Shard(1),), pinned=True)]

@@ -66,7 +66,7 @@ def test_all_workers_draw_the_numbers_of_eager_torch(
     assert all(map(torch.equal, made, drawn(x)))
 
 
-def test_who_uses_a_draw_takes_its_block_and_the_rest_is_freed() -> None:
+def test_each_rank_cuts_its_block_of_draw_and_frees_rest() -> None:
     local = worker_graphs(parse_graph(DRAWN), [Sharding((S0,))], "data=2", None)[0]
     schedule = Schedule.of(expand_fused(local))
     nodes = schedule.graph.nodes

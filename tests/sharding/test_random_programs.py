@@ -146,7 +146,7 @@ PROGRAMS_A_SESSION = 12
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["a=2", "a=2,b=2"])
-def test_on_real_workers_too(mesh: str) -> None:
+def test_random_programs_on_workers_match_eager(mesh: str) -> None:
     seen: list[tuple[list[Step], tuple[int, ...]]] = []
 
     @settings(

@@ -116,7 +116,7 @@ def test_a_value_that_failed_on_all_ranks_is_used_in_a_collective() -> None:
             lookup.works()
 
 
-def test_what_was_sent_before_names_the_cause_and_what_comes_after_works() -> None:
+def test_runs_sent_before_failure_name_cause_and_later_runs_work() -> None:
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
         lookup = Lookup(2, [S0])
         lookup.works()

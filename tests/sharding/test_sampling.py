@@ -43,7 +43,7 @@ def test_samples_are_those_of_one_device_and_logits_stay() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "text"), [(float("nan"), "inf"), (0.0, "sum of probabilities")])
-def test_what_torch_refuses_is_refused(wrong: float, text: str) -> None:
+def test_invalid_weights_are_refused_as_in_torch(wrong: float, text: str) -> None:
     with lazygt.session(mesh={"words": 2}, threads=1) as s:
         weights = torch.rand(ROWS, WORDS)
         weights[1] = wrong

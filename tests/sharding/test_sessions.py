@@ -146,7 +146,7 @@ def test_a_write_keeps_the_placement() -> None:
 
 @pytest.mark.parametrize("placement", [S0, S1], ids=str)
 @pytest.mark.parametrize("columnwise", [lambda x: x.t() * 2, lambda x: x.t().sort(0).values])
-def test_what_is_not_row_major_can_be_viewed_in_a_later_plan(
+def test_column_major_value_is_viewable_in_later_plan(
     columnwise: Callable[[Tensor], Tensor], placement: Shard
 ) -> None:
     whole = torch.arange(35.0).reshape(5, 7)
@@ -186,7 +186,7 @@ def test_stages_and_compiled_groups_are_each_ranks_own(compile: str) -> None:
         assert names == [*before, "overlap", "foreach", "lifetime", "fuse", "unpack"]
 
 
-def test_horizontal_ops_whose_tensors_meet_run_one_after_another() -> None:
+def test_horizontal_ops_on_same_tensors_run_in_sequence() -> None:
     def run(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
         a, b = place(torch.arange(4.0)), torch.ones(4)
         torch._foreach_add_([a, b], [b, a])

@@ -87,7 +87,7 @@ def test_gradients_of_gradients_cross_stages() -> None:
 
 
 @pytest.mark.parametrize("shipped", [False, True])
-def test_a_checkpoint_does_not_move_what_it_is_loaded_into(shipped: bool) -> None:
+def test_loading_checkpoint_keeps_placement(shipped: bool) -> None:
     with lazygt.session(mesh={"pipe": 2, "data": 2}, threads=1) as s:
         model = lazygt.fully_shard(in_stages(mlp()))
         other = on_cpu().double().float()
@@ -209,7 +209,7 @@ def test_a_tied_parameter_is_found_by_each_of_its_names() -> None:
             agree([model.tokens(torch.tensor([1, 5])).detach().cpu()], [expected])
 
 
-def test_a_parameter_that_is_a_view_is_refused_with_what_to_do() -> None:
+def test_parameter_that_is_view_is_refused_with_remedy() -> None:
     with lazygt.session(mesh=DATA, threads=1):
         layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
         with pytest.raises(ValueError, match=r"is a view of another tensor.*parameter\.data ="):
@@ -220,7 +220,7 @@ def test_a_parameter_that_is_a_view_is_refused_with_what_to_do() -> None:
         assert layer.parametrizations.weight.original0.placements == (Shard(0),)
 
 
-def test_one_placement_in_no_list_is_refused_with_what_to_do() -> None:
+def test_bare_placement_is_refused_with_remedy() -> None:
     refused = pytest.raises(TypeError, match=r"Shard\(dim=0\) is neither a list .* nor a dict")
     with lazygt.session(mesh=DATA, threads=1), refused:
         lazygt.distribute(torch.ones(4), Shard(0))  # type: ignore[arg-type]

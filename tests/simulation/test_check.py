@@ -62,7 +62,7 @@ def test_the_mean_of_ranks_and_turns_without_the_first() -> None:
 
 
 @pytest.mark.parametrize(("steps", "code"), [(4, 0), (1, 2)])
-def test_the_command_runs_the_script_here(steps: int, code: int, tmp_path: Path) -> None:
+def test_check_runs_script_on_this_machine(steps: int, code: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("STEPS", str(steps)))
     shown = CliRunner().invoke(cli.app, ["simulate", "--check", str(script)])

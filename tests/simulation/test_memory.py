@@ -147,7 +147,7 @@ def test_blocks_are_a_part_of_everything(wrap: Wrap, parts: int, gathers: bool) 
     assert (kinds["gathered"] > 0) == gathers
 
 
-def test_what_is_not_resharded_is_gathered_longer() -> None:
+def test_weights_without_resharding_stay_gathered_longer() -> None:
     again, _ = predicted(lambda: train(lazygt.fully_shard), {"data": 4})
     kept, _ = predicted(
         lambda: train(lambda m: lazygt.fully_shard(m, reshard_after_forward=False)), {"data": 4}
@@ -167,7 +167,7 @@ def test_stages_hold_their_own() -> None:
     assert prediction.peak.kinds["optimizer"] == WEIGHTS
 
 
-def test_what_lives_from_one_plan_of_a_step_to_the_next_is_an_activation() -> None:
+def test_value_kept_between_plans_of_step_is_activation() -> None:
     """The forward is flushed by itself."""
 
     def program() -> None:
@@ -187,7 +187,7 @@ def test_what_lives_from_one_plan_of_a_step_to_the_next_is_an_activation() -> No
     assert all(kinds["other"] <= 2 * WEIGHTS for kinds in inside)  # on the way to an update
 
 
-def test_a_service_has_parameters_too() -> None:
+def test_inference_has_parameters_and_no_optimizer_memory() -> None:
     def program() -> None:
         model, table = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH)
         with torch.no_grad():

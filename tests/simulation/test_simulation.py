@@ -75,7 +75,7 @@ def test_ops_follow_each_other() -> None:
     assert sum(seconds for _, seconds in lines) == pytest.approx(prediction.computing)
 
 
-def test_what_is_read_in_every_step_has_recording_and_computing_take_turns() -> None:
+def test_reading_in_every_step_serializes_recording_and_computing() -> None:
     slow = PLAIN.with_values({"host.record": 1e-3})
 
     def program(read: bool) -> None:
@@ -92,7 +92,7 @@ def test_what_is_read_in_every_step_has_recording_and_computing_take_turns() -> 
     assert goes_on.step_seconds == goes_on.recording == pytest.approx(1e-3)
 
 
-def test_collectives_are_those_of_the_plan_and_each_takes_what_it_is_priced_at() -> None:
+def test_predicted_collectives_match_plan_and_prices() -> None:
     prediction, session = predicted(lambda: train(lazygt.data_parallel), {"data": 2})
     plan = max(session.plans(), key=lambda plan: len(plan.collectives))
     assert sum(row.times for row in prediction.collectives) == len(plan.collectives) > 0
@@ -108,7 +108,7 @@ def test_collectives_are_those_of_the_plan_and_each_takes_what_it_is_priced_at()
     )
 
 
-def test_what_is_sent_is_told_by_kind_of_parallelism() -> None:
+def test_traffic_is_reported_by_kind_of_parallelism() -> None:
     """Gradients of four matrices, and what a pipeline sends on."""
     prediction, _ = predicted(lambda: train(lazygt.data_parallel), {"data": 4})
     (row,) = prediction.by_parallelism()
@@ -119,7 +119,7 @@ def test_what_is_sent_is_told_by_kind_of_parallelism() -> None:
     assert "sent in a step, by kind of parallelism" in str(prediction)
 
 
-def test_what_a_pipeline_sends_counts_where_it_is_sent() -> None:
+def test_pipeline_traffic_counts_at_sender() -> None:
     def program() -> None:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
         lazygt.stage(model[0], 0)
@@ -180,7 +180,7 @@ def test_a_pipeline_has_the_bubble_of_1f1b(microbatches: int) -> None:
     assert run.seconds / busiest == pytest.approx((microbatches + 1) / microbatches, rel=0.12)
 
 
-def test_what_is_simulated_does_not_grow_with_the_ranks() -> None:
+def test_simulation_work_is_independent_of_number_of_ranks() -> None:
     few, _ = predicted(lambda: train(lazygt.data_parallel, 16), {"data": 2})
     many, _ = predicted(lambda: train(lazygt.data_parallel, 64 * 8), {"data": 64})
     (two,), (all_of_them,) = few.runs[-1].simulated.classes, many.runs[-1].simulated.classes
@@ -198,7 +198,7 @@ def test_blocks_need_less_memory() -> None:
     assert whole.peak_line.startswith(__file__)
 
 
-def test_what_no_run_reads_counts_too() -> None:
+def test_values_read_by_no_run_count_for_peak() -> None:
     def program(kept: int) -> list[torch.Tensor]:
         others = [torch.ones(kept // 4)] if kept else []
         x = torch.empty(1024)
@@ -314,11 +314,11 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
         ("waaaa", (4, 1)),
     ],
 )
-def test_a_step_is_what_is_repeated(names: str, place: tuple[int, int]) -> None:
+def test_step_is_repeated_period_of_runs(names: str, place: tuple[int, int]) -> None:
     assert repeated(names, [1.0] * len(names)) == place
 
 
-def test_of_two_loops_the_one_that_takes_longer_is_the_step() -> None:
+def test_longer_of_two_loops_is_step() -> None:
     names = "xababyccccccz"
     assert repeated(names, [1.0] * len(names)) == (11, 1)
     assert repeated(names, [9.0 if name in "ab" else 1.0 for name in names]) == (3, 2)
@@ -339,7 +339,7 @@ for step in range(4):
 """
 
 
-def test_the_function() -> None:
+def test_simulate_accepts_function() -> None:
     told = lazygt.simulate(lambda: train(lazygt.data_parallel), mesh="data=2", machine="h100")
     assert told.machine.name == "h100"
     assert told.mesh == Mesh.parse("data=2")
@@ -350,7 +350,7 @@ def test_the_function() -> None:
         lazygt.simulate(train, machine="h1000")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_simulate_command_prints_prediction(tmp_path: Path) -> None:
     script, trace = tmp_path / "train.py", tmp_path / "trace.json"
     script.write_text(SCRIPT)
     shown = CliRunner().invoke(cli.app, ["simulate", str(script), "-o", str(trace)])

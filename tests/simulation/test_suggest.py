@@ -37,7 +37,7 @@ def best(now: Step, **others: Step | None) -> list[str]:
     return [told.what for told in suggestions(now, [(Trial(k), v) for k, v in others.items()])]
 
 
-def test_what_is_faster_comes_first_and_what_gains_nothing_does_not_come() -> None:
+def test_faster_trials_come_first_and_slower_ones_are_dropped() -> None:
     now = Step(1.0, 10**8)
     assert best(now, same=Step(1.0, 10**8), slow=Step(2.0, 10**8), a=Step(0.9, 10**8),
                 b=Step(0.8, 10**8), c=Step(0.95, 10**8), d=Step(0.7, 10**8),
@@ -51,18 +51,18 @@ def test_work_counts_and_not_steps() -> None:
     assert str(told) == "--batch 16: 1.6 s a step (25% more work a second), peak 100 MB (+0%)"
 
 
-def test_what_does_not_fit_is_not_suggested_where_there_is_room_now() -> None:
+def test_trial_that_does_not_fit_is_not_suggested() -> None:
     now = Step(1.0, 10**8)
     assert best(now, fast=Step(0.1, 2 * 10**9)) == []
 
 
-def test_what_fits_comes_first_where_there_is_no_room_now() -> None:
+def test_fitting_trials_come_first_if_current_one_does_not_fit() -> None:
     now = Step(1.0, 3 * 10**9)
     assert best(now, fast=Step(0.1, 4 * 10**9), less=Step(1.0, 2 * 10**9),
                 fits=Step(3.0, 10**8)) == ["fits", "less"]  # fmt: skip
 
 
-def test_what_is_tried() -> None:
+def test_list_of_trials() -> None:
     names = [trial.what for trial in trials(None, False)]
     assert names == ["checkpoint each block"]
     told = trials(Mesh.parse("data=4,model=2"), True, ["--batch", "8", "--lr", "3"])
@@ -74,7 +74,7 @@ def test_what_is_tried() -> None:
     assert told[0].arguments == ["--batch", "16", "--lr", "3"]
 
 
-def test_what_fails_is_no_way() -> None:
+def test_failing_trial_has_no_result() -> None:
     def run(trial: Trial) -> Step:
         raise ValueError(trial.what)
 
@@ -113,7 +113,7 @@ def test_blocks_are_checkpointed_from_outside() -> None:
     assert told.peak_bytes == again.peak_bytes
 
 
-def test_the_function() -> None:
+def test_suggestions_of_function() -> None:
     told = lazygt.simulate(train, mesh="data=2", machine="h100")
     assert told.as_json()["suggestions"] == []  # nothing is tried before somebody asks
     assert "what would help" not in str(told)
@@ -144,7 +144,7 @@ for step in range(4):
 """
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_simulate_command_prints_suggestions(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(bits=8))
     options = ["simulate", "--suggest", str(script), "--batch-size", "8"]

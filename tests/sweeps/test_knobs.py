@@ -16,7 +16,7 @@ def test_every_combination_the_last_knob_turned_fastest() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_forced_and_what_goes_to_the_script() -> None:
+def test_forced_knobs_are_separated_from_script_arguments() -> None:
     (combo,) = combinations(parsed([
         "wrap=block2", "bucket-cap-mb=12.5", "reshard_after_forward=0", "limit_all_gathers=1",
         "seq-len=2048",
@@ -46,7 +46,7 @@ def test_what_is_forced_and_what_goes_to_the_script() -> None:
         ({"--wrap": "one"}, "'--wrap' is no name of a knob"),
     ],
 )
-def test_wrong_knobs(knobs: dict[str, Any], told: str) -> None:
+def test_invalid_knobs_are_refused(knobs: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         combinations(knobs)
 
@@ -56,7 +56,7 @@ def test_a_knob_that_is_named_twice() -> None:
         parsed(["wrap=auto", "wrap=one"])
 
 
-def test_what_is_a_knob() -> None:
+def test_knob_arguments_are_recognized() -> None:
     arguments = ["wrap=auto", "seq-len=1", "--mesh=data=2", "data", "=1", "2x=1"]
     assert [is_knob(argument) for argument in arguments] == [True, True, *4 * [False]]
 

@@ -67,7 +67,7 @@ def test_each_combination_is_a_step_of_its_own(told: Sweep) -> None:
         assert whole == pytest.approx(1, abs=0.05)
 
 
-def test_it_says_what_a_simulation_of_that_combination_says(told: Sweep) -> None:
+def test_sweep_row_matches_separate_simulation(told: Sweep) -> None:
     def forced() -> None:
         with lazygt.parallel.fsdp_overrides.forced_knobs(wrap="one", reshard_after_forward=False):
             train()
@@ -77,7 +77,7 @@ def test_it_says_what_a_simulation_of_that_combination_says(told: Sweep) -> None
     assert told.rows[3].peak_bytes == prediction.peak_bytes
 
 
-def test_the_table(told: Sweep) -> None:
+def test_sweep_table(told: Sweep) -> None:
     head, columns, *rows = str(told).splitlines()
     assert head == "train on data=8, b200: 4 combinations, simulated"
     assert columns.split() == ["wrap", "reshard", "tokens/s", "against", "step", "peak", "in",
@@ -101,7 +101,7 @@ def test_csv_and_json_have_the_same(told: Sweep, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
-def test_the_plot(told: Sweep, name: str, tmp_path: Path) -> None:
+def test_sweep_plot(told: Sweep, name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     told.plot(tmp_path / name)
     begin = (tmp_path / name).read_bytes()[:300]
@@ -126,7 +126,7 @@ def test_the_script_gets_other_knobs() -> None:
     assert told.baseline == 1
 
 
-def test_what_needs_too_much_memory_is_skipped(told: Sweep) -> None:
+def test_combination_over_memory_limit_is_skipped(told: Sweep) -> None:
     least, *_, most = sorted(row.peak_bytes or 0 for row in told.rows)
     knobs = {"wrap": "auto,one", "reshard": "1,0"}
     skipping = lazygt.sweep(train, knobs, gpus="8xb200", memory=(least + most) / 2)
@@ -194,7 +194,7 @@ def test_a_target_that_is_reached() -> None:
         (shares(0.6, 0.1, 0.1, 0.2), "bound by the host (20% of the 100 ms of a step the ranks"),
     ],
 )
-def test_what_bounds_it(least: Shares, told: str) -> None:
+def test_verdict_names_bottleneck(least: Shares, told: str) -> None:
     sentence = report([row("auto", 0.105, shares()), row("one", 0.1, least)], 0, 15)
     assert "+5.0% against the baseline wrap=auto" in sentence
     assert told in sentence
@@ -216,7 +216,7 @@ def test_without_tokens_steps_are_compared() -> None:
     assert row.speed == "2 steps/s"
 
 
-def test_time_that_is_covered() -> None:
+def test_length_of_covered_time() -> None:
     assert covered([]) == 0
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
 

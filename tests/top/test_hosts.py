@@ -66,7 +66,7 @@ def written(session: lazygt.Session, times: int) -> None:
             last, times = now, times - 1
 
 
-def test_who_is_not_watched_asks_no_host(session: lazygt.Session, hosts: Hosts) -> None:
+def test_unwatched_session_polls_no_host(session: lazygt.Session, hosts: Hosts) -> None:
     session.synchronize()
     (agent,) = hosts.agents
     sent = agent.end.messages_sent
@@ -209,7 +209,7 @@ def test_nothing_is_said_of_ranks_from_a_client_that_is_frozen(
     assert [rank.state for rank in status.ranks] == ["unreachable"] * 2
 
 
-def test_a_page_of_another_host_fits() -> None:
+def test_largest_page_fits_its_slot() -> None:
     ranks = tuple(range(2**20, 2**20 + status_file.MOST_RANKS))
     most = WorkerPage(
         2**30, 2**30, "starting", 2**60, "f" * 32, 2**30, "\u00e4" * 200, 2**60, ranks,

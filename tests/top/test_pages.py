@@ -39,7 +39,7 @@ def file():
     os.close(fd)
 
 
-def test_a_page_lies_as_described(file) -> None:
+def test_page_has_documented_layout(file) -> None:
     pages, fd = file
     assert os.fstat(fd).st_size == 3 * PAGE
     assert [os.pread(fd, 8, page * PAGE) for page in range(3)] == [MAGIC] * 3
@@ -151,7 +151,7 @@ def test_other_files_are_refused() -> None:
     os.close(fd)
 
 
-def test_who_watches_is_forgotten(file) -> None:
+def test_watch_expires(file) -> None:
     pages, _ = file
     assert not pages.watched
     pages.watch(60)
@@ -228,10 +228,10 @@ def test_a_reporter_tells_of_the_main_thread(file, monkeypatch) -> None:
     assert insight.weighed == 1
 
 
-def test_the_users_function_is_the_innermost_one() -> None:
+def test_innermost_user_function_is_shown() -> None:
     # why: a frame is looked at
     import sys
 
     text = users_function(sys._getframe())
-    assert text.startswith("test_the_users_function_is_the_innermost_one ")
+    assert text.startswith("test_innermost_user_function_is_shown ")
     assert f"{os.path.basename(__file__)}:" in text

@@ -72,7 +72,7 @@ def page(message: ClientPage | WorkerPage | bytes) -> Page:
     return Page(10**9, 0.1, "S", data)
 
 
-def test_what_a_client_writes_does_not_reach_the_terminal() -> None:
+def test_control_characters_of_client_do_not_reach_terminal() -> None:
     evil = "\x1b]0;owned\x07\r\n"
     client = replace(CLIENT, name="of-somebody-else", workers=10**12, line=evil, miss=evil,
                      kinds=((evil, 3),))  # fmt: skip

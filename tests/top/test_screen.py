@@ -116,7 +116,7 @@ def test_ranks_are_named_briefly(ranks, text) -> None:
     assert ranks_text(ranks) == text
 
 
-def test_who_blocks_whom_goes_by_way_of_others() -> None:
+def test_blocking_ranks_are_found_transitively() -> None:
     assert blocks({0: (1,), 1: (3,), 2: (), 3: ()}) == {3: (0, 1)}
     assert blocks({0: (1,), 1: (0,)}) == {}
     assert blocks({}) == {}

@@ -106,7 +106,7 @@ def test_a_session_at_rest_is_told_of_as_json(session: Any) -> None:
     assert all(rank["peak"] >= rank["resident"] > 0 for rank in told["ranks"])
 
 
-def test_a_frozen_rank_is_named_with_whom_it_blocks(source: LocalSource, session: Any) -> None:
+def test_frozen_rank_is_named_with_ranks_it_blocks(source: LocalSource, session: Any) -> None:
     train(2)
     os.kill(session.worker_pids[1], signal.SIGSTOP)
     try:
@@ -209,7 +209,7 @@ def test_a_dead_worker_is_gone_and_then_replaced() -> None:
         ("lazygt-nothing", "there is no lazygt session named 'lazygt-nothing'"),
     ],
 )
-def test_what_is_no_session_is_said(wanted: str, message: str) -> None:
+def test_unknown_session_is_reported(wanted: str, message: str) -> None:
     done = run_top(wanted, "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr

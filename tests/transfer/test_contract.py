@@ -89,7 +89,7 @@ def test_a_newcomer_gets_the_next_version(stage: MakeStage, strategy: str) -> No
         assert reader.ask("checksums") == (2, checksums(weights(2)))
 
 
-def test_a_leaver_is_not_missed(stage: MakeStage, strategy: str) -> None:
+def test_departed_receiver_is_not_reported_lost(stage: MakeStage, strategy: str) -> None:
     here = stage(strategy)
     sender = here.sender()
     stays, leaves = here.readers(sender, 2)
@@ -253,7 +253,7 @@ def test_a_flipped_byte_is_noticed(
     assert reader.ask("checksums") == (2, checksums(weights(2)))
 
 
-def test_without_verification(stage: MakeStage, strategy: str) -> None:
+def test_transfer_without_verification(stage: MakeStage, strategy: str) -> None:
     here = stage(strategy)
     sender = here.sender(verify="none")
     (reader,) = here.readers(sender)

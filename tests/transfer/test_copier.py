@@ -84,7 +84,7 @@ def test_a_block_is_cast_and_written_where_it_belongs(arena: Arena, copier: Copi
         (((0, 1),), ((0, 4),), r"does not fit"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_copy_that_does_not_fit_is_refused(
     arena: Arena, copier: Copier, source: Any, target: Any, why: str
 ) -> None:
     slot = arena.allocate(16)
@@ -128,7 +128,7 @@ def test_memory_that_was_given_up_is_not_written(copier: Copier) -> None:
         ("a", (), "receive_buffers", (), "crc32", (), None, 0),
     ],
 )
-def test_what_is_no_request_is_refused(given: Any) -> None:
+def test_malformed_copy_request_is_refused(given: Any) -> None:
     with pytest.raises(ProtocolError, match="no copy request"):
         CopyRequest.read(given)
 

@@ -52,7 +52,7 @@ def sender_and_receivers(threshold: int, count: int, device: CountingDevice, mod
         (0, 5),
     ],
 )
-def test_how_many_requests(threshold: int, requests: int) -> None:
+def test_number_of_copy_requests(threshold: int, requests: int) -> None:
     assert sender_and_receivers(threshold, 1, CountingDevice()) == [requests]
 
 
@@ -104,7 +104,7 @@ def test_a_threshold_must_make_sense(strategy: str, wrong: float) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_to_do() -> None:
+def test_missing_gpu_error_names_alternative() -> None:
     with pytest.raises(RuntimeError, match="use SharedMemoryTransferSender"):
         CudaIpcTransferSender()
 

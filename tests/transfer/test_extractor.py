@@ -109,7 +109,7 @@ def test_tied_weights_must_be_cast_alike() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:DeprecationWarning")
-def test_what_cannot_travel_is_named(tensor: object, says: str) -> None:
+def test_unsupported_tensor_is_named(tensor: object, says: str) -> None:
     with pytest.raises(TypeError, match=rf"parameter 'w' is .*{says}"):
         ModuleExtractor({"w": tensor}).manifest()  # type: ignore[dict-item]
 
@@ -120,7 +120,7 @@ def test_a_cast_is_to_a_dtype_that_travels(dtype: object) -> None:
         ModuleExtractor(Net(), cast={"*.weight": dtype})  # type: ignore[dict-item]
 
 
-def test_what_is_no_model_is_named() -> None:
+def test_object_that_is_no_model_is_refused() -> None:
     with SENDERS["shared-memory"]() as sender, pytest.raises(TypeError, match="of a list: expect"):
         lazygt.transfer_weights([torch.ones(3)], sender)
 

@@ -13,7 +13,7 @@ import torch
 
 from lazygt.transfer.control import Deadline
 from lazygt.transfer.transports.broadcast_group import Broadcast, HostGroup
-from tests.descriptors import descriptors_before, open_descriptors
+from tests.support.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,7 +50,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("order", [1, -1])
-def test_all_get_what_is_sent_in_its_order(tmp_path: Path, size: int, order: int) -> None:
+def test_broadcasts_arrive_in_order_at_all_members(tmp_path: Path, size: int, order: int) -> None:
     ends = group(tmp_path, size, list(range(size))[::order])
     sent = [bytes_of(number, count) for number, count in enumerate((3, 0, LARGE, 70_001))]
     rooms = [[torch.zeros_like(one) for one in sent] for _ in range(1, size)]
@@ -67,7 +67,7 @@ def test_all_get_what_is_sent_in_its_order(tmp_path: Path, size: int, order: int
     close(ends)
 
 
-def test_who_waits_is_woken_when_a_broadcast_has_ended(tmp_path: Path) -> None:
+def test_receiver_is_woken_when_broadcast_ends(tmp_path: Path) -> None:
     ends = group(tmp_path, 2)
     woken = threading.Event()
     room = torch.zeros(4, dtype=torch.uint8)
@@ -81,7 +81,7 @@ def test_who_waits_is_woken_when_a_broadcast_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_who_does_not_come_is_not_waited_for_without_end(tmp_path: Path, rank: int) -> None:
+def test_absent_member_times_out(tmp_path: Path, rank: int) -> None:
     alone = HostGroup(str(tmp_path / "group-1"), rank, 2)
     run = torch.zeros(LARGE, dtype=torch.uint8)
     work = alone.broadcast(run, Deadline(0.05), nothing)
@@ -106,7 +106,7 @@ def test_a_sender_that_leaves_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_to_leave_ends_what_is_under_way(tmp_path: Path, rank: int) -> None:
+def test_close_ends_pending_broadcast(tmp_path: Path, rank: int) -> None:
     alone = HostGroup(str(tmp_path / "group-1"), rank, 2)
     work = alone.broadcast(bytes_of(0, LARGE), Deadline(SECONDS), nothing)
     alone.close()

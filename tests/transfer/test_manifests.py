@@ -78,7 +78,7 @@ def test_a_stale_version_is_refused(stage: MakeStage, strategy: str, stale: int)
     assert reader.ask("checksums") == (2, checksums(weights(1)))
 
 
-def test_a_receiver_may_say_what_it_expects(stage: MakeStage, strategy: str) -> None:
+def test_receiver_refuses_unexpected_manifest(stage: MakeStage, strategy: str) -> None:
     here = stage(strategy)
     sender = here.sender()
     expect = Manifest((ParamSpec("only", "F32", (3,)),))

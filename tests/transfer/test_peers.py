@@ -55,13 +55,13 @@ def test_two_receivers_cannot_have_one_name(stage: MakeStage, strategy: str) -> 
         sender.wait_for_receivers(3, 0.1)
 
 
-def test_a_sender_without_receivers_says_so(stage: MakeStage, strategy: str) -> None:
+def test_sender_without_receivers_is_error(stage: MakeStage, strategy: str) -> None:
     sender = stage(strategy).sender()
     with pytest.raises(TransferError, match=r"no receiver is connected to .*wait_for_receivers"):
         lazygt.transfer_weights(weights(1), sender)
 
 
-def test_a_closed_sender_says_so(stage: MakeStage, strategy: str) -> None:
+def test_closed_sender_is_error(stage: MakeStage, strategy: str) -> None:
     sender = stage(strategy).sender()
     sender.close()
     sender.close()
@@ -105,7 +105,7 @@ def test_a_name_is_a_text() -> None:
             receiver.wait_for_version(1, 5.0)
 
 
-def test_who_waits_for_a_receiver_that_failed_is_told() -> None:
+def test_waiting_for_failed_receiver_raises() -> None:
     with (
         SENDERS["shared-memory"]() as sender,
         RECEIVERS["shared-memory"](sender.address, name="\udc80") as receiver,

@@ -190,7 +190,7 @@ def test_a_layout_that_the_model_lacks(placements: dict[str, list[TorchShard]], 
         ("model=2", 0, {"*": [0]}, "not as 0"),
     ],
 )
-def test_a_layout_that_cannot_be(
+def test_invalid_layout_is_refused(
     mesh: str, rank: int, placements: dict[str, object], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
@@ -198,6 +198,6 @@ def test_a_layout_that_cannot_be(
 
 
 @pytest.mark.parametrize("given", [7, ["model=2", 5, []], ["model=2", 0, [["*", [0, 0]]]]])
-def test_what_is_no_layout_is_refused(given: object) -> None:
+def test_malformed_layout_is_refused(given: object) -> None:
     with pytest.raises(ProtocolError, match="no layout"):
         ReceiverLayout.unpack(given)

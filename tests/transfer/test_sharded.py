@@ -96,7 +96,9 @@ def here(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_to_whole_and_to_tensor_parallel(session: lazygt.Session, here: Stage, layout: str) -> None:
+def test_transfer_to_full_and_tensor_parallel_receivers(
+    session: lazygt.Session, here: Stage, layout: str
+) -> None:
     model = Model()
     lazygt.parallelize_module(model, None, LAYOUTS[layout])
     sender = here.sender()
@@ -174,7 +176,7 @@ def test_a_layout_is_planned_once(session: lazygt.Session, here: Stage) -> None:
     assert (route.cache_info().misses, route.cache_info().hits) == (1, 2)
 
 
-def test_workers_cast(session: lazygt.Session, here: Stage) -> None:
+def test_workers_cast_before_sending(session: lazygt.Session, here: Stage) -> None:
     model = Model()
     lazygt.parallelize_module(model, None, LAYOUTS["HSDP and TP"])
     sender = here.sender()

@@ -27,7 +27,7 @@ def test_recording_for_gpus_opens_no_context(contexts: list[torch.device]) -> No
     assert not contexts
 
 
-def test_others_fake_tensors_open_one(contexts: list[torch.device]) -> None:
+def test_only_foreign_fake_tensors_open_cuda_context(contexts: list[torch.device]) -> None:
     with meta_run.fake_tensors(fallback=False), FakeTensorMode():
         torch.empty(2, device="cuda")
     assert not contexts

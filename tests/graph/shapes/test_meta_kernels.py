@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 import lazygt
 from lazygt.graph.shapes.meta_kernels import META_KERNELS
-from tests.bits import same
+from tests.support.bits import same
 
 OFFSETS = torch.tensor([2, 4, 8], dtype=torch.int32)
 FACTORS = {
@@ -47,7 +47,7 @@ def of(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_a_grouped_product_takes_what_torchs_kernel_takes(name: str) -> None:
+def test_grouped_mm_meta_kernel_accepts_arguments_of_torchs_kernel(name: str) -> None:
     kernel = torch.ops.aten._grouped_mm.default
     own = META_KERNELS["aten._grouped_mm.default"]
     made = 0

@@ -54,7 +54,7 @@ def test_group_norms_of_permuted_operands_have_the_kernels_strides_and_bits(
             assert torch.equal(mine.cpu(), theirs)
 
 
-def test_what_follows_a_channels_last_convolution_may_be_viewed_as_in_eager_torch() -> None:
+def test_channels_last_convolution_result_is_viewable_as_in_eager_torch() -> None:
     image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     weight = torch.randn(4, 3, 3, 3)
 

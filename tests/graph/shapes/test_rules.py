@@ -18,7 +18,7 @@ from lazygt.graph.shapes import RULES, WRITING_RULES, Shapes
 from lazygt.graph.shapes.rules import Results
 from lazygt.record.infer import Inference
 from lazygt.runtime.executors.eager import _compiled
-from tests.versions import TORCH
+from tests.support.versions import TORCH
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Call = tuple[list[Any], dict[str, Any]]

@@ -114,7 +114,7 @@ def test_small_ops_wait_for_the_sum_of_another() -> None:
     ["aten.exp_.default(%2) writes %2", "aten.bernoulli.default(%2)"],
     ids=["written", "random"],
 )
-def test_what_does_more_than_compute_does_not_wait(stays: str) -> None:
+def test_op_with_side_effects_is_not_delayed(stays: str) -> None:
     assert together(USED.replace("aten.exp.default(%2)", stays)) == [[0], [1]]
 
 
@@ -126,7 +126,7 @@ def test_what_does_more_than_compute_does_not_wait(stays: str) -> None:
     ],
     ids=["read", "written"],
 )
-def test_a_small_op_waits_no_longer_than_what_comes_after_it(needed: str) -> None:
+def test_small_op_is_delayed_no_further_than_its_dependents(needed: str) -> None:
     """Something large reads what it makes, or something writes what it reads."""
     text = f"""graph {{
   %0: f32[4] = input
@@ -168,7 +168,7 @@ def test_a_sum_of_a_sum_holds_up_no_other() -> None:
     ],
     ids=["op", "axis", "kind"],
 )
-def test_what_differs_travels_apart(other: str) -> None:
+def test_different_collectives_are_not_bucketed(other: str) -> None:
     assert together(sums("  %3: f32[4] = aten.cos.default(%1)", other)) == [[0], [1]]
 
 
@@ -180,7 +180,7 @@ def test_buckets_have_a_cap_and_large_values_travel_alone() -> None:
     assert together(text, Caps(alone=16)) == [[0], [1]]
 
 
-def test_three_that_need_each_other_crosswise_are_not_tied_into_a_knot() -> None:
+def test_crosswise_dependent_sums_are_not_bucketed_in_cycle() -> None:
     """b needs a, d needs c: with b and c together, a and d may not be."""
     text = """graph {
   %0: f32[4] = input
@@ -244,7 +244,7 @@ def test_results_that_outlive_the_run_leave_the_buffer() -> None:
     assert wait.args[2] == (1,)
 
 
-def test_ranks_whose_programs_differ_on_another_axis_keep_their_order() -> None:
+def test_ranks_with_different_programs_on_another_axis_keep_order() -> None:
     """Ranks 0 and 1 meet on both axes, 2 and 3 only their partners 0 and 1."""
     both = parse_graph(
         sums("  %3: f32[4] = lazygt.all_reduce(%1, 'sum', 'model')",

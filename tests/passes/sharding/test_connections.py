@@ -16,7 +16,7 @@ TWICE = """
     """
 
 
-def test_chains_say_who_makes_a_value_and_who_reads_it_where() -> None:
+def test_def_use_chains_list_makers_and_users() -> None:
     chains = def_use(graph_of(TWICE))
     assert chains.makers == [None, (0, 0), (1, 0), (1, 1), (2, 0)]
     assert chains.users == [{0: (0, 1)}, {1: (0,), 2: (1,)}, {2: (0,)}, {}, {}]

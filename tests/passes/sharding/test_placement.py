@@ -172,7 +172,7 @@ def test_an_all_reduce_is_not_delayed_past_a_broadcast() -> None:
     assert found == [("all_reduce", 256)]
 
 
-def test_it_is_delayed_past_a_sum_of_two_partial_sums() -> None:
+def test_all_reduce_is_delayed_past_sum_of_partial_sums() -> None:
     graph = graph_of("""
         %0: f32[64, 512] = input
         %1: f32[512, 64] = input
@@ -231,7 +231,7 @@ def test_a_pin_is_kept_by_every_user_that_can() -> None:
                 )
 
 
-def test_a_pinned_result_is_made_so() -> None:
+def test_pinned_result_has_its_placement() -> None:
     graph = graph_of(MLP)
     annotations = {**COLUMN_ROW, 5: Annotation(S(0), "pinned")}
     question = question_of(graph, annotations, outputs=[[R]])
@@ -262,7 +262,7 @@ def test_without_annotations_nothing_is_sharded_unless_asked() -> None:
     assert solve(free.problem).cost < 0.6 * solve(question.problem).cost
 
 
-def test_a_factory_makes_what_is_asked_and_asks_for_nothing() -> None:
+def test_factory_result_has_requested_placement() -> None:
     graph = graph_of("""
         %0: f32[64, 64] = input
         %1: f32[64, 64] = aten.zeros.default([64, 64], device=device)
@@ -311,14 +311,14 @@ def test_layers_are_solved_once() -> None:
         ({}, [[R], [R]], "placements for 2 outputs, but the graph has 1"),
     ],
 )
-def test_what_does_not_fit_the_graph_is_refused(
+def test_annotations_that_do_not_fit_graph_are_refused(
     annotations: Annotations, outputs: Sequence[Sequence[Placement]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         question_of(graph_of(MLP), annotations, outputs=outputs)
 
 
-def test_what_is_exchanged_between_hosts_costs_what_the_network_does() -> None:
+def test_collective_between_hosts_has_network_cost() -> None:
     """The same plan of the same program costs as much more as its all-reduce does."""
     mesh = VirtualMesh.of(Mesh.parse("data=2,model=2"), None)
     machine, graph = on_hosts(CPU, mesh, [2, 2]), graph_of(MLP)

@@ -59,7 +59,9 @@ R, S, P = Replicate(), Shard, Partial("sum")
         (S(0), StridedShard(0, 4), "all_to_all"),
     ],
 )
-def test_what_moves_a_label(source: Placement, target: Placement, kind: str | None) -> None:
+def test_collective_of_each_label_change(
+    source: Placement, target: Placement, kind: str | None
+) -> None:
     assert reshard_kind(source, target) == kind
     took = reshard_seconds(PLAIN, source, target, 800, 4)
     assert (
@@ -90,7 +92,7 @@ def test_what_moves_a_label(source: Placement, target: Placement, kind: str | No
         (StridedShard(0, 3), StridedShard(1, 2), 300),
     ],
 )
-def test_what_interleaved_blocks_are_exchanged_for(source: Cut, target: Cut, sent: int) -> None:
+def test_traffic_of_interleaved_block_exchange(source: Cut, target: Cut, sent: int) -> None:
     assert reshard_seconds(PLAIN, source, target, 800, 4) == pytest.approx(sent, abs=1)
 
 
@@ -105,7 +107,7 @@ def test_ring_bytes_of_one_rank_and_of_many() -> None:
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_carries_a_collective_sets_its_price(kind: str, ranks: int) -> None:
+def test_transport_of_collective_sets_its_cost(kind: str, ranks: int) -> None:
     machine = carried(PLAIN, Link(100.0, 10.0, 1.0), Link(5.0, 1.0, 2.0))
     for nbytes in (4, 16 << 10, 64 << 10, 256 << 10, 4 << 20):
         took = collective_seconds(machine, kind, nbytes, ranks)

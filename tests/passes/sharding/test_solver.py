@@ -135,7 +135,7 @@ def test_identical_regions_are_computed_once() -> None:
     assert large.cost - small.cost == pytest.approx(9 * small.cost, rel=0.2)
 
 
-def test_nothing_to_choose() -> None:
+def test_trivial_problems_are_solved() -> None:
     empty = solve(Problem([], []))
     assert (empty.choices, empty.cost, empty.exact, empty.gap) == ((), 0.0, True, 0.0)
     only = solve(Problem([1, 1], [Factor((0, 1), np.array([[7.0]]))]))

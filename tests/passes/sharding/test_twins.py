@@ -51,7 +51,7 @@ def test_twins_reduce_the_same_in_the_same_way() -> None:
     assert [reductions(text) for text in (other_axis, other_op, other_value)] == [[2], [2], [2]]
 
 
-def test_ranks_keep_what_is_a_twin_on_some_of_them_only() -> None:
+def test_reduction_redundant_on_some_ranks_only_is_kept() -> None:
     """As numbers that one rank adds, and others take as 0."""
     numbers = """
         %0: f32[2048] = input
@@ -68,7 +68,7 @@ def test_ranks_keep_what_is_a_twin_on_some_of_them_only() -> None:
     assert reductions(numbers, zeros) == [2, 2]
 
 
-def test_what_a_backward_computes_again_of_a_matmul_is_not_kept_for_it() -> None:
+def test_matmul_recomputed_in_backward_is_reduced_again() -> None:
     products = TWICE.replace("f32[4096, 2048] = input", "f32[2048, 2048] = input").replace(
         "f32[2048] = aten.sum.dim_IntList(%0, [0])", "f32[2048, 2048] = aten.mm.default(%0, %0)"
     )

@@ -75,7 +75,7 @@ def test_parts_that_are_passed_on_are_not_reduced_elsewhere_instead(s: lazygt.Se
     assert "all_gather" in found.instead
 
 
-def test_what_an_op_without_rows_for_blocks_takes_has_no_alternative(s: lazygt.Session) -> None:
+def test_op_without_sharding_rule_has_no_alternative(s: lazygt.Session) -> None:
     with pytest.warns(lazygt.GatherWarning):
         decided = _decided(s, {(64, 32): 0}, lambda x: torch.linalg.qr(x).R)
     found = _one(decided)

@@ -187,7 +187,7 @@ PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_op_does_what_it_does_in_eager_torch(s: lazygt.Session, name: str) -> None:
+def test_custom_op_matches_eager_torch(s: lazygt.Session, name: str) -> None:
     program = PROGRAMS[name]
     with torch.device("cpu"):
         expected = program()
@@ -269,7 +269,7 @@ def test_a_fake_kernel_that_comes_later_is_used(s: lazygt.Session) -> None:
 # -- what goes wrong -------------------------------------------------------------------------
 
 
-def test_what_an_op_raises_is_its_own_exception(s: lazygt.Session) -> None:
+def test_exception_of_custom_op_keeps_its_type(s: lazygt.Session) -> None:
     @torch.library.custom_op("lazygt_tests::fails", mutates_args=())
     def fails(x: Tensor) -> Tensor:
         raise ZeroDivisionError("not by this")
@@ -297,7 +297,7 @@ def test_a_wrong_fake_kernel_is_said(s: lazygt.Session) -> None:
     assert torch.ones(2).tolist() == [1, 1]
 
 
-def test_what_a_fake_kernel_refuses_is_refused_at_the_call(s: lazygt.Session) -> None:
+def test_fake_kernel_error_is_raised_at_call(s: lazygt.Session) -> None:
     def check(x: Tensor) -> Tensor:
         torch._check(x.dim() == 2, lambda: "give me a matrix")
         return torch.empty_like(x)
@@ -312,7 +312,7 @@ def test_what_a_fake_kernel_refuses_is_refused_at_the_call(s: lazygt.Session) ->
     assert not isinstance(caught.value, lazygt.ExecutionError)
 
 
-def test_what_can_not_be_pickled_is_said_at_the_call(s: lazygt.Session) -> None:
+def test_unpicklable_op_is_refused_at_call(s: lazygt.Session) -> None:
     held = open(__file__)  # noqa: SIM115 - closed below
     tensor = torch.ones(3)
 
@@ -419,7 +419,7 @@ EXITING = """
 """
 
 
-def test_code_whose_imports_exit_is_said_and_the_session_goes_on(
+def test_exit_during_import_on_worker_is_code_error(
     module: Callable[..., Any],
 ) -> None:
     found = module("lazygt_exiting_module", EXITING)

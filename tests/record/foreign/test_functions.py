@@ -74,7 +74,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_it_returns_what_the_function_returns(s: lazygt.Session, name: str) -> None:
+def test_applied_function_matches_local_call(s: lazygt.Session, name: str) -> None:
     fn, given = CALLS[name]
     with torch.device("cpu"):
         args, kwargs = given()
@@ -84,7 +84,7 @@ def test_it_returns_what_the_function_returns(s: lazygt.Session, name: str) -> N
         assert_same(lazygt.apply(fn, *args, **kwargs), expected)
 
 
-def test_it_is_one_op_and_replays(s: lazygt.Session) -> None:
+def test_applied_function_is_one_op_and_replays(s: lazygt.Session) -> None:
     def step() -> list[float]:
         x = values() + 1
         found: list[float] = lazygt.apply(lambda x: (x * 2 - 1).clamp(min=0), x).tolist()
@@ -101,7 +101,9 @@ def test_it_is_one_op_and_replays(s: lazygt.Session) -> None:
     assert sum(op.startswith("function.lambda.default@") for op in ops) == 1
 
 
-def test_what_changes_around_it_is_seen(s: lazygt.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_closure_and_globals_are_seen(
+    s: lazygt.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = [1.0]
     number = 1.0
 
@@ -121,7 +123,7 @@ def test_what_changes_around_it_is_seen(s: lazygt.Session, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("by_values", [False, True])
-def test_gradients_flow_through_it(s: lazygt.Session, by_values: bool) -> None:
+def test_gradients_flow_through_applied_function(s: lazygt.Session, by_values: bool) -> None:
     def noisy(x: Tensor, w: Tensor, unused: Tensor) -> tuple[Tensor, Tensor]:
         if by_values:
             assert x.sum().item() < 100  # refused where shapes are learnt
@@ -145,7 +147,7 @@ def test_gradients_flow_through_it(s: lazygt.Session, by_values: bool) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_what_it_raises_is_raised_with_its_line(s: lazygt.Session) -> None:
+def test_exception_of_function_names_its_line(s: lazygt.Session) -> None:
     def fails(x: Tensor) -> Tensor:
         raise LookupError("not there")
 
@@ -157,7 +159,7 @@ def test_what_it_raises_is_raised_with_its_line(s: lazygt.Session) -> None:
     assert values().sum().item() == 3
 
 
-def test_its_arguments_are_not_its_to_write(s: lazygt.Session) -> None:
+def test_write_to_argument_is_refused(s: lazygt.Session) -> None:
     x = values()
     made = lazygt.apply(lambda x: x.add_(1), x)
     with pytest.raises(RuntimeError, match="has written into its tensor argument 0"):
@@ -174,7 +176,7 @@ def emptied_when_large(x: Tensor) -> Tensor:
     return x.zero_() if x.sum() > 10 else x + 1
 
 
-def test_what_it_writes_in_any_call_stays_its_own(s: lazygt.Session) -> None:
+def test_in_place_writes_of_function_stay_local(s: lazygt.Session) -> None:
     x, large = values(), values() + 5
     for _ in range(3):
         assert lazygt.apply(doubled_in_place, x).tolist() == 6
@@ -193,13 +195,13 @@ def test_a_lazy_tensor_is_an_argument_and_no_part_of_the_code(s: lazygt.Session)
         lazygt.apply(torch.add, values(), torch.ones(4, device="cpu"))
 
 
-def test_what_no_message_can_carry_is_refused(s: lazygt.Session) -> None:
+def test_unserializable_result_is_refused(s: lazygt.Session) -> None:
     with pytest.raises(TypeError, match="returned a set; what workers return are"):
         lazygt.apply(lambda x: {1, int(x.sum())}, values())
     assert values().sum().item() == 3
 
 
-def test_in_blocks_it_takes_what_is_whole() -> None:
+def test_function_takes_full_value_of_sharded_tensor() -> None:
     from torch.distributed.tensor import Shard
 
     with lazygt.session(workers=2):
@@ -210,7 +212,7 @@ def test_in_blocks_it_takes_what_is_whole() -> None:
             assert lazygt.apply(lambda x: x.cumsum(0), x).tolist() == [0, 1, 3, 6, 10, 15]
 
 
-def test_dry_it_is_not_run() -> None:
+def test_dry_session_does_not_run_function() -> None:
     def never(x: Tensor) -> Tensor:
         if not isinstance(x, torch._subclasses.FakeTensor):
             raise AssertionError("it has values")
@@ -221,7 +223,7 @@ def test_dry_it_is_not_run() -> None:
         assert lazygt.apply(never, values()).sum().item() == 0
 
 
-def test_what_is_set_on_a_function_is_seen(s: lazygt.Session) -> None:
+def test_changed_function_attributes_are_seen(s: lazygt.Session) -> None:
     def scaled(x: Tensor) -> Tensor:
         return x * vars(scaled)["factor"]
 

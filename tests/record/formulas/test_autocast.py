@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import lazygt
 from lazygt.record.formulas import autocast
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 MACROS = {

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import lazygt
 from lazygt.record.formulas.decompositions import KERNELS_OF_THEIR_OWN
-from tests.bits import drawn, same
 from tests.conformance import streams
+from tests.support.bits import drawn, same
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lazygt
-from tests.bits import drawn, same
+from tests.support.bits import drawn, same
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lazygt
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import lazygt
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -110,7 +110,7 @@ def test_sequences_packed_in_a_session() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1, 2, 3], [3, 2, 0], [3, 2]])
-def test_wrong_lengths_raise_what_torch_raises(lengths: list[int]) -> None:
+def test_wrong_lengths_raise_torchs_error(lengths: list[int]) -> None:
     def message() -> str:
         with pytest.raises(RuntimeError) as caught:
             pack_padded_sequence(torch.ones(4, 3, 2), lengths)

@@ -16,7 +16,7 @@ from lazygt.graph.node import Node
 from lazygt.record.formulas import cudnn_recurrent
 from lazygt.record.formulas.gpu import Gpu
 from lazygt.runtime.recovery import recover
-from tests import cudnn_rnn
+from tests.support import cudnn_rnn
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -326,7 +326,7 @@ def test_samples_on_two_gpus_exchange_gradients_only(kind: Any) -> None:
 IN_WORKERS = """
 import sys
 if "lazygt.runtime.launch.process" in sys.orig_argv:
-    from tests import cudnn_rnn
+    from tests.support import cudnn_rnn
     kept = cudnn_rnn.registered()
     kept.__enter__()
 """

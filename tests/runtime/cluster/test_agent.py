@@ -36,7 +36,7 @@ def test_the_bits_are_those_of_a_local_worker(
         assert session.recoveries == []
 
 
-def test_what_workers_answer_goes_out_on_the_thread_that_waits_for_them(
+def test_worker_answers_are_sent_by_polling_thread(
     on: Callable[..., lazygt.Session], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else is woken for it: neither an agent's thread nor a pool's."""
@@ -80,7 +80,7 @@ def test_a_lost_host_is_recovery_on_another(
         assert record.runs < 2 * STEPS  # from the snapshot on, not from the beginning
 
 
-def test_without_another_host_the_clients_own_takes_what_was_on_a_lost_one(
+def test_clients_host_takes_over_ranks_of_lost_host(
     on: Callable[..., lazygt.Session], hosts: Hosts, expected: bytes
 ) -> None:
     with on(0, 1) as session:
@@ -146,7 +146,7 @@ def test_an_error_there_names_the_users_line(on: Callable[..., lazygt.Session]) 
         assert (x * 0 + 1).sum().item() == 16  # the session goes on
 
 
-def test_what_an_agent_can_not_start_is_an_error(
+def test_failed_start_by_agent_is_error(
     on: Callable[..., lazygt.Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(LazyGTError, match="host1"), on(0, 1, transport="tcp://256.0.0.1"):
@@ -162,7 +162,7 @@ def test_nothing_is_left_running(on: Callable[..., lazygt.Session], hosts: Hosts
         os.kill(pid, 0)
 
 
-def test_explain_prices_what_goes_between_hosts(on: Callable[..., lazygt.Session]) -> None:
+def test_explain_uses_costs_between_hosts(on: Callable[..., lazygt.Session]) -> None:
     """Plans are those of one host, so the bits are, too; what they cost is not."""
     with on(1, 1) as session, lazygt.session(workers=2) as local:
         assert session.machine == local.machine
@@ -175,7 +175,7 @@ def test_explain_prices_what_goes_between_hosts(on: Callable[..., lazygt.Session
         assert far > 2 * near
 
 
-def test_what_is_too_long_for_a_message_is_an_error_and_nothing_is_lost(
+def test_oversized_message_is_error_and_loses_nothing(
     on: Callable[..., lazygt.Session],
 ) -> None:
     with on(0, 1, max_message_bytes=1 << 20):

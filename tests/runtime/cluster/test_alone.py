@@ -50,7 +50,9 @@ def test_a_library_and_a_program_that_it_starts_find_no_job() -> None:
 
 
 @pytest.mark.parametrize("given", [TORCHRUN, SLURM, OPENMPI])
-def test_nothing_else_goes(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_job_variables_are_removed(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment, "_left", {})
     job = environment.Job.from_environment(given)
     assert job is not None

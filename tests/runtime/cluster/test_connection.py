@@ -27,9 +27,9 @@ from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.launch.channel import Keys
 from tests.clusters.hosts import Hosts, missing
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.patience import patience
 from tests.runtime.cluster.proxy import Proxy
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.timeouts import patience
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -220,7 +220,7 @@ def test_a_message_moves_to_an_inbox_in_one_step(place: Place) -> None:
     ]
 
 
-def test_ipv6_works_too() -> None:
+def test_connection_over_ipv6() -> None:
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("there is no IPv6 here")
     place = Place("::1")
@@ -245,7 +245,7 @@ def test_a_goodbye_says_why_and_comes_last(place: Place) -> None:
     assert near.closed == "closed here: enough"
 
 
-def test_a_host_that_closes_says_so(place: Place) -> None:
+def test_closing_host_sends_its_reason(place: Place) -> None:
     near, far = place.both()
     far.send([b"last"])
     place.listener.close("night")
@@ -277,7 +277,7 @@ def test_a_host_with_another_key_is_not_trusted(place: Place) -> None:
     assert "does not have the key that we expect" in str(error)
 
 
-def test_what_is_no_key_is_no_key(place: Place) -> None:
+def test_malformed_key_is_refused(place: Place) -> None:
     assert isinstance(refused(place, place.alice, "short"), SecurityError)
 
 
@@ -477,7 +477,7 @@ def test_a_killed_hosts_port_is_free_while_a_child_that_it_forked_lives() -> Non
 
 
 @pytest.mark.slow
-def test_a_busy_host_is_there(started: Start) -> None:
+def test_busy_host_is_not_reported_away(started: Start) -> None:
     """It lets no other thread of its own run, for longer than a dead link would be borne, and reads
     less than it is sent; and yet it is neither away nor gone."""
     host = started("listen", "127.0.0.1", 0, TOKEN, 8, 2)
@@ -494,7 +494,7 @@ def test_a_busy_host_is_there(started: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_host_is_there(started: Start) -> None:
+def test_stopped_host_is_not_reported_away(started: Start) -> None:
     """Its kernel answers for it."""
     host = started("listen", "127.0.0.1", 0, TOKEN)
     with zmq.Context() as context:

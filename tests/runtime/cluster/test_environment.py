@@ -109,7 +109,7 @@ def test_the_first_of_hosts_that_are_folded(hosts: str, first: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["", ",a", "[1-2"])
-def test_what_is_no_list_of_hosts(hosts: str) -> None:
+def test_malformed_host_list_is_refused(hosts: str) -> None:
     with pytest.raises(LaunchError, match="SLURM_STEP_NODELIST"):
         first_of_hosts(hosts)
 
@@ -126,7 +126,7 @@ def test_what_is_no_list_of_hosts(hosts: str) -> None:
         {"MASTER_ADDR": "host0", "MASTER_PORT": "1"},
     ],
 )
-def test_nobodys_job(environment: dict[str, str]) -> None:
+def test_environment_without_job(environment: dict[str, str]) -> None:
     assert Job.from_environment(environment) is None
 
 

@@ -113,7 +113,7 @@ def test_hostile_frames_are_dropped_and_leave_nothing(target: Target) -> None:
     assert sizes[1] - sizes[0] < 32 << 20
 
 
-def test_what_is_not_of_zmq_at_all_is_survived(target: Target) -> None:
+def test_non_zmq_traffic_is_survived(target: Target) -> None:
     enemy = threading.Thread(target=garbage, args=(target.listener.address, 120, 5))
     enemy.start()
     while enemy.is_alive():
@@ -188,7 +188,7 @@ def test_frames_in_several_parts_are_malformed(target: Target) -> None:
         until_counted(target, "malformed", 2)
 
 
-def test_an_acknowledgement_of_what_was_never_sent_is_malformed(target: Target) -> None:
+def test_acknowledgement_of_unsent_message_is_malformed(target: Target) -> None:
     with zmq.Context() as context, raw(target, context, target.alice, b"c" + bytes(16)) as sock:
         sock.send(frames.pack_hello(1, True, b"", 0))
         connection = accepted(target)

@@ -137,12 +137,12 @@ def test_a_keyring_allows_and_revokes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("public", ["", "short", "../../server.key", "\n" * 40, "é" * 40])
-def test_what_is_no_key_is_not_allowed(tmp_path: Path, public: str) -> None:
+def test_malformed_key_is_not_allowed(tmp_path: Path, public: str) -> None:
     assert Keyring(tmp_path).allows(public) is None
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a b", "-x", "x" * 65, 'a"b'])
-def test_what_is_no_name_gets_no_key(tmp_path: Path, name: str) -> None:
+def test_malformed_name_gets_no_key(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="is no name of a client"):
         Keyring(tmp_path).new(name)
 

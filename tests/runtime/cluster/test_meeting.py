@@ -37,7 +37,7 @@ def job() -> Iterator[Job]:
     del store  # it serves until here
 
 
-def test_what_rank_0_says_is_found_before_and_after(job: Job) -> None:
+def test_endpoint_of_rank_0_is_found_before_and_after_publication(job: Job) -> None:
     found: list[str] = []
     early = threading.Thread(target=lambda: found.append(job_rendezvous.find(job, TOKEN, 60)))
     early.start()
@@ -54,13 +54,13 @@ def test_the_next_session_is_not_taken_for_the_last(job: Job) -> None:
         job_rendezvous.find(replace(job, name="after a restart"), TOKEN, 0.3)
 
 
-def test_who_has_another_token_is_not_believed(job: Job) -> None:
+def test_endpoint_under_another_token_is_refused(job: Job) -> None:
     job_rendezvous.publish(job, ENDPOINT, b"another" * 5, 60)
     with pytest.raises(SecurityError, match="LAZYGT_TOKEN"):
         job_rendezvous.find(job, TOKEN, 60)
 
 
-def test_who_has_another_token_is_named_to_rank_0(job: Job) -> None:
+def test_rank_with_another_token_is_named_to_rank_0(job: Job) -> None:
     job_rendezvous.publish(job, ENDPOINT, TOKEN, 60)
     look = job_rendezvous.refusals(job, 60)
     assert look() == ""
@@ -177,6 +177,6 @@ def test_the_others_end_when_the_first_has(killed: bool, shell: bool) -> None:
     first.communicate()  # the child of a shell that was killed reads the end of its input
 
 
-def test_who_comes_after_the_first_has_ended_ends() -> None:
+def test_latecomer_ends_after_first_has_ended() -> None:
     second = slot(1)
     assert second.communicate(timeout=60)[0] == "ended 1\n"

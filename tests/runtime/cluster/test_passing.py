@@ -113,7 +113,7 @@ def test_training_on_three_hosts_has_the_bits_of_one(
         assert session.recoveries == []
 
 
-def test_what_is_told_does_not_overtake_an_upload(
+def test_message_does_not_overtake_upload(
     on: Callable[..., lazygt.Session], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run waits on the second host, and with it what follows, until the upload is there."""
@@ -306,7 +306,7 @@ def test_hosts_that_can_not_reach_each_other_have_uploads_from_the_client(
     assert re.match(r"host host[23] can't reach host host[12] .*firewall", warnings[0])
 
 
-def test_a_session_whose_agents_do_not_listen_sends_to_each(
+def test_agents_without_listeners_get_uploads_from_client(
     on: Callable[..., lazygt.Session], hosts: Hosts
 ) -> None:
     hosts.address = ""
@@ -347,7 +347,7 @@ def test_pieces_count_once_and_in_order() -> None:
         assert host.mirrors.number == 8
 
 
-def test_who_does_not_know_the_token_can_not_follow() -> None:
+def test_follower_without_token_is_denied() -> None:
     with Told() as host:
         host.mirrors.begin(Begin(1, 0, "ab" * 32))
         (listens,) = host.said

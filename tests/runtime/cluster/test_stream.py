@@ -100,7 +100,7 @@ TestEnds = Ends.TestCase
 TestEnds.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
 
-def test_what_was_never_sent_can_not_be_acknowledged() -> None:
+def test_acknowledgement_of_unsent_message_is_refused() -> None:
     stream = Stream()
     stream.put(bytearray(b"a"))
     with pytest.raises(ProtocolError, match="message 1 is acknowledged, and 0 was the last"):

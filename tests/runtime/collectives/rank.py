@@ -17,14 +17,15 @@ from lazygt.graph import collectives
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import shard_bounds
 from lazygt.runtime.collectives import group, ops, shared_backend
+from lazygt.runtime.collectives import shared_backend as peer_backend
 from lazygt.runtime.collectives.backends import HOST
 from lazygt.runtime.launch.launcher import GroupSpec
-from tests.bits import assert_same_bits
-from tests.values import Kind, draw
+from tests.support.bits import assert_same_bits
+from tests.support.values import Kind, draw
 
 SIZES = (1, 3, 4, 7)  # even, uneven, and with ranks that have nothing
 LARGE = (67, 53)  # many slots of memory
-shared_backend.SLOT_BYTES = shared_backend.PIECE_BYTES = 1024
+shared_backend.SLOT_BYTES = peer_backend.PIECE_BYTES = 1024
 SECONDS = 60.0
 
 

@@ -76,7 +76,7 @@ def test_an_all_reduce_adds_in_the_order_of_the_ranks(
 
 
 @pytest.mark.parametrize("ranks", [3], indirect=True)
-def test_what_a_rank_told_before_it_left_is_read(ranks: list[SocketBackend]) -> None:
+def test_last_text_of_departed_rank_is_read(ranks: list[SocketBackend]) -> None:
     ranks[2].exchange_text("last words")
     leave(ranks[2])
     told = [line.exchange_text(f"of {rank}") for rank, line in enumerate(ranks[:2])]
@@ -95,7 +95,7 @@ def test_after_a_rank_has_left_every_wait_says_so(ranks: list[SocketBackend]) ->
             work.wait()
 
 
-def test_what_is_begun_first_may_be_waited_for_last(ranks: list[SocketBackend]) -> None:
+def test_collectives_may_be_waited_for_in_any_order(ranks: list[SocketBackend]) -> None:
     count = len(ranks)
 
     def step(rank: int, line: SocketBackend) -> tuple[torch.Tensor, ...]:
@@ -152,7 +152,7 @@ class Called:
         (torch.float8_e5m2, "sum", torch.float32, dist.ReduceOp.SUM),
     ],
 )
-def test_torch_is_given_what_backends_reduce(
+def test_torch_backend_gets_supported_dtype_and_reduction(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     op: str,
@@ -181,7 +181,7 @@ def test_each_direction_of_nccl_has_a_group_of_its_own() -> None:
     shared.close()
 
 
-def test_small_is_what_a_socket_carries_and_only_from_the_host() -> None:
+def test_small_host_tensors_use_sockets() -> None:
     line, sockets, shared = line_of(3, object())
     here = torch.empty(1)
     for kind in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -192,7 +192,7 @@ def test_small_is_what_a_socket_carries_and_only_from_the_host() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_what_a_rank_sends_is_at_most_a_little_more_than_a_ring(size: int) -> None:
+def test_socket_traffic_exceeds_ring_by_bounded_bytes(size: int) -> None:
     line, sockets, shared = line_of(size, object())
     here = torch.empty(1)
     for nbytes in (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20):

@@ -99,7 +99,7 @@ def test_kernels_of_several_communicators_have_an_order(
 
 
 @pytest.mark.usefixtures("nccl")
-def test_doctor_says_how_many_workers_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_worker_limit_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check = doctor.collectives()
     assert check.status == "ok"
@@ -119,14 +119,14 @@ def renewed(monkeypatch: pytest.MonkeyPatch, nccl: bool) -> list[bool]:
     return [isinstance(worker.store.get(key), torch.Tensor) for key in (4, 5, 6)]
 
 
-def test_what_nccl_may_not_have_carried_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_after_failed_nccl_collective_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails on the device, where no exception says so; sockets raise one for each collective."""
     assert renewed(monkeypatch, nccl=True) == [True, False, False]
     assert renewed(monkeypatch, nccl=False) == [True, True, True]
 
 
 @pytest.mark.parametrize("parted_from", [None, 1])
-def test_nothing_is_said_of_values_once_kernels_were_given_up(
+def test_value_after_abandoned_nccl_kernel_is_collective_error(
     parted_from: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel of NCCL's that is given up leaves old bytes, which no exception says."""

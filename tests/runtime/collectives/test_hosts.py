@@ -185,7 +185,7 @@ def test_a_host_without_power_is_missed(far: Hosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.clusters
-def test_between_hosts_goes_what_a_ring_sends(far: Hosts, tmp_path: Path) -> None:
+def test_traffic_between_hosts_is_that_of_ring(far: Hosts, tmp_path: Path) -> None:
     """Of an all-reduce by two ranks as much as its payload, with what encryption and TCP add."""
     with closing(Ranks("x=2", tmp_path, far)) as ranks:
         for rank in range(2):

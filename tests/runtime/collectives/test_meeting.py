@@ -95,9 +95,7 @@ def test_ranks_of_a_host_meet_there_and_others_between_hosts(
     assert server.refused == 0
 
 
-def test_what_ranks_said_of_earlier_groups_is_removed(
-    meetings: Meetings, server: StoreServer
-) -> None:
+def test_records_of_earlier_groups_are_removed(meetings: Meetings, server: StoreServer) -> None:
     ranks = meetings("abb")
     leave(meet_all(ranks, 0))
     left = ranks[0].store.num_keys()
@@ -122,7 +120,7 @@ def test_a_rank_may_come_back_on_another_host(
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aa"])
-def test_who_comes_for_a_later_group_waits_for_it(meetings: Meetings, hosts: str) -> None:
+def test_early_rank_waits_for_later_group(meetings: Meetings, hosts: str) -> None:
     first, second = meetings(hosts)
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(second.meet, 1, [0])
@@ -134,7 +132,7 @@ def test_who_comes_for_a_later_group_waits_for_it(meetings: Meetings, hosts: str
     leave(met)
 
 
-def test_who_died_after_it_had_said_where_it_is_is_not_waited_for(
+def test_rank_that_died_after_announcing_is_not_awaited(
     meetings: Meetings, server: StoreServer, tmp_path: Path
 ) -> None:
     """The other has read where the dead one listened, or listens for it; then it comes again."""
@@ -168,7 +166,7 @@ def test_a_store_that_has_gone_is_said_to_be_lost(meetings: Meetings, server: St
         rank.meet(0, [1])
 
 
-def test_who_does_not_know_the_token_does_not_get_in(meetings: Meetings) -> None:
+def test_stranger_without_token_joins_no_group(meetings: Meetings) -> None:
     """Not even one who knows where a rank listens and with which key."""
     (rank,) = meetings("a")
     rank.store.set("place/0/1", json.dumps(Place("b", "", HOST, BACKEND)))
@@ -188,7 +186,7 @@ def test_who_does_not_know_the_token_does_not_get_in(meetings: Meetings) -> None
         stranger.close()
 
 
-def test_noise_at_a_seat_stops_nobody(meetings: Meetings) -> None:
+def test_strangers_at_rank_endpoint_are_ignored(meetings: Meetings) -> None:
     """Strangers come before the rank and after it, and leave while it is there."""
     first, second = meetings("ab")
     first.store.set("place/0/1", json.dumps(second._place))
@@ -218,7 +216,7 @@ def noise(endpoint: str) -> socket.socket:
     return stranger
 
 
-def test_who_reads_is_woken_when_this_rank_leaves(meetings: Meetings) -> None:
+def test_blocked_reader_wakes_when_this_rank_leaves(meetings: Meetings) -> None:
     met = meet_all(meetings("ab"))
     reading = threading.Event()
     peer = met[0][1].large

@@ -30,7 +30,7 @@ SECONDS = 600
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mesh", ["x=2", "x=3", "x=4", "a=2,b=2"])
-def test_collectives_give_what_they_should(mesh: str, tmp_path: Path) -> None:
+def test_collectives_match_reference(mesh: str, tmp_path: Path) -> None:
     with_ranks(mesh, tmp_path, [Mesh.parse(mesh).world_size])
 
 
@@ -102,7 +102,7 @@ def test_a_mesh_runs_through_its_last_axis_fastest() -> None:
 
 
 @pytest.mark.parametrize("text", ["data", "data=", "data=x", "=2", "data=2,data=2", "a b=2"])
-def test_what_is_no_mesh_is_refused(text: str) -> None:
+def test_malformed_mesh_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="mesh"):
         Mesh.parse(text)
 

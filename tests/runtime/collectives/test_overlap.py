@@ -83,7 +83,7 @@ def test_nobody_waits_for_a_loss_to_begin_its_backward() -> None:
     assert meanwhile(graph) == [["aten.ones_like.default", "aten.exp.default"]]
 
 
-def test_what_is_sent_from_where_it_lies_is_not_written_meanwhile() -> None:
+def test_buffer_being_sent_is_not_overwritten() -> None:
     graph = overlap_of("""graph {
   %0: f32[2] = input
   %1: f32[4] = lazygt.all_gather(%0, 0, 4, 'data')
@@ -159,9 +159,7 @@ def test_buckets_change_no_bit_of_a_training(optimizer: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bad_row", [0, 4])
 @pytest.mark.parametrize("runs_before", [0, 3])
-def test_what_fails_while_a_sum_is_under_way_ends_no_rank_in_a_wait(
-    bad_row: int, runs_before: int
-) -> None:
+def test_failure_during_collective_leaves_no_rank_waiting(bad_row: int, runs_before: int) -> None:
     with lazygt.session(mesh=DATA, threads=1, bucket_cap_mb=0) as s:
         table = torch.arange(10.0).reshape(5, 2)
         kept = table + 1

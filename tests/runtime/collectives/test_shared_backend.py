@@ -21,8 +21,8 @@ from lazygt.runtime.collectives.group import _for_large
 from lazygt.runtime.collectives.rendezvous import CHUNK_BYTES, EncryptedPeer, context
 from lazygt.runtime.collectives.shared_backend import PeerBackend, SharedMemoryBackend
 from lazygt.runtime.collectives.sockets import PeerSocket
-from tests.descriptors import descriptors_before, open_descriptors
 from tests.runtime.collectives.encrypted_peers import Rows, encrypted
+from tests.support.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -125,7 +125,7 @@ def test_ranks_are_reduced_in_their_order(axis: Axis, op: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint16])
-def test_each_rank_gets_its_part_of_what_is_reduced(axis: Axis, dtype: torch.dtype) -> None:
+def test_reduce_scatter_gives_each_rank_its_part(axis: Axis, dtype: torch.dtype) -> None:
     for elements in (0, 1, 3_001):
         blocks = drawn(axis.size, elements * axis.size, dtype)
 
@@ -227,7 +227,7 @@ def test_after_a_rank_has_left_every_wait_says_so(axis: Axis) -> None:
         axis.shared[last].all_gather(torch.empty(axis.size), torch.ones(1)).wait()
 
 
-def test_a_rank_that_leaves_does_not_wait_for_what_it_began(axis: Axis) -> None:
+def test_leaving_rank_does_not_wait_for_pending_collectives(axis: Axis) -> None:
     begun = axis.shared[0].all_reduce(torch.ones(9_999), "sum")
     axis.leave(0)
     with pytest.raises(ConnectionError, match=r"rank.* has left"):
@@ -266,7 +266,7 @@ def test_memory_and_sockets_are_given_back(hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "aaab"])
 @pytest.mark.parametrize("elements", [64, 100_003])
-def test_what_a_rank_sends_is_what_it_sends_in_a_ring(hosts: str, elements: int) -> None:
+def test_rank_sends_bytes_of_ring_all_reduce(hosts: str, elements: int) -> None:
     """Bytes to other ranks, as many as go round; messages of so many bytes, and what is left."""
     axis, count = Axis(hosts), len(hosts)
     together(count, lambda rank: axis.shared[rank].all_reduce(torch.ones(elements), "sum").wait())

@@ -24,9 +24,9 @@ from lazygt.runtime.collectives.sockets import (
     first_to_leave,
 )
 from lazygt.runtime.launch.channel import listen_local
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.forking import ROOT
 from tests.runtime.collectives.encrypted_peers import encrypted
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.forking import ROOT
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,7 +57,7 @@ def received(peer: PeerSocket, nbytes: int) -> bytes:
     return bytes(room)
 
 
-def test_messages_come_in_the_order_in_which_they_were_sent(
+def test_messages_arrive_in_sending_order(
     pair: Pair,
 ) -> None:
     here, there = pair
@@ -85,7 +85,7 @@ def test_a_send_waits_for_no_reader_and_keeps_a_copy(pair: Pair) -> None:
     assert received(there, 5) == b"later"
 
 
-def test_who_has_left_is_named_after_what_it_sent(pair: Pair) -> None:
+def test_departed_peer_is_named_after_its_last_message(pair: Pair) -> None:
     here, there = pair
     here.send(memoryview(b"last"))
     here.close()
@@ -96,7 +96,7 @@ def test_who_has_left_is_named_after_what_it_sent(pair: Pair) -> None:
         there.send(memoryview(b"too late"))
 
 
-def test_who_leaves_while_much_is_on_its_way_has_sent_all_of_it(
+def test_close_delivers_pending_messages(
     pair: Pair,
 ) -> None:
     here, there = pair
@@ -108,7 +108,7 @@ def test_who_leaves_while_much_is_on_its_way_has_sent_all_of_it(
         received(there, 1)
 
 
-def test_who_leaves_does_not_wait_for_one_who_never_reads() -> None:
+def test_close_does_not_wait_for_reader() -> None:
     here, there = connected(SECONDS)
     here.send(memoryview(bytes(LARGE)))
     here.close()
@@ -119,7 +119,7 @@ def test_who_leaves_does_not_wait_for_one_who_never_reads() -> None:
 
 
 @pytest.mark.parametrize("make", [connected, encrypted])
-def test_who_sends_nothing_is_not_waited_for_without_end(make: Callable[[float], Pair]) -> None:
+def test_silent_peer_times_out(make: Callable[[float], Pair]) -> None:
     here, there = make(0.05)
     with pytest.raises(TimeoutError, match=r"rank 1 sent nothing for 0\.05 seconds"):
         received(here, 1)
@@ -181,7 +181,7 @@ def test_ranks_meet_at_their_doors(doors: Doors, numbers: list[int]) -> None:
         leave(met)
 
 
-def test_who_comes_for_a_later_group_waits_for_it(doors: Doors) -> None:
+def test_early_rank_waits_for_later_group(doors: Doors) -> None:
     first, second = doors(2)
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(second.meet, 1, [0])
@@ -193,7 +193,7 @@ def test_who_comes_for_a_later_group_waits_for_it(doors: Doors) -> None:
     leave(met)
 
 
-def test_who_comes_for_a_group_that_has_been_left_is_told_so(doors: Doors) -> None:
+def test_rank_coming_for_abandoned_group_is_told(doors: Doors) -> None:
     first, second = doors(2)
     end = second._visit(3, 0, 0)
     first._timeout = 0.05
@@ -203,7 +203,7 @@ def test_who_comes_for_a_group_that_has_been_left_is_told_so(doors: Doors) -> No
         second._welcomed(end, 0)
 
 
-def test_who_came_for_a_group_that_never_was_is_let_go_with_it(doors: Doors) -> None:
+def test_ranks_of_failed_group_leave_no_descriptors(doors: Doors) -> None:
     first, *others = made = doors(3, timeout=0.5)
     before = descriptors_before()
     with ThreadPoolExecutor(2) as pool:  # the second rank stays away
@@ -236,7 +236,7 @@ def test_ranks_queue_at_a_door_that_has_no_room(doors: Doors) -> None:
     leave(met)
 
 
-def test_a_door_that_stays_full_is_not_waited_for_without_end(doors: Doors) -> None:
+def test_full_rendezvous_socket_times_out(doors: Doors) -> None:
     first, second = doors(2, 0.05)
     first._listener.listen(0)
     waiting = second._visit(0, 0, 0)
@@ -244,7 +244,7 @@ def test_a_door_that_stays_full_is_not_waited_for_without_end(doors: Doors) -> N
         second.meet(0, [0])
 
 
-def test_who_dies_at_the_door_or_talks_nonsense_is_no_rank(doors: Doors, tmp_path: Path) -> None:
+def test_strangers_at_rendezvous_are_ignored(doors: Doors, tmp_path: Path) -> None:
     first, second = doors(2)
     for said in (b"", b"hello", bytes(16)):
         with socket.socket(socket.AF_UNIX) as stranger:
@@ -256,7 +256,7 @@ def test_who_dies_at_the_door_or_talks_nonsense_is_no_rank(doors: Doors, tmp_pat
     leave(met)
 
 
-def test_descriptors_travel() -> None:
+def test_descriptors_are_sent_between_ranks() -> None:
     here, there = connected(SECONDS)
     read, write = os.pipe()
     here.send_descriptor(write)

@@ -27,7 +27,7 @@ from lazygt.runtime.collectives.rendezvous_store import (
     StoreServer,
     Table,
 )
-from tests.descriptors import descriptors_before, open_descriptors
+from tests.support.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,7 +46,7 @@ def asked(table: Table, client: bytes, number: int, *request: bytes) -> list[tup
     return [(reply.client, *reply.frames[1:]) for reply in replies]
 
 
-def test_who_waits_is_told_when_all_is_there() -> None:
+def test_waiting_request_is_answered_once_all_keys_exist() -> None:
     table = Table()
     assert asked(table, b"1", 1, b"wait", b"x", b"y") == [(b"1", WAIT)]
     assert asked(table, b"2", 1, b"get", b"y") == [(b"2", WAIT)]
@@ -59,7 +59,7 @@ def test_who_waits_is_told_when_all_is_there() -> None:
     assert not table._wanted
 
 
-def test_what_is_asked_again_is_done_once() -> None:
+def test_repeated_request_runs_once() -> None:
     table = Table()
     for _ in range(3):
         assert asked(table, b"1", 7, b"add", b"n", b"5") == [(b"1", ANSWER, b"5")]
@@ -71,7 +71,7 @@ def test_what_is_asked_again_is_done_once() -> None:
     assert asked(table, b"1", 8, b"get", b"x") == [(b"1", ANSWER, b"z")]
 
 
-def test_who_asks_something_else_waits_no_more() -> None:
+def test_new_request_cancels_waiting_one() -> None:
     table = Table()
     asked(table, b"1", 1, b"wait", b"x", b"y")
     assert asked(table, b"1", 2, b"check", b"x") == [(b"1", ANSWER, b"0")]
@@ -80,7 +80,7 @@ def test_who_asks_something_else_waits_no_more() -> None:
     assert not table._wanted
 
 
-def test_what_is_no_request_is_refused() -> None:
+def test_invalid_request_is_refused() -> None:
     table = Table()
     for request in ((b"drop",), (b"set", b"x"), (b"add", b"x", b"much"), (b"count", b"x")):
         ((_, state, _),) = asked(table, request[0], 1, *request)
@@ -105,7 +105,7 @@ def client(server: StoreServer) -> Iterator[StoreClient]:
     opened.close()
 
 
-def test_a_store_does_what_torchs_do(client: StoreClient) -> None:
+def test_store_matches_torchs_hash_store(client: StoreClient) -> None:
     hashed = dist.HashStore()
     for store in (client, hashed):
         store.set("a", "1")
@@ -124,7 +124,7 @@ def test_a_store_does_what_torchs_do(client: StoreClient) -> None:
     assert not client.check(["n"])
 
 
-def test_torch_can_meet_in_it(client: StoreClient) -> None:
+def test_torch_process_group_forms_over_store(client: StoreClient) -> None:
     """What NCCL does with its store is done to a Python class, by way of a prefix."""
     store = dist.PrefixStore("nccl", client)
     store.set("id", "secret")
@@ -174,7 +174,7 @@ def test_a_name_that_nobody_sets_is_not_waited_for_without_end(client: StoreClie
     assert client.add("n", 1) == 1  # who has given up goes on
 
 
-def test_a_question_that_was_lost_is_asked_again_and_done_once(server: StoreServer) -> None:
+def test_lost_request_is_repeated_and_runs_once(server: StoreServer) -> None:
     """A connection breaks between the question and its answer: the network drops both."""
     with Relay(server.endpoint) as relay:
         client = StoreClient(relay.endpoint, TOKEN, SECONDS)
@@ -259,7 +259,7 @@ def test_a_store_that_has_gone_is_lost_and_says_so(server: StoreServer) -> None:
     client.close()
 
 
-def test_who_has_another_token_is_kept_out_and_counted(
+def test_client_with_another_token_is_refused_and_counted(
     server: StoreServer, client: StoreClient
 ) -> None:
     stranger = StoreClient(server.endpoint, bytes(32), SECONDS, silence=0.3)
@@ -271,7 +271,9 @@ def test_who_has_another_token_is_kept_out_and_counted(
     assert server.refused >= 1
 
 
-def test_who_has_the_key_and_no_token_is_kept_out(server: StoreServer, client: StoreClient) -> None:
+def test_client_with_key_but_without_token_is_refused(
+    server: StoreServer, client: StoreClient
+) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     public, secret = zmq.curve_keypair()
@@ -287,7 +289,9 @@ def test_who_has_the_key_and_no_token_is_kept_out(server: StoreServer, client: S
     context.destroy(0)
 
 
-def test_noise_at_the_door_stops_nobody(server: StoreServer, client: StoreClient) -> None:
+def test_malformed_connections_to_store_are_ignored(
+    server: StoreServer, client: StoreClient
+) -> None:
     host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 4096):
         with socket.create_connection((host, int(port))) as stranger:
@@ -302,7 +306,7 @@ def test_nobody_listens_on_all_interfaces(host: str) -> None:
         StoreServer(host, TOKEN)
 
 
-def test_what_the_store_does_not_know_is_an_error(client: StoreClient) -> None:
+def test_refusal_by_store_is_protocol_error(client: StoreClient) -> None:
     with pytest.raises(ProtocolError, match="the store refuses b'add'"):
         client._ask(b"add", b"x", b"much")
 

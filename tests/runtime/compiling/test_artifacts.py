@@ -23,7 +23,7 @@ def cache(tmp_path: Path) -> Cache:
     return made
 
 
-def test_what_is_kept_is_found(cache: Cache) -> None:
+def test_stored_artifact_is_found(cache: Cache) -> None:
     assert cache.find(KEY) == RECORD
     assert cache.code(KEY).read_bytes() == CODE
 

@@ -19,7 +19,7 @@ SLOW = "import sys, signal; print('loading', file=sys.stderr, flush=True); signa
 @pytest.mark.anew
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("end", ["the pipe is closed", "the client is gone"])
-def test_it_ends_while_it_loads_torch(tmp_path: Path, end: str) -> None:
+def test_compile_process_ends_while_loading_torch(tmp_path: Path, end: str) -> None:
     (tmp_path / "torch.py").write_text(SLOW)
     client = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     service = subprocess.Popen(
@@ -61,7 +61,7 @@ def test_it_ends_while_it_loads_torch(tmp_path: Path, end: str) -> None:
 
 @pytest.mark.anew
 @pytest.mark.timeout(60)
-def test_it_gets_only_what_nobody_else_wants(compile_like_others: Callable[[int], None]) -> None:
+def test_compile_process_has_idle_priority(compile_like_others: Callable[[int], None]) -> None:
     service = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
     group = Path(f"/proc/{service.pid}/autogroup")
     try:

@@ -118,7 +118,7 @@ def test_calls_take_the_tensors_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_lanes_match_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     cache, plan = Cache(str(tmp_path)), plan_of_a_step()
@@ -151,7 +151,7 @@ def test_off_keeps_every_bit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_session_uses_it(tmp_path: Path) -> None:
+def test_session_compiles_lanes(tmp_path: Path) -> None:
     expected = stepped("cpu", steps=8)
     with lazygt.session(compile="now", cache_dir=str(tmp_path)) as s:
         found = stepped("lazygt", s.flush, steps=8)

@@ -85,7 +85,7 @@ def installs_of(cache: Cache, far: Far) -> Installs:
 
 
 @pytest.mark.usefixtures("loadable")
-def test_what_a_host_lacks_is_sent_once(cache: Cache, far: Far) -> None:
+def test_missing_artifact_is_sent_once_per_host(cache: Cache, far: Far) -> None:
     installs = installs_of(cache, far)
     assert not installs.ready([""])
     assert far.answer(installs) == [(2, 0), (4, 0)]
@@ -106,7 +106,7 @@ def test_what_a_host_lacks_is_sent_once(cache: Cache, far: Far) -> None:
 
 
 @pytest.mark.usefixtures("loadable")
-def test_what_was_not_answered_is_asked_again_after_a_recovery(cache: Cache, far: Far) -> None:
+def test_unanswered_install_is_requested_again_after_recovery(cache: Cache, far: Far) -> None:
     installs = installs_of(cache, far)
     installs.ready([KEY])
     far.told.clear()
@@ -117,7 +117,7 @@ def test_what_was_not_answered_is_asked_again_after_a_recovery(cache: Cache, far
 
 
 @pytest.mark.usefixtures("loadable")
-def test_a_host_that_is_new_is_given_what_plans_run_by(cache: Cache, far: Far) -> None:
+def test_new_host_gets_artifacts_of_plans(cache: Cache, far: Far) -> None:
     installs = installs_of(cache, far)
     installs.ready(["", KEY])
     far.answer(installs)
@@ -163,7 +163,7 @@ def damaged(buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         (Install(KEY, "another processor"), "for 'another processor', and this is "),
     ],
 )
-def test_what_is_not_an_artifact_is_not_kept(
+def test_invalid_artifact_is_not_stored(
     message: Install, said: str, cache: Cache, far: Far
 ) -> None:
     there = far.cache(0)
@@ -195,7 +195,7 @@ def test_an_artifact_that_is_gone_is_not_sent(cache: Cache, far: Far) -> None:
     assert installs.pending == set()
 
 
-def test_who_was_not_asked_makes_no_sense() -> None:
+def test_unrequested_install_reply_is_protocol_error() -> None:
     with lazygt.session(compile="off", launcher="inline") as session, pytest.raises(ProtocolError):
         session._client.take((0, encode(Installed(KEY))))
 
@@ -260,7 +260,7 @@ def compiled_run(launcher: str, midway: Callable[[], object] = int) -> tuple[tor
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_hosts")
-def test_ranks_on_all_hosts_run_what_was_compiled(near_cache: Path, far_cache: Path) -> None:
+def test_ranks_on_all_hosts_run_compiled_code(near_cache: Path, far_cache: Path) -> None:
     first, much = compiled_run("two-hosts")
     again, little = compiled_run("two-hosts")
     on_one_host, _ = compiled_run("process")
@@ -306,7 +306,7 @@ def test_where_one_host_s_processor_is_another_nothing_is_compiled(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_hosts")
-def test_what_waits_for_an_answer_outlives_a_failed_step() -> None:
+def test_pending_installs_survive_failed_step() -> None:
     """All is undone, and what hosts were asked with it: they are asked again."""
     with lazygt.session(
         compile="auto", launcher="two-hosts", workers=2, mesh={"data": 2}

@@ -129,7 +129,7 @@ def _first_tensor_only(op: str) -> bool:
 
 @pytest.mark.parametrize("op", ["aten.mul.Tensor", "aten.div.Tensor", "aten.mul_.Tensor"])
 @pytest.mark.parametrize("number", [2, 0.5, -3.25])
-def test_a_number_in_the_place_of_a_tensor(op: str, number: float) -> None:
+def test_number_operand_is_lowered_like_tensor(op: str, number: float) -> None:
     writes = " writes %0" if "_" in op else ""
     body = graph_of(f"%0: f32[17] = input\n$0: float = param\n%1: f32[17] = {op}(%0, $0){writes}\n"
                     "return %1")  # fmt: skip
@@ -199,7 +199,7 @@ def test_operands_are_written_at_the_end(text: str) -> None:
 @given(PROGRAMS)
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_drawn_groups(program: list[Step]) -> None:
+def test_random_groups_are_lowered_correctly(program: list[Step]) -> None:
     for group, numbers in groups(program):
         agree(group, inputs_for(group.body), numbers)
 

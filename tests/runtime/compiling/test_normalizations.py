@@ -110,7 +110,7 @@ def close(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_they_are_members_and_lowered_to_what_they_compute(name: str) -> None:
+def test_normalizations_are_fused_and_lowered_correctly(name: str) -> None:
     nodes = fused(recorded(PROGRAMS[name]))
     assert [names(node) for node in nodes] == GROUPS[name]
     for group in map(KernelGroup.of, nodes):
@@ -154,7 +154,9 @@ def test_off_keeps_every_bit(launcher: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["attention", "layer_norm", "batch_norm"])
-def test_compiled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_normalizations_match_eager(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the compile process answers for them; with operands that it has not seen."""
     cache = Cache(str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

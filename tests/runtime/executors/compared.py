@@ -17,7 +17,7 @@ from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.kernels import clone
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Value
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 needs_native = pytest.mark.skipif(native.load().module is None, reason=native.load().reason)
 

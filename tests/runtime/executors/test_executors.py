@@ -95,7 +95,7 @@ def test_a_failure_names_its_step_and_takes_nothing_with_it(
     assert run(executor, torch.tensor([3, 1])).failures == []
 
 
-def test_what_failed_before_is_not_computed_and_not_reported_again(executor: EagerExecutor) -> None:
+def test_earlier_failure_is_neither_recomputed_nor_reported_again(executor: EagerExecutor) -> None:
     before = Failed(Failure(7, "ValueError", "of an earlier run", seq=3))
     for _ in range(2):
         outcome = run(executor, before)

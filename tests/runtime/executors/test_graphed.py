@@ -18,9 +18,9 @@ from lazygt.runtime.kernels import clone
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value
-from tests.bits import assert_same_bits
 from tests.passes.tools import graph_of
 from tests.runtime.executors.cuda_stand_in import stand_in
+from tests.support.bits import assert_same_bits
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -156,7 +156,7 @@ def test_an_input_that_moves_late_is_captured_anew() -> None:
     assert not both.executor.given_up
 
 
-def test_what_never_rests_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_of_ever_changing_inputs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphed, "CAPTURES", 1)
     both, weight, held = Both(CHAIN), torch.rand(4), []
     for step in range(20):
@@ -224,7 +224,7 @@ def test_an_op_that_waits_for_the_gpu_is_found_and_runs_between_graphs() -> None
     assert (both.news[0].graphs, both.news[0].steps, both.news[0].failed) == (2, 9, False)
 
 
-def test_an_op_at_which_a_capture_fails_runs_between_graphs(
+def test_op_failing_capture_runs_between_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     both = Both(WAITS)
@@ -236,7 +236,7 @@ def test_an_op_at_which_a_capture_fails_runs_between_graphs(
     assert both.graphs.usable
 
 
-def test_a_plan_whose_capture_fails_at_its_end_loses_nothing_and_others_are_captured() -> None:
+def test_plan_with_failed_capture_loses_nothing_and_others_are_captured() -> None:
     both, weight = Both(UPDATE), torch.rand(4)
     for number in range(1, cuda_graphs.FAILURES + 1):
         both.cuda.failing = both.cuda.ended + 1
@@ -293,7 +293,7 @@ def test_graphs_keep_no_more_than_they_may(limit: int, captures: int) -> None:
 @pytest.mark.parametrize(
     ("free", "unused", "captures"), [(95, 0, 0), (96, 0, 1), (0, 96, 1), (192, 0, 1)]
 )
-def test_graphs_take_half_of_what_is_free_where_no_limit_is_set(
+def test_default_limit_of_graphs_is_half_of_free_memory(
     free: int, unused: int, captures: int
 ) -> None:
     """48 bytes live at once, and 96 are what a graph comes to keep: that is half of 192."""
@@ -353,7 +353,7 @@ def test_an_op_that_fails_between_graphs_takes_nothing_with_it(bad: int) -> None
     assert both.cuda.replays > 0
 
 
-def test_what_a_data_dependent_op_is_given_is_not_the_graphs() -> None:
+def test_data_dependent_op_gets_no_memory_of_graph() -> None:
     both = Both("""
         %0: f32[4] = input
         %1: f32[4] = aten.exp.default(%0)
@@ -460,7 +460,7 @@ def broken(both: Both) -> bool:
     return False
 
 
-def test_the_stand_in_has_nothing_to_say_of_the_real_thing() -> None:
+def test_stand_in_reports_no_error_of_graphed_executor() -> None:
     assert not broken(Both(UPDATE))
 
 

@@ -24,9 +24,9 @@ from lazygt.runtime.executors.compiled import CompiledExecutor
 from lazygt.runtime.executors.eager import EagerExecutor, GeneratedCode, MakeCode, code_of
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.plan import Plan
-from tests.bits import drawn, same
 from tests.passes.tools import graph_of, same_bits
 from tests.runtime.executors.compared import comparing, needs_native
+from tests.support.bits import drawn, same
 
 pytestmark = [needs_native, pytest.mark.timeout(120)]
 
@@ -94,7 +94,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
-def test_same_bits(what: str) -> None:
+def test_native_code_gives_same_bits(what: str) -> None:
     with comparing() as compared:
         same(PROGRAMS[what], drawn(3, 4))
     assert compared
@@ -160,7 +160,7 @@ def test_the_setting_chooses_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_a_setting_that_there_is_not() -> None:
+def test_unknown_plan_code_is_refused() -> None:
     with (
         pytest.raises(ValueError, match="expected 'auto', 'native' or 'python'"),
         lazygt.session(plan_code="quick"),

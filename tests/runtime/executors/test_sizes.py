@@ -17,11 +17,11 @@ from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.plan import Plan, PlanTemplate
 from lazygt.runtime.store import Failed
-from tests.bits import assert_same_bits
 from tests.passes.test_template import SIZED, accepted, start
 from tests.passes.tools import graph_of
 from tests.property.programs import Step
 from tests.runtime.executors.compared import needs_native
+from tests.support.bits import assert_same_bits
 
 pytestmark = [needs_native, pytest.mark.timeout(600)]
 

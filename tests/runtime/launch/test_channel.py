@@ -199,7 +199,7 @@ def test_the_owner_is_welcomed_and_served(bench):
     echo(owner_of(bench), b"hello")
 
 
-def test_what_is_sent_before_the_server_exists_waits_for_it():
+def test_messages_sent_before_server_exists_are_delivered():
     with ExitStack() as stack:
         directory = SessionDirectory()
         stack.callback(directory.close)

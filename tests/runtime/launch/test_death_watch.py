@@ -58,7 +58,7 @@ def test_each_death_is_heard_of() -> None:
     lives.close()
 
 
-def test_it_ends_while_all_live() -> None:
+def test_death_watch_ends_while_workers_live() -> None:
     lives, looks = Lives(), queue.Queue[None]()
     lives.begin()
     before = len(os.listdir("/proc/self/fd"))

@@ -63,7 +63,7 @@ def test_a_handler_that_is_no_function_stays(ignored: signal.Handlers) -> None:
         assert signal.getsignal(signal.SIGINT) is ignored
 
 
-def test_it_comes_at_once_in_the_users_own_code() -> None:
+def test_interrupt_in_user_code_is_immediate() -> None:
     with lazygt.session(launcher="inline"):
         with pytest.raises(KeyboardInterrupt):
             interrupt()
@@ -79,7 +79,7 @@ class Interrupting(type):
             interrupt()
 
 
-def test_it_is_not_lost_where_python_passes_over_what_is_raised() -> None:
+def test_interrupt_survives_bare_except() -> None:
     """``copyreg`` has a bare ``except`` there."""
 
     class Pickled(metaclass=Interrupting):
@@ -94,7 +94,7 @@ def test_it_is_not_lost_where_python_passes_over_what_is_raised() -> None:
     assert "__slotnames__" in vars(Pickled)
 
 
-def test_it_ends_a_blocking_call_of_the_users() -> None:
+def test_interrupt_ends_blocking_call_of_user() -> None:
     main = threading.main_thread().ident
     assert main is not None
     with lazygt.session(launcher="inline"):
@@ -144,7 +144,7 @@ def test_a_stretch_that_is_being_planned_is_not_lost(monkeypatch: pytest.MonkeyP
         assert x.tolist() == [6, 6, 6]
 
 
-def test_it_comes_when_a_backward_pass_has_ended() -> None:
+def test_interrupt_in_backward_is_raised_after_it() -> None:
     with lazygt.session(launcher="inline"):
         x = torch.ones(3, requires_grad=True)
         y = x * 2
@@ -202,7 +202,7 @@ def test_a_handler_that_calls_the_one_before_it() -> None:
     assert signal.getsignal(signal.SIGINT) is chained
 
 
-def test_what_a_closing_session_has_held_back_is_said_when_it_is_closed(
+def test_interrupt_during_close_is_raised_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     s = lazygt.session(workers=1, threads=1)

@@ -73,14 +73,14 @@ def run(text: str, *command: str, **environment: str) -> list[str]:
     return said.splitlines()
 
 
-def test_descriptors() -> None:
+def test_descriptor_limit_is_checked() -> None:
     *refused, opened = run(DESCRIPTORS)
     assert opened == "hello"
     assert refused
     assert all("file descriptors" in line and "ulimit -n" in line for line in refused)
 
 
-def test_processes() -> None:
+def test_process_limit_is_checked() -> None:
     """As a user other than root, whom no limit binds."""
     own, command = 2, []
     if os.getuid() == 0:
@@ -99,7 +99,7 @@ def test_processes() -> None:
     assert all("processes and threads" in line and "ulimit -u" in line for line in refused)
 
 
-def test_what_is_taken_for_the_question_is_given_back() -> None:
+def test_limit_check_releases_its_resources() -> None:
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     check_limits(4, 2)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

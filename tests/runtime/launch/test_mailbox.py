@@ -21,7 +21,7 @@ from lazygt.runtime.launch import mailbox, process_link
 from lazygt.runtime.launch.mailbox import CAPACITY, Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from tests.descriptors import descriptors_before, open_descriptors
+from tests.support.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 WAIT = 30.0
@@ -67,7 +67,7 @@ def woken(box):
 
 
 @given(st.lists(st.lists(st.binary(max_size=60), max_size=5), max_size=150))
-def test_what_is_put_in_is_taken_out(messages):
+def test_mailbox_round_trip(messages):
     with both_ends() as (client, worker):
         for frames in messages:
             assert client.put(frames)
@@ -81,7 +81,7 @@ def test_frames_may_be_views_of_other_memory():
         assert plain(client.take()) == [b"cd", bytes(3)]
 
 
-def test_what_has_no_room_is_refused():
+def test_full_mailbox_refuses_message():
     with both_ends() as (client, worker):
         assert not client.put([bytes(CAPACITY - 1)])
         assert client.put([bytes(CAPACITY - 2)])
@@ -165,7 +165,7 @@ def test_a_spin_ends_when_something_comes_or_is_elsewhere_or_soon():
         assert not looks
 
 
-def test_who_has_no_core_of_its_own_does_not_spin():
+def test_process_without_own_core_does_not_spin():
     everywhere = os.sched_getaffinity(0)
     core = min(everywhere)
     assert not Cores((os.getpid(),), len(everywhere) + 1).enough
@@ -195,7 +195,7 @@ def test_a_process_that_is_moved_to_one_core_stops_spinning(monkeypatch):
     assert not cores.enough
 
 
-def test_who_may_not_use_up_its_cores_does_not_spin(monkeypatch):
+def test_process_under_cpu_quota_does_not_spin(monkeypatch):
     monkeypatch.setattr(mailbox.os, "sched_getaffinity", lambda pid: {0, 1})
     for quota, enough in ((None, True), (2.0, True), (1.5, False), (0.5, False)):
         monkeypatch.setattr(mailbox, "cpu_quota", lambda quota=quota: quota)
@@ -261,7 +261,7 @@ def test_messages_of_all_sizes_stay_in_order(steps, ahead):
         assert taken == wanted
 
 
-def test_a_stopped_worker_gets_what_its_mailbox_has_no_room_for_in_order():
+def test_messages_beyond_mailbox_of_stopped_worker_stay_in_order():
     with linked() as link:
         order(link, "echo", "up")
         answer(link)
@@ -304,7 +304,7 @@ def test_nobody_spins_on_one_core(monkeypatch):
         os.sched_setaffinity(0, everywhere)
 
 
-def test_a_worker_whose_client_is_elsewhere_does_not_spin():
+def test_worker_of_remote_client_does_not_spin():
     """What comes over a network takes longer, and whoever carries it wants the core."""
     with linked(client_here=False) as link:
         order(link, "do_not_spin")
@@ -324,7 +324,7 @@ def test_a_worker_that_is_killed_while_we_sleep_is_seen_at_once():
             link.receive(None)
 
 
-def test_what_lies_in_the_mailbox_of_a_dead_worker_is_delivered_first():
+def test_mailbox_of_dead_worker_is_delivered_first():
     with linked() as link:
         order(link, "many", 100)
         worker = link._pool.workers[0]
@@ -334,7 +334,7 @@ def test_what_lies_in_the_mailbox_of_a_dead_worker_is_delivered_first():
         assert received == [[b"%d" % k] for k in range(64)]
 
 
-def test_nonsense_in_a_mailbox_ends_the_acquaintance():
+def test_corrupt_mailbox_is_protocol_error():
     with linked() as link:
         order(link, "echo", "up")
         answer(link)

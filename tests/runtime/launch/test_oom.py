@@ -10,7 +10,7 @@ import pytest
 
 from lazygt.errors import WorkerDied
 from lazygt.runtime.launch.procfs import OOMKills
-from tests.control_group import control_group
+from tests.support.control_group import control_group
 
 KILLED = "signal SIGKILL"
 #: (what /proc/self/cgroup says, where the count stands)
@@ -46,7 +46,7 @@ finally:
 
 
 @pytest.mark.parametrize(("cgroup", "counter"), PLACES)
-def test_the_kernels_count(tmp_path: Path, cgroup: str, counter: str) -> None:
+def test_oom_kills_are_counted_by_cgroup(tmp_path: Path, cgroup: str, counter: str) -> None:
     own, place = tmp_path / "proc/self/cgroup", tmp_path / counter
     for path in (own, place):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def test_memory_that_the_process_did_not_get() -> None:
     assert OOMKills().explained("signal SIGABRT", "Fatal") == "signal SIGABRT"
 
 
-def test_the_error_says_what_to_do() -> None:
+def test_out_of_memory_error_names_remedy() -> None:
     assert "more memory" in str(WorkerDied(0, 1, f"out of memory ({KILLED})", ""))
     assert "more memory" not in str(WorkerDied(0, 1, KILLED, ""))
 

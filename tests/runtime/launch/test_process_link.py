@@ -20,9 +20,9 @@ from lazygt.runtime.launch import worker_pool
 from lazygt.runtime.launch.local import TAIL_BYTES
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from tests.control_group import control_group
-from tests.descriptors import descriptors_before, open_descriptors
-from tests.patience import patience
+from tests.support.control_group import control_group
+from tests.support.descriptors import descriptors_before, open_descriptors
+from tests.support.timeouts import patience
 
 pytestmark = pytest.mark.timeout(60)
 LOCAL, TCP = "ipc", "tcp://127.0.0.1"
@@ -103,7 +103,7 @@ def test_a_message_over_the_limit_is_refused_at_the_call(opened):
     assert ask(link, "echo", "still") == [b"still"]
 
 
-def test_polls_return_at_once_and_find_what_is_there(opened):
+def test_poll_returns_at_once_and_finds_arrived_answer(opened):
     link = opened()
     ask(link, "echo", "up")
     assert link.receive(0) is None
@@ -304,7 +304,7 @@ def test_a_dead_worker_is_said_again_at_every_use(opened):
     assert answer(link) == (0, [b"the living"])
 
 
-def test_what_a_worker_said_before_it_died_still_arrives(opened):
+def test_messages_before_death_still_arrive(opened):
     link = opened()
     order(link, "many", 200)
     worker = link._pool.workers[0]

@@ -140,7 +140,9 @@ def test_cores_that_may_be_used_up(
         ),
     ],
 )
-def test_memory_left(tmp_path: Path, cgroup: str, files: dict[str, str], expected: int) -> None:
+def test_memory_left_in_cgroup(
+    tmp_path: Path, cgroup: str, files: dict[str, str], expected: int
+) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(f"{cgroup}\n")
     (tmp_path / "proc/meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:   2048 kB\n")

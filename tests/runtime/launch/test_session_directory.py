@@ -21,7 +21,7 @@ import torch
 import lazygt
 from lazygt.runtime.launch import session_directory
 from lazygt.runtime.launch.session_directory import RECORD, SessionDirectory, remove
-from tests.descriptors import open_descriptors
+from tests.support.descriptors import open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -73,7 +73,7 @@ def test_a_long_temporary_directory_is_not_used(
     made.close()
 
 
-def test_a_directory_whose_client_was_killed_is_swept(base: Path) -> None:
+def test_directory_of_killed_client_is_removed(base: Path) -> None:
     path = left_behind()
     assert path.parent == base
     SessionDirectory().close()
@@ -120,7 +120,7 @@ def contents(base: Path) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("look_alike", LOOK_ALIKES)
-def test_what_may_be_the_users_stays(base: Path, look_alike: str) -> None:
+def test_possible_user_directory_is_kept(base: Path, look_alike: str) -> None:
     LOOK_ALIKES[look_alike](left_behind())
     for path in base.iterdir():
         if path.is_dir():
@@ -162,7 +162,7 @@ def test_links_to_directories_are_not_followed(base: Path) -> None:
     assert contents(base) == before
 
 
-def test_what_a_user_put_into_a_directory_outlives_it(base: Path) -> None:
+def test_user_file_in_session_directory_is_kept(base: Path) -> None:
     made = SessionDirectory()
     (made.path / "notes").write_text("mine")
     made.close()

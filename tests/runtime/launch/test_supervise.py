@@ -74,19 +74,19 @@ def test_a_worker_that_works_and_never_answers_is_frozen_all_the_same():
         pytest.param(8.0, True, 62.5, id="sixteen processors"),
     ],
 )
-def test_silence_with_use_of_the_processor(seconds, runnable, frozen):
+def test_processor_use_defers_frozen_report(seconds, runnable, frozen):
     use = Used(0, seconds, runnable)
     events = [(now, event) for now, tick in ticks(0, 200) for event in (use, tick)]
     reports = [now for now, step in run(started(), events) if isinstance(step, ReportFrozen)]
     assert reports[:1] == ([] if frozen is None else [frozen])
 
 
-def test_work_before_the_question_is_no_answer():
+def test_work_before_ping_is_no_answer():
     events = [(2.0, Used(0, 2.0, runnable=True)), *ticks(2.5, 10.0)]
     assert run(started(), events) == [(2.5, Ping(0)), (10.0, ReportFrozen(0, 10.0))]
 
 
-def test_a_pong_starts_the_silence_anew():
+def test_pong_restarts_silence():
     events = [*ticks(0, 3), (3.0, Heard(0)), *ticks(3.5, 5.0), *ticks(5.5, 12.5)]
     assert run(started(), events) == [(2.5, Ping(0)), (5.5, Ping(0))]
 
@@ -153,7 +153,7 @@ def test_ranks_are_judged_each_for_itself():
         ([(0.0, Ended(0))], 20.0, TICK_SECONDS),
     ],
 )
-def test_how_long_a_wait_may_last(events, now, seconds):
+def test_seconds_to_next_tick(events, now, seconds):
     watch = started()
     run(watch, events)
     assert watch.seconds_to_next(now) == seconds

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.passes.sharding.rules.harness import PARTS, Case, check
-from tests.values import Kind, any_kind, draw
+from tests.support.values import Kind, any_kind, draw
 
 Tensor = torch.Tensor
 #: Of these, kernels of attention give what depends on the number of keys: torch's own take a query

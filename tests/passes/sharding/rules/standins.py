@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests import cudnn_rnn
+from tests.support import cudnn_rnn
 
 aten: Any = torch.ops.aten
 Tensor = torch.Tensor

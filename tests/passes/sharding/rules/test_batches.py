@@ -11,7 +11,7 @@ import torch
 from lazygt.graph.alias import WRITE_BACK, view_step
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
-from tests.values import Kind
+from tests.support.values import Kind
 
 aten: Any = torch.ops.aten
 linalg: Any = torch.linalg
@@ -219,7 +219,7 @@ def test_a_base_that_is_overwritten_may_be_partial() -> None:
     assert "(P(sum), S(2)) -> (S(0))" in rows
 
 
-def test_what_is_written_through_a_reshape_is_not_gathered() -> None:
+def test_write_through_reshape_is_not_gathered() -> None:
     rows = [str(row) for row in reshaped_write_back(typical()).strategies(3)]
     assert "(S(1), S(1)) -> (S(1))" in rows
     assert "(S(2), S(0)) -> (S(2))" in rows

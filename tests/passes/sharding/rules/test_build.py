@@ -25,7 +25,7 @@ LABELS = (
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("want", LABELS, ids=str)
 @pytest.mark.parametrize("have", LABELS, ids=str)
-def test_ways_between_labels(have: Placement, want: Placement, parts: int) -> None:
+def test_conversion_between_placements(have: Placement, want: Placement, parts: int) -> None:
     torch.manual_seed(0)
     whole = torch.randn(10, 3, dtype=torch.float64)
     mine = [[piece] for piece in blocks(whole, have, parts)]
@@ -37,7 +37,7 @@ def test_ways_between_labels(have: Placement, want: Placement, parts: int) -> No
     torch.testing.assert_close(joined(pieces, want, (10, 3), parts), whole)
 
 
-def test_no_way_to_a_partial_product() -> None:
+def test_conversion_to_partial_product_is_refused() -> None:
     build = Builder([TensorMeta.of(torch.empty(3))], axis=AXIS, parts=2, index=0)
     with pytest.raises(GraphError, match=r"no way from R to P\(prod\)"):
         build.convert(Ref(0), (3,), R, Partial("prod"))
@@ -48,7 +48,7 @@ def builder(**kinds: object) -> Builder:
     return Builder(metas, axis=AXIS, parts=2, index=1, **kinds)  # type: ignore[arg-type]
 
 
-def test_the_graph_it_writes() -> None:
+def test_text_of_built_graph() -> None:
     build = builder()
     added = build.op("aten.add_.Tensor", Ref(0), Ref(1), alpha=2)
     total = build.all_reduce(build.op("aten.sum.dim_IntList", added, [0]))
@@ -81,7 +81,7 @@ def test_a_run_time_number_has_a_kind() -> None:
     assert build.meta(build.op("aten.mul.Tensor", whole, Param(0))).dtype == torch.float32
 
 
-def test_reshape_copies_only_what_no_view_can_show() -> None:
+def test_reshape_copies_only_where_no_view_exists() -> None:
     build = builder()
     build.reshape(Ref(0), (8,))
     assert [node.op for node in build.nodes] == ["aten.view.default"]

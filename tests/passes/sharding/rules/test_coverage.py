@@ -7,7 +7,7 @@ import torch
 
 from lazygt.graph.node import Node
 from lazygt.passes.sharding.rules import RULES, has_rule, strategies_of
-from tests.versions import TORCH
+from tests.support.versions import TORCH
 
 FORWARD = """
 _log_softmax _scaled_dot_product_flash_attention_for_cpu _softmax _unsafe_view add.Tensor

@@ -10,11 +10,11 @@ import torch
 
 from lazygt.passes.sharding.rules import strategies_of
 from lazygt.passes.sharding.rules.strategy import P, S
-from tests import cudnn_rnn
 from tests.passes.sharding.rules import standins
 from tests.passes.sharding.rules.draws import UNATTENDED, Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
-from tests.values import Kind
+from tests.support import cudnn_rnn
+from tests.support.values import Kind
 
 aten: Any = torch.ops.aten
 Make = Callable[[Draw], Case]

@@ -44,6 +44,6 @@ def test_all_strategies(name: str) -> None:
         ("a batch", {"(S(0), S(0)) -> (S(0))"}),
     ],
 )  # fmt: skip
-def test_what_is_divided(name: str, strategies: set[str]) -> None:
+def test_grouped_mm_sharding_strategies(name: str, strategies: set[str]) -> None:
     case = Case("_grouped_mm.default", *CASES[name])
     assert strategies <= {str(one) for one in case.strategies(2)}

@@ -123,7 +123,7 @@ def test_every_row_is_split_or_partial() -> None:
             assert any(isinstance(placement, (Shard, Partial)) for placement in placements), name
 
 
-def test_what_is_gathered_is_row_major_however_the_blocks_lie() -> None:
+def test_gathered_value_is_row_major_for_any_block_layout() -> None:
     block = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
     for made in exchange(ALL_GATHER, (0, 4, AXIS), [block, block]):
         assert made.is_contiguous()

@@ -10,7 +10,7 @@ import torch
 
 from tests.passes.sharding.rules.draws import UNATTENDED, Cases, Draw, check_strategies
 from tests.passes.sharding.rules.harness import Case
-from tests.values import Kind
+from tests.support.values import Kind
 
 aten: Any = torch.ops.aten
 Make = Callable[[Draw], Case]

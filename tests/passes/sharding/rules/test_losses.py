@@ -10,7 +10,7 @@ import torch
 
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies
 from tests.passes.sharding.rules.harness import Case
-from tests.values import Kind
+from tests.support.values import Kind
 
 Make = Callable[[Draw], Case]
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}

@@ -317,7 +317,7 @@ ALONG: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("name", ALONG)
-def test_what_is_cut_along_a_split_dim_is_not_gathered(name: str) -> None:
+def test_op_along_split_dim_keeps_sharding(name: str) -> None:
     make, wanted = ALONG[name]
     sixes = Draw(lambda: 6, lambda: False)
     assert wanted in [str(strategy) for strategy in make(sixes).strategies(2)]

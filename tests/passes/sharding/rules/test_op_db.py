@@ -15,7 +15,7 @@ from lazygt.graph.ops import facts
 from lazygt.passes.sharding.rules import has_rule
 from tests.passes.sharding.rules.blocks import Tensor
 from tests.passes.sharding.rules.harness import Case
-from tests.patience import DEEP
+from tests.support.timeouts import DEEP
 
 SAMPLES, CALLS, ELEMENTS = 6, 12, 4000
 #: One of so many entries of the database is taken.

@@ -101,7 +101,7 @@ def test_every_strategy_is_right_wherever_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["select", "narrow"])
-def test_what_is_cut_is_not_gathered(name: str) -> None:
+def test_sharded_positions_are_not_gathered(name: str) -> None:
     case = CASES[name](typical())
     dims = {strategy.inputs for strategy in case.strategies(2)}
     assert {(S(dim),) for dim in range(3)} <= dims

@@ -141,7 +141,7 @@ def test_places_in_a_sorter_are_of_the_whole_sequence() -> None:
     ]  # fmt: skip
 
 
-def test_a_block_of_a_sequence_counts_what_is_smaller() -> None:
+def test_searched_sequence_block_counts_smaller_elements() -> None:
     assert "(S(1), R) -> (P(sum))" in map(str, searched_sequences(typical()).strategies(2))
 
 

@@ -22,7 +22,7 @@ def of(*shape: int) -> torch.Tensor:
     return torch.zeros(shape)
 
 
-def test_a_text_as_data() -> None:
+def test_parsed_rule_text() -> None:
     text = parse("* n !c ..., + !...@dim k, _ -> max n ...@dim !p, _,")
     assert text.operands == (
         Dims(before="nc", rest=True, mark="*"),
@@ -52,7 +52,9 @@ def test_a_text_as_data() -> None:
     ("i !k, k j -> i j", "'k' stays whole elsewhere", "k j"),
     ("i k -> ... i", "no operand has '...'", "... i"),
 ])  # fmt: skip
-def test_what_is_no_text_is_said_with_its_op_and_place(text: str, what: str, token: str) -> None:
+def test_invalid_rule_text_is_reported_with_op_and_position(
+    text: str, what: str, token: str
+) -> None:
     with pytest.raises(ValueError, match=r"sharding rule of mm\.default: ") as raised:
         rule("mm.default", text)
     first, written, caret = str(raised.value).splitlines()
@@ -80,7 +82,7 @@ def test_a_dim_of_no_result_is_left_partial_and_products_are_linear() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_added_is_partial_where_the_result_is() -> None:
+def test_addend_is_partial_where_result_is() -> None:
     found = strategies("+ i j, * i k, * k j -> i j", "addmm.default", of(8), of(4, 6), of(6, 8))
     assert found == [
         "(R, S(0), R) -> (S(0))", "(S(0), R, S(1)) -> (S(1))", "(P(sum), S(1), S(0)) -> (P(sum))",
@@ -88,7 +90,7 @@ def test_what_is_added_is_partial_where_the_result_is() -> None:
     ]  # fmt: skip
 
 
-def test_a_result_says_in_what_it_is_left_partial() -> None:
+def test_rule_states_reduction_of_partial_result() -> None:
     others = torch.zeros(6, dtype=torch.int64)
     found = strategies("..., k -> max ...", "isin.Tensor_Tensor", others, others)
     assert found == ["(S(0), R) -> (S(0))", "(R, S(0)) -> (P(max))"]

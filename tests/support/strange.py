@@ -33,5 +33,5 @@ def strange(folder: Path, what: str) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(what)
     before = os.environ.get("PYTHONPATH")
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), root, before)))}

@@ -43,11 +43,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: torch's is loaded anew by this one.
 Popen = subprocess.Popen
 _SIGNATURE = inspect.signature(Popen._execute_child)  # type: ignore[attr-defined]
-ROOT = str(Path(__file__).parents[1])
+ROOT = str(Path(__file__).parents[2])
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from tests import forking
+from tests.support import forking
 forking.main(int(sys.argv[2]))
 """
 #: What `Popen` is told that no fork can do.

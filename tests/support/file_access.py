@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lazygt"
 #: Functions of ``lazygt.files`` that give descriptors.
 SAFE = frozenset({"create", "open_own", "open_output"})
