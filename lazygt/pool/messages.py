@@ -22,7 +22,7 @@ class Ask(Part, tag=32):
 
     workers: Count
     cores: Count  # torch threads of all workers together; 0: one a worker
-    grace: float  # grace, detach: see ``events.Asked``
+    grace: float  # see ``events.Asked``, also for detach
     detach: bool
 
 

@@ -56,8 +56,8 @@ class Failure(Part, tag=1):
 class Timings(Part):
     """Start and end times of a run, in nanoseconds of the worker host's monotonic clock."""
 
-    begin: int  # begin, end: from the run message taken to its answer ready
-    end: int
+    begin: int  # the run message was taken
+    end: int  # its answer was ready
     #: (step, count, begin, end) of each node that ran: it did ``count`` of ``plan.steps`` in one,
     #: from ``step`` on
     steps: tuple[tuple[Count, Count, int, int], ...] = ()
@@ -190,7 +190,7 @@ class Copied(Part):
 
     id: Count
     meta: TensorMeta
-    offset: Count  # offset, nbytes: its memory, from the beginning of its storage on
+    offset: Count  # of its memory, from the beginning of its storage on
     nbytes: Count
     borrowed: bool = False  # it lies in the client's arena, not in the snapshots' memory
 
@@ -288,8 +288,8 @@ class Captured(Part, tag=12):
     """Report that a plan runs as CUDA graphs from now on, or the reason against it."""
 
     digest: Name
-    graphs: Count = 0  # graphs, steps: number of graphs, and of the plan's steps that are in them
-    steps: Count = 0
+    graphs: Count = 0
+    steps: Count = 0  # of the plan, in these graphs
     nbytes: Count = 0  # bytes that all graphs of the worker keep
     gain: float = 0.0  # speedup over running without graphs; 0.0: not measured
     error: str = ""

@@ -49,7 +49,7 @@ class Span:
 class RankClass:
     """Simulated run of the ranks with one plan."""
 
-    rank: int  # rank, count: the first of them, and their number
+    rank: int  # the first of them
     count: int
     memory: Memory  # that it needs, without values that the plan does not read
     seconds: float = 0.0  # until it has nothing to do any more

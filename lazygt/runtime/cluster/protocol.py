@@ -140,9 +140,9 @@ class Died(Part, tag=11):
     part: Count
     worker: Count
     pid: Count
-    status: str  # status, stderr: see ``WorkerDied``
+    status: str  # see ``WorkerDied``, also for stderr
     stderr: str
-    run: Count = 0  # run, step: its last run and step, if known
+    run: Count = 0  # its last run and step, if known
     step: Count = 0
 
 
