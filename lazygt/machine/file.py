@@ -74,7 +74,7 @@ class _Reader:
             f"{name!r}: expected small letters, digits, '.', '_' and '-'",
         )
         self._need(device in DEVICES, "device", f"{device!r}: expected {_either(DEVICES)}")
-        sources = self.document.get("sources")
+        sources: Any = self.document.get("sources")
         expected = "missing: expected [sources] with a text for each name"
         self._need(isinstance(sources, dict) and sources, "sources", expected)
         self.sources = {key: self._text(f"sources.{key}", text) for key, text in sources.items()}
@@ -88,7 +88,7 @@ class _Reader:
 
     def _text(self, key: str, value: Any) -> str:
         self._need(isinstance(value, str) and value, key, f"{_shown(value)}: expected a text")
-        return value
+        return str(value)
 
     def _leaves(self) -> Iterator[tuple[str, Any]]:
         """Yield every key of a figure, with its entry."""

@@ -208,7 +208,7 @@ class Restore(Part, tag=14):
     epoch: Count  # number of recoveries so far, this one included; ``Restored`` returns it
     group: Count  # number of the process group to join
     number: Count = 0  # of the snapshot; 0: of the beginning
-    values: tuple[Copied, ...] = ()  # values, next_dynamic, generator: see ``Snapped``
+    values: tuple[Copied, ...] = ()  # see ``Snapped``, also for next_dynamic and generator
     #: values that count as failed if they are not in memory any more
     failed: tuple[tuple[Count, Failure], ...] = ()
     next_dynamic: Count = 0
