@@ -12,77 +12,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lazygt.config import VERSION as _VERSION
-from lazygt.errors import (
-    AccessDenied,
-    CheckpointError,
-    CodeError,
-    CollectiveMismatch,
-    CompileWarning,
-    ConnectionLost,
-    DeviceLost,
-    ExecutionError,
-    GangTooLarge,
-    GatherWarning,
-    GraphError,
-    IdleWarning,
-    LazyGTError,
-    MachineError,
-    NoSession,
-    OverQuota,
-    PipelineWarning,
-    PoolDraining,
-    PoolError,
-    PoolFull,
-    ProtocolError,
-    SecurityError,
-    SessionEnded,
-    VersionMismatch,
-    WorkerDied,
-    WorkerFrozen,
-)
+from lazygt.errors import *  # noqa: F403
+from lazygt.errors import __all__ as _errors
 from lazygt.uncollected import uncollected as _uncollected
 
 __version__ = _VERSION
 
-#: Where the names stand that are loaded when they are asked for: what looks at sessions, torch's
-#: placements (0.3 s), and in a worker all that users name. A worker process runs plans; the front
+#: Modules of the names that are loaded on first use. A worker process runs plans; the front
 #: (device, recorder, session) is the client's alone.
-_WHERE = {
-    "ColwiseParallel": "lazygt.parallel.styles",
-    "FSDPModule": "lazygt.parallel.fsdp_module",
-    "LazyTensor": "lazygt.record.tensor",
-    "ParallelStyle": "lazygt.parallel.styles",
-    "Pool": "lazygt.pool.pool_client",
-    "Partial": "torch.distributed.tensor",
-    "PrepareModuleInput": "lazygt.parallel.styles",
-    "PrepareModuleInputOutput": "lazygt.parallel.styles",
-    "PrepareModuleOutput": "lazygt.parallel.styles",
-    "Replicate": "torch.distributed.tensor",
-    "RowwiseParallel": "lazygt.parallel.styles",
-    "SequenceParallel": "lazygt.parallel.styles",
-    "Session": "lazygt.session",
-    "Shard": "torch.distributed.tensor",
-    "VocabParallel": "lazygt.parallel.styles",
-    "apply": "lazygt.record.custom.functions",
-    "current": "lazygt.session",
-    "data_parallel": "lazygt.parallel.tensor_parallel",
-    "distribute": "lazygt.parallel.distribute",
-    "explain": "lazygt.observe.explain",
-    "fully_shard": "lazygt.parallel.fsdp",
-    "local_batch_norm": "lazygt.parallel.batch_norm",
-    "parallelize_module": "lazygt.parallel.tensor_parallel",
-    "profile": "lazygt.observe.timeline",
-    "redistribute": "lazygt.parallel.distribute",
-    "render": "lazygt.observe.picture",
-    "resume": "lazygt.checkpoint.program",
-    "session": "lazygt.session",
-    "simulate": "lazygt.simulation.program",
-    "shard_optimizer_state": "lazygt.parallel.fsdp",
-    "stage": "lazygt.parallel.pipeline",
-    "sweep": "lazygt.sweeps.running",
-    "to_networkx": "lazygt.observe.picture",
-    "why": "lazygt.observe.why",
+_MODULES = {
+    "lazygt.checkpoint.program": "resume",
+    "lazygt.observe.explain": "explain",
+    "lazygt.observe.picture": "render to_networkx",
+    "lazygt.observe.timeline": "profile",
+    "lazygt.observe.why": "why",
+    "lazygt.parallel.batch_norm": "local_batch_norm",
+    "lazygt.parallel.distribute": "distribute redistribute",
+    "lazygt.parallel.fsdp": "fully_shard shard_optimizer_state",
+    "lazygt.parallel.fsdp_module": "FSDPModule",
+    "lazygt.parallel.pipeline": "stage",
+    "lazygt.parallel.styles": (
+        "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput "
+        "PrepareModuleOutput RowwiseParallel SequenceParallel VocabParallel"
+    ),
+    "lazygt.parallel.tensor_parallel": "data_parallel parallelize_module",
+    "lazygt.pool.pool_client": "Pool",
+    "lazygt.record.custom.functions": "apply",
+    "lazygt.record.tensor": "LazyTensor",
+    "lazygt.session": "Session current session",
+    "lazygt.simulation.program": "simulate",
+    "lazygt.sweeps.running": "sweep",
+    "lazygt.transfer": "transfer_weights",
+    "torch.distributed.tensor": "Partial Replicate Shard",
 }
+_WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 #: Names that torch has another word for -> that word.
 _TORCHS = {
@@ -106,51 +69,23 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Partial, Replicate, Shard
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE, "serving"})
 
-    from lazygt import serving
-    from lazygt.observe.explain import explain
-    from lazygt.observe.picture import render, to_networkx
-    from lazygt.observe.timeline import profile
-    from lazygt.observe.why import why
-    from lazygt.pool.pool_client import Pool
-    from lazygt.record.tensor import Viewer as _Viewer
-    from lazygt.simulation.program import simulate
-    from lazygt.sweeps.running import sweep
 
 #: ``lazygt top`` looks at a session from outside, and is to be there at once: without torch.
 _LOOKS_ON = os.path.basename((sys.argv or [""])[0]) == "lazygt" and sys.argv[1:2] == ["top"]
 
 with _uncollected():
     if not _LOOKS_ON:
-        from lazygt import transfer
-        from lazygt.transfer import transfer_weights
+        from lazygt import transfer as transfer
 
     if not _LOOKS_ON and os.environ.get("LAZYGT_WORKER") != "1":
-        from lazygt.checkpoint.program import resume
-        from lazygt.parallel.batch_norm import local_batch_norm
-        from lazygt.parallel.distribute import distribute, redistribute
-        from lazygt.parallel.fsdp import fully_shard, shard_optimizer_state
-        from lazygt.parallel.fsdp_module import FSDPModule
-        from lazygt.parallel.pipeline import stage
-        from lazygt.parallel.styles import (
-            ColwiseParallel,
-            ParallelStyle,
-            PrepareModuleInput,
-            PrepareModuleInputOutput,
-            PrepareModuleOutput,
-            RowwiseParallel,
-            SequenceParallel,
-            VocabParallel,
-        )
-        from lazygt.parallel.tensor_parallel import data_parallel, parallelize_module
-        from lazygt.record.custom.functions import apply
         from lazygt.record.device import register as _register
-        from lazygt.record.tensor import LazyTensor
         from lazygt.record.tensor import show_with as _show_with
-        from lazygt.session import Session, current
-        from lazygt.session import Session as session  # noqa: N813 - used like torch.device
+        from lazygt.session import Session as Session
+
+        session = Session  # used like torch.device
 
         def _notebook() -> _Viewer:
             from lazygt.observe import notebook  # why: only notebooks ask
@@ -160,68 +95,42 @@ with _uncollected():
         _show_with(_notebook)
         _register()
 
-__all__ = [
-    "AccessDenied",
-    "CheckpointError",
-    "CodeError",
-    "CollectiveMismatch",
-    "ColwiseParallel",
-    "CompileWarning",
-    "ConnectionLost",
-    "DeviceLost",
-    "ExecutionError",
-    "FSDPModule",
-    "GangTooLarge",
-    "GatherWarning",
-    "GraphError",
-    "IdleWarning",
-    "LazyGTError",
-    "LazyTensor",
-    "MachineError",
-    "NoSession",
-    "OverQuota",
-    "ParallelStyle",
-    "Partial",
-    "PipelineWarning",
-    "Pool",
-    "PoolDraining",
-    "PoolError",
-    "PoolFull",
-    "PrepareModuleInput",
-    "PrepareModuleInputOutput",
-    "PrepareModuleOutput",
-    "ProtocolError",
-    "Replicate",
-    "RowwiseParallel",
-    "SecurityError",
-    "SequenceParallel",
-    "Session",
-    "SessionEnded",
-    "Shard",
-    "VersionMismatch",
-    "VocabParallel",
-    "WorkerDied",
-    "WorkerFrozen",
-    "apply",
-    "current",
-    "data_parallel",
-    "distribute",
-    "explain",
-    "fully_shard",
-    "local_batch_norm",
-    "parallelize_module",
-    "profile",
-    "redistribute",
-    "render",
-    "resume",
-    "serving",
-    "session",
-    "shard_optimizer_state",
-    "simulate",
-    "stage",
-    "sweep",
-    "to_networkx",
-    "transfer",
-    "transfer_weights",
-    "why",
-]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Partial as Partial
+    from torch.distributed.tensor import Replicate as Replicate
+    from torch.distributed.tensor import Shard as Shard
+
+    from lazygt import serving as serving
+    from lazygt.checkpoint.program import resume as resume
+    from lazygt.observe.explain import explain as explain
+    from lazygt.observe.picture import render as render
+    from lazygt.observe.picture import to_networkx as to_networkx
+    from lazygt.observe.timeline import profile as profile
+    from lazygt.observe.why import why as why
+    from lazygt.parallel.batch_norm import local_batch_norm as local_batch_norm
+    from lazygt.parallel.distribute import distribute as distribute
+    from lazygt.parallel.distribute import redistribute as redistribute
+    from lazygt.parallel.fsdp import fully_shard as fully_shard
+    from lazygt.parallel.fsdp import shard_optimizer_state as shard_optimizer_state
+    from lazygt.parallel.fsdp_module import FSDPModule as FSDPModule
+    from lazygt.parallel.pipeline import stage as stage
+    from lazygt.parallel.styles import ColwiseParallel as ColwiseParallel
+    from lazygt.parallel.styles import ParallelStyle as ParallelStyle
+    from lazygt.parallel.styles import PrepareModuleInput as PrepareModuleInput
+    from lazygt.parallel.styles import PrepareModuleInputOutput as PrepareModuleInputOutput
+    from lazygt.parallel.styles import PrepareModuleOutput as PrepareModuleOutput
+    from lazygt.parallel.styles import RowwiseParallel as RowwiseParallel
+    from lazygt.parallel.styles import SequenceParallel as SequenceParallel
+    from lazygt.parallel.styles import VocabParallel as VocabParallel
+    from lazygt.parallel.tensor_parallel import data_parallel as data_parallel
+    from lazygt.parallel.tensor_parallel import parallelize_module as parallelize_module
+    from lazygt.pool.pool_client import Pool as Pool
+    from lazygt.record.custom.functions import apply as apply
+    from lazygt.record.tensor import LazyTensor as LazyTensor
+    from lazygt.record.tensor import Viewer as _Viewer
+    from lazygt.session import current as current
+    from lazygt.simulation.program import simulate as simulate
+    from lazygt.sweeps.running import sweep as sweep
+    from lazygt.transfer import transfer_weights as transfer_weights
+else:
+    __all__ = sorted([*_errors, *_WHERE, "serving", "transfer"])

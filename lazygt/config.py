@@ -14,7 +14,10 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 VERSION = "0.1.0"
 
 
-def _setting(default: Any, about: str, parse: Callable[[str], Any]) -> Any:
+def _setting(default: Any, about: str, parse: Callable[[str], Any] | None = None) -> Any:
+    """Field of ``Config``; its variable is parsed as the type of the default, or as text."""
+    kind = str if default is None else type(default)
+    parse = parse or (_flag if kind is bool else kind)
     return field(default=default, metadata={"about": about, "parse": parse})
 
 
@@ -109,12 +112,22 @@ def wheels_setting() -> str | None:
     return os.environ.get("LAZYGT_NATIVE_WHEELS") or None
 
 
-#: Settings that are integers of at least 1.
-_COUNTS = (
-    "workers", "max_graph_nodes", "max_graph_bytes", "max_plans", "max_plan_bytes", "max_ahead",
-    "journal_bytes",
-)  # fmt: skip
-
+#: Names of settings, a test of a value that is not None, and the expectation.
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "workers max_graph_nodes max_graph_bytes max_plans max_plan_bytes max_ahead journal_bytes",
+        lambda value: isinstance(value, int) and value >= 1,
+        "an integer >= 1",
+    ),
+    ("bucket_cap_mb", lambda value: value >= 0, "at least 0"),
+    ("threads max_cuda_graph_bytes", lambda value: value >= 1, "at least 1"),
+    ("compile cuda_graphs", {"auto", "off", "now"}.__contains__, "'auto', 'off' or 'now'"),
+    ("recover", {"auto", "off"}.__contains__, "'auto' or 'off'"),
+    ("spares", lambda value: value >= 0, "an integer >= 0"),
+    ("snapshot_cost", lambda x: 0 < x <= 1, "a share of the time, above 0 and at most 1"),
+    ("plan_code", {"auto", "native", "python"}.__contains__, "'auto', 'native' or 'python'"),
+    ("device", {"auto", "cpu", "cuda"}.__contains__, "auto, cpu or cuda"),
+)
 
 #: What settings were called once.
 _RENAMED = {"executor": "launcher"}
@@ -126,7 +139,7 @@ OF_POOLS = frozenset({"on", "key", "grace", "detach"})
 class Config:
     """Settings of a session. A keyword of ``lazygt.session`` wins over ``LAZYGT_<NAME>``."""
 
-    workers: int = _setting(1, "number of worker processes", int)
+    workers: int = _setting(1, "number of worker processes")
     mesh: Mapping[str, int] | None = _setting(
         None, "the workers as a grid with named axes, such as data=2,model=2", mesh_axes
     )
@@ -141,37 +154,32 @@ class Config:
         "auto: environment under torchrun, srun and the like, else process; process: on this host; "
         "environment: on all hosts where an engine started this program; ray: where Ray has room; "
         "inline: in the client's process; dry: nothing is computed",
-        str,
     )
-    device: str = _setting("auto", "auto, cpu or cuda: where workers compute", str)
-    default_device: bool = _setting(True, "new tensors are lazy inside the session", _flag)
-    flush_on_backward: bool = _setting(True, "ship the trace at the end of .backward()", _flag)
-    max_graph_nodes: int = _setting(5_000, "a trace of so many ops flushes by itself", int)
+    device: str = _setting("auto", "auto, cpu or cuda: where workers compute")
+    default_device: bool = _setting(True, "new tensors are lazy inside the session")
+    flush_on_backward: bool = _setting(True, "ship the trace at the end of .backward()")
+    max_graph_nodes: int = _setting(5_000, "a trace of so many ops flushes by itself")
     max_graph_bytes: int = _setting(
-        8 << 30, "a trace whose results hold so many bytes on a rank flushes by itself", int
+        8 << 30, "a trace whose results hold so many bytes on a rank flushes by itself"
     )
-    max_plans: int = _setting(512, "plans kept by the client and by each worker", int)
-    max_plan_bytes: int = _setting(256 << 20, "bytes of memory that these may take, about", int)
-    max_trie_nodes: int = _setting(500_000, "recorded steps remembered by the client", int)
-    max_ahead: int = _setting(4, "runs the client may be ahead of the workers", int)
+    max_plans: int = _setting(512, "plans kept by the client and by each worker")
+    max_plan_bytes: int = _setting(256 << 20, "bytes of memory that these may take, about")
+    max_trie_nodes: int = _setting(500_000, "recorded steps remembered by the client")
+    max_ahead: int = _setting(4, "runs the client may be ahead of the workers")
     threads: int | None = _setting(None, "torch threads a worker; None: a fair share", int)
-    transport: str = _setting("ipc", "ipc, or tcp://HOST for CURVE-encrypted TCP", str)
-    max_message_bytes: int = _setting(1 << 30, "longest frame a worker accepts", int)
-    shm_threshold: int = _setting(16 << 10, "bytes from which tensors use shared memory", int)
-    frozen_after: float = _setting(5.0, "seconds without a sign of life: WorkerFrozen", float)
-    start_timeout: float = _setting(120.0, "seconds a worker may take to start", float)
-    recover: str = _setting("auto", "auto, or off: what a worker's death loses is lost", str)
-    snapshot_cost: float = _setting(
-        0.02, "share of the time that snapshots for recovery may take", float
-    )
+    transport: str = _setting("ipc", "ipc, or tcp://HOST for CURVE-encrypted TCP")
+    max_message_bytes: int = _setting(1 << 30, "longest frame a worker accepts")
+    shm_threshold: int = _setting(16 << 10, "bytes from which tensors use shared memory")
+    frozen_after: float = _setting(5.0, "seconds without a sign of life: WorkerFrozen")
+    start_timeout: float = _setting(120.0, "seconds a worker may take to start")
+    recover: str = _setting("auto", "auto, or off: what a worker's death loses is lost")
+    snapshot_cost: float = _setting(0.02, "share of the time that snapshots for recovery may take")
     journal_bytes: int = _setting(
-        256 << 20, "bytes of messages kept for recovery until a snapshot is taken", int
+        256 << 20, "bytes of messages kept for recovery until a snapshot is taken"
     )
-    spares: int = _setting(
-        0, "idle processes that wait to take the rank of a worker that dies", int
-    )
+    spares: int = _setting(0, "idle processes that wait to take the rank of a worker that dies")
     checkpoint: str | None = _setting(
-        None, "a folder for checkpoints, from which a killed program goes on", str
+        None, "a folder for checkpoints, from which a killed program goes on"
     )
     checkpoint_every: int | str | None = _setting(
         None,
@@ -180,26 +188,22 @@ class Config:
         _interval,
     )
     on: str | None = _setting(
-        None, "a pool whose workers to use, tcp://HOST:PORT, of `lazygt serve`", str
+        None, "a pool whose workers to use, tcp://HOST:PORT, of `lazygt serve`"
     )
-    key: str | None = _setting(None, "this client's key file for that pool", str)
-    detach: bool = _setting(
-        False, "in a pool, what was shipped goes on when the client has left", _flag
-    )
-    grace: float = _setting(30.0, "seconds for which the connection to a pool may be dead", float)
-    keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
-    check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
+    key: str | None = _setting(None, "this client's key file for that pool")
+    detach: bool = _setting(False, "in a pool, what was shipped goes on when the client has left")
+    grace: float = _setting(30.0, "seconds for which the connection to a pool may be dead")
+    keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass")
+    check_passes: bool = _setting(False, "verify each graph after every pass")
     plan_code: str = _setting(
         "auto",
         "what runs a plan after its first run: native, python (generated), or auto: native where "
         "the extension loads",
-        str,
     )
-    compile: str = _setting("auto", "auto, off, or now: run fused groups compiled", str)
+    compile: str = _setting("auto", "auto, off, or now: run fused groups compiled")
     cuda_graphs: str = _setting(
         "auto",
         "auto, off, or now: on GPUs, run hot plans as CUDA graphs; auto: where they are faster",
-        str,
     )
     max_cuda_graph_bytes: int | None = _setting(
         None,
@@ -208,11 +212,11 @@ class Config:
         int,
     )
     compile_timeout: float = _setting(
-        300.0, "seconds that a wait for compiled code lasts without an answer", float
+        300.0, "seconds that a wait for compiled code lasts without an answer"
     )
-    cache_dir: str | None = _setting(None, "where compiled code lies; None: ~/.cache/lazygt", str)
+    cache_dir: str | None = _setting(None, "where compiled code lies; None: ~/.cache/lazygt")
     ship_code: bool = _setting(
-        True, "workers may be sent pickled code of ops and functions that they can't import", _flag
+        True, "workers may be sent pickled code of ops and functions that they can't import"
     )
     bucket_cap_mb: float | None = _setting(
         None,
@@ -224,9 +228,8 @@ class Config:
         None,
         "by whose costs plans are made: a name such as h100, calibrated, or a machine file; None: "
         "cpu-generic, or h100 for GPUs",
-        str,
     )
-    log: str | None = _setting(None, "path of the instruction log (JSON lines)", str)
+    log: str | None = _setting(None, "path of the instruction log (JSON lines)")
 
     @staticmethod
     def load(**given: Any) -> Config:
@@ -271,49 +274,18 @@ class Config:
 
     def check(self) -> None:
         """Raise ValueError for a setting out of its range."""
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"lazygt.session({name}={value!r}): expected an integer >= 1")
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb >= 0:
-            raise ValueError(
-                f"lazygt.session(bucket_cap_mb={self.bucket_cap_mb!r}): expected at least 0"
-            )
-        for name in ("threads", "max_cuda_graph_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"lazygt.session({name}={value!r}): expected at least 1")
-        if self.compile not in {"auto", "off", "now"}:
-            raise ValueError(
-                f"lazygt.session(compile={self.compile!r}): expected 'auto', 'off' or 'now'"
-            )
-        if self.cuda_graphs not in {"auto", "off", "now"}:
-            raise ValueError(
-                f"lazygt.session(cuda_graphs={self.cuda_graphs!r}): expected 'auto', 'off' or 'now'"
-            )
-        if self.recover not in {"auto", "off"}:
-            raise ValueError(f"lazygt.session(recover={self.recover!r}): expected 'auto' or 'off'")
-        if self.spares < 0:
-            raise ValueError(f"lazygt.session(spares={self.spares!r}): expected an integer >= 0")
-        if not 0 < self.snapshot_cost <= 1:
-            raise ValueError(
-                f"lazygt.session(snapshot_cost={self.snapshot_cost!r}): expected a share of the "
-                f"time, above 0 and at most 1"
-            )
+        for names, fits, expected in _RULES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    raise ValueError(f"lazygt.session({name}={value!r}): expected {expected}")
         self._check_checkpoint()
         self._check_pool()
-        if self.plan_code not in {"auto", "native", "python"}:
-            raise ValueError(
-                f"lazygt.session(plan_code={self.plan_code!r}): expected 'auto', 'native' or "
-                f"'python'"
-            )
         if self.invariant and self.compile != "off":
             raise ValueError(
                 f"lazygt.session(invariant={self.invariant!r}, compile={self.compile!r}): compiled "
                 f"code rounds in ways that depend on the number of workers; leave compile= out"
             )
-        if self.device not in {"auto", "cpu", "cuda"}:
-            raise ValueError(f"lazygt.session(device={self.device!r}): expected auto, cpu or cuda")
 
     def _check_pool(self) -> None:
         if self.on is None:

@@ -41,6 +41,15 @@ import sys
 from functools import cache
 from typing import Any, ClassVar
 
+#: Public names, which are those of ``lazygt`` too.
+__all__ = [
+    "AccessDenied", "CheckpointError", "CodeError", "CollectiveMismatch", "CompileWarning",
+    "ConnectionLost", "DeviceLost", "ExecutionError", "GangTooLarge", "GatherWarning",
+    "GraphError", "IdleWarning", "LazyGTError", "MachineError", "NoSession", "OverQuota",
+    "PipelineWarning", "PoolDraining", "PoolError", "PoolFull", "ProtocolError",
+    "SecurityError", "SessionEnded", "VersionMismatch", "WorkerDied", "WorkerFrozen",
+]  # fmt: skip
+
 
 class LazyGTError(RuntimeError):
     """Base of all errors of lazygt."""

@@ -59,102 +59,97 @@ class _Reader:
         self.sources: dict[str, str] = {}
 
     def machine(self) -> Machine:
-        self._check_version()
-        name, device, about = (self._text(key) for key in ("name", "device", "about"))
-        if not _NAME.fullmatch(name):
-            raise self._error("name", f"{name!r}: expected small letters, digits, '.', '_' and '-'")
-        if device not in DEVICES:
-            raise self._error("device", f"{device!r}: expected {_either(DEVICES)}")
-        self.sources = self._read_sources()
-        figures = dict(self._figures())
+        version = self.document.get("version")
+        self._need(
+            type(version) is int and version == VERSION,
+            "version",
+            f"{_shown(version)}: expected {VERSION}, the one that this lazygt reads",
+        )
+        name, device, about = (
+            self._text(key, self.document.get(key)) for key in ("name", "device", "about")
+        )
+        self._need(
+            _NAME.fullmatch(name),
+            "name",
+            f"{name!r}: expected small letters, digits, '.', '_' and '-'",
+        )
+        self._need(device in DEVICES, "device", f"{device!r}: expected {_either(DEVICES)}")
+        sources: Any = self.document.get("sources")
+        expected = "missing: expected [sources] with a text for each name"
+        self._need(isinstance(sources, dict) and sources, "sources", expected)
+        self.sources = {key: self._text(f"sources.{key}", text) for key, text in sources.items()}
+        figures = {key: self._figure(key, value) for key, value in self._leaves()}
         self._check_complete(figures)
         return Machine(name, device, about, figures, self.sources, self.path)
 
-    def _error(self, key: str, why: str) -> MachineError:
-        return MachineError(self.path, key, why)
+    def _need(self, holds: object, key: str, why: str) -> None:
+        if not holds:
+            raise MachineError(self.path, key, why)
 
-    def _check_version(self) -> None:
-        version = self.document.get("version")
-        if type(version) is not int or version != VERSION:
-            raise self._error(
-                "version",
-                f"{'missing' if version is None else repr(version)}: expected {VERSION}, the one "
-                f"that this lazygt reads",
-            )
-
-    def _text(self, key: str) -> str:
-        value = self.document.get(key)
-        if not isinstance(value, str) or not value:
-            raise self._error(key, f"{_shown(value)}: expected a text")
-        return value
-
-    def _read_sources(self) -> dict[str, str]:
-        sources = self.document.get("sources")
-        if not isinstance(sources, dict) or not sources:
-            raise self._error("sources", "missing: expected [sources] with a text for each name")
-        for name, about in sources.items():
-            if not isinstance(about, str) or not about:
-                raise self._error(f"sources.{name}", f"{_shown(about)}: expected a text")
-        return sources
-
-    def _figures(self) -> Iterator[tuple[str, Figure]]:
-        for key, value in self._leaves():
-            where = _template(key)
-            if where not in FIGURES and where not in _LINKS:
-                raise self._error(key, f"unknown{_nearest(where)}")
-            yield key, self._figure(key, value)
+    def _text(self, key: str, value: Any) -> str:
+        self._need(isinstance(value, str) and value, key, f"{_shown(value)}: expected a text")
+        return str(value)
 
     def _leaves(self) -> Iterator[tuple[str, Any]]:
         """Yield every key of a figure, with its entry."""
         todo = [(key, value) for key, value in self.document.items() if key not in _HEAD]
         while todo:
             key, value = todo.pop(0)
-            if isinstance(value, dict) and "value" not in value and _is_section(key):
+            if isinstance(value, dict) and "value" not in value and key in _SECTIONS:
                 todo[:0] = [(f"{key}.{name}", inner) for name, inner in value.items()]
             elif isinstance(value, list) and key in _CARRIERS:
                 for at, entry in enumerate(value):
-                    if not isinstance(entry, dict):
-                        raise self._error(f"{key}[{at}]", "expected a table")
+                    self._need(isinstance(entry, dict), f"{key}[{at}]", "expected a table")
                     todo[at:at] = [(f"{key}[{at}].{name}", inner) for name, inner in entry.items()]
             else:
                 yield key, value
 
     def _figure(self, key: str, given: Any) -> Figure:
-        expected = quantity(key)
-        if not isinstance(given, dict):
-            raise self._error(
-                key,
-                f"{_shown(given)}: expected {{ value = ..., unit = {expected.unit!r}, "
-                f"basis = {_either(BASES)}, source = ... }}",
+        where = re.sub(r"\[\d+\]", "[]", key)
+        if where not in FIGURES and where not in _LINKS:
+            near = difflib.get_close_matches(where, [*FIGURES, *sorted(_LINKS)], 1, 0.6)
+            raise MachineError(
+                self.path, key, f"unknown: did you mean {near[0]}?" if near else "unknown"
             )
+        expected = quantity(key)
+        self._need(
+            isinstance(given, dict),
+            key,
+            f"{_shown(given)}: expected {{ value = ..., unit = {expected.unit!r}, "
+            f"basis = {_either(BASES)}, source = ... }}",
+        )
         for field in (*_FIELDS, *given):
-            if field not in given:
-                raise self._error(key, f"without {field!r}: {_range(expected)}")
-            if field not in _FIELDS:
-                raise self._error(f"{key}.{field}", f"unknown: expected {', '.join(_FIELDS)}")
-        if given["unit"] != expected.unit:
-            raise self._error(key, f"in {_shown(given['unit'])}: expected {expected.unit!r}")
-        if given["basis"] not in BASES:
-            raise self._error(key, f"basis {_shown(given['basis'])}: expected {_either(BASES)}")
-        source = given["source"]
-        if not isinstance(source, str) or source not in self.sources:
-            names = ", ".join(self.sources)
-            raise self._error(key, f"source {_shown(source)}: expected one of [sources]: {names}")
-        return Figure(self._number(key, given["value"], expected), given["basis"], source)
-
-    def _number(self, key: str, value: object, expected: Quantity) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._error(key, f"{_shown(value)}: {_range(expected)}")
-        if not expected.least <= value <= expected.most:  # nor where it is no number
-            raise self._error(key, f"{_rounded(value)} {expected.unit}: {_range(expected)}")
-        return float(value)
+            self._need(field in given, key, f"without {field!r}: {_range(expected)}")
+            self._need(
+                field in _FIELDS, f"{key}.{field}", f"unknown: expected {', '.join(_FIELDS)}"
+            )
+        value, unit, basis, source = (given[field] for field in _FIELDS)
+        names = ", ".join(self.sources)
+        self._need(unit == expected.unit, key, f"in {_shown(unit)}: expected {expected.unit!r}")
+        self._need(basis in BASES, key, f"basis {_shown(basis)}: expected {_either(BASES)}")
+        self._need(
+            isinstance(source, str) and source in self.sources,
+            key,
+            f"source {_shown(source)}: expected one of [sources]: {names}",
+        )
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        self._need(number, key, f"{_shown(value)}: {_range(expected)}")
+        self._need(  # nor where it is no number
+            expected.least <= value <= expected.most,
+            key,
+            f"{_rounded(value)} {expected.unit}: {_range(expected)}",
+        )
+        return Figure(float(value), basis, source)
 
     def _check_complete(self, figures: Mapping[str, Figure]) -> None:
         for key, expected in FIGURES.items():
-            if expected.needed and key not in figures:
-                raise self._error(key, f"missing: {_range(expected)}; {expected.about}")
-        if not self.document["collectives"].get("local"):
-            raise self._error("collectives.local", "missing: expected [[collectives.local]]")
+            there = not expected.needed or key in figures
+            self._need(there, key, f"missing: {_range(expected)}; {expected.about}")
+        self._need(
+            self.document["collectives"].get("local"),
+            "collectives.local",
+            "missing: expected [[collectives.local]]",
+        )
         for carrier in CARRIERS:
             self._check_carrier(carrier, figures)
         for what in RANGES:
@@ -166,12 +161,10 @@ class _Reader:
         there = [key for key in ends if key in figures]
         if len(there) == 1:
             (missing,) = set(ends) - set(there)
-            raise self._error(missing, f"missing: expected beside {there[0]}")
-        if there and figures[ends[0]].value > figures[ends[1]].value:
-            raise self._error(
-                ends[0], f"{figures[ends[0]].value:g}: expected at most {ends[1]}, "
-                f"{figures[ends[1]].value:g}",
-            )  # fmt: skip
+            raise MachineError(self.path, missing, f"missing: expected beside {there[0]}")
+        if there:
+            least, most = (figures[key].value for key in ends)
+            self._need(least <= most, ends[0], f"{least:g}: expected at most {ends[1]}, {most:g}")
 
     def _check_carrier(self, carrier: str, figures: Mapping[str, Figure]) -> None:
         entries = len(self.document["collectives"].get(carrier, ()))
@@ -179,14 +172,14 @@ class _Reader:
         for at in range(entries):
             where = f"collectives.{carrier}[{at}]"
             for name, expected in LINK.items():
-                if expected.needed and f"{where}.{name}" not in figures:
-                    raise self._error(f"{where}.{name}", f"missing: {_range(expected)}")
-            limit = figures.get(f"{where}.up_to")
-            if (limit is None) != (at == entries - 1):
-                raise self._error(f"{where}.up_to", "expected in every entry but the last")
-            if limit is not None and limit.value <= bound:
-                raise self._error(f"{where}.up_to", f"expected more than {bound:g} B")
-            bound = limit.value if limit is not None else bound
+                there = not expected.needed or f"{where}.{name}" in figures
+                self._need(there, f"{where}.{name}", f"missing: {_range(expected)}")
+            limit, key = figures.get(f"{where}.up_to"), f"{where}.up_to"
+            last = at == entries - 1
+            self._need((limit is None) == last, key, "expected in every entry but the last")
+            if limit is not None:
+                self._need(limit.value > bound, key, f"expected more than {bound:g} B")
+                bound = limit.value
 
 
 _CARRIERS = {f"collectives.{carrier}" for carrier in CARRIERS}
@@ -196,20 +189,6 @@ _SECTIONS = {
     for parts in (key.split(".") for key in FIGURES)
     for length in range(1, len(parts))
 }
-
-
-def _is_section(key: str) -> bool:
-    return key in _SECTIONS
-
-
-def _template(key: str) -> str:
-    """``collectives.local[].each`` for ``collectives.local[0].each``."""
-    return re.sub(r"\[\d+\]", "[]", key)
-
-
-def _nearest(key: str) -> str:
-    near = difflib.get_close_matches(key, [*FIGURES, *sorted(_LINKS)], 1, 0.6)
-    return f": did you mean {near[0]}?" if near else ""
 
 
 def _either(names: tuple[str, ...]) -> str:

@@ -16,33 +16,20 @@ _CARRIER = re.compile(r"collectives\.(\w+)\[(\d+)\]\.(\w+)")
 
 
 class Figure(NamedTuple):
-    """A number, and how it is known.
+    """A number, and how it is known."""
 
-    Attributes:
-        value: in the schema's unit.
-        basis: ``measured`` or ``datasheet``.
-        source: which of the file's sources says so.
-    """
-
-    value: float
-    basis: str
-    source: str
+    value: float  # in the schema's unit
+    basis: str  # ``measured`` or ``datasheet``
+    source: str  # one of the file's sources
 
 
 class Link(NamedTuple):
-    """Latency and bandwidth of collectives, for payloads of some size.
+    """Latency and bandwidth of collectives, for payloads of some size."""
 
-    Attributes:
-        latency: seconds that one takes with no payload to speak of.
-        each: the same, for each rank beyond the second.
-        bandwidth: bytes a second that a rank sends while it receives as many.
-        up_to: bytes that a rank sends, up to which this holds.
-    """
-
-    latency: float
-    each: float
-    bandwidth: float
-    up_to: float = math.inf
+    latency: float  # seconds that one takes with no payload to speak of
+    each: float  # the same, for each rank beyond the second
+    bandwidth: float  # bytes a second that a rank sends while it receives as many
+    up_to: float = math.inf  # bytes that a rank sends, up to which this holds
 
 
 #: By size; the last one has no bound.
@@ -60,14 +47,9 @@ class Memory(NamedTuple):
 
 
 class Matmul(NamedTuple):
-    """Throughput of products of matrices.
+    """Throughput of products of matrices; see ``prices.matmul_seconds``."""
 
-    Attributes:
-        rate, peak: arithmetic operations a second, by dtype.
-        tile_rows, tile_columns, units, depth: see ``prices.matmul_seconds``.
-    """
-
-    rate: Mapping[str, float]
+    rate: Mapping[str, float]  # arithmetic operations a second, by dtype
     peak: Mapping[str, float]
     tile_rows: float
     tile_columns: float
@@ -100,44 +82,28 @@ class Host(NamedTuple):
 
 
 class Collectives(NamedTuple):
-    """Carriers of collectives.
+    """Carriers of collectives, empty where there are none."""
 
-    Attributes:
-        packed: bytes up to which a value travels faster packed with others than alone.
-        ranks: that a host has room for.
-        local, sockets, network: empty where there are none; sockets carry payloads
-            for which ``goes_by_sockets`` holds.
-    """
-
-    packed: float
-    ranks: float
+    packed: float  # bytes up to which a value travels faster packed with others than alone
+    ranks: float  # that a host has room for
     local: Carrier = ()
-    sockets: Carrier = ()
+    sockets: Carrier = ()  # of payloads for which ``goes_by_sockets`` holds
     network: Carrier = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """Cost model of one rank and its links to others.
-
-    Attributes:
-        device: ``cpu`` or ``cuda``.
-        figures: by key, such as ``memory.bandwidth``; ``schema`` has them all.
-        sources: name -> origin of the measurement, or the datasheet.
-        path: of its file; empty for one that comes with lazygt.
-        shares: for axes of a mesh that cross hosts, the share of their ranks that is on one host;
-            see ``on_hosts``.
-        share: the same of the one axis that this machine's ranks meet along; 1: all are.
-    """
+    """Cost model of one rank and its links to others."""
 
     name: str
-    device: str
+    device: str  # ``cpu`` or ``cuda``
     about: str
-    figures: Mapping[str, Figure]
-    sources: Mapping[str, str]
-    path: str = ""
+    figures: Mapping[str, Figure]  # by key, such as ``memory.bandwidth``; ``schema`` has them all
+    sources: Mapping[str, str]  # name -> origin of the measurement, or the datasheet
+    path: str = ""  # of its file; empty for one that comes with lazygt
+    #: for axes of a mesh that cross hosts, the share of their ranks that is on one host (on_hosts)
     shares: Mapping[str, float] = field(default_factory=dict)
-    share: float = 1.0
+    share: float = 1.0  # of the one axis that this machine's ranks meet along; 1: all are
 
     def along(self, axis: str) -> Machine:
         """The machine as ranks find it that meet along an axis: always the same object."""

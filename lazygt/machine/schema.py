@@ -21,20 +21,13 @@ CARRIERS = ("local", "sockets", "network")
 
 
 class Quantity(NamedTuple):
-    """Definition of a figure.
+    """Definition of a figure."""
 
-    Attributes:
-        unit: in which it stands in the file.
-        least, most: bounds of plausible values.
-        about: in words.
-        needed: True if every file has it.
-    """
-
-    unit: str
-    least: float
+    unit: str  # in the file
+    least: float  # plausible value
     most: float
-    about: str
-    needed: bool = True
+    about: str  # in words
+    needed: bool = True  # in every file
 
 
 _SECONDS = (0.0, 10.0)

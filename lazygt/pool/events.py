@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lazygt.errors import PoolError
 from lazygt.pool.scheduler import Pause, Resume
@@ -11,33 +12,24 @@ from lazygt.pool.scheduler import Pause, Resume
 # -- events ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A client's request for a session.
-
-    Attributes:
-        cores: torch threads of its workers together.
-        grace: seconds for which its connection may be dead.
-        detach: True if it outlives its client until it is ended, or expires.
-    """
+class Asked(Struct, frozen=True):
+    """A client's request for a session."""
 
     session: str
     client: str
     workers: int
-    cores: int
-    grace: float = 0.0
-    detach: bool = False
+    cores: int  # torch threads of its workers together
+    grace: float = 0.0  # seconds for which its connection may be dead
+    detach: bool = False  # True if it outlives its client until it is ended, or expires
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Struct, frozen=True):
     """End of a session: its processes are gone, or it has left the queue."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """Numbers of a session's runs with its workers, and held back."""
 
     session: str
@@ -45,55 +37,44 @@ class Load:
     held: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
+class Ran(Struct, frozen=True):
     """Seconds that a session's workers have run since the last such event."""
 
     session: str
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
+class Used(Struct, frozen=True):
     """Bytes held by sessions' workers, and by clients' published values."""
 
     sessions: Mapping[str, int]
     published: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ClientGone:
-    """Loss of a session's client.
-
-    Attributes:
-        for_good: True if it will not come back: its process has ended, or it has left.
-    """
+class ClientGone(Struct, frozen=True):
+    """Loss of a session's client."""
 
     session: str
-    for_good: bool = False
+    for_good: bool = False  # True if it will not come back: its process has ended, or it has left
 
 
-@dataclass(frozen=True, slots=True)
-class ClientBack:
+class ClientBack(Struct, frozen=True):
     """Return of a session's client."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Struct, frozen=True):
     """Request to admit no session any more, and to refuse the waiting ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evict:
+class Evict(Struct, frozen=True):
     """Request to end a session."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Passage of time."""
 
 
@@ -105,24 +86,21 @@ Event = (
 # -- instructions ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(Struct, frozen=True):
     """Instruction to start a session's workers in these places."""
 
     session: str
     places: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Struct, frozen=True):
     """Instruction to refuse a client's session, and forget it."""
 
     session: str
     error: PoolError
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     """Instruction to end a session's processes, and tell its client.
 
     `Released` follows when they are gone.

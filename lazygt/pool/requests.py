@@ -18,16 +18,11 @@ _FIRST_TAG = 32
 
 
 class Ask(Part, tag=32):
-    """Request for a session.
-
-    Attributes:
-        cores: torch threads of all workers together; 0: one a worker.
-        grace, detach: see ``events.Asked``.
-    """
+    """Request for a session."""
 
     workers: Count
-    cores: Count
-    grace: float
+    cores: Count  # torch threads of all workers together; 0: one a worker
+    grace: float  # see ``events.Asked``, also for detach
     detach: bool
 
 
@@ -36,16 +31,12 @@ class Leave(Part, tag=33):
 
 
 class Publish(Part, tag=34):
-    """Request to keep a value; answered by ``Ok`` before and after its ``Piece``s.
-
-    Attributes:
-        rows: name and meta of each tensor, in the order of their bytes; "": a single tensor.
-        shared: True if other clients may fetch it.
-    """
+    """Request to keep a value; answered by ``Ok`` before and after its ``Piece``s."""
 
     name: str
+    #: name and meta of each tensor, in the order of their bytes; "": a single tensor
     rows: tuple[tuple[str, TensorMeta], ...]
-    shared: bool = False
+    shared: bool = False  # True if other clients may fetch it
 
 
 class Piece(Part, tag=35):
@@ -72,12 +63,9 @@ class Status(Part, tag=39):
     """Request for a ``Report``.
 
     A key that may not administer gets only the number of other clients' sessions.
-
-    Attributes:
-        pages: True to get the status pages of workers and clients, too.
     """
 
-    pages: bool = False
+    pages: bool = False  # True to get the status pages of workers and clients, too
 
 
 class DrainAll(Part, tag=40):
@@ -108,14 +96,10 @@ class Waits(Part, tag=48):
 
 
 class Admitted(Part, tag=49):
-    """Notice that a session has workers: from now on its client speaks with an agent.
-
-    Attributes:
-        device: device of the workers.
-    """
+    """Notice that a session has workers: from now on its client speaks with an agent."""
 
     session: str
-    device: str
+    device: str  # device of the workers
 
 
 class Failed(Part, tag=50):

@@ -54,35 +54,26 @@ class Failure(Part, tag=1):
 
 
 class Timings(Part):
-    """Start and end times of a run, in nanoseconds of the worker host's monotonic clock.
+    """Start and end times of a run, in nanoseconds of the worker host's monotonic clock."""
 
-    Attributes:
-        begin, end: from the run message taken to its answer ready.
-        steps: (step, count, begin, end) of each node that ran: it did ``count`` of
-            ``plan.steps`` in one, from ``step`` on.
-    """
-
-    begin: int
-    end: int
+    begin: int  # the run message was taken
+    end: int  # its answer was ready
+    #: (step, count, begin, end) of each node that ran: it did ``count`` of ``plan.steps`` in one,
+    #: from ``step`` on
     steps: tuple[tuple[Count, Count, int, int], ...] = ()
 
 
 class Memory(Part):
-    """A worker's memory, in bytes.
+    """A worker's memory, in bytes."""
 
-    Attributes:
-        living: bytes of the memory that holds values, for each group of ids that was asked about,
-            and for all others; memory that several values share counts once.
-        allocated: bytes that the allocator has handed out: torch's on GPUs, malloc's elsewhere, for
-            the whole process.
-        peak: the maximum of ``allocated`` so far on GPUs; elsewhere that of ``resident``.
-        resident: resident bytes of the process in the host's memory.
-    """
-
+    #: bytes of the memory that holds values, for each group of ids that was asked about, and for
+    #: all others; memory that several values share counts once
     living: tuple[Count, ...]
+    #: bytes that the allocator has handed out: torch's on GPUs, malloc's elsewhere, for the whole
+    #: process
     allocated: Count
-    peak: Count
-    resident: Count
+    peak: Count  # the maximum of ``allocated`` so far on GPUs; elsewhere that of ``resident``
+    resident: Count  # resident bytes of the process in the host's memory
 
 
 class Made(Part, tag=0):
@@ -120,23 +111,15 @@ class Ship(Part, tag=1):
 
     The template is the next buffer, and the one after it its foreign ops' code, if it has any; no
     buffer: it has been sent before. A worker that has forgotten it asks when the plan is run.
-
-    Attributes:
-        digest: the plan's name.
-        fresh: its id lists begin anew.
-        template: the template's name.
-        sizes: for each symbol in it.
-        forget: plans never used again.
-        salt: of a plan with different graphs on its ranks; see ``plan_name``.
-        groups: groups of it that run compiled, from its next run on; see ``Swap``.
     """
 
-    digest: Name
-    fresh: bool
-    template: Name
-    sizes: tuple[Count, ...] = ()
-    forget: tuple[Name, ...] = ()
-    salt: bytes = b""
+    digest: Name  # the plan's name
+    fresh: bool  # its id lists begin anew
+    template: Name  # the template's name
+    sizes: tuple[Count, ...] = ()  # for each symbol in it
+    forget: tuple[Name, ...] = ()  # plans never used again
+    salt: bytes = b""  # of a plan with different graphs on its ranks; see ``plan_name``
+    #: groups of it that run compiled, from its next run on; see ``Swap``
     groups: tuple[tuple[Count, str], ...] = ()
 
 
@@ -182,14 +165,10 @@ class Install(Part, tag=17):
     """Request to keep an artifact in the host's cache; answered by ``Installed``.
 
     Its record and its code are the next buffers; without them, report whether it is there.
-
-    Attributes:
-        key: of the artifact; empty: report whether code of this toolchain runs here.
-        toolchain: see `kernel_group.toolchain`.
     """
 
-    key: str
-    toolchain: str
+    key: str  # of the artifact; empty: report whether code of this toolchain runs here
+    toolchain: str  # see `kernel_group.toolchain`
 
 
 class Write(Part, tag=7):
@@ -200,57 +179,37 @@ class Write(Part, tag=7):
 
 
 class Renew(Part, tag=10):
-    """Request to leave the current process group, and join the one of this number.
-
-    Attributes:
-        since: id of the first value for which the ranks may not have met in collectives.
-    """
+    """Request to leave the current process group, and join the one of this number."""
 
     number: Count
-    since: Count
+    since: Count  # id of the first value for which the ranks may not have met in collectives
 
 
 class Copied(Part):
-    """A value in a snapshot.
-
-    Attributes:
-        offset, nbytes: its memory, from the beginning of its storage on.
-        borrowed: it lies in the client's arena, not in the snapshots' memory.
-    """
+    """A value in a snapshot."""
 
     id: Count
     meta: TensorMeta
-    offset: Count
+    offset: Count  # of its memory, from the beginning of its storage on
     nbytes: Count
-    borrowed: bool = False
+    borrowed: bool = False  # it lies in the client's arena, not in the snapshots' memory
 
 
 class Snap(Part, tag=13):
-    """Request to take a snapshot of this number. The lists of ids of all plans begin anew.
-
-    Attributes:
-        committed: number of the last snapshot that all ranks have; others are not needed.
-    """
+    """Request to take a snapshot of this number. The lists of ids of all plans begin anew."""
 
     number: Count
-    committed: Count = 0
+    committed: Count = 0  # number of the last snapshot that all ranks have; others are not needed
 
 
 class Restore(Part, tag=14):
-    """Request to forget everything, plans too, and go on from a snapshot.
+    """Request to forget everything, plans too, and go on from a snapshot."""
 
-    Attributes:
-        epoch: number of recoveries so far, this one included; ``Restored`` returns it.
-        group: number of the process group to join.
-        number: of the snapshot; 0: of the beginning.
-        values, next_dynamic, generator: see ``Snapped``.
-        failed: values that count as failed if they are not in memory any more.
-    """
-
-    epoch: Count
-    group: Count
-    number: Count = 0
-    values: tuple[Copied, ...] = ()
+    epoch: Count  # number of recoveries so far, this one included; ``Restored`` returns it
+    group: Count  # number of the process group to join
+    number: Count = 0  # of the snapshot; 0: of the beginning
+    values: tuple[Copied, ...] = ()  # see ``Snapped``, also for next_dynamic and generator
+    #: values that count as failed if they are not in memory any more
     failed: tuple[tuple[Count, Failure], ...] = ()
     next_dynamic: Count = 0
     generator: bytes = b""
@@ -303,16 +262,12 @@ class Installed(Part, tag=18):
 
 
 class Wrote(Part, tag=8):
-    """Checksums of the blocks that were written, or the error.
-
-    Attributes:
-        handles: handles by which receivers find the blocks.
-    """
+    """Checksums of the blocks that were written, or the error."""
 
     number: int
     checks: tuple[int, ...] = ()
     error: str = ""
-    handles: tuple[Any, ...] = ()
+    handles: tuple[Any, ...] = ()  # handles by which receivers find the blocks
 
 
 class Left(Part, tag=9):
@@ -322,57 +277,38 @@ class Left(Part, tag=9):
 
 
 class Relaid(Part, tag=11):
-    """Report that a plan's kernels gave other strides than the plan has.
-
-    Attributes:
-        rows: (node of the plan's steps, fresh result, its strides).
-    """
+    """Report that a plan's kernels gave other strides than the plan has."""
 
     digest: Name
+    #: (node of the plan's steps, fresh result, its strides)
     rows: tuple[tuple[Count, Count, tuple[int, ...]], ...]
 
 
 class Captured(Part, tag=12):
-    """Report that a plan runs as CUDA graphs from now on, or the reason against it.
-
-    Attributes:
-        graphs, steps: number of graphs, and of the plan's steps that are in them.
-        nbytes: bytes that all graphs of the worker keep.
-        gain: speedup over running without graphs; 0.0: not measured.
-        failed: a capture has failed, for ``error``.
-    """
+    """Report that a plan runs as CUDA graphs from now on, or the reason against it."""
 
     digest: Name
     graphs: Count = 0
-    steps: Count = 0
-    nbytes: Count = 0
-    gain: float = 0.0
+    steps: Count = 0  # of the plan, in these graphs
+    nbytes: Count = 0  # bytes that all graphs of the worker keep
+    gain: float = 0.0  # speedup over running without graphs; 0.0: not measured
     error: str = ""
-    failed: bool = False
+    failed: bool = False  # a capture has failed, for ``error``
 
 
 class Snapped(Part, tag=15):
-    """Report that a snapshot was taken.
-
-    Attributes:
-        values: the copied values, with their places.
-        failed: values that could not be computed.
-        next_dynamic: the id that the next result of a data-dependent op will have.
-        generator: the generator's state.
-        nbytes: bytes that were copied.
-        begin, nanoseconds: start of the snapshot, by the host's monotonic clock, and its duration.
-        error: the reason, if there is no snapshot.
-    """
+    """Report that a snapshot was taken."""
 
     number: Count
-    values: tuple[Copied, ...] = ()
-    failed: tuple[tuple[Count, Failure], ...] = ()
-    next_dynamic: Count = 0
-    generator: bytes = b""
-    nbytes: Count = 0
+    values: tuple[Copied, ...] = ()  # the copied values, with their places
+    failed: tuple[tuple[Count, Failure], ...] = ()  # values that could not be computed
+    next_dynamic: Count = 0  # the id that the next result of a data-dependent op will have
+    generator: bytes = b""  # the generator's state
+    nbytes: Count = 0  # bytes that were copied
+    #: begin, nanoseconds: start of the snapshot, by the host's monotonic clock, and its duration
     begin: Count = 0
     nanoseconds: Count = 0
-    error: str = ""
+    error: str = ""  # the reason, if there is no snapshot
 
 
 class Restored(Part, tag=16):
@@ -382,15 +318,11 @@ class Restored(Part, tag=16):
 
 
 class Lost(Part, tag=19):
-    """Report that the device can't be used any more, since a kernel failed; the last message.
+    """Report that the device can't be used any more, since a kernel failed; the last message."""
 
-    Attributes:
-        failure: the failure of the op that met this, with its run; its node is -1 if it was no op.
-        exact: it is the failed kernel's own op.
-    """
-
+    #: the failure of the op that met this, with its run; its node is -1 if it was no op
     failure: Failure
-    exact: bool = False
+    exact: bool = False  # it is the failed kernel's own op
 
 
 TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Install, Write, Renew, Snap, Restore)

@@ -33,48 +33,33 @@ class Deadlock(LazyGTError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something on a lane, in seconds since the run began.
+    """Something on a lane, in seconds since the run began."""
 
-    Attributes:
-        lane: ``compute``, or an axis of the mesh.
-        line: the user's ``file:line``.
-        exposed: of a collective the seconds in which the rank does nothing but wait for it.
-        nbytes: of a collective its payload.
-    """
-
-    lane: str
+    lane: str  # ``compute``, or an axis of the mesh
     name: str
     begin: float
     end: float
-    line: str
+    line: str  # the user's ``file:line``
+    #: of a collective the seconds in which the rank does nothing but wait for it
     exposed: float = 0.0
-    nbytes: int = 0
+    nbytes: int = 0  # of a collective its payload
 
 
 @dataclass(slots=True)
 class RankClass:
-    """Simulated run of the ranks with one plan.
+    """Simulated run of the ranks with one plan."""
 
-    Attributes:
-        rank, count: the first of them, and their number.
-        seconds: until it has nothing to do any more.
-        busy: of these, seconds that it computes.
-        memory: that it needs, without values that the plan does not read.
-        alive: (seconds, bytes of each of ``memory.KINDS`` from then on).
-        flops: that it computes; those of matrix products by dtype.
-        outside: ops beyond the sizes that the machine was calibrated for.
-    """
-
-    rank: int
+    rank: int  # the first of them
     count: int
-    memory: Memory
-    seconds: float = 0.0
-    busy: float = 0.0
-    flops: int = 0
+    memory: Memory  # that it needs, without values that the plan does not read
+    seconds: float = 0.0  # until it has nothing to do any more
+    busy: float = 0.0  # of these, seconds that it computes
+    flops: int = 0  # that it computes; those of matrix products by dtype
     products: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
+    #: (seconds, bytes of each of ``memory.KINDS`` from then on)
     alive: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    outside: Sequence[Outside] = ()
+    outside: Sequence[Outside] = ()  # ops beyond the sizes that the machine was calibrated for
 
     @property
     def peak_bytes(self) -> int:

@@ -19,19 +19,12 @@ _UNREADABLE = "�"
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """Status of a pool.
+    """Status of a pool."""
 
-    Attributes:
-        at: time of the status, in seconds since the epoch.
-        on: the pool's address.
-        told: the pool's report, as ``lazygt pool status --json`` prints it.
-        sessions: status of the sessions with workers, by name.
-    """
-
-    at: float
-    on: str
-    told: dict[str, Any]
-    sessions: dict[str, SessionStatus]
+    at: float  # time of the status, in seconds since the epoch
+    on: str  # the pool's address
+    told: dict[str, Any]  # the pool's report, as ``lazygt pool status --json`` prints it
+    sessions: dict[str, SessionStatus]  # status of the sessions with workers, by name
 
 
 def pool_status(on: str, told: Mapping[str, Any], pages: Mapping[str, Pages]) -> PoolStatus:

@@ -29,63 +29,39 @@ _SILENT_SECONDS = 2.0
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """Status of a rank.
-
-    Attributes:
-        state: one of ``STATES``.
-        run, plan: number of the current or last run, and its plan's name.
-        step: number of the plan's node, if known (in timed runs); else -1.
-        doing: the user's function that runs, with its line.
-        seconds: time spent on the current message so far.
-        waits_for: ranks that have not come to its collective.
-        blocks: ranks that wait for this one, even indirectly; none while it waits itself.
-        done: number of messages that it has acted on.
-        living, allocated, peak, resident: bytes.
-        age: seconds since its last report.
-        host: its host; empty: the client's.
-        unheard: seconds without any message from that host; 0 while it is reachable.
-    """
+    """Status of a rank."""
 
     rank: int
     pid: int
-    state: str
-    run: int = 0
-    plan: str = ""
-    step: int = -1
-    doing: str = ""
-    seconds: float = 0.0
-    waits_for: tuple[int, ...] = ()
+    state: str  # one of ``STATES``
+    run: int = 0  # number of the current or last run
+    plan: str = ""  # name of its plan
+    step: int = -1  # number of the plan's node, if known (in timed runs); else -1
+    doing: str = ""  # the user's function that runs, with its line
+    seconds: float = 0.0  # time spent on the current message so far
+    waits_for: tuple[int, ...] = ()  # ranks that have not come to its collective
+    #: ranks that wait for this one, even indirectly; none while it waits itself
     blocks: tuple[int, ...] = ()
-    done: int = 0
-    living: int = 0
+    done: int = 0  # number of messages that it has acted on
+    living: int = 0  # living, allocated, peak, resident: bytes
     allocated: int = 0
     peak: int = 0
     resident: int = 0
-    age: float = 0.0
-    host: str = ""
-    unheard: float = 0.0
+    age: float = 0.0  # seconds since its last report
+    host: str = ""  # its host; empty: the client's
+    unheard: float = 0.0  # seconds without any message from that host; 0 while it is reachable
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
-    """Status of a session, as ``lazygt top --once --json`` prints it.
+    """Status of a session, as ``lazygt top --once --json`` prints it."""
 
-    Attributes:
-        at: time of the status, in seconds since the epoch.
-        client: ``running``, ``frozen``, ``gone`` or ``silent``.
-        age: seconds since the client's last report.
-        session: the client's own page.
-        memory: bytes on rank 0 by kind, with ``other``.
-        ranks: status of each rank, in order.
-        stuck: ranks that are frozen, gone, silent or unreachable.
-    """
-
-    at: float
-    client: str
-    age: float
-    session: ClientPage
-    memory: dict[str, int]
-    ranks: tuple[RankStatus, ...]
-    stuck: tuple[int, ...]
+    at: float  # time of the status, in seconds since the epoch
+    client: str  # ``running``, ``frozen``, ``gone`` or ``silent``
+    age: float  # seconds since the client's last report
+    session: ClientPage  # the client's own page
+    memory: dict[str, int]  # bytes on rank 0 by kind, with ``other``
+    ranks: tuple[RankStatus, ...]  # status of each rank, in order
+    stuck: tuple[int, ...]  # ranks that are frozen, gone, silent or unreachable
 
 
 def plain(status: SessionStatus) -> dict[str, Any]:

@@ -24,59 +24,44 @@ from lazygt.runtime.wire import Buffer, Count, Part, decode
 
 
 class Open(Part, tag=1):
-    """Request: start the workers of a part.
-
-    Attributes:
-        spec: specification of the workers, see ``spec_text``.
-    """
+    """Request: start the workers of a part."""
 
     part: Count
-    spec: str
+    spec: str  # specification of the workers, see ``spec_text``
 
 
 class Tell(Part, tag=2):
     """Message for these workers, in the following frames.
 
     Without frames it is the last such message again.
-
-    Attributes:
-        mirrors: number of the last piece of uploads that must arrive before it.
     """
 
     part: Count
     workers: tuple[Count, ...]
-    mirrors: Count = 0
+    mirrors: Count = 0  # number of the last piece of uploads that must arrive before it
 
 
 class Mirror(Part, tag=3):
     """Piece of an upload: the following frame, at this offset of the client's arena.
 
     It comes from the client, or from the agent of another host.
-
-    Attributes:
-        first: size of that arena's first segment in bytes.
-        number: number of this piece; 0: pieces are not counted.
-        done: number of the last piece that all hosts have.
     """
 
-    first: Count
+    first: Count  # size of that arena's first segment in bytes
     offset: Count
-    number: Count = 0
-    done: Count = 0
+    number: Count = 0  # number of this piece; 0: pieces are not counted
+    done: Count = 0  # number of the last piece that all hosts have
 
 
 class Shadow(Part, tag=4):
     """Piece of a worker's snapshots from a lost host: the following frame, at this offset.
 
     It comes before the part is opened.
-
-    Attributes:
-        first: size of the snapshot memory's first segment in bytes.
     """
 
     part: Count
     worker: Count
-    first: Count
+    first: Count  # size of the snapshot memory's first segment in bytes
     offset: Count
 
 
@@ -101,38 +86,25 @@ class Close(Part, tag=7):
 
 
 class Look(Part, tag=15):
-    """Request for the status of a part's workers; always answered by ``Seen``.
-
-    Attributes:
-        seconds: time for which the workers shall report more details.
-    """
+    """Request for the status of a part's workers; always answered by ``Seen``."""
 
     part: Count
-    seconds: float
+    seconds: float  # time for which the workers shall report more details
 
 
 class Begin(Part, tag=17):
-    """Start of counting the pieces of uploads, and of passing them on.
+    """Start of counting the pieces of uploads, and of passing them on."""
 
-    Attributes:
-        session: number of the session, for the answers.
-        number: number of the last piece that the host has already.
-        token: the session's secret, in hexadecimal; "": the session ends, and the counting with it.
-    """
-
-    session: Count
-    number: Count = 0
+    session: Count  # number of the session, for the answers
+    number: Count = 0  # number of the last piece that the host has already
+    #: the session's secret, in hexadecimal; "": the session ends, and the counting with it
     token: str = ""
 
 
 class Follow(Part, tag=18):
-    """Request: take pieces from the agent at this endpoint; "": from the client.
+    """Request: take pieces from the agent at this endpoint; "": from the client."""
 
-    Attributes:
-        turn: number of this request, for the answer, if there is one.
-    """
-
-    turn: Count
+    turn: Count  # number of this request, for the answer, if there is one
     endpoint: str
 
 
@@ -140,15 +112,11 @@ class Follow(Part, tag=18):
 
 
 class Opened(Part, tag=8):
-    """Process ids of a part's workers: all have been started, perhaps anew.
-
-    Attributes:
-        replaced: the worker that was replaced, if that was requested.
-    """
+    """Process ids of a part's workers: all have been started, perhaps anew."""
 
     part: Count
     pids: tuple[Count, ...]
-    replaced: Count | None = None
+    replaced: Count | None = None  # the worker that was replaced, if that was requested
 
 
 class Said(Part, tag=9):
@@ -167,19 +135,14 @@ class Kept(Part, tag=10):
 
 
 class Died(Part, tag=11):
-    """Death of a worker.
-
-    Attributes:
-        status, stderr: see ``WorkerDied``.
-        run, step: its last run and step, if known.
-    """
+    """Death of a worker."""
 
     part: Count
     worker: Count
     pid: Count
-    status: str
+    status: str  # see ``WorkerDied``, also for stderr
     stderr: str
-    run: Count = 0
+    run: Count = 0  # its last run and step, if known
     step: Count = 0
 
 
@@ -229,19 +192,13 @@ class Has(Part, tag=20):
 
 
 class Alone(Part, tag=21):
-    """Report of a host that follows no other, and needs later pieces from the client.
-
-    Attributes:
-        turn: turn of the last `Follow`.
-        met: True if it had reached the other agent.
-        why: the error.
-    """
+    """Report of a host that follows no other, and needs later pieces from the client."""
 
     session: Count
-    turn: Count
+    turn: Count  # turn of the last `Follow`
     number: Count
-    met: bool
-    why: str
+    met: bool  # True if it had reached the other agent
+    why: str  # the error
 
 
 TO_AGENT: tuple[type[Part], ...] = (

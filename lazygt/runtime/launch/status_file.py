@@ -49,103 +49,70 @@ _ATTEMPTS = 100  # a writer writes a few times a second
 
 
 class Elsewhere(msgspec.Struct, array_like=True, frozen=True):
-    """Client's additions to the page of a worker on another host.
+    """Client's additions to the page of a worker on another host."""
 
-    Attributes:
-        host: the host's name.
-        process: the worker's process state there, a letter of proc(5); empty: it has gone.
-        heard: time of the host's last report of it, in nanoseconds of the client's monotonic clock.
-        unheard: time of the first unanswered request to the host; 0: it answers.
-    """
-
-    host: str
-    process: str
+    host: str  # the host's name
+    process: str  # the worker's process state there, a letter of proc(5); empty: it has gone
+    #: time of the host's last report of it, in nanoseconds of the client's monotonic clock
     heard: int
-    unheard: int = 0
+    unheard: int = 0  # time of the first unanswered request to the host; 0: it answers
 
 
 class WorkerPage(msgspec.Struct, array_like=True, frozen=True):
-    """Status of a worker.
-
-    Attributes:
-        state: ``starting``, ``idle`` or ``busy`` (with a message of the client's).
-        run: number of the run under way, or of the last one; 0: there was none.
-        plan: name of its plan, in hex; empty: it has none.
-        step: the current node of the plan, in a timed run; -1: it is not known.
-        doing: the user's function that is running, and its line; empty: none.
-        begun: arrival of the message under way, in nanoseconds of the monotonic clock; 0: none.
-        waits_for: ranks that have not joined the collective in which this one waits.
-        done: number of messages handled.
-        living, allocated, peak, resident: bytes, as ``RankMemory`` has them.
-        weighed: time of these measurements; 0: never, since there was no viewer yet.
-        elsewhere: data of a worker on another host than this page; None: it is on the same.
-    """
+    """Status of a worker."""
 
     rank: int
     pid: int
-    state: str
-    run: int = 0
-    plan: str = ""
-    step: int = -1
-    doing: str = ""
+    state: str  # ``starting``, ``idle`` or ``busy`` (with a message of the client's)
+    run: int = 0  # number of the run under way, or of the last one; 0: there was none
+    plan: str = ""  # name of its plan, in hex; empty: it has none
+    step: int = -1  # the current node of the plan, in a timed run; -1: it is not known
+    doing: str = ""  # the user's function that is running, and its line; empty: none
+    #: arrival of the message under way, in nanoseconds of the monotonic clock; 0: none
     begun: int = 0
+    #: ranks that have not joined the collective in which this one waits
     waits_for: tuple[int, ...] = ()
-    done: int = 0
-    living: int = 0
+    done: int = 0  # number of messages handled
+    living: int = 0  # living, allocated, peak, resident: bytes, as ``RankMemory`` has them
     allocated: int = 0
     peak: int = 0
     resident: int = 0
-    weighed: int = 0
+    weighed: int = 0  # time of these measurements; 0: never, since there was no viewer yet
+    #: data of a worker on another host than this page; None: it is on the same
     elsewhere: Elsewhere | None = None
 
 
 class ClientPage(msgspec.Struct, array_like=True, frozen=True):
-    """Status of a session's client.
+    """Status of a session's client."""
 
-    Attributes:
-        name: name of the session's directory.
-        opened: time of the opening, in seconds since the epoch.
-        line: the user's line of the last flush; reason: the cause of that flush.
-        runs: number of runs sent; queue: number of those not answered by all ranks.
-        waits_for: ranks that have not answered the oldest of these.
-        steps: number of optimizer steps.
-        runs_a_second, steps_a_second: over the last few seconds.
-        hits, misses, resized: flushes with a known plan; new plans; new plans of known programs in
-            other sizes.
-        miss, miss_line: the last miss's reason, and the user's line of the first new op.
-        compiling, compiled, failed_compiles: groups with compiled code requested.
-        snapshots, recoveries: their numbers; recovery: the last one, in words.
-        kinds: bytes on one rank by kind, as the client knows them; ``other`` is not among them.
-        ended: True if the session has been closed.
-    """
-
-    name: str
+    name: str  # name of the session's directory
     pid: int
     workers: int
     device: str
     mesh: str
-    opened: float
-    line: str = ""
-    reason: str = ""
-    runs: int = 0
-    queue: int = 0
-    waits_for: tuple[int, ...] = ()
-    steps: int = 0
-    runs_a_second: float = 0.0
+    opened: float  # time of the opening, in seconds since the epoch
+    line: str = ""  # the user's line of the last flush
+    reason: str = ""  # the cause of that flush
+    runs: int = 0  # number of runs sent
+    queue: int = 0  # number of those not answered by all ranks
+    waits_for: tuple[int, ...] = ()  # ranks that have not answered the oldest of these
+    steps: int = 0  # number of optimizer steps
+    runs_a_second: float = 0.0  # over the last few seconds
     steps_a_second: float = 0.0
-    hits: int = 0
-    misses: int = 0
-    resized: int = 0
-    miss: str = ""
-    miss_line: str = ""
-    compiling: int = 0
+    hits: int = 0  # flushes with a known plan
+    misses: int = 0  # new plans
+    resized: int = 0  # new plans of known programs in other sizes
+    miss: str = ""  # the last miss's reason
+    miss_line: str = ""  # the user's line of the first new op
+    compiling: int = 0  # compiling, compiled, failed_compiles: groups with compiled code requested
     compiled: int = 0
     failed_compiles: int = 0
     snapshots: int = 0
     recoveries: int = 0
-    recovery: str = ""
+    recovery: str = ""  # the last one, in words
+    #: bytes on one rank by kind, as the client knows them; ``other`` is not among them
     kinds: tuple[tuple[str, int], ...] = ()
-    ended: bool = False
+    ended: bool = False  # True if the session has been closed
 
 
 Message = TypeVar("Message")

@@ -23,31 +23,20 @@ _LINK = f"/memfd:{FILE_NAME} (deleted)"
 
 
 class Page(msgspec.Struct, frozen=True):
-    """Status page as read, with its age.
+    """Status page as read, with its age."""
 
-    Attributes:
-        when: time of writing, in nanoseconds of its host's monotonic clock; age: seconds since.
-        process: the state of its process, a letter of proc(5); empty: it has gone.
-        message: the encoded message, as in the file.
-        unheard: True if its host does not answer.
-    """
-
-    when: int
-    age: float
-    process: str
-    message: bytes
-    unheard: bool = False
+    when: int  # time of writing, in nanoseconds of its host's monotonic clock
+    age: float  # seconds since
+    process: str  # the state of its process, a letter of proc(5); empty: it has gone
+    message: bytes  # the encoded message, as in the file
+    unheard: bool = False  # True if its host does not answer
 
 
 class Pages(msgspec.Struct, frozen=True):
-    """Pages of one host, which may be sent to another.
+    """Pages of one host, which may be sent to another."""
 
-    Attributes:
-        client: the client's page; None: the client is on another host.
-        ranks: pages of the workers on this host, in their order; None: not written yet.
-    """
-
-    client: Page | None
+    client: Page | None  # the client's page; None: the client is on another host
+    #: pages of the workers on this host, in their order; None: not written yet
     ranks: tuple[Page | None, ...]
 
 

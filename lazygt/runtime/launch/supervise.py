@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 # -- thread that notices deaths of workers while the main thread is not waiting --------------------
 # A wait for workers notices a death itself. But a program may compute for seconds between two
 # waits, and in that time a replacement process can already start and load its modules.
@@ -75,62 +77,49 @@ _WORK_SECONDS = 0.05  # more than threads use that only ask for the interpreter 
 _ABSENT_AFTER = 3 * TICK_SECONDS
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(Struct, frozen=True):
     """Event: a message came from the worker, so it has started: a welcome, a reply, a pong."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
-    """Event: processor usage of a worker since its ping, or since the last such event.
-
-    Attributes:
-        seconds: processor time of all its threads.
-        runnable: True if a thread ran or waited for a processor all the while.
-    """
+class Used(Struct, frozen=True):
+    """Event: processor usage of a worker since its ping, or since the last such event."""
 
     rank: int
-    seconds: float
-    runnable: bool
+    seconds: float  # processor time of all its threads
+    runnable: bool  # True if a thread ran or waited for a processor all the while
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Struct, frozen=True):
     """Event: another process was started in the worker's place."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """Event: the worker's process has ended."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Event: time has passed in a wait, and all arrived messages have been taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(Struct, frozen=True):
     """Instruction: send a ping to the worker."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportDied:
+class ReportDied(Struct, frozen=True):
     """Instruction: raise WorkerDied; given once per worker."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFrozen:
+class ReportFrozen(Struct, frozen=True):
     """Instruction: raise WorkerFrozen; repeated after every further silent deadline."""
 
     rank: int

@@ -47,17 +47,11 @@ Entry = Ran | SwappedIn | Renewed | Cut
 
 @dataclass(slots=True)
 class Snapshot:
-    """A complete snapshot: every rank has its part.
+    """A complete snapshot: every rank has its part."""
 
-    Attributes:
-        number: 0: the beginning, when there was nothing.
-        seq: the last run before it.
-        parts: each rank's.
-    """
-
-    number: int = 0
-    seq: int = 0
-    parts: dict[int, Snapped] = field(default_factory=dict)
+    number: int = 0  # 0: the beginning, when there was nothing
+    seq: int = 0  # the last run before it
+    parts: dict[int, Snapped] = field(default_factory=dict)  # each rank's
 
 
 class Journal:
