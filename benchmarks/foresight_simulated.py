@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from benchmarks.foresight_program import Training, mesh_of
 from benchmarks.foresight_rows import Row
-from lazygt.kinds import GRADIENTS
 from lazygt.machine import Machine, machine_of
 from lazygt.machine.prices import line_seconds
 from lazygt.session import Session
 from lazygt.simulation import DRY, Living, Rehearsal
 from lazygt.simulation.rank_memory import ACTIVATIONS, KINDS
+from lazygt.submit.memory import GRADIENTS
 
 #: Settings of a session in which a step is one plan, however long.
 _ONE_PLAN = {"flush_on_backward": False, "max_graph_nodes": 1_000_000, "max_graph_bytes": 1 << 62}

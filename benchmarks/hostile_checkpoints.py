@@ -27,12 +27,12 @@ import torch
 
 import lazygt
 from benchmarks.harness import Report
-from lazygt.checkpoint.encoding import _KINDS, encoded
-from lazygt.checkpoint.saved import Contents, versions
-from lazygt.checkpoint.states import Leaf, class_of, state_of
 from lazygt.errors import CheckpointError
-from lazygt.files import create
-from lazygt.runtime.recovery.checkpoint_file import write
+from lazygt.host.files import create
+from lazygt.recovery.checkpoint.checkpoint_file import write
+from lazygt.recovery.checkpoint.encoding import _KINDS, encoded
+from lazygt.recovery.checkpoint.saved import Contents, versions
+from lazygt.recovery.checkpoint.values import Leaf, class_of, state_of
 
 #: Callables that a pickle would name to run a command, and others that lead there.
 GLOBALS = (

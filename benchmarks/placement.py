@@ -22,6 +22,7 @@ from benchmarks.harness import Measured, Report, parser
 from benchmarks.models import GPT, GPTSize, Step, update
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Shard
+from lazygt.host.gc_pause import uncollected
 from lazygt.machine import default_machine
 from lazygt.passes import run_passes
 from lazygt.passes.cse import CommonSubexpressions, DeadCode
@@ -30,7 +31,6 @@ from lazygt.passes.sharding.problem import Question, build_problem
 from lazygt.passes.sharding.propagate import Annotation
 from lazygt.passes.sharding.rules import has_rule, strategies_of
 from lazygt.passes.sharding.solver import Solution, solve
-from lazygt.uncollected import uncollected
 
 #: Layers of the GPT; the last one gives 10,000 nodes and some.
 LAYERS = (4, 16, 64)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from lazygt.config import VERSION as _VERSION
 from lazygt.errors import *  # noqa: F403
 from lazygt.errors import __all__ as _errors
-from lazygt.uncollected import uncollected as _uncollected
+from lazygt.host.gc_pause import uncollected as _uncollected
 
 __version__ = _VERSION
 
 #: Modules of the names that are loaded on first use. A worker process runs plans; the front
 #: (device, recorder, session) is the client's alone.
 _MODULES = {
-    "lazygt.checkpoint.program": "resume",
+    "lazygt.recovery.checkpoint.program": "resume",
     "lazygt.observe.explain": "explain",
     "lazygt.observe.picture": "render to_networkx",
     "lazygt.observe.timeline": "profile",
@@ -101,7 +101,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Shard as Shard
 
     from lazygt import serving as serving
-    from lazygt.checkpoint.program import resume as resume
     from lazygt.observe.explain import explain as explain
     from lazygt.observe.picture import render as render
     from lazygt.observe.picture import to_networkx as to_networkx
@@ -128,6 +127,7 @@ if TYPE_CHECKING:
     from lazygt.record.custom.functions import apply as apply
     from lazygt.record.tensor import LazyTensor as LazyTensor
     from lazygt.record.tensor import Viewer as _Viewer
+    from lazygt.recovery.checkpoint.program import resume as resume
     from lazygt.session import current as current
     from lazygt.simulation.program import simulate as simulate
     from lazygt.sweeps.running import sweep as sweep

@@ -18,15 +18,10 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from lazygt import native
-from lazygt.checkpoint.program import CheckpointRecord, Checkpoints
-from lazygt.checkpoint.saved import Saved
 from lazygt.config import Config, Settings, takes_settings
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
-from lazygt.history import History, Probe
-from lazygt.kinds import OTHER, by_kind
 from lazygt.machine import Machine, default_machine, machine_of, on_hosts
-from lazygt.planner import CachedPlan, Planner, Stages
 from lazygt.record import device
 from lazygt.record.bridge import new_recorder
 from lazygt.record.context import NAME, current_session, session_stack
@@ -34,6 +29,9 @@ from lazygt.record.idle import Idle
 from lazygt.record.recorder import recorder_of
 from lazygt.record.tensor import LazyTensor, is_lazy, storage_of, view_of, viewer
 from lazygt.record.trie import TraceTrie
+from lazygt.recovery.checkpoint.program import CheckpointRecord, Checkpoints
+from lazygt.recovery.checkpoint.saved import Saved
+from lazygt.recovery.recover import RecoveryRecord
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.tiers import Compile, Tiers
@@ -44,16 +42,18 @@ from lazygt.runtime.launch.opening import by_engine, device_type, open_link
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
-from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.runtime.values import RemoteValue
-from lazygt.submit import Submitter
+from lazygt.submit.history import History, Probe
+from lazygt.submit.memory import OTHER, by_kind
+from lazygt.submit.planner import CachedPlan, Planner, Stages
+from lazygt.submit.submission import Submitter
 from lazygt.transfer import copy_request
 
 if TYPE_CHECKING:
-    from lazygt.memory import SessionMemory
     from lazygt.passes.sharding.axis import AxisStep
-    from lazygt.status import StatusWriter
-    from lazygt.weights import SessionSource
+    from lazygt.submit.memory import SessionMemory
+    from lazygt.submit.status_page import StatusWriter
+    from lazygt.submit.weights import SessionSource
 
 
 #: What lets workers copy their values for transfers.
@@ -143,7 +143,7 @@ class Session:
         self._status: StatusWriter | None = None
         if self._link.status is not None:
             # why: it loads the mailboxes, which `import lazygt` does without
-            from lazygt.status import StatusWriter
+            from lazygt.submit.status_page import StatusWriter
 
             self._status = StatusWriter(self, self._link.status, self._link.name)
             self._status.start()
@@ -373,7 +373,7 @@ class Session:
             return None
         if self._weight_source is None:
             # why: few sessions transfer
-            from lazygt.weights import SessionSource
+            from lazygt.submit.weights import SessionSource
 
             self._weight_source = SessionSource(
                 self.mesh, self._client, self.recorder.lock, self.settle
@@ -542,7 +542,7 @@ class Session:
         A sync point; it raises the same errors as ``synchronize``.
         """
         # why: it brings rich, which few sessions need
-        from lazygt.memory import RankMemory, SessionMemory
+        from lazygt.submit.memory import RankMemory, SessionMemory
 
         self._check_used()
         with self.recorder.lock, DEFER_INTERRUPT:

@@ -24,9 +24,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from lazygt.recovery import recover
 from lazygt.runtime.compiling import compiler
 from lazygt.runtime.compiling.artifacts import Record
-from lazygt.runtime.recovery import recover
 from tests.support import forking
 from tests.support.timeouts import DEEP, patience
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lazygt.calibrate import write as write_machine
-from lazygt.files import (
+from lazygt.graph.node import Graph
+from lazygt.host.files import (
     bind,
     check_folder,
     create,
@@ -22,7 +23,6 @@ from lazygt.files import (
     replace,
     write_output,
 )
-from lazygt.graph.node import Graph
 from lazygt.machine.find import default_machine
 from lazygt.observe.picture import render
 from lazygt.runtime.console import InstructionLog
@@ -33,7 +33,7 @@ NOBODY = 65534
 _OF_THE_KERNEL = "a file of the kernel's, below /proc"
 _NAMED_BY_THE_USER = "a folder that the user has named; the umask counts"
 _MEMORY = "memory without a name, by its descriptor in a process of this user's"
-#: Places outside ``lazygt.files`` that make files, and why they may.
+#: Places outside ``lazygt.host.files`` that make files, and why they may.
 MAY_MAKE = {
     "calibrate/__init__.py": {"mkdir": _NAMED_BY_THE_USER},
     "cli/sweep.py": {"TemporaryFile": "it has no name"},
@@ -245,9 +245,9 @@ def test_machine_file_is_written_through_no_name_that_others_know(tmp_path: Path
 
 
 def test_no_other_module_makes_files() -> None:
-    """A new place goes by ``lazygt.files``, or says above why it may not."""
+    """A new place goes by ``lazygt.host.files``, or says above why it may not."""
     made = places(makes)
-    assert made.pop("files.py")
+    assert made.pop("host/files.py")
     assert {path: set(names) for path, names in made.items()} == {
         path: set(reasons) for path, reasons in MAY_MAKE.items()
     }

@@ -16,30 +16,22 @@ PACKAGE = ROOT / "lazygt"
 # From the bottom up; what stands in one row may import one another, without a circle. A name is a
 # package's or, at the root, a file's; "lazygt" is the package's own __init__.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "config", "cache", "files", "printed", "uncollected"}),
+    frozenset({"errors", "config", "host", "tables"}),
     frozenset({"native"}),
     frozenset({"graph"}),
     frozenset({"serving"}),
     frozenset({"machine"}),
     frozenset({"passes"}),
-    frozenset({"runtime"}),
+    frozenset({"runtime", "recovery"}),
     frozenset({"transfer", "pool"}),
     frozenset({"record"}),
-    frozenset({"session", "checkpoint"}),
+    frozenset({"session", "submit", "recovery.checkpoint"}),
     frozenset({"parallel"}),
     frozenset({"observe", "calibrate", "simulation"}),
     frozenset({"sweeps"}),
-    frozenset({"top"}),
-    frozenset({"cli", "lightning"}),
-    frozenset({"command"}),
+    frozenset({"cli", "integrations", "lightning", "observe.top"}),
     frozenset({"lazygt"}),
 )
-# Files at the root that stand in one layer with another.
-AT_THE_ROOT = {
-    "session": {
-        "history", "kinds", "memory", "planner", "rewind", "status", "submit", "weights",
-    }
-}  # fmt: skip
 # Pairs that a downward rule alone would allow.
 FORBIDDEN = {
     ("runtime", "passes"): "the runtime runs plans and never makes them",
@@ -117,8 +109,9 @@ def all_imports() -> list[Import]:
 
 def package_of(module: str) -> str:
     """The package, or the file at the root, that a module belongs to."""
-    name = module.split(".")[1] if "." in module else module
-    return next((package for package, files in AT_THE_ROOT.items() if name in files), name)
+    rows = set[str]().union(*LAYERS)
+    path = module.split(".")[1:]
+    return next((pair for pair in [".".join(path[:2])] if pair in rows), (path or [module])[0])
 
 
 def height_of(package: str) -> int:

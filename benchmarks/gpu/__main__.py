@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu.checks import PARTS, Check
 from benchmarks.gpu.rows import Row
 from benchmarks.harness import RESULTS, ROOT, Report, cpu_model
-from lazygt.runtime.gpus import host_gpus, why_none
+from lazygt.host.gpus import host_gpus, why_none
 
 COLUMNS = ("check", "case", "figure", "beside", "goal", "met")
 TITLES = {1: "Correctness", 2: "CUDA graphs and failures", 3: "Speed"}

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from lazygt import files
 from lazygt.calibrate import device_benchmarks
 from lazygt.calibrate.device_benchmarks import FULL, QUICK, SMALLEST, Device, Size
 from lazygt.calibrate.fits import EventClock, Exchange, HostClock, fit_carrier
 from lazygt.config import VERSION
 from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
+from lazygt.host import files
 from lazygt.machine.file import text_of
 from lazygt.machine.find import CALIBRATED, default_machine
 from lazygt.machine.model import Carrier, Figure, Machine

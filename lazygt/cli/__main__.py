@@ -1,6 +1,25 @@
-"""``python -m lazygt.cli``: where the console script is not on PATH."""
+"""Console script, and ``python -m lazygt.cli``.
 
-from lazygt.cli import main
+``lazygt top`` starts without torch, which all other commands load."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command that was asked for."""
+    if sys.argv[1:2] == ["top"]:
+        # why: either way loads what the other has no use for
+        from lazygt.observe.top.command import alone
+
+        alone()
+    else:
+        # why: as above
+        from lazygt.cli.app import main as others
+
+        others()
+
 
 if __name__ == "__main__":
     main()

@@ -14,8 +14,8 @@ from lazygt.cli.script import fail
 from lazygt.errors import LazyGTError
 from lazygt.pool.pool_client import Pool
 from lazygt.pool.server import server_key
-from lazygt.printed import plain_table
 from lazygt.runtime.cluster.keys import Keyring, keys_place
+from lazygt.tables import plain_table
 
 app = typer.Typer(no_args_is_help=True, help="See a pool of `lazygt serve`, drain it, evict.")
 

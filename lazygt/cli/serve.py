@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -9,14 +10,137 @@ from typing import Annotated
 import torch
 import typer
 
-from lazygt.cache import cache_place
 from lazygt.cli.script import fail
-from lazygt.config import cache_setting
-from lazygt.errors import LazyGTError
+from lazygt.config import Config, cache_setting
+from lazygt.errors import LazyGTError, SecurityError
+from lazygt.host.files import cache_place
+from lazygt.host.processes import hide
 from lazygt.pool.rules import Quota, Rules
 from lazygt.pool.server import address, cores_here, open_gateway, quotas
-from lazygt.runtime.cluster.keys import Keyring, keys_place
-from lazygt.runtime.launch.hidden import hide
+from lazygt.runtime.cluster import attach
+from lazygt.runtime.cluster.environment import Job
+from lazygt.runtime.cluster.keys import Keyring, keys_place, new_token
+
+# -- ``lazygt worker``: this host's workers for a program with its client on another host ----------
+
+
+def worker(
+    context: typer.Context,
+    connect: Annotated[
+        str | None, typer.Option(help="tcp://HOST:PORT where the client listens")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="to start here, with --connect")] = 1,
+    order: Annotated[
+        int, typer.Option(min=1, help="hosts' ranks follow one another by it, with --connect")
+    ] = 1,
+    timeout: Annotated[float, typer.Option(min=0, help="seconds to wait for the client")] = (
+        Config().start_timeout
+    ),
+) -> None:
+    """Start workers on this host for a program that runs elsewhere, until it ends.
+
+    Under torchrun, srun, mpirun or a JobSet nothing needs to be said: rank 0 runs the program, and
+    this command takes the place of the program on all other ranks. The secret that both must know
+    is in LAZYGT_TOKEN, or in the file that LAZYGT_TOKEN_FILE names.
+    """
+    if connect is not None:
+        attach.join(connect, attach.secret(), workers, order, timeout)
+    job = Job.from_environment(os.environ)
+    if job is None:
+        raise typer.BadParameter(
+            "no engine has started this process as one of several; say where the client listens",
+            context,
+            param_hint="--connect",
+        )
+    if job.is_client:
+        raise typer.BadParameter(
+            "this is rank 0, which is to be the program itself: start `lazygt worker` on the other "
+            "ranks",
+            context,
+        )
+    attach.serve(job, timeout)
+
+
+# -- ``lazygt keys``: keys of a pool's clients, and the shared secret of a session's hosts ---------
+
+Directory = Annotated[
+    Path | None,
+    typer.Option("--keys", help="the pool's directory of keys; by default one of this user's"),
+]
+Name = Annotated[str, typer.Argument(help="of the client: letters, digits and .-_@")]
+
+keys = typer.Typer(
+    no_args_is_help=True,
+    help="Make, revoke and list the keys of a pool's clients, and tokens for sessions.",
+)
+
+
+@keys.command()
+def new(
+    context: typer.Context,
+    name: Name,
+    directory: Directory = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", help="the client's key file; by default NAME.key")
+    ] = None,
+    endpoint: Annotated[
+        str, typer.Option(help="where the pool listens, such as tcp://HOST:PORT")
+    ] = "",
+    admin: Annotated[
+        bool, typer.Option("--admin", help="it may also see, drain and evict (lazygt pool)")
+    ] = False,
+) -> None:
+    """Make a key for a client, and allow it.
+
+    The key file is for the client alone: send it over a safe channel, and delete your copy.
+    """
+    path = output or Path(f"{name}.key")
+    ring = _ring(context, directory)
+    if path.exists():
+        fail(context, f"there is a {path}: choose another file with -o")
+    try:
+        key = ring.new(name, endpoint, admin)
+    except ValueError as error:
+        fail(context, str(error))
+    try:
+        key.write(path)
+    except OSError as error:
+        ring.revoke(name)
+        fail(context, str(error))
+    typer.echo(f"{path}: the key of {name}, readable by you alone. It is allowed from now on.")
+
+
+@keys.command()
+def revoke(context: typer.Context, name: Name, directory: Directory = None) -> None:
+    """Allow a client no longer. If it is connected, it is sent away within a second."""
+    try:
+        _ring(context, directory).revoke(name)
+    except KeyError:
+        fail(context, f"no client is called {name}: `lazygt keys list` names them all")
+    typer.echo(f"The key of {name} is allowed no longer.")
+
+
+@keys.command("list")
+def list_(context: typer.Context, directory: Directory = None) -> None:
+    """List the clients that are allowed."""
+    for name in _ring(context, directory).names():
+        typer.echo(name)
+
+
+@keys.command()
+def token() -> None:
+    """Print a fresh token, for LAZYGT_TOKEN on all hosts of a session."""
+    typer.echo(new_token())
+
+
+def _ring(context: typer.Context, directory: Path | None) -> Keyring:
+    try:
+        return Keyring(directory or keys_place())
+    except (SecurityError, OSError) as error:
+        fail(context, str(error))
+
+
+# -- ``lazygt serve``: a pool of workers on this machine -------------------------------------------
 
 
 def serve(

@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lazygt.cli.on_gpus import OnGpus, OnHosts, on_gpus
 from lazygt.cli.script import OnMachine, Script, check_output, fail, run_script
+from lazygt.cli.simulate import OnGpus, OnHosts, on_gpus
 from lazygt.session import Session
 from lazygt.sweeps import (
     Combination,

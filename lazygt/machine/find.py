@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from lazygt.cache import cache_place
 from lazygt.errors import MachineError
 from lazygt.graph.mesh import VirtualMesh
+from lazygt.host.files import cache_place
 from lazygt.machine.file import read
 from lazygt.machine.model import Machine
 

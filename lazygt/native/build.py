@@ -25,8 +25,7 @@ from pathlib import Path
 
 import torch
 
-from lazygt.cache import private_directory
-from lazygt.files import check_folder, make_folder, open_output, open_own
+from lazygt.host.files import check_folder, make_folder, open_output, open_own, private_directory
 from lazygt.native.fit import (
     PACKAGE,
     RECORD,

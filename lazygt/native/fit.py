@@ -18,9 +18,8 @@ from pathlib import Path
 
 import torch
 
-from lazygt.cache import cache_place, check_private
 from lazygt.config import cache_setting, sanitize_setting
-from lazygt.files import replace
+from lazygt.host.files import cache_place, check_private, replace
 
 #: The extension module; ``PACKAGE`` is what a wheel installs around it.
 NAME, PACKAGE = "_lazygt_native", "lazygt_native"

@@ -16,10 +16,10 @@ import torch
 from lazygt import native
 from lazygt.config import Config
 from lazygt.errors import MachineError
+from lazygt.host.gpus import host_gpus, why_none
+from lazygt.host.processes import cpu_quota
 from lazygt.machine import CALIBRATED, calibrated_place, default_machine, machine_of
 from lazygt.native import build
-from lazygt.runtime.gpus import host_gpus, why_none
-from lazygt.runtime.launch.procfs import cpu_quota
 
 OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 11)

@@ -20,12 +20,12 @@ import graphviz  # type: ignore[import-untyped]
 import networkx as nx
 
 from lazygt.errors import LazyGTError
-from lazygt.files import write_output
 from lazygt.graph.collectives import communications_by_node
 from lazygt.graph.cost import Cost, family, member_costs
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
+from lazygt.host.files import write_output
 from lazygt.observe.page import BACKWARD, Label, Paths, labels, legend, quotient, to_html
 
 #: Number of ops above which ``collapse="auto"`` draws one box a line.

@@ -18,7 +18,7 @@ from lazygt.graph.comm_volume import parallelism_of
 from lazygt.graph.cost import Cost
 from lazygt.graph.text import amount, duration
 from lazygt.machine.outside import Outside
-from lazygt.printed import Printed
+from lazygt.tables import Printed
 
 #: Path prefix of installed packages.
 _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")

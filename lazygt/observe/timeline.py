@@ -16,18 +16,18 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
-from lazygt.files import write_output
 from lazygt.graph.source import expand
-from lazygt.history import Flush
+from lazygt.host.files import write_output
 from lazygt.observe.exchanges import ExchangeTime, exchange_times
+from lazygt.recovery.recover import RecoveryRecord
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.console import Observer
 from lazygt.runtime.messages import Snapped, Timings
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
-from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.session import Session
+from lazygt.submit.history import Flush
 
 #: Limit, because viewers get too slow; a longer profile keeps its beginning.
 MAX_EVENTS = 1_000_000

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lazygt.graph.source import expand
-from lazygt.history import Flush, Miss
+from lazygt.recovery.recover import RecoveryRecord
 from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan_records import PlanRecord
-from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.session import Session
+from lazygt.submit.history import Flush, Miss
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.gathers import Gather

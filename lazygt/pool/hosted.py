@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from lazygt.errors import PoolError
+from lazygt.host import processes
 from lazygt.pool.gate import Gate
 from lazygt.runtime.cluster.agent import Agent, Connected
-from lazygt.runtime.launch import hidden, procfs
 from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
 from lazygt.runtime.launch.launcher import WORKER_FACTORY
 from lazygt.runtime.launch.start_plan import LinkSpec
@@ -79,7 +79,7 @@ class Terms:
 
     def _environment(self, asked: Mapping[str, str]) -> dict[str, str]:
         kept = {name: asked[name] for name in asked.keys() & _VARIABLES}
-        told = {hidden.VARIABLE: "1"} if self.hidden else {}
+        told = {processes.VARIABLE: "1"} if self.hidden else {}
         return {**kept, **told, "LAZYGT_CACHE_DIR": self.cache}
 
 
@@ -120,8 +120,8 @@ class Hosted:
 
         Code and files do not count.
         """
-        private = sum(procfs.resident(pid, "RssAnon") for pid in self.pids)
-        shared = sum(procfs.resident(pid, "RssShmem") for pid in self.pids)
+        private = sum(processes.resident(pid, "RssAnon") for pid in self.pids)
+        shared = sum(processes.resident(pid, "RssShmem") for pid in self.pids)
         return private + max(shared, self.agent.held) + self.gate.held
 
     def doing(self) -> tuple[Page | None, ...]:
@@ -152,6 +152,6 @@ class Hosted:
     def _kill(self) -> None:
         for pid in self.pids:
             # a child that is not reaped, so no other process can have its number
-            if procfs.parent(pid) == os.getpid():
+            if processes.parent(pid) == os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

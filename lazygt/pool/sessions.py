@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from lazygt.errors import LazyGTError, PoolError
-from lazygt.files import make_folder
+from lazygt.host.files import make_folder
 from lazygt.pool.client_connection import Visitor
 from lazygt.pool.events import (
     Asked,

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 from lazygt.errors import DeviceLost, ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.recovery.recover import Told
 from lazygt.runtime.failures import Describe
 from lazygt.runtime.messages import (
     TO_CLIENT,
@@ -26,7 +27,6 @@ from lazygt.runtime.messages import (
     Wrote,
 )
 from lazygt.runtime.plan_records import PlanRecord, again_message
-from lazygt.runtime.recovery.doubts import Told
 from lazygt.runtime.reports import InFlightRun, Reports
 from lazygt.runtime.wire import Buffer, Part, decode, size_of
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.memory_files import create_file, memory_of
+from lazygt.host.files import create_file, memory_of
 
 ALIGNMENT = 256
 """Every slot starts at a multiple of this many bytes, as CUDA and SIMD kernels like it."""

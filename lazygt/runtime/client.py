@@ -10,6 +10,8 @@ import torch
 
 from lazygt.errors import ExecutionError, ProtocolError
 from lazygt.graph.meta import TensorMeta
+from lazygt.recovery.journal import Renewed, Snapshot, SwappedIn
+from lazygt.recovery.recover import Recovery
 from lazygt.runtime.answers import Answers
 from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures
@@ -17,8 +19,6 @@ from lazygt.runtime.known_runs import number_reader
 from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import Failure, Install, Memory, Renew, Run, Write
 from lazygt.runtime.plan_records import PlanRecord
-from lazygt.runtime.recovery.journal import Renewed, Snapshot, SwappedIn
-from lazygt.runtime.recovery.recover import Recovery
 from lazygt.runtime.values import (
     Answer,
     Freed,

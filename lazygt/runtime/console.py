@@ -8,14 +8,14 @@ import time
 from collections.abc import Collection
 from typing import IO, TYPE_CHECKING, TextIO
 
-from lazygt.files import open_output
 from lazygt.graph.source import expand, user_call_site
+from lazygt.host.files import open_output
 
 if TYPE_CHECKING:
+    from lazygt.recovery.recover import RecoveryRecord
     from lazygt.runtime.failures import Describe
     from lazygt.runtime.messages import Snapped, Timings
     from lazygt.runtime.plan_records import PlanRecord
-    from lazygt.runtime.recovery.recover import RecoveryRecord
 
 
 class InstructionLog:

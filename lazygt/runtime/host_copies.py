@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lazygt.host.processes import memory_left
 from lazygt.runtime.kernels import clear_error, clone
-from lazygt.runtime.launch.procfs import memory_left
 
 if TYPE_CHECKING:
     from lazygt.runtime.arenas import Arena

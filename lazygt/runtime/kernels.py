@@ -30,10 +30,10 @@ from lazygt.graph.placement import (
     TAKE_ROWS,
     WAIT,
 )
+from lazygt.host.gpus import why_none, why_unusable
 from lazygt.runtime import custom_ops, wire
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives import ops as collective_ops
-from lazygt.runtime.gpus import why_none, why_unusable
 
 # -- cuDNN's recurrent layers, as workers call them ------------------------------------------------
 

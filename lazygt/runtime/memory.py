@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from lazygt.runtime.launch.procfs import resident
+from lazygt.host.processes import resident
 from lazygt.runtime.messages import Memory
 from lazygt.runtime.store import Store, Value
 

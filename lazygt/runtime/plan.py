@@ -19,10 +19,10 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, print_graph, verify
 from lazygt.graph.ops import Foreign
 from lazygt.graph.sizes import Sizes, SymbolicGraph
+from lazygt.host.gc_pause import uncollected
 from lazygt.runtime import custom_ops
 from lazygt.runtime.graph_codec import decode_program, encode_graph, plan_name, template_name
 from lazygt.runtime.wire import Buffer
-from lazygt.uncollected import uncollected
 
 
 @dataclass(frozen=True)

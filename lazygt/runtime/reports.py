@@ -12,6 +12,7 @@ from typing import Any
 
 from lazygt.errors import DeviceLost, ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.node import Graph
+from lazygt.recovery.recover import Recovery, RecoveryRecord
 from lazygt.runtime.compiling.artifacts import Installs
 from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures, FirstFailed
@@ -27,7 +28,6 @@ from lazygt.runtime.messages import (
     Snapped,
 )
 from lazygt.runtime.plan_records import PlanRecord, PlanRecords
-from lazygt.runtime.recovery.recover import Recovery, RecoveryRecord
 from lazygt.runtime.values import Answer, Fetches, Uploads
 
 _log = logging.getLogger("lazygt")

@@ -13,6 +13,7 @@ import torch
 from lazygt.config import Config
 from lazygt.errors import ProtocolError, kind_of
 from lazygt.graph.flags import Flags, read_flags, write_flags
+from lazygt.recovery.snapshot import Snapshots
 from lazygt.runtime import kernels
 from lazygt.runtime.collectives import desync, group
 from lazygt.runtime.dynamic_results import DYNAMIC_IDS, DynamicResults
@@ -47,7 +48,6 @@ from lazygt.runtime.messages import (
     Write,
 )
 from lazygt.runtime.plan import Plan, Schedule
-from lazygt.runtime.recovery.snapshot import Snapshots
 from lazygt.runtime.shipped_plans import ShippedPlans
 from lazygt.runtime.store import Failed, Store, Value
 from lazygt.runtime.weight_copies import Copier, WeightCopies

@@ -12,14 +12,14 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lazygt.files import open_output
 from lazygt.graph.text import count, duration
-from lazygt.printed import Printed
+from lazygt.host.files import open_output
 from lazygt.serving.arrivals import Arrivals
 from lazygt.serving.formulas import HIGH_LOAD, StageNumbers
 from lazygt.serving.mistakes import Remark
 from lazygt.serving.provision import FOR_SLO, Choice, Point
 from lazygt.serving.simulation import Run
+from lazygt.tables import Printed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

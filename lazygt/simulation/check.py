@@ -13,8 +13,8 @@ from rich.text import Text
 from lazygt.graph.text import duration
 from lazygt.observe.report import shown
 from lazygt.observe.timeline import TimedRun
-from lazygt.printed import Printed, plain_table
 from lazygt.simulation.prediction import Prediction
+from lazygt.tables import Printed, plain_table
 
 _ROWS = 12
 

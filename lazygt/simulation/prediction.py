@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from lazygt.files import write_output
 from lazygt.graph.collectives import ring_bytes
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
-from lazygt.kinds import OPTIMIZER, PARAMETERS
+from lazygt.host.files import write_output
 from lazygt.machine import Machine
 from lazygt.machine.outside import Outside, farthest
 from lazygt.observe.report import (
@@ -29,10 +28,11 @@ from lazygt.observe.report import (
     outside_table,
     shown,
 )
-from lazygt.printed import Printed, plain_table
 from lazygt.simulation.discrete_event import RankClass, Simulated, Span
 from lazygt.simulation.rank_memory import KINDS, Held
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
+from lazygt.submit.memory import OPTIMIZER, PARAMETERS
+from lazygt.tables import Printed, plain_table
 
 #: Of each table.
 _ROWS = 8

@@ -18,8 +18,7 @@ import torch
 from lazygt.graph.liveness import homes_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.source import expand
-from lazygt.history import Flush
-from lazygt.kinds import OTHER
+from lazygt.host.gc_pause import uncollected
 from lazygt.machine import Gpus, Machine, default_machine, machine_of
 from lazygt.parallel.fsdp_overrides import Forced
 from lazygt.runtime.console import Observer
@@ -31,7 +30,8 @@ from lazygt.simulation.node_times import node_seconds
 from lazygt.simulation.prediction import Prediction, SimulatedRun
 from lazygt.simulation.rank_memory import ACTIVATIONS, Told
 from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
-from lazygt.uncollected import uncollected
+from lazygt.submit.history import Flush
+from lazygt.submit.memory import OTHER
 
 #: Settings of a session that records and plans, and computes nothing.
 DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}

@@ -9,8 +9,8 @@ gathered     copies of parameters: of all ranks' blocks, in another dtype, turne
 activations  other values of a run, of the forward and of the backward
 other        batches, random states, intermediate values of an update
 
-The client knows the categories of a plan's inputs and outputs (``lazygt.kinds``). Those of values
-between them follow: back from gradients, and on from parameters.
+The client knows the categories of a plan's inputs and outputs (``lazygt.submit.memory``). Those of
+values between them follow: back from gradients, and on from parameters.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lazygt.graph.cost import base_name, family
 from lazygt.graph.liveness import Change, alive_changes, extent_bytes, homes_of
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, WAIT
-from lazygt.kinds import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 from lazygt.runtime.plan import Schedule
+from lazygt.submit.memory import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 
 GATHERED, ACTIVATIONS, _UPDATES = "gathered", "activations", "updates"
 #: Every kind, as reports list them.

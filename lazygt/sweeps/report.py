@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from lazygt.files import open_output
 from lazygt.graph.text import amount, duration
-from lazygt.printed import Printed, plain_table
+from lazygt.host.files import open_output
 from lazygt.sweeps.knobs import Combination
 from lazygt.sweeps.shares import Shares
+from lazygt.tables import Printed, plain_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lazygt.errors import ProtocolError, SecurityError
-from lazygt.files import bind
+from lazygt.host.files import bind
 from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone
 from lazygt.transfer.layout import ReceiverLayout

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lazygt.files import bind
 from lazygt.graph.mesh import Mesh
+from lazygt.host.files import bind
 from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.transfer.control import Connection, Deadline, PeerGone, connect
 from lazygt.transfer.copier import Copier

@@ -13,7 +13,7 @@ import lazygt
 from lazygt import calibrate
 from lazygt.calibrate import KINDS, device_benchmarks
 from lazygt.calibrate.fits import HostClock
-from lazygt.cli import app
+from lazygt.cli.app import app
 from lazygt.graph.collectives import goes_by_sockets
 from lazygt.machine import CALIBRATED, default_machine, machine_of
 from lazygt.machine.file import parse, text_of
@@ -26,7 +26,7 @@ def test_smallest_calibration_writes_usable_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAZYGT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys.modules["lazygt.cli.calibrate"], "QUICK", calibrate.SMALLEST)
+    monkeypatch.setattr(sys.modules["lazygt.cli.setup"], "QUICK", calibrate.SMALLEST)
     threads = torch.get_num_threads()
     result = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu"])
     assert result.exit_code == 0, result.output

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import lazygt
-from lazygt import cli
+from lazygt.cli.app import app
 from lazygt.cli.dump import STAGES, read_plans, wrapped
 from lazygt.cli.script import Option, own_first, run_script
 from lazygt.graph.text import parse_graph
@@ -88,7 +88,7 @@ compiles
 
 
 def _run(*args: object) -> Any:
-    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def _scrubbed(text: str, folder: Path) -> str:
@@ -327,7 +327,7 @@ def test_diff_shows_the_plan_that_differs(plain: Path) -> None:
 def test_diff_is_coloured_on_a_terminal(plain: Path) -> None:
     old = _dumped(plain, PLAIN, "old")
     new = _dumped(plain, PLAIN.replace(".sum()", ".mean()"), "new")
-    result = CliRunner().invoke(cli.app, ["diff", str(old), str(new)], color=True)
+    result = CliRunner().invoke(app, ["diff", str(old), str(new)], color=True)
     assert re.search(r"^\x1b\[31m-.*aten\.sum\.default", result.stdout, re.MULTILINE)
     assert re.search(r"^\x1b\[32m\+.*aten\.mean\.default", result.stdout, re.MULTILINE)
 

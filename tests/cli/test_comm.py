@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lazygt import cli
+from lazygt.cli.app import app
 
 DATA = ["--params", "7e9", "--dtype", "fp32", "--dp", "8"]
 THIRTEEN = [
@@ -18,7 +18,7 @@ THIRTEEN = [
 
 
 def comm(*args: str) -> Any:
-    result = CliRunner().invoke(cli.app, ["comm", *args])
+    result = CliRunner().invoke(app, ["comm", *args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lazygt import cli
+from lazygt.cli.app import app
 from lazygt.runtime.cluster.keys import KeyFile, Keyring
 
 
@@ -20,7 +20,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keys(*args: str) -> Any:
-    result = CliRunner().invoke(cli.app, ["keys", *args])
+    result = CliRunner().invoke(app, ["keys", *args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

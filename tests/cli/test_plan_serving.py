@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lazygt import cli
+from lazygt.cli.app import app
 
 QUICK = ["--qps", "600", "--seconds", "5", "--stage", "rank:batch=50,infer=80ms"]
 
 
 def lazygt(*args: object) -> Any:
-    result = CliRunner().invoke(cli.app, ["plan-serving", *map(str, args)])
+    result = CliRunner().invoke(app, ["plan-serving", *map(str, args)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from lazygt import cli
+from lazygt.cli.app import app
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -61,7 +61,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    shown = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    shown = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return shown.exit_code, shown.output
 
 

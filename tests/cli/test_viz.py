@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import lazygt
 import lazygt.observe.explain
-from lazygt import cli
+from lazygt.cli.app import app
 from lazygt.observe import picture
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,7 +35,7 @@ print(loss.item())
 
 
 def _viz(*args: object) -> Any:
-    return CliRunner().invoke(cli.app, ["viz", "--inline", *map(str, args)])
+    return CliRunner().invoke(app, ["viz", "--inline", *map(str, args)])
 
 
 @pytest.fixture

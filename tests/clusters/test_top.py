@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.top.sources import LocalSource, open_source
-from lazygt.top.status import STUCK, SessionStatus
+from lazygt.observe.top.sources import LocalSource, open_source
+from lazygt.observe.top.status import STUCK, SessionStatus
 from tests.clusters.hosts import Hosts
 from tests.clusters.running import torchrun
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import lazygt
 from lazygt import calibrate
-from lazygt.cli import app
+from lazygt.cli.app import app
 from lazygt.observe import doctor
 from tests.cuda_host.control import Control
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lazygt
+from lazygt.host import gpus
 from lazygt.observe import doctor
-from lazygt.runtime import gpus
 from tests.cuda_host.control import Control
 from tests.cuda_host.test_sessions import train
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lazygt
-from lazygt.runtime.recovery import recover
+from lazygt.recovery import recover
 from tests.cuda_host.control import Control
 
 pytestmark = pytest.mark.timeout(120)

@@ -54,9 +54,9 @@ NOT_OF_OTHERS = {
     "files of the kernel's, and folders to come back to": {
         "calibrate/__init__.py", "observe/doctor.py", "runtime/cluster/slots.py",
         "runtime/compiling/kernel_group.py", "runtime/launch/start_plan.py",
-        "runtime/launch/procfs.py", "runtime/launch/working_directory.py",
+        "host/processes.py",
     },
-    "files of the package": {"observe/page.py", "top/web.py"},
+    "files of the package": {"observe/page.py", "observe/top/web.py"},
 }  # fmt: skip
 
 

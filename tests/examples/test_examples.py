@@ -261,7 +261,7 @@ def test_a_width_of_175_billion_over_1536_ranks() -> None:
 #: ``lazygt simulate --json``, and then the most KiB that the process was resident with.
 LARGE = [
     sys.executable, "-c",
-    "import resource, sys; from lazygt.cli import app; app(standalone_mode=False); "
+    "import resource, sys; from lazygt.cli.app import app; app(standalone_mode=False); "
     "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)",
     "simulate", "examples/large_gpt.py", "--json",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from typer.testing import CliRunner
 
 import lazygt
-from lazygt import cli
+from lazygt.cli.app import app
 from lazygt.machine import default_machine, shipped
 from lazygt.machine.file import parse, text_of
 from lazygt.machine.model import Figure, Machine, Range
@@ -127,11 +127,11 @@ for _ in range(3):
 def test_command_reports_shapes_outside_calibration(path: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    told = CliRunner().invoke(cli.app, ["simulate", "--machine", path, str(script)])
+    told = CliRunner().invoke(app, ["simulate", "--machine", path, str(script)])
     assert told.exit_code == 0, told.output
     assert "outside of what was calibrated" in told.output
     options = ["simulate", "--machine", path, "--json", str(script)]
-    told = CliRunner().invoke(cli.app, options)
+    told = CliRunner().invoke(app, options)
     assert {row["what"] for row in json.loads(told.output)["outside"]} == {"products", "bytes"}
 
 
@@ -150,6 +150,6 @@ def test_a_file_that_is_wrong_ends_a_command(
     script, file = tmp_path / "train.py", Path(path)
     script.write_text(SCRIPT)
     file.write_text(file.read_text().replace(*change, 1))
-    told = CliRunner().invoke(cli.app, [command, "--machine", path, str(script)])
+    told = CliRunner().invoke(app, [command, "--machine", path, str(script)])
     assert told.exit_code == 2
     assert message in " ".join(told.output.replace("\u2502", " ").split())

@@ -10,7 +10,7 @@ import pytest
 
 from lazygt.record import recorder
 from lazygt.record.recorder import Recorder
-from lazygt.submit import Submitter
+from lazygt.submit.submission import Submitter
 
 
 def _stale(patch: pytest.MonkeyPatch) -> None:

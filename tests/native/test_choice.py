@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import lazygt
 from lazygt import native
-from lazygt.cli import app
+from lazygt.cli.app import app
 from lazygt.native import fit
 from lazygt.observe import doctor
 from tests.native.conftest import Room

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import lazygt
 import lazygt.observe.explain as explaining
-from lazygt import cli
+from lazygt.cli.app import app
 from lazygt.graph import Graph, parse_graph
 from lazygt.graph.cost import Cost, graph_costs
 from lazygt.graph.liveness import peak_bytes
@@ -90,7 +90,7 @@ graph {{
 
 
 def _run(*args: object) -> Any:
-    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def _explained(folder: Path, text: str) -> Any:

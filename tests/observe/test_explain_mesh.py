@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import lazygt
 import lazygt.observe.explain as explaining
-from lazygt import cli
+from lazygt.cli.app import app
 from lazygt.cli.script import forced_upon
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.graph.text import parse_graph
@@ -67,7 +67,7 @@ placements of plan DIGEST {
 
 
 def _run(*args: object) -> Any:
-    result = CliRunner().invoke(cli.app, [str(arg) for arg in args])
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 import lazygt
-from lazygt import cli
-from lazygt.observe.message_log import LogSummary, read_log
+from lazygt.cli.app import app
+from lazygt.observe.traffic import LogSummary, read_log
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,15 +62,15 @@ def test_a_log_of_two_sessions(logged: tuple[Path, lazygt.Session]) -> None:
 def test_log_command_prints_message_counts(logged: tuple[Path, lazygt.Session]) -> None:
     path, session = logged
     stats = session.stats()
-    shown = CliRunner().invoke(cli.app, ["log", str(path)])
+    shown = CliRunner().invoke(app, ["log", str(path)])
     assert shown.exit_code == 0, shown.output
     count = stats["messages_sent"] + stats["messages_received"]
     assert shown.output.startswith(f"{count} messages, ")
     assert all(f"by {name}" in shown.output for name in ("kind", "reason", "line"))
-    told = json.loads(CliRunner().invoke(cli.app, ["log", str(path), "--json"]).output)
+    told = json.loads(CliRunner().invoke(app, ["log", str(path), "--json"]).output)
     assert told["messages"] == count
     assert {row["name"] for row in told["kind"]} == {"send plan", "send run", "receive done"}
-    one = CliRunner().invoke(cli.app, ["log", str(path), "--by", "kind", "--most", "1"]).output
+    one = CliRunner().invoke(app, ["log", str(path), "--by", "kind", "--most", "1"]).output
     assert "and 2 more" in one
     assert "by reason" not in one
 
@@ -86,7 +86,7 @@ def test_log_command_prints_message_counts(logged: tuple[Path, lazygt.Session]) 
 def test_a_file_that_is_no_log(text: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text(text + "\n")
-    shown = CliRunner().invoke(cli.app, ["log", str(path)])
+    shown = CliRunner().invoke(app, ["log", str(path)])
     assert shown.exit_code == 2
     assert told in shown.output
 
@@ -97,6 +97,6 @@ def test_no_such_file_and_no_such_table(logged: tuple[Path, lazygt.Session]) -> 
         (["log", str(path) + "x"], "No such file"),
         (["log", str(path), "--by", "size"], "--by is one of kind, reason, line, not 'size'"),
     ):
-        shown = CliRunner().invoke(cli.app, arguments)
+        shown = CliRunner().invoke(app, arguments)
         assert shown.exit_code == 2
         assert told in shown.output

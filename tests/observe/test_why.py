@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.history import Flush
 from lazygt.observe.why import Why
 from lazygt.runtime.compiling.tiers import Compile
+from lazygt.submit.history import Flush
 
 pytestmark = pytest.mark.timeout(60)
 

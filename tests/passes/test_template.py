@@ -19,11 +19,11 @@ from lazygt.errors import GraphError
 from lazygt.graph import Graph
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.sizes import check_sizes
+from lazygt.host.gc_pause import uncollected
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.foreach import SMALL
 from lazygt.passes.template import Templates
 from lazygt.runtime.plan import Plan, PlanTemplate, Schedule
-from lazygt.uncollected import uncollected
 from tests.passes.steps import NAMES, OPERANDS, OWN, PassStep
 from tests.passes.tools import difference, graph_of
 from tests.property.programs import State, Step

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import lazygt
-from lazygt.cli import app
+from lazygt.cli.app import app
 from lazygt.errors import SessionEnded
 from lazygt.pool.pool_client import Pool
 from lazygt.pool.rules import Quota

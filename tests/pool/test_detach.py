@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import lazygt
-from lazygt.cli import app
+from lazygt.cli.app import app
 from lazygt.errors import OverQuota, PoolError
 from lazygt.pool.pool_client import Pool
 from tests.pool.serving import SECONDS, served, start_client

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import lazygt
+from lazygt.host import processes
 from lazygt.pool.hosted import Terms
-from lazygt.runtime.launch import hidden
 from lazygt.runtime.launch.start_plan import LinkSpec
 from tests.pool.serving import served
 
 pytestmark = pytest.mark.timeout(120)
 
 #: The source of what hides stands alone, so another user needs no access to where lazygt lies.
-HIDES = Path(hidden.__file__).read_text()
+HIDES = Path(processes.__file__).read_text()
 SECRET = """
 import os, sys
 fd = os.memfd_create("secret")
@@ -76,10 +76,10 @@ def test_hidden_process_is_unreadable_by_its_own_user() -> None:
 
 
 def test_pool_setting_hides_workers() -> None:
-    spec = LinkSpec(environment={hidden.VARIABLE: "", "LAZYGT_MAX_PLANS": "7"})
+    spec = LinkSpec(environment={processes.VARIABLE: "", "LAZYGT_MAX_PLANS": "7"})
     for hides in (False, True):
         told = Terms(1, 1, "cpu", "/cache", (0,), hides).apply(spec).environment
-        assert told.get(hidden.VARIABLE, "") == ("1" if hides else "")
+        assert told.get(processes.VARIABLE, "") == ("1" if hides else "")
         assert told["LAZYGT_MAX_PLANS"] == "7"
 
 

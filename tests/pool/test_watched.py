@@ -17,13 +17,13 @@ from torch import nn
 
 import lazygt
 from lazygt.errors import NoSession, PoolError
+from lazygt.observe.top.pool_source import PoolSource
+from lazygt.observe.top.pool_status import PoolStatus
+from lazygt.observe.top.sources import open_source
 from lazygt.pool.requests import Doing
 from lazygt.runtime.launch.status_file import ClientPage
 from lazygt.runtime.launch.status_reader import Page
 from lazygt.runtime.wire import encode
-from lazygt.top.pool_source import PoolSource
-from lazygt.top.pool_status import PoolStatus
-from lazygt.top.sources import open_source
 from tests.pool.serving import SECONDS, Asker, served
 
 pytestmark = pytest.mark.timeout(240)
@@ -192,7 +192,7 @@ def test_a_client_that_says_nonsense_of_itself_is_sent_away(pool) -> None:
 
 def test_the_command_prints_a_pool_once(pool, session) -> None:
     assert torch.ones(3).sum().item() == 3
-    command = "import sys; sys.argv[0] = 'lazygt'; from lazygt.command import main; main()"
+    command = "import sys; sys.argv[0] = 'lazygt'; from lazygt.cli.__main__ import main; main()"
     words = [sys.executable, "-c", command, "top", pool.on, "--key", str(pool.key("alice"))]
     done = subprocess.run(
         [*words, "--json"], capture_output=True, text=True, timeout=SECONDS, check=True

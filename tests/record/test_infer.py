@@ -11,7 +11,7 @@ import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.graph.shapes import meta_kernels
 from lazygt.runtime.messages import Relaid
-from lazygt.submit import Submitter
+from lazygt.submit.submission import Submitter
 
 ROWS, TURNED = (3, 1), (1, 2)
 

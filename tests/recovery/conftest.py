@@ -2,7 +2,7 @@
 
 import pytest
 
-from lazygt.runtime.recovery import recover
+from lazygt.recovery import recover
 
 
 @pytest.fixture(autouse=True)

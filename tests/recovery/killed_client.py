@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
 import lazygt
-from lazygt.runtime.recovery.checkpoint_folder import CheckpointFolder
+from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFolder
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, digest
 from tests.support import forking
 

@@ -15,9 +15,9 @@ import pytest
 import lazygt
 from lazygt.errors import WorkerDied
 from lazygt.graph.ops import undispatched
+from lazygt.recovery.recover import Recovery
 from lazygt.runtime.arenas import Arena, create_memory
 from lazygt.runtime.launch import opening
-from lazygt.runtime.recovery.recover import Recovery
 from lazygt.runtime.wire import Buffer, Part, encode
 from lazygt.runtime.worker import Worker
 

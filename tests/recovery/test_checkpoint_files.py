@@ -15,10 +15,14 @@ import msgspec
 import pytest
 
 from lazygt.errors import CheckpointError
+from lazygt.recovery.checkpoint import checkpoint_file
+from lazygt.recovery.checkpoint.checkpoint_file import (
+    CheckpointFile,
+    CheckpointFolder,
+    newest,
+    write,
+)
 from lazygt.runtime.crc32 import crc32
-from lazygt.runtime.recovery import checkpoint_folder
-from lazygt.runtime.recovery.checkpoint_file import CheckpointFile, write
-from lazygt.runtime.recovery.checkpoint_folder import CheckpointFolder, newest
 
 SECTIONS = [b"state", b"", bytes(range(256)) * 9, b"x"]
 
@@ -121,7 +125,7 @@ def test_a_folder_is_one_sessions_alone(tmp_path: Path) -> None:
 
 PROGRAM = """
 import os, sys
-from lazygt.runtime.recovery.checkpoint_folder import CheckpointFolder
+from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFolder
 folder = CheckpointFolder(sys.argv[1])
 child = os.fork()
 if child:
@@ -173,7 +177,7 @@ def test_a_full_disk_leaves_nothing_and_takes_nothing(
         write(FullAfter(file), about, sections)  # type: ignore[arg-type]
 
     with monkeypatch.context() as full:
-        full.setattr(checkpoint_folder, "write", onto_full)
+        full.setattr(checkpoint_file, "write", onto_full)
         with pytest.raises(OSError, match="No space left"):
             save(folder, 3)
     assert names(tmp_path) == [

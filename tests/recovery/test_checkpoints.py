@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import lazygt
-from lazygt.checkpoint import program, saved
-from lazygt.files import create
+from lazygt.host.files import create
+from lazygt.recovery import recover
+from lazygt.recovery.checkpoint import checkpoint_file, program, saved
+from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFile
 from lazygt.runtime.crc32 import crc32
-from lazygt.runtime.recovery import checkpoint_folder, recover
-from lazygt.runtime.recovery.checkpoint_file import CheckpointFile
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, digest
 
 pytestmark = pytest.mark.timeout(120)
@@ -221,7 +221,7 @@ def rewritten(path: Path, **about: Any) -> None:
     data = [file.section(number) for number in range(len(file))]
     path.unlink()
     with open(create(path), "wb") as new:
-        checkpoint_folder.write(new, {**file.about, **about}, data)
+        checkpoint_file.write(new, {**file.about, **about}, data)
 
 
 def test_checkpoint_of_killed_program_is_readable_without_session(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def replaced(path: Path, name: str, state: bytes) -> None:
     data += [file.section(number) for number in range(1, len(file))]
     path.unlink()
     with open(create(path), "wb") as new:
-        checkpoint_folder.write(new, file.about, data)
+        checkpoint_file.write(new, file.about, data)
 
 
 def _command(marker: Path) -> bytes:
@@ -478,7 +478,7 @@ def test_a_full_disk_is_told_once_and_with_since_when(
     with Small(tmp_path, checkpoint_every=1) as s:
         assert s.checkpoint(1, now=True)
         with monkeypatch.context() as disk:
-            disk.setattr(checkpoint_folder, "write", full)
+            disk.setattr(checkpoint_file, "write", full)
             with pytest.warns(RuntimeWarning, match=r"saved since step 1: OSError.*28") as told:
                 assert not s.checkpoint(2, now=True)
             assert told[0].filename == __file__

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazygt.checkpoint import encoding
-from lazygt.checkpoint.encoding import decoded, encoded
-from lazygt.checkpoint.states import Leaf
-from lazygt.checkpoint.values import tensor_of
+from lazygt.recovery.checkpoint import encoding
+from lazygt.recovery.checkpoint.encoding import decoded, encoded
+from lazygt.recovery.checkpoint.values import Leaf, tensor_of
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lazygt
-from lazygt.runtime.recovery import snapshot
+from lazygt.recovery import snapshot
 from tests.recovery.mortal import Fault, mortal_session
 
 pytestmark = pytest.mark.timeout(600)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lazygt.recovery.journal import Cut, Journal, Renewed
+from lazygt.recovery.recover import Doubts, Recovery, Told
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Done, Failure, Snapped
-from lazygt.runtime.recovery.doubts import Doubts, Told
-from lazygt.runtime.recovery.journal import Cut, Journal, Renewed
-from lazygt.runtime.recovery.recover import Recovery
 
 
 class JournalMachine(RuleBasedStateMachine):

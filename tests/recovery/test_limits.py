@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.runtime.recovery import snapshot
+from lazygt.recovery import snapshot
 from tests.recovery.mortal import mortal_session
 
 pytestmark = pytest.mark.timeout(60)

@@ -14,8 +14,8 @@ import torch
 
 import lazygt
 from lazygt.errors import DeviceLost, ExecutionError
+from lazygt.recovery import recover
 from lazygt.runtime import kernels
-from lazygt.runtime.recovery import recover
 
 pytestmark = pytest.mark.timeout(120)
 

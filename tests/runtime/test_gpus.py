@@ -8,9 +8,10 @@ import pynvml
 import pytest
 import torch
 
-from lazygt.runtime import gpus, kernels
+from lazygt.host import gpus
+from lazygt.host.gpus import HostGpu
+from lazygt.runtime import kernels
 from lazygt.runtime.compiling import kernel_group
-from lazygt.runtime.gpus import HostGpu
 
 H100, A10 = HostGpu("NVIDIA H100 80GB HBM3", (9, 0)), HostGpu("NVIDIA A10", (8, 6))
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import lazygt
-from lazygt.runtime.launch.procfs import resident
+from lazygt.host.processes import resident
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import lazygt
-from lazygt import cli
+from lazygt.cli.app import app
 from lazygt.machine import default_machine
 from lazygt.observe.timeline import TimedRun
 from lazygt.runtime.messages import Timings
@@ -65,7 +65,7 @@ def test_the_mean_of_ranks_and_turns_without_the_first() -> None:
 def test_check_runs_script_on_this_machine(steps: int, code: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("STEPS", str(steps)))
-    shown = CliRunner().invoke(cli.app, ["simulate", "--check", str(script)])
+    shown = CliRunner().invoke(app, ["simulate", "--check", str(script)])
     assert shown.exit_code == code, shown.output
     assert ("checked: the ranks took" in shown.output) == (code == 0)
     assert ("was not run twice" in shown.output) == (code == 2)
@@ -75,7 +75,7 @@ def test_check_runs_script_on_this_machine(steps: int, code: int, tmp_path: Path
 def test_a_gpu_that_is_not_here_is_not_checked(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("STEPS", "3"))
-    shown = CliRunner().invoke(cli.app, ["simulate", "--check", "--machine", "h100", str(script)])
+    shown = CliRunner().invoke(app, ["simulate", "--check", "--machine", "h100", str(script)])
     assert shown.exit_code == 2
     assert "which has no CUDA device" in shown.output
 
@@ -92,6 +92,6 @@ for size in (64, 128):
             x = x @ x
             lazygt.current().flush()
 """)
-    shown = CliRunner().invoke(cli.app, ["simulate", "--check", str(script)])
+    shown = CliRunner().invoke(app, ["simulate", "--check", str(script)])
     assert shown.exit_code == 0, shown.output
     assert shown.output.count("A step on") == shown.output.count("checked:") == 2

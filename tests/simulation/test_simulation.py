@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from typer.testing import CliRunner
 
 import lazygt
-from lazygt import cli
+from lazygt.cli.app import app
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine, default_machine
 from lazygt.machine.prices import collective_seconds, line_seconds
@@ -353,14 +353,14 @@ def test_simulate_accepts_function() -> None:
 def test_simulate_command_prints_prediction(tmp_path: Path) -> None:
     script, trace = tmp_path / "train.py", tmp_path / "trace.json"
     script.write_text(SCRIPT)
-    shown = CliRunner().invoke(cli.app, ["simulate", str(script), "-o", str(trace)])
+    shown = CliRunner().invoke(app, ["simulate", str(script), "-o", str(trace)])
     assert shown.exit_code == 0, shown.output
     assert shown.output.startswith("A step on one rank, cpu-generic: ")
     assert "train.py:8" in shown.output
     boxes = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     assert {box["args"]["line"].rpartition(":")[0] for box in boxes} == {str(script)}
     options = ["simulate", "--machine", "b200", "--mesh", "data=4", "--json", str(script)]
-    told = json.loads(CliRunner().invoke(cli.app, options).output)
+    told = json.loads(CliRunner().invoke(app, options).output)
     assert (told["machine"], told["mesh"]) == ("b200", {"data": 4})
     assert told["step_seconds"] >= told["computing_seconds"] > 0
     assert told["peak_bytes"] > 2 * 256 * 256 * 4
@@ -370,17 +370,17 @@ def test_a_program_that_places_nothing_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     options = ["simulate", "--machine", "b200", "--mesh", "data=4", str(script)]
-    shown = CliRunner().invoke(cli.app, options)
+    shown = CliRunner().invoke(app, options)
     assert "nothing is exchanged: every rank does all" in shown.output
 
 
 def test_a_script_that_records_nothing(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("print(1)\n")
-    shown = CliRunner().invoke(cli.app, ["simulate", str(script)])
+    shown = CliRunner().invoke(app, ["simulate", str(script)])
     assert shown.exit_code == 2
     assert "has run no plan on device lazygt" in shown.output
-    shown = CliRunner().invoke(cli.app, ["simulate", "--machine", "abacus", str(script)])
+    shown = CliRunner().invoke(app, ["simulate", "--machine", "abacus", str(script)])
     assert shown.exit_code == 2
     assert "abacus" in shown.output
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from typer.testing import CliRunner
 
 import lazygt
-from lazygt import cli
+from lazygt.cli.app import app
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine, default_machine
 from lazygt.simulation.suggest import Trial, blocks_checkpointed, suggestions, trials, tried
@@ -148,12 +148,12 @@ def test_simulate_command_prints_suggestions(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(bits=8))
     options = ["simulate", "--suggest", str(script), "--batch-size", "8"]
-    shown = CliRunner().invoke(cli.app, options)
+    shown = CliRunner().invoke(app, options)
     assert shown.exit_code == 0, shown.output
     assert shown.output.count("said by the script") == 1
     assert "--batch-size 16: " in shown.output
     assert f"reads a value at {script}:11 (item): taken as 0" in shown.output
-    told = json.loads(CliRunner().invoke(cli.app, [*options, "--json"]).output.splitlines()[-1])
+    told = json.loads(CliRunner().invoke(app, [*options, "--json"]).output.splitlines()[-1])
     assert [row["what"] for row in told["suggestions"]] == ["--batch-size 16"]
     assert told["reads"] == [f"{script}:11 (item)"]
 
@@ -162,7 +162,7 @@ def test_a_model_that_does_not_fit_even_alone(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(bits=28))
     options = ["simulate", "--machine", "h100", str(script), "--batch-size", "1"]
-    shown = CliRunner().invoke(cli.app, options)
+    shown = CliRunner().invoke(app, options)
     assert "more than the 80 GB there are, and so are parameters and optimizer state alone: " in (
         shown.output
     ), shown.output

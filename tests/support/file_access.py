@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lazygt"
-#: Functions of ``lazygt.files`` that give descriptors.
+#: Functions of ``lazygt.host.files`` that give descriptors.
 SAFE = frozenset({"create", "open_own", "open_output"})
 #: Functions of these names that load, handed on or called.
 _LOADERS = frozenset(

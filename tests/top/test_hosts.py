@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import lazygt
+from lazygt.observe.top.sources import LocalSource, open_source
+from lazygt.observe.top.status import SessionStatus, put_together
 from lazygt.runtime.cluster.protocol import Look, Seen
 from lazygt.runtime.cluster.remote import Relay, RemoteHost
 from lazygt.runtime.launch import opening, status_file
@@ -20,8 +22,6 @@ from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.status_file import ClientPage, StatusFile, WorkerPage
 from lazygt.runtime.launch.status_reader import Page, read_pages
 from lazygt.runtime.wire import encode
-from lazygt.top.sources import LocalSource, open_source
-from lazygt.top.status import SessionStatus, put_together
 from tests.runtime.cluster.test_agent import Hosts
 
 pytestmark = pytest.mark.timeout(180)
@@ -203,7 +203,7 @@ def test_nothing_is_said_of_ranks_from_a_client_that_is_frozen(
     far.look()
     far.answer(page(WorkerPage(0, 70, "busy"), 0.1), page(WorkerPage(1, 71, "idle"), 0.1))
     far.look()
-    monkeypatch.setattr("lazygt.runtime.launch.procfs.state", lambda pid: "T")
+    monkeypatch.setattr("lazygt.host.processes.state", lambda pid: "T")
     status = put_together([read_pages(far.file)])
     assert status.client == "frozen"
     assert [rank.state for rank in status.ranks] == ["unreachable"] * 2

@@ -12,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from lazygt.observe.top.pool_screen import PoolScreen
+from lazygt.observe.top.pool_status import PoolStatus, pool_status
+from lazygt.observe.top.sources import as_json
 from lazygt.runtime.launch.status_file import ClientPage, WorkerPage
 from lazygt.runtime.launch.status_reader import Page, Pages
-from lazygt.top.pool_screen import PoolScreen
-from lazygt.top.pool_status import PoolStatus, pool_status
-from lazygt.top.sources import as_json
 from tests.top.test_screen import CLIENT, status
 
 

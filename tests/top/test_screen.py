@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from lazygt.observe.top.screen import LETTERS, Screen, ranks_text
+from lazygt.observe.top.status import STATES, RankStatus, SessionStatus, blocks
 from lazygt.runtime.launch.status_file import ClientPage
-from lazygt.top.screen import LETTERS, Screen, ranks_text
-from lazygt.top.status import STATES, RankStatus, SessionStatus, blocks
 
 CLIENT = ClientPage(
     "lazygt-0123456789abcdef", 4242, 64, "cpu", "data=16,model=4", 1_000.0,

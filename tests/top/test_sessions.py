@@ -17,14 +17,14 @@ from torch import nn
 
 import lazygt
 from lazygt.errors import NoSession
-from lazygt.kinds import Kinds
+from lazygt.observe.top.sources import LocalSource, listed, open_source
+from lazygt.observe.top.status import SessionStatus
 from lazygt.runtime.launch.status_reader import sessions
-from lazygt.top.sources import LocalSource, listed, open_source
-from lazygt.top.status import SessionStatus
+from lazygt.submit.memory import Kinds
 
 pytestmark = pytest.mark.timeout(120)
 
-COMMAND = "import sys; sys.argv[0] = 'lazygt'; from lazygt.command import main; main()"
+COMMAND = "import sys; sys.argv[0] = 'lazygt'; from lazygt.cli.__main__ import main; main()"
 DEADLINE = 30.0  # seconds; on a machine that has other things to do
 
 

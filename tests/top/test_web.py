@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from lazygt.errors import LazyGTError, NoSession
-from lazygt.top.status import SessionStatus
-from lazygt.top.web import Server, serve
+from lazygt.observe.top.status import SessionStatus
+from lazygt.observe.top.web import Server, serve
 from tests.top.test_screen import status
 
 pytestmark = pytest.mark.timeout(60)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lazygt.runtime.gpus import host_gpus
+from lazygt.host.gpus import host_gpus
 
 
 class Gpu(NamedTuple):

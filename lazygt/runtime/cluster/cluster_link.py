@@ -25,8 +25,8 @@ from itertools import count
 from typing import Any
 
 from lazygt.errors import LaunchError, LazyGTError, WorkerDied, WorkerFrozen
+from lazygt.host.timer import can_be_read
 from lazygt.runtime.arenas import Arena
-from lazygt.runtime.cluster.alarm import can_be_read
 from lazygt.runtime.cluster.inside import AgentThread
 from lazygt.runtime.cluster.remote import HostLauncher, Relay, RemoteHost
 from lazygt.runtime.cluster.upload_progress import Chain

@@ -28,7 +28,7 @@ from lazygt.errors import (
     SecurityError,
     VersionMismatch,
 )
-from lazygt.runtime.cluster.alarm import Alarm
+from lazygt.host.timer import Alarm
 from lazygt.runtime.cluster.frames import (
     REFUSED,
     WELCOME,

@@ -25,7 +25,7 @@ import zmq
 from zmq.utils import z85
 
 from lazygt.errors import SecurityError
-from lazygt.files import READABLE, create_whole, make_folder, open_own
+from lazygt.host.files import READABLE, create_whole, make_folder, open_own
 from lazygt.runtime.launch.channel import Keys
 
 #: Characters of the shortest token: 128 bits in hexadecimal.

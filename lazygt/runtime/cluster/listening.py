@@ -15,7 +15,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.cluster.alarm import Alarm
+from lazygt.host.timer import Alarm
 from lazygt.runtime.cluster.frames import (
     HELLO,
     PROTOCOL_VERSION,

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lazygt.cache import cache_place, private_directory
-from lazygt.files import replace
+from lazygt.host.files import cache_place, private_directory, replace
 from lazygt.runtime.compiling.kernel_group import toolchain
 from lazygt.runtime.messages import Install, Installed
 from lazygt.runtime.wire import Buffer

@@ -24,7 +24,7 @@ from lazygt.graph.meta import TensorMeta, exact
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import overload
 from lazygt.graph.per_tensor import LANES, Lanes, abreast, lanes_of
-from lazygt.runtime.gpus import host_gpus
+from lazygt.host.gpus import host_gpus
 
 # -- ops that take a number, rewritten to take a tensor of one element in its stead ----------------
 # The compiled code of a group is made once for all numbers: they are operands of it.

@@ -36,7 +36,7 @@ from pathlib import Path
 import zmq
 
 from lazygt.errors import ProtocolError, SecurityError
-from lazygt.files import bind
+from lazygt.host.files import bind
 from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes, spin
 
 PROTOCOL_VERSION = 1

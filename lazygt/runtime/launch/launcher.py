@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lazygt.errors import ProtocolError
+from lazygt.host.processes import Usage
 from lazygt.runtime.launch.channel import Address, Keys
 from lazygt.runtime.launch.mailbox import MailboxFiles
-from lazygt.runtime.launch.procfs import Usage
 
 WORKER_FACTORY = "lazygt.runtime.worker:Worker"
 

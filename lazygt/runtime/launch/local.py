@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from lazygt.runtime.gpus import why_none
-from lazygt.runtime.launch import procfs
+from lazygt.host import processes
+from lazygt.host.gpus import why_none
+from lazygt.host.processes import start_directory
 from lazygt.runtime.launch.launcher import Boot, Launcher, Process
-from lazygt.runtime.launch.working_directory import start_directory
 
 TAIL_BYTES = 8 << 10
 _REAP_SECONDS = 1.0
@@ -85,8 +85,8 @@ class LocalProcess(Process):
             return None
         return f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
 
-    def usage(self) -> procfs.Usage:
-        return procfs.Usage.of(self.pid)
+    def usage(self) -> processes.Usage:
+        return processes.Usage.of(self.pid)
 
     def stderr_tail(self) -> str:
         size = os.fstat(self._output).st_size

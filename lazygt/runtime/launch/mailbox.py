@@ -32,8 +32,8 @@ from typing import Any, Protocol
 
 from lazygt import native
 from lazygt.errors import ProtocolError
-from lazygt.runtime.launch.procfs import cpu_quota
-from lazygt.runtime.memory_files import create_file
+from lazygt.host.files import create_file
+from lazygt.host.processes import cpu_quota
 
 #: One page per message: a run of a known plan fits, and so does a number in an answer. There are
 #: more slots than runs that a client is ahead.

@@ -14,9 +14,9 @@ import torch
 from lazygt.config import Config
 from lazygt.errors import LaunchError
 from lazygt.graph.mesh import Mesh
+from lazygt.host.processes import in_some_directory, start_directory
 from lazygt.runtime.cluster import ENGINE_VARIABLES
 from lazygt.runtime.launch.link import InlineLink, Link
-from lazygt.runtime.launch.working_directory import in_some_directory, start_directory
 from lazygt.runtime.wire import hand_over
 
 if TYPE_CHECKING:

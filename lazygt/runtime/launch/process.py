@@ -32,8 +32,9 @@ from unittest import mock
 import zmq
 
 from lazygt.errors import ProtocolError
+from lazygt.host import processes
 from lazygt.runtime.collectives import group
-from lazygt.runtime.launch import hidden, session_directory
+from lazygt.runtime.launch import session_directory
 from lazygt.runtime.launch.activity import EVERY, Activity, Reporter
 from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Server
 from lazygt.runtime.launch.launcher import Boot, load_named
@@ -135,8 +136,8 @@ class MessageHandler(Protocol):
 
 def main() -> None:
     """Run the worker until the client shuts it down or goes away."""
-    if os.environ.pop(hidden.VARIABLE, ""):
-        hidden.hide()
+    if os.environ.pop(processes.VARIABLE, ""):
+        processes.hide()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     liveness_pipe = int(sys.argv[1])

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lazygt.files import create, make_folder
+from lazygt.host.files import create, make_folder
 
 RECORD = "session.json"
 _NAME = re.compile(r"lazygt-[0-9a-f]{16}")

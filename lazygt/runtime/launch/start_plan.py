@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from lazygt.cache import cache_place
 from lazygt.config import cache_setting
+from lazygt.host.files import cache_place
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.collectives.backends import backend_for, why_host
 from lazygt.runtime.launch import channel

@@ -29,7 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.memory_files import create_file
+from lazygt.host.files import create_file
 
 #: The file's name in ``/proc/PID/fd``.
 FILE_NAME = "lazygt-status"

@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from lazygt.errors import NoSession, ProtocolError
-from lazygt.runtime.launch import procfs
+from lazygt.host import processes
 from lazygt.runtime.launch.status_file import (
     FILE_NAME,
     ClientPage,
@@ -66,7 +66,7 @@ def _page(file: StatusFile, page: int, kind: type[WorkerPage] | type[ClientPage]
     when, message = told
     writer: WorkerPage | ClientPage = decoded(message, kind)
     there = writer.elsewhere if isinstance(writer, WorkerPage) else None
-    process = procfs.state(writer.pid) if there is None else there.process
+    process = processes.state(writer.pid) if there is None else there.process
     unheard = there is not None and there.unheard
     return Page(when, (time.monotonic_ns() - when) / 1e9, process, message, bool(unheard))
 
@@ -88,7 +88,7 @@ def _read_rank(file: StatusFile, rank: int, pid: int) -> Page | None:
     if told is None:
         return None
     when, message = told
-    return Page(when, (time.monotonic_ns() - when) / 1e9, procfs.state(pid), message)
+    return Page(when, (time.monotonic_ns() - when) / 1e9, processes.state(pid), message)
 
 
 def sessions() -> list[tuple[str, int]]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from lazygt.files import bind
+from lazygt.host.files import bind
 from lazygt.transfer.control import Deadline
 
 # -- broadcasts between processes of one host: rank 0 has a socket to each other rank --------------

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lazygt.errors import ProtocolError
-from lazygt.files import create
+from lazygt.host.files import create
 from lazygt.transfer.checksums import as_bytes
 from lazygt.transfer.control import Deadline, Message
 from lazygt.transfer.copy_request import CopyReply, WeightSource

@@ -140,7 +140,7 @@ def lightning(device: str) -> dict[str, Any]:
         if device == "cpu":
             where: dict[str, Any] = {"accelerator": "cpu"}
         else:
-            from lazygt.lightning import LazyGTStrategy
+            from lazygt.integrations.lightning import LazyGTStrategy
 
             where = {"strategy": LazyGTStrategy()}
         fit = pl.Trainer(

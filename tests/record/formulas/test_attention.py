@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazygt
 from lazygt.graph.node import Graph, Node, Ref
+from lazygt.host.gpus import HostGpu
 from lazygt.record.formulas import attention_kernel, gpu
 from lazygt.record.formulas.gpu import Gpu
-from lazygt.runtime.gpus import HostGpu
 
 pytestmark = pytest.mark.timeout(120)
 

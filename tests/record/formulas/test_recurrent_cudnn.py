@@ -15,7 +15,7 @@ import lazygt
 from lazygt.graph.node import Node
 from lazygt.record.formulas import cudnn_recurrent
 from lazygt.record.formulas.gpu import Gpu
-from lazygt.runtime.recovery import recover
+from lazygt.recovery import recover
 from tests.support import cudnn_rnn
 
 pytestmark = pytest.mark.timeout(120)

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.planner import Planner
 from lazygt.record.infer import Inference
 from lazygt.runtime.launch import interrupts
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.submit.planner import Planner
 
 pytestmark = pytest.mark.timeout(120)
 DEFAULT = signal.default_int_handler

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lazygt.errors import WorkerDied
-from lazygt.runtime.launch.procfs import OOMKills
+from lazygt.host.processes import OOMKills
 from tests.support.control_group import control_group
 
 KILLED = "signal SIGKILL"

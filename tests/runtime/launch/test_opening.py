@@ -54,7 +54,7 @@ def test_import_lazygt_loads_nothing_of_other_hosts_and_no_sockets() -> None:
         "import lazygt\n"
         "loaded = {'zmq', 'lazygt.runtime.cluster.environment', 'lazygt.runtime.launch.mailbox',"
         "          'lazygt.runtime.collectives.shared_backend',"
-        "          'lazygt.status'} & set(sys.modules)\n"
+        "          'lazygt.submit.status_page'} & set(sys.modules)\n"
         "print(sorted(loaded - before))"
     )
     done = subprocess.run(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.runtime.launch.procfs import Usage, cpu_quota, is_stopped, memory_left
+from lazygt.host.processes import Usage, cpu_quota, is_stopped, memory_left
 
 # a name that looks like the end of a name
 CHILD = """

@@ -1,0 +1,108 @@
+"""``lazygt calibrate``: a machine file of the machine at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lazygt.calibrate import FULL, QUICK, measure, write
+from lazygt.cli.script import check_output
+from lazygt.config import cache_setting, wheels_setting
+from lazygt.machine import CALIBRATED, Machine, calibrated_place, default_machine
+from lazygt.machine.file import in_order
+from lazygt.machine.schema import quantity
+from lazygt.native import fit
+from lazygt.native.build import BuildError, build, install
+from lazygt.native.build import write as write_wheel
+
+# -- ``lazygt build-native``: the C++ extension, from a wheel that fits or of the sources ----------
+
+
+def build_native(
+    if_possible: Annotated[
+        bool, typer.Option(help="end well without one, too: the recorder in Python does")
+    ] = False,
+    find_links: Annotated[
+        Path | None, typer.Option(help="a folder of wheels (LAZYGT_NATIVE_WHEELS)")
+    ] = None,
+    wheel: Annotated[Path | None, typer.Option(help="put a wheel of it into this folder")] = None,
+) -> None:
+    """Get the C++ extension: one that is there, a wheel that fits, or a build (cached)."""
+    try:
+        if wheel is not None:
+            typer.echo(write_wheel(build(typer.echo), wheel))
+        else:
+            typer.echo(_get(find_links or wheels_setting()))
+    except (BuildError, PermissionError) as error:
+        typer.echo(f"no native extension: {error}", err=True)
+        if not if_possible:
+            raise typer.Exit(1) from None
+        typer.echo("lazygt works without it: its recorder in Python is slower, and does the same")
+
+
+def _get(wheels: Path | str | None) -> str:
+    """Find, install or build the extension, and return a sentence with its path."""
+    try:
+        return f"the native extension is there: {fit.find().path}"
+    except fit.Misfit:
+        if wheels is not None and (installed := install(Path(wheels))) is not None:
+            return f"installed {installed}"
+        return f"the native extension is built: {build(typer.echo).path}"
+
+
+# -- ``lazygt calibrate``: a machine file of the machine at hand -----------------------------------
+
+
+def calibrate(
+    context: typer.Context,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="the file to write; else the one named calibrated"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and rounds")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="of a worker on the CPU")] = 1,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="what is measured")] = (
+        "auto"
+    ),
+) -> None:
+    """Measure the cost of work here, in less than a minute, and write a machine file.
+
+    Matmuls, pointwise ops, memory, recording, messages, and collectives between real workers. Each
+    figure is the least of several rounds. Sessions take it with machine="calibrated", or with
+    LAZYGT_MACHINE=calibrated; a file written with -o by its path.
+    """
+    if output is not None:
+        check_output(context, output)
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True
+    ) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def told(what: str, done: int, of: int) -> None:
+            progress.update(task, description=f"{what} {done}/{of}" if of else what)
+
+        machine = measure(kind, QUICK if quick else FULL, threads, told)
+    path = write(machine, output or calibrated_place(cache_setting()))
+    Console().print(_table(machine, default_machine(kind)))
+    typer.echo(f"written to {path}")
+    if output is None:
+        typer.echo(f"sessions take it with LAZYGT_MACHINE={CALIBRATED}")
+
+
+def _table(machine: Machine, usual: Machine) -> Table:
+    """Return the measured figures, beside those of the default machine."""
+    table = Table("figure", "here", usual.name, "unit", title=machine.about, box=SIMPLE)
+    for key, figure in in_order(machine.figures):
+        if figure.source == CALIBRATED:
+            other = usual.figures.get(key)
+            before = "" if other is None else f"{other.value:.3g}"
+            table.add_row(key, f"{figure.value:.3g}", before, quantity(key).unit)
+    return table

@@ -1,0 +1,1 @@
+"""This host: private files and folders, processes, GPUs, timers, and the garbage collector."""

@@ -1,0 +1,151 @@
+"""Sources of a session's status."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import msgspec
+
+from lazygt.errors import NoSession
+from lazygt.observe.top.pool_status import PoolStatus, plain_pool
+from lazygt.observe.top.status import SessionStatus, plain, put_together
+from lazygt.runtime.launch.status_file import ClientPage, StatusFile, decoded
+from lazygt.runtime.launch.status_reader import Pages, open_files, read_pages, sessions
+
+#: Seconds after which a viewer counts as gone: more than any sensible pause between two looks.
+_LEASE_SECONDS = 3.0
+_LOOK_AGAIN_SECONDS = 0.02
+
+
+Status = SessionStatus | PoolStatus
+
+
+def as_json(status: Status) -> bytes:
+    """Encode a status as JSON; docs/top.md describes it."""
+    return msgspec.json.encode(
+        plain(status) if isinstance(status, SessionStatus) else plain_pool(status)
+    )
+
+
+class Source(Protocol):
+    """Source of the status of a session, or of the sessions of a pool."""
+
+    def snapshot(self) -> Status:
+        """Read the present status.
+
+        Raises:
+            NoSession: the session or pool has ended.
+        """
+
+    def settled(self, seconds: float) -> Status:
+        """Read the status once all have reported since the call.
+
+        Args:
+            seconds: maximum time to wait.
+        """
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+
+
+class LocalSource:
+    """A session of this user on this machine.
+
+    Args:
+        pid: process id of its client.
+        file: its status pages.
+        interval: maximum seconds between two looks.
+    """
+
+    def __init__(self, pid: int, file: StatusFile, interval: float = 1.0) -> None:
+        self._pid, self._file = pid, file
+        self._lease = max(_LEASE_SECONDS, 3 * interval)
+        self._file.watch(self._lease)
+
+    def snapshot(self) -> SessionStatus:
+        """See `Source`."""
+        return put_together([self._read()])
+
+    def _read(self) -> Pages:
+        pages = read_pages(self._file)
+        client = pages.client
+        if client is None or not client.process or decoded(client.message, ClientPage).ended:
+            raise NoSession(f"the session of process {self._pid} has ended")
+        self._file.watch(self._lease)
+        return pages
+
+    def settled(self, seconds: float) -> SessionStatus:
+        """Read the status once all running processes have reported since the call.
+
+        Args:
+            seconds: maximum time to wait.
+        """
+        until = time.monotonic() + seconds
+        since = time.monotonic_ns()
+        while True:
+            pages = self._read()
+            told = [page for page in (pages.client, *pages.ranks) if page is not None]
+            late = [
+                page
+                for page in told
+                if page.when < since and page.process not in ("", "T") and not page.unheard
+            ]
+            if time.monotonic() >= until or (len(told) == self._file.pages and not late):
+                return put_together([pages])
+            time.sleep(_LOOK_AGAIN_SECONDS)
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._file.close()
+
+
+def open_source(wanted: str, interval: float = 1.0) -> LocalSource:
+    """Open the session of a process or of a name; with neither, the only one there is.
+
+    Args:
+        wanted: process id, name of the session, or empty.
+
+    Raises:
+        NoSession: there is no such session, there are several, or it is another user's.
+    """
+    if wanted.isdigit():
+        return _of_process(int(wanted), wanted, interval)
+    known = [(name, pid) for name, pid in sessions() if wanted in ("", name)]
+    if len(known) == 1:
+        ((name, pid),) = known
+        return _of_process(pid, name, interval)
+    if not known:
+        which = f"named {wanted!r} " if wanted else ""
+        raise NoSession(f"there is no lazygt session {which}of this user on this machine")
+    raise NoSession(f"there are {len(known)} sessions; name one:\n{listed(known)}")
+
+
+def listed(known: list[tuple[str, int]]) -> str:
+    """List sessions, one a line, as the command line names them.
+
+    A session is named by its process if its name occurs twice, as in two pools.
+    """
+    names = [name for name, _ in known]
+    return "\n".join(
+        f"  lazygt top {name}  (process {pid})"
+        if names.count(name) == 1
+        else f"  lazygt top {pid}  (session {name})"
+        for name, pid in known
+    )
+
+
+def _of_process(pid: int, wanted: str, interval: float) -> LocalSource:
+    files = open_files(pid)
+    if wanted in files:
+        file = files.pop(wanted)
+    elif len(files) == 1:
+        _, file = files.popitem()
+    else:
+        raise NoSession(
+            f"process {pid} has {len(files)} sessions; name one:\n"
+            f"{listed([(name, pid) for name in sorted(files)])}"
+        )
+    for other in files.values():
+        other.close()
+    return LocalSource(pid, file, interval)

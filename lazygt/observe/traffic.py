@@ -1,0 +1,291 @@
+"""`lazygt comm`: collectives of a training step as a table, and judged claims."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from lazygt.graph.collectives import ring_limit
+from lazygt.graph.comm_volume import TransformerStep, Volume
+from lazygt.graph.text import amount
+from lazygt.tables import Printed, plain_table
+
+# -- summary of an instruction log: messages, bytes and time by kind, reason and line --------------
+
+#: Field of a line -> its type; see ``InstructionLog``.
+FIELDS: Mapping[str, type | tuple[type, ...]] = {
+    "t": (int, float), "direction": str, "kind": str, "rank": int, "run": int, "bytes": int,
+    "why": str, "line": str,
+}  # fmt: skip
+
+
+class LoggedMessage(NamedTuple):
+    """A line of a log; the fields are those of ``InstructionLog``."""
+
+    t: float
+    direction: str
+    kind: str
+    rank: int
+    run: int
+    nbytes: int
+    why: str
+    line: str
+
+
+@dataclass(slots=True)
+class Total:
+    """Totals of messages with a common name.
+
+    Attributes:
+        count, nbytes: number of messages, and bytes of all their frames (without tensors in shared
+            memory).
+        milliseconds: sum of the times from sending a run to its answer; runs may overlap, so a sum
+            can be longer than the log.
+    """
+
+    name: str
+    count: int = 0
+    nbytes: int = 0
+    milliseconds: float = 0.0
+
+    def add(self, message: LoggedMessage, milliseconds: float) -> None:
+        """Count one more message."""
+        self.count += 1
+        self.nbytes += message.nbytes
+        self.milliseconds += milliseconds
+
+
+def read_log(path: Path) -> Iterator[LoggedMessage]:
+    """Yield the messages of a log written because of ``LAZYGT_LOG``.
+
+    Raises:
+        OSError: there is no such file, or it can't be read.
+        ValueError: a line is not one of a log; the error has its number.
+    """
+    with path.open(encoding="utf-8") as lines:
+        for number, text in enumerate(lines, 1):
+            try:
+                yield _message(json.loads(text))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: this is no line of a log: {error}") from None
+
+
+def _message(fields: Any) -> LoggedMessage:
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected an object with {', '.join(FIELDS)}, not {fields!r:.60}")
+    for name, kind in FIELDS.items():
+        if not isinstance(fields.get(name), kind):
+            raise ValueError(f"{name!r} is {fields.get(name)!r:.60}")
+    return LoggedMessage(*(fields[name] for name in FIELDS))
+
+
+class LogSummary:
+    """Totals of a log.
+
+    Attributes:
+        messages, nbytes, seconds: totals of the whole log; over several sessions, the sum.
+    """
+
+    def __init__(self, messages: Iterable[LoggedMessage]) -> None:
+        self._rows = list(messages)
+        self._waits = _waits(self._rows)
+        self.messages = len(self._rows)
+        self.nbytes = sum(row.nbytes for row in self._rows)
+        ends = [
+            row.t
+            for row, after in zip(self._rows, [*self._rows[1:], None], strict=True)
+            if after is None or after.t < row.t  # another session begins
+        ]
+        self.seconds = sum(ends)
+
+    def by_kind(self) -> list[Total]:
+        """Sum all messages by direction and kind: ``send run``, ``receive done``."""
+        return self._totals(lambda row: f"{row.direction} {row.kind}")
+
+    def by_reason(self) -> list[Total]:
+        """Sum the sent messages by reason: the sync point, or ``limit``, ``recovery``."""
+        return self._totals(lambda row: row.why if row.direction == "send" else "")
+
+    def by_line(self) -> list[Total]:
+        """Sum the sent messages by the user's ``file:line``."""
+        return self._totals(lambda row: row.line if row.direction == "send" else "")
+
+    def _totals(self, name_of: Callable[[LoggedMessage], str]) -> list[Total]:
+        """Sum the messages with a name by that name, the most frequent first."""
+        totals: dict[str, Total] = {}
+        for number, row in enumerate(self._rows):
+            name = name_of(row)
+            if name:
+                total = totals.setdefault(name, Total(name))
+                total.add(row, self._waits.get(number, 0.0))
+        return sorted(totals.values(), key=lambda total: (-total.count, total.name))
+
+
+def _waits(rows: Iterable[LoggedMessage]) -> dict[int, float]:
+    """Return sent runs, by position in the log -> milliseconds until their answer."""
+    sent: dict[tuple[int, int], tuple[int, float]] = {}
+    waits: dict[int, float] = {}
+    for number, row in enumerate(rows):
+        if (row.direction, row.kind) == ("send", "run"):
+            sent[row.rank, row.run] = number, row.t
+        elif (row.direction, row.kind) == ("receive", "done"):
+            known = sent.pop((row.rank, row.run), None)
+            if known is not None:
+                waits[known[0]] = (row.t - known[1]) * 1e3
+    return waits
+
+
+# -- `lazygt comm`: collectives of a training step as a table, and judged claims -------------------
+
+#: Claims are rounded.
+_ROUNDING = 0.02
+_BYTES = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?)\s*([kMGTP]?)B", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+
+
+class VolumeClaim(NamedTuple):
+    """A claim on the bytes of one kind of parallelism, computed elsewhere."""
+
+    parallelism: str
+    nbytes: float
+
+
+def parse_volume_claim(text: str) -> VolumeClaim:
+    """Parse a claim of the command line, such as ``tensor=17.2TB``.
+
+    Raises:
+        ValueError: the text is no claim.
+    """
+    parallelism, _, number = (part.strip() for part in text.partition("="))
+    match = _BYTES.fullmatch(number)
+    if match is None:
+        raise ValueError(f"{text!r}: expected a kind of parallelism and bytes, such as data=56GB")
+    return VolumeClaim(parallelism, float(match[1]) * 1000.0 ** _POWERS[match[2].upper()])
+
+
+@dataclass(frozen=True, repr=False)
+class VolumeReport(Printed):
+    """Collectives of a step. Prints as a table.
+
+    Attributes:
+        dtypes: dtype of the parameters, and of activations.
+        volumes: the collectives, kind by kind.
+        remarks: remarks on claims.
+    """
+
+    step: TransformerStep
+    dtypes: tuple[str, str]
+    volumes: tuple[Volume, ...]
+    remarks: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the whole report as plain values for JSON, in bytes."""
+        rows = [
+            {**each._asdict(), "logical": each.logical, "ring_limit": each.limit,
+             "ring_of_rank": each.ring}
+            for each in self.volumes
+        ]  # fmt: skip
+        dtype, activations = self.dtypes
+        return {
+            "params": self.step.params,
+            "dtype": dtype,
+            "activations": activations,
+            "collectives": rows,
+            "by_parallelism": {
+                name: {"logical": sum(each.logical for each in volumes),
+                       "ring_limit": sum(each.limit for each in volumes),
+                       "ring_of_rank": sum(each.ring for each in volumes)}
+                for name, volumes in _by_parallelism(self.volumes).items()
+            },
+            "remarks": list(self.remarks),
+        }  # fmt: skip
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        dtype, activations = self.dtypes
+        params = amount(self.step.params * self.step.itemsize, "B")
+        head = f"One step; {amount(self.step.params, ' parameters')} in {dtype} are {params}"
+        if self.step.activation:
+            nbytes = amount(self.step.activation * self.step.activation_itemsize, "B")
+            elements = amount(self.step.activation, " elements")
+            head += f"; B x S x H = {elements}, in {activations} {nbytes}"
+        yield Text(f"{head}.")
+        yield Text("Logical: the payload, of the whole model. Ring: what is sent for it, by the "
+                   "rule for many ranks, and exactly by one of the ranks that meet.\n")  # fmt: skip
+        yield self._table()
+        if self.remarks:
+            yield Text("\nto mind", style="bold")
+            yield from (Text(f"- {remark}") for remark in self.remarks)
+
+    def _table(self) -> Table:
+        table = plain_table(
+            "parallelism", ">ranks", "collective", "of", ">count", ">elements each",
+            ">logical", ">ring, many ranks", ">ring, a rank",
+        )  # fmt: skip
+        for name, volumes in _by_parallelism(self.volumes).items():
+            for row in volumes:
+                table.add_row(name, str(row.ranks), row.kind, row.what, f"{row.times:,}",
+                              amount(row.elements, ""), *_bytes([row]))  # fmt: skip
+            if len(volumes) > 1:
+                table.add_row(name, "", "together", "", "", "", *_bytes(volumes))
+        return table
+
+
+def _by_parallelism(volumes: Sequence[Volume]) -> dict[str, list[Volume]]:
+    rows: dict[str, list[Volume]] = {}
+    for volume in volumes:
+        rows.setdefault(volume.parallelism, []).append(volume)
+    return rows
+
+
+def _bytes(volumes: Sequence[Volume]) -> list[str]:
+    sums = (
+        sum(each.logical for each in volumes),
+        sum(each.limit for each in volumes),
+        sum(each.ring for each in volumes),
+    )
+    return [amount(nbytes, "B") for nbytes in sums]
+
+
+def judged(volumes: Sequence[Volume], claims: Sequence[VolumeClaim]) -> tuple[str, ...]:
+    """Judge each claim, in words.
+
+    Raises:
+        ValueError: a claim is on a kind of parallelism without collectives.
+    """
+    rows = _by_parallelism(volumes)
+    for claim in claims:
+        if claim.parallelism not in rows:
+            there = ", ".join(rows) or "none"
+            raise ValueError(f"a claim of {claim.parallelism!r}: what is exchanged is of {there}")
+    return tuple(_judged(rows[claim.parallelism], claim) for claim in claims)
+
+
+def _judged(volumes: Sequence[Volume], claim: VolumeClaim) -> str:
+    logical, limit, ring = _bytes(volumes)
+    said = f"{claim.parallelism}={amount(round(claim.nbytes), 'B')}"
+    right = f"logical {logical}, {limit} in a ring of many ranks, {ring} sent by a rank"
+    if _near(claim.nbytes, sum(each.ring for each in volumes)):
+        return f"{said} is what one rank sends in the ring: {right}"
+    if _near(claim.nbytes, sum(each.limit for each in volumes)):
+        return f"{said} holds for a ring of many ranks: {right}"
+    elements = [sum(each.times * each.elements for each in volumes)]
+    elements.append(sum(ring_limit(each.kind, each.times * each.elements) for each in volumes))
+    counted = any(_near(claim.nbytes, number) for number in elements)
+    if _near(claim.nbytes, sum(each.logical for each in volumes)):
+        also = ", or is a number of elements and no bytes" if counted else ""
+        return f"mistake 3: {said} is the payload, and forgets the ring{also}: {right}"
+    if counted:
+        return f"{said} is a number of elements, and no bytes: {right}"
+    return f"{said} is wrong: {right}"
+
+
+def _near(value: float, other: float) -> bool:
+    return abs(value - other) <= _ROUNDING * max(other, 1)

@@ -1,0 +1,371 @@
+"""A checkpoint on disk: one file, with every byte under a checksum.
+
+    | header | section 0 | section 1 | ... | index |
+
+The index holds the places and checksums of sections. The header, written last, holds the place of
+the index and the length of the file: a shorter file is *torn*.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import struct
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Annotated, Any, TypeVar
+
+import msgspec
+
+from lazygt.errors import CheckpointError
+from lazygt.host.files import check_folder, create, make_folder, open_own
+from lazygt.runtime.crc32 import crc32
+
+T = TypeVar("T")
+_FAMILY, _FORMAT = b"lazygt checkpt ", b"2"
+_MAGIC = _FAMILY + _FORMAT
+#: magic, bytes of the file, offset of the index, its bytes, its checksum; the header's own
+_HEADER, _HEADER_CRC = struct.Struct("<16sQQQQ8x"), struct.Struct("<Q")
+_HEADER_BYTES = _HEADER.size + _HEADER_CRC.size
+_ALIGNMENT = 64
+#: written, and checked while it is in a core's cache
+_BLOCK = 1 << 20
+
+
+#: Plain values that describe a checkpoint.
+About = dict[str, int | str | dict[str, str]]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Section(msgspec.Struct, frozen=True):
+    """Offset, bytes, and the checksum of these and of the padding after them."""
+
+    offset: Count
+    nbytes: Count
+    crc: Count
+
+
+class _Index(msgspec.Struct, frozen=True):
+    about: About
+    sections: list[_Section]
+
+
+def write(file: IO[bytes], about: Mapping[str, Any], sections: Iterable[memoryview]) -> None:
+    """Write a checkpoint into an empty file, and sync it to disk.
+
+    Args:
+        about: plain values that describe it.
+        sections: bytes of each section; one is released before the next is requested.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    file.write(bytes(_HEADER_BYTES))
+    rows, end = [], _HEADER_BYTES
+    for data in sections:
+        rows.append(_write_section(file, data, end))
+        end = _next(rows[-1])
+    index = msgspec.msgpack.encode(_Index(dict(about), rows))
+    file.write(index)
+    header = _HEADER.pack(_MAGIC, end + len(index), end, len(index), crc32(index))
+    file.seek(0)
+    file.write(header + _HEADER_CRC.pack(crc32(header)))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _write_section(file: IO[bytes], data: memoryview, offset: int) -> _Section:
+    crc = 0
+    for begin in range(0, len(data), _BLOCK):
+        block = data[begin : begin + _BLOCK]
+        file.write(block)
+        crc = crc32(block, crc)
+    section = _Section(offset, len(data), crc)
+    rest = bytes(_next(section) - offset - len(data))
+    file.write(rest)
+    return _Section(offset, len(data), crc32(rest, crc))
+
+
+def _next(section: _Section) -> int:
+    """Return the offset of the section after this one."""
+    return -(-(section.offset + section.nbytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+def unpacked(path: Path, data: bytes | memoryview, kind: type[T]) -> T:
+    """Decode a section or the index of a file; CheckpointError: it is not of this type."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(path, f"its content can't be read: {error}") from error
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a file is a checkpoint of any format, or the beginning of one.
+
+    Raises:
+        PermissionError: it is another user's, or no file.
+    """
+    with open(open_own(path), "rb") as file:
+        head = file.read(len(_FAMILY))
+    return _FAMILY.startswith(head) or not any(head)
+
+
+class CheckpointFile:
+    """A whole checkpoint on disk: all of it has been read and checked.
+
+    Raises:
+        CheckpointError: it differs from the written file.
+        OSError: it can't be read.
+
+    Attributes:
+        about: the description that it was written with.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._opened() as file:
+            size = os.fstat(file.fileno()).st_size
+            begin, length, crc = self._header(file.read(_HEADER_BYTES), size)
+            # private, so that tensors may lie on it
+            self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        index = self._data[begin : begin + length]
+        if crc32(index) != crc:
+            raise self._damaged("its index")
+        self.about, self._sections = self._read_index(index, begin)
+        for number, section in enumerate(self._sections):
+            if crc32(self._data[section.offset : _next(section)]) != section.crc:
+                raise self._damaged(f"section {number}")
+
+    def _opened(self) -> IO[bytes]:
+        try:
+            return open(open_own(self.path), "rb")
+        except PermissionError as error:
+            raise CheckpointError(self.path, f"it is not read: {error}") from error
+
+    def _read_index(self, index: memoryview, end: int) -> tuple[About, list[_Section]]:
+        """Return the description and the sections, which follow one another up to the index."""
+        told = unpacked(self.path, index, _Index)
+        begin = _HEADER_BYTES
+        for number, section in enumerate(told.sections):
+            if section.offset != begin or _next(section) > end:
+                raise CheckpointError(self.path, f"section {number} is not where it must be")
+            begin = _next(section)
+        return told.about, told.sections
+
+    def _header(self, header: bytes, size: int) -> tuple[int, int, int]:
+        """Return the offset of the index, its bytes and its checksum."""
+        if len(header) < _HEADER_BYTES or not any(header):
+            raise CheckpointError(self.path, "it was never written to its end", torn=True)
+        magic, nbytes, begin, length, crc = _HEADER.unpack(header[: _HEADER.size])
+        whole = _HEADER_CRC.pack(crc32(header[: _HEADER.size])) == header[_HEADER.size :]
+        if not (whole and magic.startswith(_FAMILY)):
+            raise self._damaged("its header")
+        if magic != _MAGIC:
+            raise CheckpointError(
+                self.path,
+                f"its format is {magic[len(_FAMILY) :].decode(errors='replace')}, and this lazygt "
+                f"reads format {_FORMAT.decode()} alone. Nothing was loaded. Resume it with the "
+                f"lazygt that saved it, or remove it to begin anew",
+            )
+        if size < nbytes:
+            raise CheckpointError(self.path, f"it has lost {nbytes - size:,} bytes", torn=True)
+        if size > nbytes:
+            raise self._damaged(f"its end: {size - nbytes:,} bytes more than were written")
+        return begin, length, crc
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            self.path,
+            f"{what} is not what was written: the checksum differs. Nothing was loaded. Remove "
+            f"this file to go on from the checkpoint before it, if there is one",
+        )
+
+    def __len__(self) -> int:
+        return len(self._sections)
+
+    def section(self, number: int) -> memoryview:
+        """Return a section's bytes, which may be written: the file stays as it is."""
+        section = self._sections[number]
+        return self._data[section.offset : section.offset + section.nbytes]
+
+
+# -- folder of a run's checkpoints: the last two are kept, and one session at a time writes --------
+# The folder may be the user's, with other things in it: only files of this name are touched, and
+# only if they begin as checkpoints do. Others may not write to it: they could put files there to
+# be read.
+
+_NAME = re.compile(r"checkpoint-(\d{6,})\.lazygt(\.part)?")
+_LOCK = "lazygt.lock"
+#: Content of the lock: a process, or nothing yet.
+_OWNER = re.compile(rb"(\d{1,20}\n?)?")
+_KEPT = 2
+
+
+class CheckpointFolder:
+    """A folder that this session has exclusively; it is made if there is none.
+
+    Raises:
+        CheckpointError: another session has it, or it can't be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+        try:
+            make_folder(self.path)
+            lock = open_own(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise CheckpointError(self.path, f"it can't be written: {error}") from error
+        self._closer = weakref.finalize(self, os.close, lock)
+        _open_folders.add(self)
+        try:
+            _take_lock(self.path, lock)
+            for name in self._files(parts=True):
+                self._remove(name)
+        except BaseException:
+            self.close()
+            raise
+        #: numbers of the files that are kept
+        self.whole = self._numbers()[-_KEPT:]
+        #: number of the next file; files that are not ours keep their names, too
+        self._next = max([0, *self._numbers(), *map(_number, self._files(parts=True))]) + 1
+
+    def close(self) -> None:
+        """Release the folder for other sessions. May be called twice."""
+        self._closer()
+
+    def newest(self) -> CheckpointFile | None:
+        """Return the newest whole checkpoint, see ``newest``; torn ones after it are not kept."""
+        checkpoint = newest(self.path)
+        if checkpoint is not None:
+            number = _number(checkpoint.path)
+            self.whole = [kept for kept in self.whole if kept <= number]
+        return checkpoint
+
+    def write(self, about: Mapping[str, Any], sections: Iterable[memoryview]) -> Path:
+        """Write a checkpoint, whole or not at all; of earlier ones only the last is kept.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        number = self._next
+        path = self.path / f"checkpoint-{number:06}.lazygt"
+        part = path.with_name(f"{path.name}.part")
+        try:
+            with open(create(part), "wb") as file:
+                write(file, {**about, "number": number}, sections)
+            part.rename(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        self._next += 1
+        self.whole = [*self.whole, number][-_KEPT:]
+        self._sync()
+        for old in set(self._numbers()) - set(self.whole):
+            self._remove(f"checkpoint-{old:06}.lazygt")
+        return path
+
+    def _sync(self) -> None:
+        """Sync the folder's names to disk as well."""
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _files(self, parts: bool) -> list[str]:
+        return [
+            name
+            for name in os.listdir(self.path)
+            if (match := _NAME.fullmatch(name)) and bool(match[2]) == parts
+        ]
+
+    def _numbers(self) -> list[int]:
+        return sorted(map(_number, self._files(parts=False)))
+
+    def _remove(self, name: str) -> None:
+        path = self.path / name
+        with suppress(PermissionError):  # not ours: it stays
+            if is_checkpoint(path):
+                path.unlink()
+
+
+#: folders of this process
+_open_folders: weakref.WeakSet[CheckpointFolder] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Close the locks in a forked child, which would keep them beyond its parent's end."""
+    for folder in _open_folders:
+        folder.close()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _take_lock(path: Path, lock: int) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _OWNER.fullmatch(os.pread(lock, 32, 0)):
+            raise CheckpointError(path, f"{_LOCK} in it is no lock of lazygt: rename that file")
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError as error:
+        owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+        raise CheckpointError(
+            path,
+            f"another session writes its checkpoints there (process {owner}); end that, or give "
+            f"this one a folder of its own",
+        ) from error
+    except OSError as error:
+        raise CheckpointError(path, f"it can't be locked: {error}") from error
+
+
+def _number(name: str | Path) -> int:
+    match = _NAME.fullmatch(Path(name).name)
+    assert match is not None
+    return int(match[1])
+
+
+def newest(folder: Path) -> CheckpointFile | None:
+    """Return the last checkpoint in a folder that is not torn; None: there are none at all.
+
+    Raises:
+        CheckpointError: that one is damaged, or all are torn, or another user could have written
+            it.
+    """
+    try:
+        check_folder(folder)
+    except PermissionError as error:
+        raise CheckpointError(folder, f"nothing is read from it: {error}") from error
+    names = sorted(filter(_is_whole_name, os.listdir(folder)), key=_number, reverse=True)
+    torn: list[CheckpointError] = []
+    for name in names:
+        try:
+            checkpoint = CheckpointFile(folder / name)
+        except FileNotFoundError:
+            return newest(folder)  # a session that writes there has removed it meanwhile
+        except CheckpointError as error:
+            if not error.torn:
+                raise
+            torn.append(error)
+            continue
+        if torn:
+            warnings.warn(
+                f"lazygt: {torn[0]}. The one before it is used instead: {checkpoint.path}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return checkpoint
+    if torn:
+        raise CheckpointError(torn[0].path, f"{torn[0].why}, and there is no other", torn=True)
+    return None
+
+
+def _is_whole_name(name: str) -> bool:
+    match = _NAME.fullmatch(name)
+    return match is not None and match[2] is None

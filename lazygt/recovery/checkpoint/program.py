@@ -1,0 +1,392 @@
+"""Checkpoints of a running program: registered objects, written at marked steps.
+
+A moment is saved by a snapshot that the workers take for recovery anyway; another thread writes
+from the snapshot's memory while the program goes on. Without snapshots (``recover="off"``, inline)
+the values are fetched, and also written by that thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lazygt.config import Config, seconds_of
+from lazygt.errors import CheckpointError
+from lazygt.graph.mesh import VirtualMesh
+from lazygt.record.recorder import Recorder
+from lazygt.recovery.checkpoint import values as states
+from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFolder, newest
+from lazygt.recovery.checkpoint.encoding import encoded
+from lazygt.recovery.checkpoint.saved import Contents, Saved, generators, versions
+from lazygt.recovery.checkpoint.values import Block, Captured, Rows, are_there, memory_of, sections
+from lazygt.recovery.journal import Snapshot
+from lazygt.runtime.arenas import Arena
+from lazygt.runtime.client import Client
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.messages import Copied
+
+_log = logging.getLogger("lazygt")
+
+#: Minimum seconds between two checkpoints by default.
+LEAST_SECONDS = 1.0
+#: Niceness of the writing thread: lower priority than the program's threads.
+_NICENESS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRecord:
+    """A checkpoint that was written.
+
+    Attributes:
+        step: the program's number of the step.
+        path: path of the file, which may have been replaced by later ones.
+        nbytes: bytes of the file.
+        seconds: time from the mark until the file was on the disk.
+        busy: part of these seconds in which a worker or a thread of the client worked for it.
+    """
+
+    step: int
+    path: Path
+    nbytes: int
+    seconds: float
+    busy: float
+
+
+class _Moment(NamedTuple):
+    """A moment of the program that is being saved."""
+
+    step: int
+    begun: float
+    contents: Contents
+    sources: list[Tensor | list[Block]]
+    about: dict[str, Any]
+
+
+#: checkpoints of open sessions
+_open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+
+
+class Checkpoints:
+    """The checkpoints of one session.
+
+    Raises:
+        CheckpointError: the folder can't be written, or another session writes there.
+
+    Attributes:
+        resumed: True if the program has asked for the last checkpoint.
+        records: records of the written checkpoints.
+    """
+
+    def __init__(self, config: Config) -> None:
+        assert config.checkpoint is not None
+        self.folder = CheckpointFolder(config.checkpoint)
+        self.resumed, self._had_others = False, bool(self.folder.whole)
+        self.records: list[CheckpointRecord] = []
+        every = config.checkpoint_every
+        self._every = every if isinstance(every, int) else None
+        self._seconds = seconds_of(every) if isinstance(every, str) else None
+        self._cost = config.snapshot_cost
+        self._objects: dict[str, Any] = {}
+        self._recorder: Recorder
+        self._client: Client
+        self._mesh: VirtualMesh
+        self._settings: dict[str, str] = {}
+        self._arenas: dict[int, Arena] = {}
+        #: number of marks since the last saved one
+        self._marks = 0
+        #: True if the program has called `mark` or `resume`
+        self._used = False
+        self._due = 0.0
+        #: the moment of the pending snapshot, and the write under way
+        self._pending: _Moment | None = None
+        self._writing: Future[CheckpointRecord] | None = None
+        self._begun = 0.0
+        #: reason that nothing is being saved, and True once the program was warned
+        self._problem, self._told = "", False
+        self._thread = ThreadPoolExecutor(1, "lazygt-checkpoint", _step_back)
+        _open.add(self)
+
+    def connect(self, recorder: Recorder, client: Client, mesh: VirtualMesh, about: Config) -> None:
+        """Connect with the session."""
+        self._recorder, self._client, self._mesh = recorder, client, mesh
+        self._settings = {
+            "mesh": str(mesh.workers),
+            "invariant": str(mesh.ranks) if about.invariant else "off",
+            "device": recorder.worker_device,
+            "threads": str(about.threads),
+            "compile": about.compile,
+        }
+        self._due = time.monotonic() + LEAST_SECONDS
+        if client.recovery is not None and about.checkpoint_every is None:
+            client.recovery.waits_for_marks = True
+
+    # -- calls of the program ------------------------------------------------------------
+
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """Register objects to save and resume under these names."""
+        for name, given in objects.items():
+            states.check_registered(name, given)
+        self._objects.update(objects)
+
+    def mark(self, step: int, values: Mapping[str, Any], now: bool) -> bool:
+        """Mark that ``step`` steps are done; return whether this moment is being saved."""
+        self._used = True
+        self._check_mark(step, values)
+        with self._recorder.lock, DEFER_INTERRUPT:
+            self._heed()
+            if self._mesh.ranks.world_size > 1 and self._recorder.trace.step.ops:
+                # the end of a plan affects the order of sums over ranks, so it must not depend on
+                # the clock
+                self._recorder.flush("checkpoint")
+            self._marks += 1
+            saved = self._save_now(step, values) if now else self._is_due()
+            if saved and not now:
+                self._save(step, values)
+        self._tell_of_problem()
+        return saved
+
+    def resume(self) -> Saved:
+        """Load the last checkpoint into the registered objects."""
+        self._used = True
+        file = self.folder.newest()
+        saved = Saved(file)
+        if file is not None and saved.objects != set(self._objects):
+            raise CheckpointError(
+                file.path,
+                f"it is of another program: {_listed(saved.objects)} were registered, and "
+                f"{_listed(self._objects)} are here. Nothing was loaded. Register all of them "
+                f"before resume()",
+            )
+        if file is not None:
+            saved.load(**self._objects)
+            self._tell_of_settings(saved)
+        self.resumed = True
+        return saved
+
+    def _check_mark(self, step: int, values: Mapping[str, Any]) -> None:
+        if type(step) is not int or step < 0:
+            raise ValueError(f"checkpoint({step!r}): expected how many steps are done, at least 0")
+        if not self._objects:
+            raise RuntimeError(
+                "checkpoint() has nothing to save: register(model=..., optimizer=...) first"
+            )
+        for name in values:
+            if name in self._objects:
+                raise ValueError(f"checkpoint({name}=...): {name!r} is registered already")
+        if self._had_others and not self.resumed:
+            raise CheckpointError(
+                self.folder.path,
+                "it holds the checkpoints of a run, which this one would replace. Call resume() "
+                "to go on from there, or give this run a folder of its own",
+            )
+
+    def _tell_of_settings(self, saved: Saved) -> None:
+        other = [
+            f"{name} {saved.settings[name]} (now {value})"
+            for name, value in self._settings.items()
+            if saved.settings.get(name, value) != value
+        ]
+        if other:
+            warnings.warn(
+                f"lazygt: {saved.path} was saved with {', '.join(other)}. Its values are whole; "
+                f"what is computed from here on may have other bits than that run's",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    # -- a moment ------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        recovery = self._client.recovery
+        if self._pending or self._writing or (recovery is not None and recovery.journal.cutting):
+            return False
+        if self._every is not None:
+            return self._marks >= self._every
+        return time.monotonic() >= self._due
+
+    def _save_now(self, step: int, values: Mapping[str, Any]) -> bool:
+        """Save this moment, wait for the disk, and return whether it is saved.
+
+        Raises:
+            ExecutionError: a value could not be computed.
+        """
+        self._finish()
+        recovers = self._client.recovery is not None
+        self._save(step, values)
+        saved = self._finish()
+        if recovers and self._client.recovery is None:  # it turned itself off meanwhile
+            self._save(step, values)
+            saved = self._finish()
+        if not saved:
+            self._client.raise_failure()
+        return saved
+
+    def _save(self, step: int, values: Mapping[str, Any]) -> None:
+        """Begin to save this moment."""
+        self._begun, self._marks = time.monotonic(), 0
+        with torch.no_grad():
+            captured, texts, random_state = self._captured(values)
+            captured.ship()
+            classes = {name: states.class_of(given) for name, given in self._objects.items()}
+            contents = Contents(texts, classes, random_state, captured.leaves())
+        about = {**versions(), "step": step, "settings": self._settings}
+        moment = _Moment(step, self._begun, contents, captured.sources(), about)
+        self._pending = moment
+        if not self._client.snap(partial(self._snapped, moment)):
+            self._pending = None
+            self._write({}, 0.0, moment._replace(sources=list(captured.fetched())))
+
+    def _captured(self, values: Mapping[str, Any]) -> tuple[Captured, dict[str, bytes], bytes]:
+        captured = Captured(self._recorder, self._mesh)
+        given = {name: states.state_of(each) for name, each in self._objects.items()}
+        texts = {
+            name: encoded(name, state, captured.leaf) for name, state in {**given, **values}.items()
+        }
+        drawn = encoded("generators", generators(self._recorder), captured.leaf)
+        return captured, texts, drawn
+
+    def _snapped(self, moment: _Moment, snapshot: Snapshot) -> None:
+        """Write a moment from its complete snapshot, which stays until it is written."""
+        self._pending = None
+        recovery = self._client.recovery
+        rows = {rank: {row.id: row for row in part.values} for rank, part in snapshot.parts.items()}
+        if recovery is None or not are_there(moment.sources, rows):
+            return  # a failure, which is raised where the program waits for it
+        slowest = max(part.nanoseconds for part in snapshot.parts.values()) / 1e9
+        self._write(rows, slowest, moment)
+        recovery.reader = self._writing
+
+    def _write(self, rows: Rows, busy: float, moment: _Moment) -> None:
+        memory = memory_of(self._memories(rows), self._client.link.upload)
+        self._writing = self._thread.submit(_written, self.folder, moment, rows, memory, busy)
+
+    def _memories(self, ranks: Rows) -> Mapping[int, Arena]:
+        for rank in ranks:
+            if rank not in self._arenas:
+                self._arenas[rank] = self._client.link.snapshot_arena(rank)
+        return self._arenas
+
+    # -- the result of a write -----------------------------------------------------------
+
+    def _heed(self) -> bool:
+        """Take in the result of the write under way, and return whether it has succeeded."""
+        if self._client.recovery is None:
+            self._pending = None  # its snapshot will not be taken
+        writing = self._writing
+        if writing is None or not writing.done():
+            return False
+        self._writing = None
+        if isinstance(error := writing.exception(), OSError | MemoryError):
+            self._due = time.monotonic() + (self._seconds or LEAST_SECONDS)
+            self._problem = f"{type(error).__name__}: {error}"
+            return False
+        record = writing.result()
+        self.records.append(record)
+        self._problem, self._told = "", False
+        self._due = self._begun + (self._seconds or max(record.busy / self._cost, LEAST_SECONDS))
+        _log.info("%s: step %d, %d bytes", record.path, record.step, record.nbytes)
+        return True
+
+    def _tell_of_problem(self) -> None:
+        if not self._problem or self._told:
+            return
+        self._told = True
+        last = f"since step {self.records[-1].step}" if self.records else "in this session"
+        warnings.warn(
+            f"lazygt: no checkpoint was saved {last}: {self._problem}. A program that is killed "
+            f"now loses what came after that. It is tried again at later marks",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _finish(self) -> bool:
+        """Wait until the checkpoint under way is on the disk, and return whether it is."""
+        if self._pending is not None:
+            self._client.wait_snapped()
+        if self._writing is not None:
+            wait([self._writing])
+        return self._heed()
+
+    def end_well(self) -> None:
+        """Finish the write under way at the end of a session without an error."""
+        with self._recorder.lock, DEFER_INTERRUPT:
+            self._finish()
+        self._tell_of_problem()
+        if not self._used:
+            warnings.warn(
+                f"lazygt: session(checkpoint={os.fspath(self.folder.path)!r}) has saved nothing: "
+                f"call session.checkpoint(step) where a step is done",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        """Wait for the write under way, and release the folder."""
+        self._thread.shutdown()
+        for arena in self._arenas.values():
+            arena.close()
+        self.folder.close()
+
+
+def _written(
+    folder: CheckpointFolder,
+    moment: _Moment,
+    rows: Rows,
+    memory: Callable[[int, Copied], Tensor],
+    busy: float,
+) -> CheckpointRecord:
+    """Write a moment, on a thread of its own."""
+    begin = time.thread_time()
+    values: Iterator[memoryview] = sections(moment.contents.leaves, moment.sources, rows, memory)
+    contents = memoryview(msgspec.msgpack.encode(moment.contents))
+    path = folder.write(moment.about, chain([contents], values))
+    busy += time.thread_time() - begin
+    seconds = time.monotonic() - moment.begun
+    return CheckpointRecord(moment.step, path, path.stat().st_size, seconds, busy)
+
+
+def _step_back() -> None:
+    """Lower this thread's priority."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(repr, sorted(names))) or "none"
+
+
+def resume(folder: str | os.PathLike[str]) -> Saved:
+    """Read the last checkpoint in a folder, inside a session or without one.
+
+    ``saved[name]`` is the state registered under a name, ``saved.step`` the last step of the run,
+    and ``saved.load(model=model, ...)`` loads the states of objects and of the random generators.
+    A session that continues a run calls ``session.resume()`` instead.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged, or it was saved by another
+            version of torch or lazygt.
+    """
+    path = Path(os.path.abspath(folder))
+    try:
+        file = newest(path)
+    except OSError as error:
+        raise CheckpointError(path, f"it can't be read: {error}") from error
+    if file is None:
+        raise CheckpointError(path, "there is no checkpoint in it")
+    for checkpoints in _open:
+        checkpoints.resumed = checkpoints.resumed or checkpoints.folder.path == path
+    return Saved(file)

@@ -1,0 +1,249 @@
+"""Snapshots: copies of a worker's values in memory that outlives it.
+
+The memory is a memfd that the client holds open, so the process that replaces a dead worker finds
+it unchanged. A value is written once, so values of an earlier snapshot are not copied again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.host.processes import memory_left
+from lazygt.runtime import kernels
+from lazygt.runtime.arenas import read_note
+from lazygt.runtime.messages import Copied, Failure, Restore, Snap, Snapped
+from lazygt.runtime.store import Failed, Store
+
+if TYPE_CHECKING:
+    from lazygt.runtime.arenas import Arena
+    from lazygt.runtime.host_copies import HostCopies
+
+#: Values that no snapshot has: for each, its meta and the bytes of its memory.
+New = dict[int, tuple[TensorMeta, torch.Tensor]]
+
+
+class Snapshots:
+    """Snapshots of one worker.
+
+    From a GPU the copies go to the host concurrently with later runs, if there is room for them
+    on the GPU meanwhile; ``taken`` has the answer then.
+
+    Args:
+        memory: memory of the copies, which has no other user.
+        ranks: number of workers that take snapshots at once.
+        upload: the client's arena: values that still lie there need no copy.
+        copies: the copies from a GPU; None: values lie in the host's memory.
+
+    Attributes:
+        wakes: an eventfd that counts the snapshots that ``taken`` has; None: ``take`` has all.
+    """
+
+    def __init__(
+        self,
+        memory: Arena,
+        upload: Arena | None,
+        device: torch.device,
+        ranks: int,
+        copies: HostCopies | None = None,
+    ) -> None:
+        self._memory, self._upload, self._device, self._ranks = memory, upload, device, ranks
+        #: by the snapshot's number, and then by value
+        self._tables: dict[int, dict[int, Copied]] = {}
+        self._copies = copies
+        self.wakes = None if copies is None else os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = ThreadPoolExecutor(1, "lazygt-snapshots")
+        #: the snapshot that is being taken in the thread
+        self._taking: Future[Snapped] | None = None
+
+    def take(
+        self, snap: Snap, store: Store, next_dynamic: int, generator: torch.Tensor
+    ) -> Snapped | None:
+        """Copy the values that no snapshot has.
+
+        Args:
+            next_dynamic, generator: see ``Snapped``.
+
+        Returns:
+            The answer; None: ``taken`` will have it.
+
+        Raises:
+            RuntimeError: the device can't be used any more.
+        """
+        self._settle()
+        begin = time.monotonic_ns()
+        self._forget_all_but(snap.committed)
+        new, failed = self._enter(snap, store)
+        state = generator.numpy().tobytes()
+        answer = Snapped(snap.number, (), failed, next_dynamic, state, begin=begin)
+        aside = None
+        if self._copies is not None:
+            aside = self._copies.set_aside([flat for _, flat in new.values()])
+        if aside is None:
+            kernels.finish(self._device)  # a failing op must not become the state to roll back to
+            return self._copied(answer, snap.committed, new)
+        copies, event = aside
+        flats = dict(zip(new, copies, strict=True))
+        new = {key: (meta, flats[key]) for key, (meta, _) in new.items()}
+        self._taking = self._thread.submit(self._copied_after, event, answer, snap.committed, new)
+        self._taking.add_done_callback(self._wake)
+        return None
+
+    def _enter(self, snap: Snap, store: Store) -> tuple[New, tuple[tuple[int, Failure], ...]]:
+        """Begin a snapshot's table with values that need no copy; return the rest, and failures."""
+        before = self._tables.get(snap.committed, {})
+        table = self._tables[snap.number] = {}
+        failed: list[tuple[int, Failure]] = []
+        new: New = {}
+        for key, value in store.values.items():
+            if isinstance(value, Failed):
+                failed.append((key, value.failure))
+            elif key in before:
+                table[key] = before[key]
+            else:
+                meta, offset = TensorMeta.of(value), store.borrowed.get(key)
+                if offset is None:
+                    new[key] = meta, _memory_of(value, meta)
+                else:
+                    table[key] = Copied(key, meta, offset, _extent_bytes(meta), True)
+        return new, tuple(failed)
+
+    def taken(self) -> Snapped | None:
+        """Return the answer to a snapshot that was being taken, once it is there.
+
+        Raises:
+            RuntimeError: the device can't be used any more.
+        """
+        if self._taking is None or not self._taking.done():
+            return None
+        taking, self._taking = self._taking, None
+        return taking.result()
+
+    def _wake(self, _: object) -> None:
+        assert self.wakes is not None
+        os.eventfd_write(self.wakes, 1)
+
+    def _settle(self) -> None:
+        """Wait for a snapshot that is being taken: its answer is not wanted any more."""
+        if self._taking is not None:
+            wait([self._taking])
+            self._taking = None
+
+    def _copied_after(self, event: Any, answer: Snapped, committed: int, new: New) -> Snapped:
+        """Copy as ``_copied``, after an event of the GPU and beside its later work."""
+        assert self._copies is not None
+        with self._copies.beside(event):
+            return self._copied(answer, committed, new)
+
+    def _copied(self, answer: Snapped, committed: int, new: New) -> Snapped:
+        """Copy values that no snapshot has to the host, and complete the answer."""
+        table = self._tables[answer.number]
+        nbytes = sum(flat.nbytes for _, flat in new.values())
+        try:
+            self._check_room(nbytes)
+            for key, (meta, flat) in new.items():
+                slot = self._memory.put(flat, non_blocking=True)
+                table[key] = Copied(key, meta, slot.offset, slot.nbytes)
+            if self._copies is not None:
+                self._copies.finish()
+        except (MemoryError, RuntimeError) as error:
+            if kernels.is_lost(self._device):
+                raise
+            self._forget_all_but(committed)
+            return Snapped(answer.number, error=f"{type(error).__name__}: {error}")
+        answer.values, answer.nbytes = tuple(table.values()), nbytes
+        answer.nanoseconds = time.monotonic_ns() - answer.begin
+        return answer
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raise MemoryError if copies would take more than half of the memory that is left.
+
+        The kernel would not refuse: it would kill a process.
+        """
+        needed = self._ranks * nbytes
+        room = memory_left() + self._memory.bytes_held - self._memory.bytes_in_use
+        if needed > room // 2:
+            raise MemoryError(f"{needed:,} bytes to copy, and {room:,} bytes of memory are left")
+
+    def restore(self, restore: Restore, store: Store) -> None:
+        """Restore the values of a snapshot, and drop all others.
+
+        Values that count as failed if lost are kept if they are still here.
+        """
+        self._settle()
+        here = ((key, store.values.get(key)) for key, _ in restore.failed)
+        kept = {key: value for key, value in here if isinstance(value, torch.Tensor)}
+        store.clear()
+        known = self._tables.get(restore.number)
+        self._forget_all_but(restore.number)
+        if known is None and restore.number:
+            for row in restore.values:
+                if not row.borrowed:
+                    self._memory.claim(row.offset, row.nbytes)
+        self._tables = {restore.number: {row.id: row for row in restore.values}}
+        for row in restore.values:
+            store.put(row.id, self._value(row), row.offset if row.borrowed else None)
+        for key, failure in restore.failed:
+            store.put(key, kept.get(key, Failed(failure)))
+
+    def mark(self, run: int, step: int) -> None:
+        """Note the step of a run that begins, for a search of the step that killed this process."""
+        self._memory.note(run, step)
+
+    def marked(self) -> tuple[int, int]:
+        """Return the run and the step that were noted last."""
+        return read_note(self._memory.fd)
+
+    def _forget_all_but(self, number: int) -> None:
+        """Free the room of all snapshots but one."""
+        kept = {row.offset for row in self._rows([number]) if not row.borrowed}
+        others = [key for key in self._tables if key != number]
+        gone = {row.offset for row in self._rows(others) if not row.borrowed}
+        for offset in gone - kept:
+            self._memory.free(offset)
+        self._tables = {key: t for key, t in self._tables.items() if key == number}
+
+    def _rows(self, numbers: Iterable[int]) -> Iterable[Copied]:
+        return (row for number in numbers for row in self._tables.get(number, {}).values())
+
+    def _value(self, row: Copied) -> torch.Tensor:
+        memory = self._upload if row.borrowed else self._memory
+        assert memory is not None
+        flat = memory.view(row.offset, row.nbytes)
+        if not row.borrowed or self._device.type != "cpu":
+            flat = torch.empty(row.nbytes, dtype=torch.uint8, device=self._device).copy_(flat)
+        return laid_out(flat, row.meta)
+
+
+def _extent_bytes(meta: TensorMeta) -> int:
+    return meta.extent * meta.dtype.itemsize if meta.numel else 0
+
+
+def _memory_of(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Return the bytes of a tensor's memory, from the beginning of its storage."""
+    if not meta.numel:
+        return torch.empty(0, dtype=torch.uint8)
+    if value._is_zerotensor():
+        return torch.zeros(_extent_bytes(meta), dtype=torch.uint8)
+    plain = value.detach()
+    if meta.conj:
+        plain = torch._conj(plain)
+    if meta.neg:
+        plain = torch._neg_view(plain)
+    return plain.as_strided((meta.extent,), (1,), 0).view(torch.uint8)
+
+
+def laid_out(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Return the tensor of this meta on these bytes."""
+    if not meta.numel:
+        return meta.empty(flat.device)
+    value = flat.view(meta.dtype).as_strided(meta.shape, meta.stride, meta.offset)
+    if meta.conj:
+        value = torch._conj(value)
+    return torch._neg_view(value) if meta.neg else value

@@ -1,0 +1,1 @@
+"""From a recorded trace to runs on the workers: plans, submission, rollback, and their records."""

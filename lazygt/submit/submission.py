@@ -1,0 +1,443 @@
+"""Submission of a recorded trace: plan, run on the workers, and fetched values."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lazygt.config import Config
+from lazygt.errors import ProtocolError, exception_class
+from lazygt.graph.mesh import VirtualMesh, sent
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.source import CallSite, user_call_site
+from lazygt.host.gc_pause import uncollected
+from lazygt.record.annotate import is_everywhere, restore_sharding, stored_now
+from lazygt.record.idle import Idle
+from lazygt.record.infer import learn
+from lazygt.record.recorder import Recorder
+from lazygt.record.tensor import NATIVE, LazyTensor, Storage, is_lazy, storage_of
+from lazygt.record.trace import Trace, closed_error
+from lazygt.record.trie import Provenance, TrieNode
+from lazygt.recovery.recover import RecoveryRecord
+from lazygt.runtime.client import Client
+from lazygt.runtime.compiling.tiers import Tiers
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.messages import Made, Plain, Run, Several
+from lazygt.runtime.plan_records import PlanRecord
+from lazygt.runtime.values import Answer, Regions, RemoteValue
+from lazygt.runtime.wire import Buffer
+from lazygt.submit.history import Flush, History
+from lazygt.submit.memory import Kinds
+from lazygt.submit.planner import CachedPlan, Planner
+from lazygt.submit.rollback import Recorded, Rewind
+
+#: What torch's own ops raise: a call that waits for its op raises no other class.
+_TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
+                                NotImplementedError, torch.OutOfMemoryError)  # fmt: skip
+#: So often it is looked which runs need not be remembered for a rewind any more.
+_FORGET_EVERY = 8
+_RUN_TAG = Run.__struct_config__.tag
+
+
+class DataDependentReply(NamedTuple):
+    """Returned and written values of a data-dependent op."""
+
+    returned: list[Any]
+    written: list[tuple[TensorMeta, RemoteValue]]
+
+
+class Submitter:
+    """Submits one trace after another: the sink of a session's recorder.
+
+    Args:
+        virtual_mesh: the ranks that plans are made for, on the workers there are.
+        history: gets the flushes.
+
+    Attributes:
+        mesh: the workers.
+        ranks: that plans are made for.
+        names_lines: whether flushes are told with the user's line that forces them.
+        steps: how many steps optimizers have made.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        virtual_mesh: VirtualMesh,
+        recorder: Recorder,
+        client: Client,
+        planner: Planner,
+        tiers: Tiers,
+        history: History,
+    ) -> None:
+        self.mesh, self.names_lines, self.steps = virtual_mesh.workers, True, 0
+        self.ranks = virtual_mesh.ranks
+        self._virtual_mesh, self._recorder, self._client = virtual_mesh, recorder, client
+        self._planner, self._tiers, self._history = planner, tiers, history
+        #: one worker stands for all
+        self._dry = config.launcher == "dry"
+        #: a value may have several blocks on a worker
+        self._in_blocks = bool(config.invariant)
+        self._flushes_on_backward = config.flush_on_backward
+        self._process = os.getpid()
+        #: what undoes a failed step; None: nothing does
+        self.rewind: Rewind | None = None
+        if client.recovery is not None and not self._in_blocks:
+            self.rewind = Rewind(recorder, client, planner, config.max_ahead)
+            client.undo = self.rewind.undo
+        self._may_shard = virtual_mesh.ranks.world_size > 1
+        #: what the workers' values are to the program
+        self.kinds = Kinds(recorder)
+        #: what is to be done on the program's thread when an optimizer steps; None: nothing
+        self.at_step: Callable[[Submitter], object] | None = None
+        #: who looks at which optimizers step, until that is clear
+        self.idle: Idle | None = None
+        recorder.sink = self
+        #: C++'s way to numbers, which it has as long as this is here
+        self._fetcher = self._native_fetcher()
+        client.on_recovery.append(self._know_new_worker)
+
+    def _know_new_worker(self, record: RecoveryRecord) -> None:
+        """C++'s way leads to a worker that has died."""
+        self._fetcher = None  # the recorder has one at a time
+        self._fetcher = self._native_fetcher()
+
+    def _native_fetcher(self) -> Any:
+        if NATIVE is None or self._dry or self._in_blocks or self._client.numbers is None:
+            return None
+        whose = self._recorder.native, self, Flush, self._client.numbers, _RUN_TAG
+        return self._client.link.native_fetcher(NATIVE.Fetcher, *whose)
+
+    # -- what the recorder asks for --------------------------------------------------------
+
+    def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
+        """Take a copy of a CPU tensor for the workers."""
+        value = self._client.upload(source, meta)
+        value.call_site = user_call_site(1)
+        return value
+
+    def submit(
+        self, trace: Trace, reason: str, fetch: Storage | None, ask: bool, as_number: bool = False
+    ) -> Any:
+        """Turn the trace into a run and begin a new one.
+
+        Args:
+            as_number: of a single number no tensor need be made.
+
+        Returns:
+            The fetched CPU tensor, the reply to a data-dependent op, or None.
+
+        Raises:
+            NoSession: this is a forked child; the workers answer its parent.
+        """
+        if os.getpid() != self._process:
+            raise closed_error()
+        with DEFER_INTERRUPT:
+            if self._history.probe is None:
+                return self._submit(trace, reason, fetch, ask, as_number)
+            with self._history.probe.flush(self._history.recent):
+                return self._submit(trace, reason, fetch, ask, as_number)
+
+    def after_backward(self) -> None:
+        """The sync point at the end of ``.backward()``.
+
+        A sharded step is submitted after its update: the reduction and sharding of gradients are
+        decided together with their use by the optimizer.
+        """
+        self._flush_after("backward", sharded=False)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Give an optimizer's loaded state the placements of its parameters before its step."""
+        if self.rewind is not None:
+            self.rewind.before_step(optimizer)
+        if self.at_step is not None and not self._step_is_sharded:
+            self.at_step(self)
+        if not self._may_shard:
+            return
+        loaded = [
+            (value, parameter)
+            for parameter, state in optimizer.state.items()
+            if is_lazy(parameter)
+            and storage_of(parameter).placed is not None
+            and storage_of(parameter).owner is self._recorder
+            for value in state.values()
+            if _is_loaded(value, parameter)
+        ]
+        for value, parameter in loaded:
+            restore_sharding(value, stored_now(parameter)._replace(pinned=False, unit=None))
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped: for sharded programs this is a sync point."""
+        self.steps += 1
+        known = self.kinds.optimizers.get(id(optimizer))
+        if known is None or known() is not optimizer:  # only its first step, not every one
+            self.kinds.add(optimizer)
+        if self.idle is not None and self.idle.stepped(optimizer):
+            self.idle = None
+        if self._may_shard:
+            sharded = self._step_is_sharded
+            self._flush_after("optimizer step", sharded=True)
+            if self.at_step is not None and sharded:
+                self.at_step(self)
+
+    @property
+    def _step_is_sharded(self) -> bool:
+        """True if a step is submitted after its update, and not before."""
+        return self._may_shard and self._recorder.trace.step.placed
+
+    def _flush_after(self, reason: str, sharded: bool) -> None:
+        recorder = self._recorder
+        if not self._flushes_on_backward or recorder.closed or os.getpid() != self._process:
+            return
+        if self._step_is_sharded == sharded:
+            recorder.flush(reason)
+
+    # -- what C++ asks for, which gets numbers by known plans -------------------------------
+
+    @property
+    def plain(self) -> bool:
+        """True if the extension can submit a run by itself."""
+        untouched: bool = self._recorder.trace.untouched
+        ordinary = untouched and self._history.probe is None
+        return ordinary and self._client.plain and DEFER_INTERRUPT.adopted
+
+    def ran(self, entry: PlanRecord) -> None:
+        """A plan has run."""
+        if self._tiers.busy or entry.runs <= self._tiers.settled:
+            self._tiers.ran(entry)
+
+    def go_on(
+        self,
+        recorded: tuple[Any, ...],
+        fetch: Storage,
+        unsent: list[Buffer] | None,
+        told: list[memoryview] | None,
+    ) -> Any:
+        """The number of a run that C++ has made ready: it can't send it, the answer takes a while,
+        or there is more to it.
+
+        Args:
+            recorded: as ``Recorded``, but for a step and call sites where that has provenance.
+        """
+        with DEFER_INTERRUPT:
+            seq, base, kept, step, call_sites, *rest = recorded
+            provenance = self._provenance(step, call_sites, kept)
+            entry = None if kept is None else kept.entry
+            self._client.expect(seq, entry, provenance, base, 1)
+            self._note(Recorded(seq, base, kept, provenance, *rest))
+            self._client.go_on(unsent, told, "item")
+            if entry is not None:
+                self.ran(entry)
+            answer = self._fetched(seq, fetch, None, True)
+            self._heed()
+            return answer
+
+    # -- one run -------------------------------------------------------------------------
+
+    def _submit(
+        self, trace: Trace, reason: str, fetch: Storage | None, ask: bool, as_number: bool
+    ) -> Any:
+        ops = trace.step.ops
+        if not ops and fetch is None and self._client.idle:
+            return None
+        history, kept, hit = self._history, None, False
+        history.flushes[reason.split(":")[0]] += 1
+        living = trace.alive()
+        if ops:
+            outputs = living.numbers
+            kept = trace.plan(outputs)
+            hit = kept is not None
+            if kept is None:
+                kept = self._planner.build(trace, outputs, reason)
+            history.plan_hits += hit
+            history.last_plan = kept.entry.plan
+        # a new plan is many small objects in the messages that bring it, too
+        send = self._run if kept is None or hit else uncollected()(self._run)
+        run, values, regions = send(trace, kept, reason, fetch)
+        forced_by = user_call_site(1) or self._recorder.backward_call_site
+        history.recent.append(
+            Flush(
+                reason,
+                forced_by if self.names_lines else None,
+                ops,
+                None if kept is None else kept.entry.plan.digest,
+                hit,
+                run.seq,
+            )
+        )
+        if kept is not None:
+            self.ran(kept.entry)
+            if self._in_blocks:
+                values = kept.grouped(list(values))
+            trace.rebind(kept, living, values, self._recorder.backward_call_site)
+        del values, living
+        if self._client.observer is not None:
+            entry = None if kept is None else kept.entry
+            self._client.observer.submitted(run.seq, entry, run.inputs, run.base)
+        answer: Any = None
+        if fetch is not None:
+            answer = self._fetched(run.seq, fetch, regions, as_number)
+        elif ask:
+            answer = self._asked(run.seq, run.provenance)
+        else:
+            self._client.hold_back()
+        self._heed()
+        return answer
+
+    def _run(
+        self, trace: Trace, kept: CachedPlan | None, reason: str, fetch: Storage | None
+    ) -> tuple[Recorded, Iterable[RemoteValue], Regions | None]:
+        """Send the run of a trace and begin a new one; does not wait.
+
+        Returns:
+            The run, its outputs, and where the blocks of the fetched value lie.
+        """
+        entry = None if kept is None else kept.entry
+        wanted, regions = self._wanted(fetch, trace, kept)
+        self._recorder.next_trace()
+        inputs = trace.let_go_of_inputs()
+        provenance = self._provenance(trace.step, trace.call_sites, kept)
+        params, base = tuple(trace.params), self._client.next_output(0)
+        seq, values = self._client.run(
+            entry, inputs, params, wanted, provenance, reason, regions or (0,)
+        )
+        frees = self._client.last_frees
+        run = Recorded(seq, base, kept, provenance, params, inputs, frees, trace.shown)
+        self._note(run)
+        return run, values, regions
+
+    def _provenance(
+        self, step: TrieNode, call_sites: Sequence[CallSite | None], kept: CachedPlan | None
+    ) -> Provenance:
+        made_of = ((),) if kept is None else kept.origins
+        return Provenance(step, call_sites, self._recorder.backward_call_site, made_of)
+
+    def _note(self, run: Recorded) -> None:
+        if self.rewind is None:
+            return
+        self.rewind.runs.append(run)
+        if run.seq % _FORGET_EVERY == 0:
+            self.rewind.forget_answered()
+
+    def _wanted(
+        self, fetch: Storage | None, trace: Trace, kept: CachedPlan | None
+    ) -> tuple[tuple[int, ...], Regions | None]:
+        """Return the ids of the fetched storage's blocks, and their regions by rank.
+
+        No regions: rank 0 has all of it.
+        """
+        if fetch is None:
+            return (), None
+        if fetch.remote is not None and not (fetch.serial == trace.serial and fetch.index >= 0):
+            keys, sharding = fetch.remote.ids, fetch.remote.sharding
+        else:
+            assert kept is not None
+            position = kept.positions[fetch.index]
+            keys = tuple([self._client.next_output(slot) for slot in kept.slots[position]])
+            sharding = kept.shardings[position]
+        if sharding is None or self._dry:
+            return keys[:1], None
+        return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
+
+    def _heed(self) -> None:
+        """Act on the workers' reports about layouts and captures."""
+        if self._client.relaid:
+            self._learn_layouts()
+        if self._client.capture_errors:
+            self._warn_of_captures()
+
+    def _learn_layouts(self) -> None:
+        """Take in the strides that kernels gave their results, where others were inferred."""
+        reports, self._client.relaid = self._client.relaid, []
+        dropped = learn(self._recorder.inference, self._recorder.trie, reports)
+        self._planner.forget(dropped)
+
+    def _warn_of_captures(self) -> None:
+        errors, self._client.capture_errors = self._client.capture_errors, []
+        warnings.warn(
+            f"lazygt: a CUDA graph could not be captured: {errors[0]}\nThe plan runs step by "
+            f"step, as before, and that worker captures no others. "
+            f"lazygt.session(cuda_graphs='off') asks for none.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    # -- what comes back -----------------------------------------------------------------
+
+    def _wait(self, seq: int) -> dict[int, Answer]:
+        """The answers to a run, of the ranks that were asked."""
+        probe = self._history.probe
+        if probe is None:
+            answers: dict[int, Answer] = self._client.wait(seq)
+            return answers
+        begin = time.monotonic_ns()
+        answers = self._client.wait(seq)
+        probe.did("wait for the answer", begin, {"run": seq})
+        return answers
+
+    def _fetched(self, seq: int, storage: Storage, regions: Regions | None, as_number: bool) -> Any:
+        client = self._client
+        if as_number and regions is None and self._history.probe is None:
+            answers = client.wait(seq, as_number=True)
+            if type(answers) is not dict:
+                client.raise_failure()
+                return answers
+        else:
+            answers = self._wait(seq)
+        value = client.fetched(answers, storage.meta, regions, as_number)
+        client.raise_failure()
+        if self._dry and not isinstance(value, torch.Tensor):
+            return value
+        if self._dry and value.shape != storage.meta.shape:
+            return torch.zeros(storage.meta.shape, dtype=value.dtype, device="cpu")
+        return value
+
+    def _asked(self, seq: int, provenance: Provenance) -> DataDependentReply:
+        """Return the reply to a run that ends with a data-dependent op.
+
+        Raises:
+            ExecutionError: an earlier op had failed.
+            Exception: torch's own, when this one did.
+        """
+        done, _ = self._wait(seq)[0]
+        reply = done.reply
+        if reply is None:
+            raise ProtocolError("worker 0 did not say what a data-dependent op returned")
+        failure = reply.failure
+        if failure is not None:
+            eager = exception_class(failure.kind)
+            earlier = failure.seq != seq or not provenance.is_last(failure.node)
+            if earlier or eager is None or eager not in _TORCHS_OWN:
+                self._client.raise_for(0, failure)
+            self._client.drop_failure(0, failure)
+            raise eager(failure.detail)
+        self._client.raise_failure()
+        call_site = provenance.call_sites[-1]
+        returned = [self._received(item, call_site) for item in reply.returned]
+        return DataDependentReply(
+            returned, [self._adopted(made, call_site) for made in reply.written]
+        )
+
+    def _received(self, item: Made | Several | Plain, call_site: CallSite | None) -> Any:
+        match item:
+            case Several():
+                return [self._received(one, call_site) for one in item.items]
+            case Plain():
+                return item.value
+            case Made():
+                return self._adopted(item, call_site)
+
+    def _adopted(self, tensor: Made, call_site: CallSite | None) -> tuple[TensorMeta, RemoteValue]:
+        value = self._client.adopt(tensor.id)
+        value.call_site = call_site
+        return tensor.meta, value
+
+
+def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
+    """Return whether a value has the parameter's shape and is replicated by default."""
+    return is_lazy(value) and value.shape == parameter.shape and is_everywhere(value)
