@@ -23,7 +23,7 @@ from lazygt.runtime.launch.status_reader import Page, read_pages
 from lazygt.runtime.wire import encode
 from lazygt.top.sources import LocalSource, open_source
 from lazygt.top.status import SessionStatus, put_together
-from tests.runtime.cluster.test_agent import Hosts
+from tests.runtime.cluster.agents import Hosts
 
 pytestmark = pytest.mark.timeout(180)
 DEADLINE = 60.0

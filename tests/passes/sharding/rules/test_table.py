@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lazygt.passes.sharding.rules import RULES, enlarged, spatial, table, windows
+from tests.passes.sharding.rules.cases import bounds, of_matrices, positive
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
-from tests.passes.sharding.rules.test_batches import bounds, of_matrices, positive
 
 aten: Any = torch.ops.aten
 Make = Callable[[Draw], Case]
