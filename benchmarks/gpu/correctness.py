@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import lazygt
 from benchmarks.gpu.rows import Make, Row, agreement, differences
-from tests.gpu.test_attention import CASES, attend
+from tests.gpu.attention import CASES, attend
 from tests.models import zoo
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

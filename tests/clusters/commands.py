@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,3 +35,16 @@ def blocks() -> dict[str, int]:
     """How many blocks of commands a section has."""
     counts = {name: len(_BLOCK.findall(text)) for name, text in sections().items()}
     return {name: count for name, count in counts.items() if count}
+
+
+#: instead of ssh, for mpirun: the host is a namespace
+REMOTE_SHELL = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+exec nsenter --net=/run/netns/$host unshare --mount --uts sh -c \
+    "mount --bind /etc/netns/$host/hosts /etc/hosts && hostname $host && $*"
+"""
+
+
+def text_of(done: subprocess.CompletedProcess[str]) -> str:
+    return f"{done.stdout}\n{done.stderr}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.clusters import slurm
+from tests.clusters.commands import REMOTE_SHELL, text_of
 from tests.clusters.hosts import Hosts
 from tests.clusters.meets import ENDPOINT_PORT
 
@@ -21,13 +21,6 @@ pytestmark = [pytest.mark.clusters, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parents[2]
 MEETS = str(Path(__file__).with_name("meets.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-#: instead of ssh, for mpirun: the host is a namespace
-REMOTE_SHELL = """#!/bin/sh
-while [ "${1#-}" != "$1" ]; do shift; done
-host=$1; shift
-exec nsenter --net=/run/netns/$host unshare --mount --uts sh -c \
-    "mount --bind /etc/netns/$host/hosts /etc/hosts && hostname $host && $*"
-"""
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -52,10 +45,6 @@ def check_job(folder: Path, hosts: Hosts, engine: str) -> list[dict[str, Any]]:
     assert [job["held"] for job in told] == [False, True, False, True]
     assert len({(job["name"], job["port"]) for job in told}) == 1
     return told
-
-
-def text_of(done: subprocess.CompletedProcess[str]) -> str:
-    return f"{done.stdout}\n{done.stderr}"
 
 
 def test_torchrun(hosts: Hosts, tmp_path: Path) -> None:

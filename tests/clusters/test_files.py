@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.clusters import slurm
-from tests.clusters.commands import blocks, commands
+from tests.clusters.commands import REMOTE_SHELL, blocks, commands, text_of
 from tests.clusters.hosts import Hosts, hosts_or_skip
-from tests.clusters.test_engines import REMOTE_SHELL, text_of
 
 pytestmark = [pytest.mark.clusters, pytest.mark.timeout(200)]
 

@@ -13,7 +13,7 @@ import lazygt
 from lazygt.host import gpus
 from lazygt.observe import doctor
 from tests.cuda_host.control import Control
-from tests.cuda_host.test_sessions import train
+from tests.cuda_host.training import train
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.docs.pages import BLOCK, ROOT
+
 DOCUMENTS = [
     "README.md",
     *(
@@ -36,7 +37,6 @@ DOCUMENTS = [
 ]
 #: Pages whose examples take minutes.
 LONG = ("docs/foresight.md",)
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_docs import BLOCK, ROOT
+from tests.docs.pages import BLOCK, ROOT
 
 TEXT = (ROOT / "docs/frameworks.md").read_text()
 PREAMBLE, *SECTIONS = re.split(r"^## ", TEXT, flags=re.MULTILINE)

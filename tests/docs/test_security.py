@@ -10,7 +10,7 @@ import pytest
 
 from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.cluster.reliable import GONE_AFTER, GRACE
-from tests.docs.test_seeing import ROOT, commands_in, shell
+from tests.docs.pages import ROOT, commands_in, shell
 from tests.support.file_access import places, reads
 
 TEXT = (ROOT / "docs" / "security.md").read_text()

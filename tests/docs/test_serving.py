@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lazygt.serving.stages import Stage
-from tests.docs.test_seeing import ROOT, commands_in, shell
+from tests.docs.pages import ROOT, commands_in, shell
 
 TEXT = (ROOT / "docs" / "serving.md").read_text()
 

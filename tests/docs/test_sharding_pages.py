@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_docs import BLOCK, ROOT
-from tests.docs.test_seeing import scrubbed, shell
+from tests.docs.pages import BLOCK, ROOT, scrubbed, shell
 
 PAGES = sorted((ROOT / "docs" / "sharding").glob("*.md"))
 

@@ -15,28 +15,11 @@ import pytest
 import torch
 
 import lazygt
-
-ROOT = Path(__file__).parents[2]
-SECONDS = 600
+from tests.examples.running import ROOT, SECONDS, run_example
 
 pytestmark = pytest.mark.slow
 
 TINY_GPT = "--steps 6 --batch-size 2 --length 16 --dim 16 --layers 1 --heads 2 --log-every 2"
-
-
-def run_example(name: str, arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments.split()],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "it/s" not in done.stderr, "a progress bar was drawn, and this is no terminal"
-    return done.stdout
 
 
 def losses(output: str) -> list[str]:

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from tests.examples.test_examples import ROOT, run_example
+from tests.examples.running import ROOT, run_example
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

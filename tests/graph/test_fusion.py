@@ -10,16 +10,13 @@ from lazygt.graph.fusion import (
     NORMALIZATIONS,
     NUMBERS,
     is_fusible,
-    is_pointwise,
     pure_form,
 )
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.graph.node import Arg, Node
 from lazygt.graph.ops import overload
 from lazygt.graph.text import parse_graph
-from tests.passes.overloads import that
-
-POINTWISE = that(is_pointwise)
+from tests.graph.pointwise import POINTWISE
 
 
 def member(row: str, inputs: str = "f32[2, 3]") -> bool:
@@ -32,19 +29,6 @@ def member(row: str, inputs: str = "f32[2, 3]") -> bool:
 
 def test_table_of_pointwise_ops_is_large() -> None:
     assert len(POINTWISE) > 500
-
-
-def has_a_functional_form(op: str) -> None:
-    """Of every member; called by tests/passes/test_every_op.py."""
-    pure, dropped = pure_form(op)
-    have = overload(op)._schema.arguments
-    wanted = overload(pure)._schema.arguments
-    assert [str(a.type) for a in have if a.name != dropped] == [str(a.type) for a in wanted]
-    if op == "aten.copy_.default":  # the only one that keeps its name: it takes over the strides
-        return
-    assert all(a.alias_info is None for a in wanted)
-    assert pure_form(pure) == (pure, "")
-    assert pure.split(".")[1] in (op.split(".")[1], op.split(".")[1].removesuffix("_"))
 
 
 @pytest.mark.parametrize(

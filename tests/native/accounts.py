@@ -33,7 +33,7 @@ from lazygt.graph.source import expand
 from lazygt.runtime.plan import Plan
 from tests.models import zoo
 from tests.native import mutations
-from tests.property import test_positions
+from tests.property import positions as position_programs
 from tests.property.programs import ACTIONS, State, Step
 
 Account = dict[str, Any]
@@ -158,7 +158,7 @@ def run(program: list[Step]) -> list[Any]:
 
 def positions(first: int, count: int) -> Iterator[Task]:
     """Programs whose positions change from turn to turn, some of them shipped after each turn."""
-    steps = sorted(test_positions.STEPS)
+    steps = sorted(position_programs.STEPS)
     for seed in range(first, first + count):
         draw = random.Random(seed)
         program = [
@@ -166,7 +166,7 @@ def positions(first: int, count: int) -> Iterator[Task]:
             for _ in range(draw.randint(1, 8))
         ]
         ship = partial(torch.ones, (), device="lazygt") if seed % 4 == 0 else read_one
-        turns = partial(test_positions.run, "lazygt", program, seed, ship)
+        turns = partial(position_programs.run, "lazygt", program, seed, ship)
         yield Task(f"positions {seed}", [turns, turns], {})
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from lazygt.graph import Graph, parse_graph
 from lazygt.observe.picture import render
-from tests.observe.test_page import FUSED, layered_net
+from tests.observe.pages import FUSED, layered_net
 
 quickjs = pytest.importorskip("quickjs", reason="quickjs-ng is not installed")
 

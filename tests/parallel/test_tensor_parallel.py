@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
+from tests.parallel.megatron import megatron
 from tests.sharding.counting import GPT
 
 WORDS, DIM, STEPS = 20, 32, 3
@@ -103,15 +104,6 @@ def train(
         opt.step()
         losses.append(loss.detach())
     return [t.detach().cpu() for t in (*losses, *model.state_dict().values())]
-
-
-def megatron(model: nn.Module) -> nn.Module:
-    column, row = lazygt.ColwiseParallel(), lazygt.RowwiseParallel()
-    return lazygt.parallelize_module(model, None, {
-        "tokens": lazygt.VocabParallel(), "head": column,
-        "blocks.*.attn.qkv": column, "blocks.*.attn.out": row,
-        "blocks.*.mlp.0": column, "blocks.*.mlp.2": row,
-    })  # fmt: skip
 
 
 def sequence(model: nn.Module) -> nn.Module:

@@ -17,10 +17,10 @@ from lazygt.graph import Graph, Ref
 from lazygt.graph.fusion import REDUCTIONS
 from lazygt.graph.node import Node, map_arg, verify
 from lazygt.passes.lifetime import Lifetime, _overwriting, _rounds_in_place
-from tests.graph.test_fusion import POINTWISE, has_a_functional_form
+from tests.graph.pointwise import POINTWISE, has_a_functional_form
 from tests.passes.overloads import graphs, inputs_for, that
 from tests.passes.tools import same_numbers
-from tests.runtime.compiling.test_lower import (
+from tests.runtime.compiling.lowering import (
     DRAWN,
     TAKES_NUMBERS,
     a_number_as_a_tensor_is_the_number,

@@ -22,7 +22,8 @@ from lazygt.passes import PIPELINE, Pass, run_passes
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse
 from lazygt.passes.lifetime import Lifetime
 from lazygt.runtime.graph_codec import decode_graph, encode_graph
-from tests.passes.steps import PROGRAMS, Step, start
+from tests.passes.recording import recorded
+from tests.passes.steps import PROGRAMS, Step
 from tests.passes.tools import difference, same_numbers, with_literals
 from tests.property import programs
 
@@ -34,17 +35,6 @@ pytestmark = [
 NAMES = [one.name for one in PIPELINE]
 #: A second run of these finds nothing more to do.
 IDEMPOTENT = [one for one in PIPELINE if one.name in ("fold", "cse", "dce")]
-
-
-def recorded(program: list[Step]) -> list[Graph]:
-    """The graphs that a program records after its start, before any pass."""
-    with lazygt.session(launcher="inline", keep_stages=True, check_passes=False) as s:
-        state = start("lazygt")
-        s.flush()
-        for step in program:
-            step.run(state)
-        s.flush()
-        return [s.stages(plan)[0][1] for plan in s.plans()[1:]]
 
 
 def variants(program: list[Step]) -> Iterator[Graph]:

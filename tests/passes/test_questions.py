@@ -16,7 +16,7 @@ from lazygt.graph.node import Node
 from lazygt.graph.sizes import LEAST, Resize, sized
 from lazygt.passes import PIPELINE, Pass, cse, fold, foreach, fuse, lifetime, questions, run_passes
 from lazygt.passes.questions import ask, fits, noted
-from tests.passes.test_template import SIZED, SIZES, layer, recorded
+from tests.passes.sized import SIZED, SIZES, layer, recorded
 from tests.passes.tools import difference, graph_of
 from tests.property.programs import Step
 

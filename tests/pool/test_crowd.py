@@ -15,8 +15,8 @@ from lazygt.pool.pool_client import Pool
 from lazygt.runtime.cluster.protocol import Tell
 from lazygt.runtime.messages import Run
 from lazygt.runtime.wire import encode
+from tests.pool.hostile import is_dropped, opened, refused
 from tests.pool.serving import SECONDS, served, start_client
-from tests.pool.test_hostile_clients import is_dropped, opened, refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -42,7 +42,6 @@ from lazygt.runtime.cluster.protocol import (
     Close,
     Mirror,
     Open,
-    Opened,
     Refill,
     Refused,
     Replace,
@@ -55,6 +54,7 @@ from lazygt.runtime.cluster.protocol import (
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.messages import Run
 from lazygt.runtime.wire import decode, encode
+from tests.pool.hostile import is_dropped, opened, refused
 from tests.pool.serving import SECONDS, Asker, served
 
 pytestmark = pytest.mark.timeout(240)
@@ -82,10 +82,6 @@ def honest(pool):
     pool.until(lambda status: status["free"] == 3)
 
 
-def refused(pool, what):
-    return pool.status()["refused"].get(what, 0)
-
-
 def is_let_in(pool, key):
     """Whether the pool takes a connection with this key: those that were closed may count still."""
     try:
@@ -95,29 +91,6 @@ def is_let_in(pool, key):
         if "connections already" not in str(error):
             raise
         return False
-
-
-def is_dropped(asker):
-    until = time.monotonic() + SECONDS
-    while asker.connection.closed is None:
-        assert time.monotonic() < until
-        asker.connection.take()
-        time.sleep(0.005)
-    asker.close()
-
-
-def opened(pool, name="eve"):
-    """A session with a worker of its own."""
-    asker = Asker(pool, name)
-    asker.told()
-    spec = LinkSpec(loads_torch=True, arena_bytes=1 << 20)
-    asker.connection.send(encode(Open(0, spec_text(spec))))
-    until = time.monotonic() + SECONDS
-    while True:
-        assert time.monotonic() < until
-        frames = asker.connection.take()
-        if frames is not None and isinstance(read(frames, TO_CLIENT), Opened):
-            return asker
 
 
 def test_client_may_not_administer(pool):

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lazygt
-from tests.property import test_positions
+from tests.property import positions
+from tests.property.comparison import assert_same
 from tests.property.programs import PROGRAMS, Step, run
-from tests.property.test_programs import assert_same
 from tests.runtime.executors import cuda_stand_in
 
 pytestmark = pytest.mark.timeout(600)
@@ -36,9 +36,9 @@ def test_a_captured_program_gives_the_bits_of_eager_torch(
             assert_same(lazy, run(program, "cpu"))
 
 
-@given(test_positions.PROGRAMS, st.integers(0, 99), st.sampled_from([1, 2, 4]))
+@given(positions.PROGRAMS, st.integers(0, 99), st.sampled_from([1, 2, 4]))
 def test_positions_that_change_give_the_bits_of_eager_torch(
-    program: list[test_positions.Step], seed: int, shortest: int
+    program: list[positions.Step], seed: int, shortest: int
 ) -> None:
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -46,6 +46,6 @@ def test_positions_that_change_give_the_bits_of_eager_torch(
         lazygt.session(launcher="inline", compile="off") as s,
     ):
         patch.setattr("lazygt.runtime.executors.segments.SHORTEST", shortest)
-        patch.setattr(test_positions, "TURNS", RUNS + 2)
-        lazy = test_positions.run("lazygt", program, seed, s.flush)
-        assert repr(lazy) == repr(test_positions.run("cpu", program, seed, lambda: None))
+        patch.setattr(positions, "TURNS", RUNS + 2)
+        lazy = positions.run("lazygt", program, seed, s.flush)
+        assert repr(lazy) == repr(positions.run("cpu", program, seed, lambda: None))

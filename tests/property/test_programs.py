@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,27 +15,12 @@ from lazygt.graph import Graph, parse_graph
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.graph_codec import decode_graph, encode_graph
 from lazygt.runtime.plan import Plan
+from tests.property.comparison import assert_same
 from tests.property.programs import PROGRAMS, SYNCS, Step, run
 from tests.runtime.executors.compared import comparing, needs_native
 from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal, with the sign of zero, and NaN equal to itself."""
-    if isinstance(a, list):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float) and math.isnan(a):
-        return math.isnan(b)
-    return bool(a == b) and math.copysign(1, a) == math.copysign(1, b)
-
-
-def assert_same(lazy: Any, eager: Any) -> None:
-    assert lazy[2] == eager[2], "other errors"
-    assert same(lazy[1], eager[1]), f"read {lazy[1]} instead of {eager[1]}"
-    for ours, theirs in zip(lazy[0], eager[0], strict=True):
-        assert_same_bits(ours, theirs)
 
 
 @given(PROGRAMS)

@@ -16,7 +16,7 @@ import lazygt
 from lazygt.record import repeats
 from lazygt.record.repeats import Repeat
 from lazygt.record.trie import TraceTrie, TrieNode
-from tests.passes.test_template import SIZED, accepted, start
+from tests.passes.sized import SIZED, accepted, start
 from tests.property.programs import Step
 
 #: the first sizes are recorded as they come, and the next ones once

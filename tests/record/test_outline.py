@@ -15,7 +15,7 @@ import lazygt
 from lazygt.passes import template
 from lazygt.record.repeats import Repeat
 from lazygt.runtime.plan import Plan
-from tests.passes.test_template import SIZED, accepted, start
+from tests.passes.sized import SIZED, accepted, start
 from tests.property.programs import Step
 
 #: torch refuses some steps of tensors without elements on meta tensors, and takes them on a CPU

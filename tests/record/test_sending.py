@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.reduction import ForkingPickler
@@ -18,10 +16,9 @@ import torch
 from torch import nn
 
 import lazygt
+from tests.record.forked_sender import FORK, SECONDS
 
 pytestmark = pytest.mark.timeout(120)
-FORK = multiprocessing.get_context("fork")
-SECONDS = 60
 ROOT = Path(__file__).parents[2]
 
 
@@ -180,35 +177,10 @@ def test_arguments_of_a_spawned_process(s: lazygt.Session) -> None:
     assert child.exitcode == 0
 
 
-def offer(x: torch.Tensor, queue: Any) -> None:
-    weight = nn.Parameter(torch.ones(2))
-    weight.sum().backward()
-    torch.optim.SGD([weight], lr=0.1).step()  # asks no worker for anything
-    for send in (queue.put, ForkingPickler.dumps, lambda x: torch.save(x, io.BytesIO())):
-        try:
-            send(x)
-        except lazygt.NoSession as error:
-            queue.put(str(error))
-
-
-def fork_in_session(settings: dict[str, Any]) -> None:
-    queue: Any = FORK.Queue()
-    with lazygt.session(**settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-        x = torch.ones(2) + 1
-        child = FORK.Process(target=offer, args=(x, queue))
-        child.start()
-        for _ in range(3):
-            assert "process that this one was forked from" in queue.get(timeout=SECONDS)
-        child.join(SECONDS)
-        assert x.sum().item() == 4
-    assert child.exitcode == 0
-
-
 @pytest.mark.parametrize("settings", [{"launcher": "inline"}, {"workers": 1, "threads": 1}])
 def test_forked_child_is_told_that_it_has_no_session(settings: dict[str, Any]) -> None:
     """In a fresh process: torch runs no backward in a child of one whose engine has threads."""
-    program = f"from tests.record import test_sending as t; t.fork_in_session({settings})"
+    program = f"from tests.record import forked_sender; forked_sender.fork_in_session({settings})"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -16,7 +16,7 @@ import lazygt
 from lazygt.graph.collectives import communications
 from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph
-from lazygt.graph.placement import Placement, Replicate
+from lazygt.graph.placement import Placement, Replicate, Shard
 from lazygt.passes.sharding.marks import without_places
 from lazygt.passes.sharding.programs import programs
 from tests.sharding.world import run_sharded, run_whole
@@ -164,3 +164,12 @@ def moved(nbytes: int, ranks: int) -> float:
 
 def reduced(nbytes: int, ranks: int) -> float:
     return 2 * sent(nbytes, ranks)
+
+
+R, S = Replicate(), Shard
+
+Place = Callable[[Tensor, Placement], Tensor]
+
+PRODUCT = (draw(256, 2048), draw(2048, 256))
+
+PARTIAL = (S(1), S(0))  #: so their product is a partial sum

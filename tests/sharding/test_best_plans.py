@@ -6,16 +6,19 @@ Bytes are those that a rank sends around a ring. ``S(d)`` of a tensor is how it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lazygt.graph.placement import Placement, Replicate, Shard
 from tests.sharding.best import (
+    PARTIAL,
+    PRODUCT,
+    Place,
     Programs,
+    R,
+    S,
     check_numbers,
     draw,
     moved,
@@ -25,15 +28,11 @@ from tests.sharding.best import (
     whole_numbers,
 )
 
-R, S = Replicate(), Shard
 Tensor = torch.Tensor
-Place = Callable[[Tensor, Placement], Tensor]
 
 KNOWN = Programs()
 known = KNOWN.known
 
-PRODUCT = (draw(256, 2048), draw(2048, 256))
-PARTIAL = (S(1), S(0))  #: so their product is a partial sum
 MADE = 256 * 256 * 4
 COLUMNS = 256 * 4
 

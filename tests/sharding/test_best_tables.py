@@ -9,8 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from lazygt.graph.placement import Shard
-from tests.sharding.best import Programs, check_numbers, draw, reduced, sent, weight, whole_numbers
-from tests.sharding.test_best_plans import PARTIAL, PRODUCT, Place, R, Tensor
+from tests.sharding.best import (
+    PARTIAL,
+    PRODUCT,
+    Place,
+    Programs,
+    R,
+    Tensor,
+    check_numbers,
+    draw,
+    reduced,
+    sent,
+    weight,
+    whole_numbers,
+)
 
 S = Shard
 KNOWN = Programs()

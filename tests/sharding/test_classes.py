@@ -19,10 +19,10 @@ from lazygt.passes.collectives import overlap
 from lazygt.passes.sharding import axis, programs
 from lazygt.passes.sharding import programs as whole
 from lazygt.runtime.plan import Plan
+from tests.sharding.random_programs import recorded as recorded_at_random
+from tests.sharding.random_programs import stored_at_random
 from tests.sharding.staged import MLP, StagedGPT, recorded
 from tests.sharding.steps import PROGRAMS, SHAPES, Step, accepted
-from tests.sharding.test_random_programs import recorded as recorded_at_random
-from tests.sharding.test_random_programs import stored_at_random
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -23,7 +23,7 @@ from lazygt.graph.placement import Replicate, Shard
 from lazygt.graph.text import parse_graph
 from tests.models import zoo
 from tests.sharding.merged import SEED, run_merged, worker_graphs
-from tests.sharding.test_programs import Program, placed_at_random, program
+from tests.sharding.models import Program, placed_at_random, program
 from tests.sharding.training import MEGATRON
 from tests.sharding.world import run_whole
 

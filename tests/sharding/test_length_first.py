@@ -21,7 +21,7 @@ from lazygt.graph.text import parse_graph
 from lazygt.passes.sharding.axis import AxisStep, shard
 from lazygt.passes.sharding.reasons import reasons
 from tests.sharding.merged import SEED, run_merged, worker_graphs
-from tests.sharding.test_programs import Program
+from tests.sharding.models import Program
 from tests.sharding.world import run_whole
 
 pytestmark = pytest.mark.timeout(120)

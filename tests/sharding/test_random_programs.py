@@ -4,63 +4,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import Phase, assume, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 import lazygt
 from lazygt.graph import Graph
-from lazygt.graph.mesh import Mesh, Sharding
-from lazygt.graph.placement import Placement, Replicate, Shard, StridedShard
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.placement import Placement, StridedShard
 from lazygt.passes.sharding.axis import Choice, partition
 from lazygt.passes.sharding.marks import without_places
 from lazygt.passes.sharding.rules import Strategy, strategies_of
 from lazygt.passes.sharding.strategies import strided_strategies
-from lazygt.record.tensor import storage_of
 from tests.passes.sharding.rules.blocks import blocks, joined
 from tests.passes.sharding.rules.lockstep import AXIS, lockstep
+from tests.sharding.random_programs import Tensor, recorded, stored_at_random
 from tests.sharding.steps import PROGRAMS, SHAPES, Step, accepted, results, start
 from tests.sharding.world import run_sharded
 
 pytestmark = pytest.mark.timeout(600)
 
-Tensor = torch.Tensor
 MESHES = ("a=2", "a=4", "a=2,b=2")
-
-
-class Recorded(NamedTuple):
-    """A program as a graph, what it starts from, and which outputs are its results."""
-
-    graph: Graph
-    inputs: list[Tensor]
-    params: list[Any]
-    results: dict[int, int]
-
-
-def recorded(program: Sequence[Step], sizes: Sequence[int], axes: Sequence[str]) -> Recorded:
-    mesh = dict.fromkeys(axes, 1)
-    with lazygt.session(launcher="inline", mesh=mesh, keep_stages=True,
-                        flush_on_backward=False) as s:  # fmt: skip
-        state = start(sizes, "lazygt")
-        s.flush()
-        for step in program:
-            step.run(state)
-        made = results(state)
-        trace, store = s.recorder.trace, s._link._worker.store  # type: ignore[attr-defined]
-        inputs = [store.get(remote.id) for remote in trace.entered]
-        assume(all(isinstance(t, Tensor) for t in inputs))  # one may still be on its way
-        inputs = [t.clone() for t in inputs]
-        params, cells = list(trace.params), trace.alive().storages
-        storages = [storage_of(t) for t in made]
-        places = {n: cells.index(held) for n, held in enumerate(storages) if held in cells}
-        s.flush()
-        assert s.last_plan is not None
-        return Recorded(dict(s.stages(s.last_plan))["recorded"], inputs, params, places)
 
 
 def eager(program: Sequence[Step], sizes: Sequence[int]) -> list[Tensor]:
@@ -68,11 +36,6 @@ def eager(program: Sequence[Step], sizes: Sequence[int]) -> list[Tensor]:
     for step in program:
         step.run(state)
     return results(state)
-
-
-def stored_at_random(t: Tensor, mesh: Mesh, draw: random.Random) -> Sharding:
-    labels: list[Placement] = [Replicate(), *map(Shard, range(t.dim()))]
-    return Sharding(tuple(draw.choice(labels) for _ in mesh.names), draw.random() < 0.2)
 
 
 def assert_equal(made: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

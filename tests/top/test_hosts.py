@@ -22,7 +22,7 @@ from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.status_file import ClientPage, StatusFile, WorkerPage
 from lazygt.runtime.launch.status_reader import Page, read_pages
 from lazygt.runtime.wire import encode
-from tests.runtime.cluster.test_agent import Hosts
+from tests.runtime.cluster.agents import Hosts
 
 pytestmark = pytest.mark.timeout(180)
 DEADLINE = 60.0

@@ -17,7 +17,7 @@ from lazygt.observe.top.pool_status import PoolStatus, pool_status
 from lazygt.observe.top.sources import as_json
 from lazygt.runtime.launch.status_file import ClientPage, WorkerPage
 from lazygt.runtime.launch.status_reader import Page, Pages
-from tests.top.test_screen import CLIENT, status
+from tests.top.statuses import CLIENT, status
 
 
 def row(number: int, workers: int, **other: Any) -> dict[str, Any]:

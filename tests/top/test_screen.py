@@ -4,40 +4,11 @@ import io
 import re
 
 import pytest
-from msgspec.structs import replace
 from rich.console import Console
 
 from lazygt.observe.top.screen import LETTERS, Screen, ranks_text
-from lazygt.observe.top.status import STATES, RankStatus, SessionStatus, blocks
-from lazygt.runtime.launch.status_file import ClientPage
-
-CLIENT = ClientPage(
-    "lazygt-0123456789abcdef", 4242, 64, "cpu", "data=16,model=4", 1_000.0,
-    "/home/somebody/a/very/long/path/to/some/project/with/many/folders/train.py:1234", "backward",
-    120_345, 12, (5,), 60_000, 812.5, 406.2, 120_300, 45, 3,
-    "aten.mm.default with other arguments or shapes than before",
-    "/home/somebody/a/very/long/path/to/some/project/with/many/folders/model.py:77",
-    3, 12, 1, 9, 2, "Worker 3 (process 99) has died: signal SIGKILL; back after 0.8 s, 12 runs",
-)  # fmt: skip
-
-
-def status(count: int, **states: tuple[int, ...]) -> SessionStatus:
-    """A session of so many busy ranks, but for those named by state."""
-    of = {rank: state for state, ranks in states.items() for rank in ranks}
-    waits = dict.fromkeys(states.get("waiting", ()), (5,))
-    blocked = blocks(waits)
-    ranks = tuple(
-        RankStatus(
-            rank, 1000 + rank, of.get(rank, "busy"), 120_345, "00ff" * 8, 12, "", 1.5 + rank,
-            waits.get(rank, ()), blocked.get(rank, ()), 99, 2**31, 2**32, 2**33, 2**34, 0.4,
-        )
-        for rank in range(count)
-    )  # fmt: skip
-    memory = {"parameters": 10**9, "gradients": 10**9, "optimizer": 2 * 10**9, "other": 10**8}
-    stuck = tuple(rank.rank for rank in ranks if rank.state == "frozen")
-    return SessionStatus(
-        1_100.0, "running", 0.1, replace(CLIENT, workers=count), memory, ranks, stuck
-    )
+from lazygt.observe.top.status import STATES, SessionStatus, blocks
+from tests.top.statuses import status
 
 
 def shown(of: SessionStatus, width: int = 80, height: int = 24) -> list[str]:

@@ -23,7 +23,7 @@ from lazygt.passes.collectives.bucket import Caps, analyse_collectives, buckets
 from lazygt.passes.collectives.overlap import overlapped
 from lazygt.passes.collectives.unpack import Unpack
 from lazygt.passes.sharding.programs import programs
-from tests.sharding.test_programs import recorded
+from tests.sharding.models import recorded
 from tests.sharding.world import run_sharded
 
 DATA = Mesh.parse("data=2")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import lazygt
-from tests.parallel.test_tensor_parallel import megatron
+from tests.parallel.megatron import megatron
 from tests.sharding.counting import GPT
 
 pytestmark = pytest.mark.timeout(120)

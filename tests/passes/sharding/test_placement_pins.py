@@ -17,7 +17,7 @@ from lazygt.passes.sharding.placement_cost import reshard_seconds, seconds
 from lazygt.passes.sharding.solver import solve
 from lazygt.passes.sharding.strategies import StrategySet
 from tests.passes.sharding.placements import PLAIN, carried, question_of
-from tests.passes.sharding.test_placement_cost import cheapest, random_graph
+from tests.passes.sharding.random_graphs import cheapest, random_graph
 
 R, S = Replicate(), Shard
 

@@ -22,8 +22,9 @@ from lazygt.runtime.executors import compiled as compiled_executor
 from lazygt.runtime.executors.compiled import CompiledExecutor, compiled
 from lazygt.runtime.executors.eager import EagerExecutor
 from lazygt.runtime.plan import Plan
+from tests.passes.overloads import inputs_for
 from tests.passes.tools import CPU
-from tests.runtime.compiling.test_lower import agree, inputs_for
+from tests.runtime.compiling.lowering import agree
 
 SIZES = [(4, 4), (4,), (4, 3), (3,), (3, 1), (1,), (7,), (9,), (11,), (13,), (5, 5)]
 

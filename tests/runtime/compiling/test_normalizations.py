@@ -22,7 +22,7 @@ from lazygt.runtime.compiling.kernel_group import KernelGroup
 from lazygt.runtime.compiling.service import answer
 from lazygt.runtime.executors.compiled import Compiled
 from tests.passes.tools import CPU
-from tests.runtime.compiling.test_lower import lowered, one_by_one
+from tests.runtime.compiling.lowering import lowered, one_by_one
 
 Program = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -17,7 +17,7 @@ from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.plan import Plan, PlanTemplate
 from lazygt.runtime.store import Failed
-from tests.passes.test_template import SIZED, accepted, start
+from tests.passes.sized import SIZED, accepted, start
 from tests.passes.tools import graph_of
 from tests.property.programs import Step
 from tests.runtime.executors.compared import needs_native

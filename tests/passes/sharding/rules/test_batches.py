@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from lazygt.graph.alias import WRITE_BACK, view_step
+from tests.passes.sharding.rules.cases import Make, bounds, of_matrices, positive
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
 from tests.support.values import Kind
 
 aten: Any = torch.ops.aten
 linalg: Any = torch.linalg
-Tensor = torch.Tensor
-Make = Callable[[Draw], Case]
-
-
-def positive(d: Draw) -> Tensor:
-    """Two dims of positive definite matrices, with eigenvalues apart."""
-    value = d.without(Kind.INFINITE, Kind.NAN, Kind.FAR).of(*d.shape(2), 3, 3)
-    return value @ value.mT + torch.diag(torch.arange(1, 4, dtype=value.dtype))
-
-
-def of_matrices(op: str, *rest: Any) -> Make:
-    return lambda d: Case(op, positive(d), *rest)
 
 
 def with_right(op: str, **kwargs: Any) -> Make:
@@ -82,11 +70,6 @@ LINALG: Cases = {
     "cholesky_solve": cholesky_solve, "lu_solve": lu_solve, "lu_unpack": lu_unpack,
     "householder_product": householder, "cross": cross,
 }  # fmt: skip
-
-
-def bounds(d: Draw, *shape: int) -> Tensor:
-    """Sorted, with no NaN among them: what a search makes of it depends on where it looks first."""
-    return d.without(Kind.NAN).of(*shape).sort(-1).values
 
 
 def searched_rows(d: Draw) -> Case:

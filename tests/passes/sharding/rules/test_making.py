@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.passes.sharding.rules.cases import on
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies
 from tests.passes.sharding.rules.harness import Case
-from tests.passes.sharding.rules.test_moving import on
 
 Make = Callable[[Draw], Case]
 

@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from lazygt.graph.alias import WRITE_BACK, view_step
+from tests.passes.sharding.rules.cases import Make, on
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies
 from tests.passes.sharding.rules.harness import Case
-
-Make = Callable[[Draw], Case]
-
-
-def on(op: str, rank: int, *args: Any, **kwargs: Any) -> Make:
-    """An op on a tensor of drawn sizes, with fixed arguments."""
-    return lambda d: Case(op, d.tensor(rank), *args, **kwargs)
 
 
 def view(op: str, change: Callable[[tuple[int, ...]], list[int]], rank: int = 3) -> Make:
