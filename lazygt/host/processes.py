@@ -83,10 +83,10 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int, root: Path = Path("/")) -> list[str]:
-    """Return the stat fields after the name, the state first; empty if it has gone."""
+    """Return the stat fields after the name, the state first; empty if it can't be read."""
     try:
         text = (root / f"proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return []
     return text.rpartition(")")[2].split()
 
@@ -151,6 +151,12 @@ def parent(pid: int) -> int:
     """Return a process's parent; 0 once the process has gone."""
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
+
+
+def start(pid: int) -> int | None:
+    """Return a process's start time, in ticks since the boot; None once it has ended."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
 def resident(pid: int, what: str = "VmRSS") -> int:

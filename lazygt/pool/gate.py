@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgpack
+import msgspec
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.cluster.agent import Connected
 from lazygt.runtime.cluster.protocol import Closed, Died, Look, Opened, Said, Tell, read
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.messages import Done, Run
-from lazygt.runtime.wire import Buffer, size_of
+from lazygt.runtime.wire import Buffer, Count, size_of
 
 #: Seconds that workers may take to start. Until their first answer, so long at most, their runs
 #: take no room and no run-seconds.
@@ -170,20 +170,20 @@ def run_told(frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]] | None:
     return sequence_number(frames[1]), told.workers
 
 
+class _Numbered(msgspec.Struct, array_like=True):
+    """The beginning of a `Run` or a `Done`."""
+
+    kind: int
+    seq: Count
+
+
 def sequence_number(header: Buffer) -> int:
     """Return the number of a run, from the header of its message or of the answer to it.
 
     Raises:
         ProtocolError: there is none.
     """
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(bytes(header[:32]))
     try:
-        unpacker.read_array_header()
-        unpacker.skip()
-        number = unpacker.unpack()
-    except Exception as error:  # msgpack raises many types for bad bytes
+        return msgspec.msgpack.decode(header, type=_Numbered).seq
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"a run without a number: {error}") from error
-    if type(number) is not int or number < 0:
-        raise ProtocolError(f"a run of number {number!r}")
-    return number

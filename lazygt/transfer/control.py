@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgpack
+import msgspec
 
 from lazygt.errors import ProtocolError, SecurityError
 
@@ -103,7 +103,7 @@ class Connection:
             PeerGone: the peer has gone, or an earlier message was interrupted.
             TimeoutError: the peer has not read earlier messages by the deadline.
         """
-        body = msgpack.packb(message)
+        body = msgspec.msgpack.encode(message)
         if self._torn:
             raise PeerGone
         self._torn = True  # until all of it is on its way
@@ -196,10 +196,10 @@ class Connection:
         body = bytes(self._received[_LENGTH.size : end])
         del self._received[:end]
         try:
-            message = msgpack.unpackb(body)
-        except ValueError as error:
+            message = msgspec.msgpack.decode(body, type=dict[str, Any])
+        except (ValueError, RecursionError, msgspec.DecodeError) as error:
             raise ProtocolError(f"a control message cannot be read: {error}") from error
-        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        if not isinstance(message.get("kind"), str):
             raise ProtocolError("a control message must be a map with a kind")
         return message
 

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, starmap
+from typing import Annotated
 
-import msgpack
+import msgspec
 import torch
 from torch import Tensor
 
@@ -41,6 +41,14 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C128": torch.complex128,
 }
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+#: The fields of `ParamSpec` on the wire.
+_Row = tuple[
+    str,
+    Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(DTYPES)})\Z")],
+    tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
+    str | None,
+]
 
 
 def aligned(nbytes: int) -> int:
@@ -152,31 +160,20 @@ class Manifest:
     def packed(self) -> bytes:
         """The manifest in wire format."""
         specs = [[spec.name, spec.dtype, spec.shape, spec.alias_of] for spec in self.params]
-        packed: bytes = msgpack.packb(specs)
-        return packed
+        return msgspec.msgpack.encode(specs)
 
     @classmethod
-    def unpack(cls, given: object) -> Manifest:
+    def unpack(cls, given: bytes) -> Manifest:
         """Read the result of `packed`.
 
         Raises:
             ProtocolError: the data is no manifest.
         """
         try:
-            return cls(tuple(_read_spec(*entry) for entry in msgpack.unpackb(given)))
-        except (TypeError, ValueError, msgpack.UnpackException) as error:
+            rows = msgspec.msgpack.decode(given, type=tuple[_Row, ...])
+            return cls(tuple(starmap(ParamSpec, rows)))
+        except (TypeError, ValueError, msgspec.DecodeError) as error:
             raise ProtocolError(f"this is no manifest: {error}") from error
-
-
-def _read_spec(name: Any, dtype: Any, shape: Any, alias_of: Any) -> ParamSpec:
-    sizes = tuple(shape)
-    if not isinstance(name, str) or dtype not in DTYPES:
-        raise ValueError(f"parameter {name!r} has unknown dtype {dtype!r}")
-    if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise ValueError(f"parameter {name!r} has no shape {shape!r}")
-    if not (alias_of is None or isinstance(alias_of, str)):
-        raise ValueError(f"parameter {name!r} is tied to {alias_of!r}")
-    return ParamSpec(name, dtype, sizes, alias_of)
 
 
 def difference(expected: Manifest, offered: Manifest) -> str | None:

@@ -99,6 +99,27 @@ def test_container_in_itself_is_refused() -> None:
         again(loop)
 
 
+#: A state as the msgpack package packs it.
+PACKED = (
+    b"\xdc\x00\x19\xa4dict\xa4step\x07\xa2lr\x94\xa4list\xcb?\xb9\x99\x99\x99\x99\x99\x9a\xcb\x80"
+    b"\x00\x00\x00\x00\x00\x00\x00\xcb\x7f\xf0\x00\x00\x00\x00\x00\x00\xa5betas\x93\xa5tuple\xcb?"
+    b"\xec\xcc\xcc\xcc\xcc\xcc\xcd\xcb?\xef\xf7\xce\xd9\x16\x87+\xa4text\xa2\xc3\xa9\xa3raw\xc4\x02"
+    b"\x00\xff\xa3big\x92\xa3int\xc4\t\x00\x00\x00\x00\x00\x00\x00\x00@\xa3low\xd3\x80\x00\x00\x00\x00"
+    b"\x00\x00\x00\xa4none\xc0\xa4flag\xc3\xa5dtype\x92\xa5torch\xaetorch.bfloat16\xa1o\x93\xabOrdered"
+    b"Dict\xa1a\x01\xa1n\x93\xa6scalar\xa3<i8\xc4\x08\xff\xff\xff\xff\xff\xff\xff\xff"
+)
+
+
+def test_bytes_of_another_packer_are_read_and_written() -> None:
+    state = {
+        "step": 7, "lr": [0.1, -0.0, float("inf")], "betas": (0.9, 0.999), "text": "é",
+        "raw": b"\x00\xff", "big": 1 << 70, "low": -(1 << 63), "none": None, "flag": True,
+        "dtype": torch.bfloat16, "o": OrderedDict(a=1), "n": np.int64(-1),
+    }  # fmt: skip
+    assert same(decoded(PACKED, lambda number: number), state)
+    assert encoded("it", state, lambda t: 0) == PACKED
+
+
 HOSTILE: dict[str, Any] = {
     "attribute of torch": ["torch", "torch._import_dotted_name"],
     "unknown kind": ["os.system", "exit 1"],

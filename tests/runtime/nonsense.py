@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgpack
 import torch
+from msgspec import MsgspecError, msgpack
 
 import lazygt
 from lazygt.errors import LazyGTError, ProtocolError
@@ -36,10 +36,10 @@ VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 255, 2**31, 2**32 + 1, 2**53, 2**63 - 1, -(2**63), 2**64 - 1,
     0.0, -0.0, 0.5, float("nan"), float("inf"), "", "x", "aten.exp.default", "os.system.default",
     b"", b"\xff", bytes(16), b"0" * 17, [], [0], [1, [2, [3]]], [[]] * 3, {}, {"a": 1}, {1: None},
-    msgpack.ExtType(1, b"\x05"), msgpack.ExtType(2, b"\x00"), msgpack.ExtType(3, b"torch.float32"),
-    msgpack.ExtType(3, b"torch.os"), msgpack.ExtType(4, b""), msgpack.ExtType(5, b"\x92\x01"),
-    msgpack.ExtType(6, b"\x95\xa3f32\x91\x04\xc0\x00\x00"), msgpack.ExtType(7, b"\x00"),
-    msgpack.ExtType(7, b"\xcd\xff\xff"), msgpack.ExtType(7, b"\xff"), msgpack.ExtType(99, b"?"),
+    msgpack.Ext(1, b"\x05"), msgpack.Ext(2, b"\x00"), msgpack.Ext(3, b"torch.float32"),
+    msgpack.Ext(3, b"torch.os"), msgpack.Ext(4, b""), msgpack.Ext(5, b"\x92\x01"),
+    msgpack.Ext(6, b"\x95\xa3f32\x91\x04\xc0\x00\x00"), msgpack.Ext(7, b"\x00"),
+    msgpack.Ext(7, b"\xcd\xff\xff"), msgpack.Ext(7, b"\xff"), msgpack.Ext(99, b"?"),
 )  # fmt: skip
 
 
@@ -136,12 +136,12 @@ def _other_bytes(data: bytes, draw: random.Random) -> bytes:
 def _other_fields(data: bytes, draw: random.Random) -> bytes:
     """A msgpack value with parts of it replaced, doubled, moved or left out."""
     try:
-        value = msgpack.unpackb(data, strict_map_key=False)
-    except ValueError:
+        value = msgpack.decode(data)
+    except (MsgspecError, ValueError, RecursionError):
         return _other_bytes(data, draw)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         value = _other(value, draw)
-    return msgpack.packb(value)
+    return msgpack.encode(value)
 
 
 def _other(value: Any, draw: random.Random) -> Any:
@@ -171,13 +171,13 @@ def ship(graph: bytes, sizes: tuple[int, ...] = ()) -> Frames:
 def _named(frames: Frames) -> Frames:
     """A changed plan under the name that its new content has, so that it is looked at."""
     try:
-        header = msgpack.unpackb(frames[0], strict_map_key=False)
+        header = msgpack.decode(frames[0])
         if isinstance(header, list) and header[0] == 1 and len(frames) > 1:
             header[3] = graph_codec.template_name(frames[1])
             sizes, salt = tuple(header[4]) if len(header) > 4 else (), header[6:7]
             header[1] = graph_codec.plan_name(header[3], sizes, *salt)
-            return [msgpack.packb(header), *frames[1:]]
-    except (ValueError, TypeError, IndexError):
+            return [msgpack.encode(header), *frames[1:]]
+    except (MsgspecError, ValueError, TypeError, IndexError, RecursionError):
         return frames
     return frames
 

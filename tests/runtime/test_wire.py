@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import msgpack
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 import lazygt
 from lazygt.errors import ProtocolError
@@ -53,7 +53,7 @@ def test_extensions_are_short_since_they_are_remembered() -> None:
     before = wire._from_ext.cache_info().currsize
     for code in range(1, 8):
         with pytest.raises(ProtocolError, match="an extension of 4096 bytes; 2048 are the most"):
-            wire.unpack(msgpack.packb(msgpack.ExtType(code, bytes(4096))))
+            wire.unpack(msgpack.encode(msgpack.Ext(code, bytes(4096))))
     assert wire._from_ext.cache_info().currsize == before
 
 

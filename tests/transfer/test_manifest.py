@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import msgpack
 import pytest
 import torch
+from msgspec import msgpack
 
 from lazygt.errors import ProtocolError
 from lazygt.transfer import Manifest, ParamSpec
@@ -88,7 +88,9 @@ def test_a_manifest_must_make_sense(params: tuple[ParamSpec, ...], says: str) ->
         b"\xc1",
         7,
         [["a", "F32"]],
+        [["a", "F32", [1]]],
         [["a", "F33", [1], None]],
+        [["a", "F32\n", [1], None]],
         [[1, "F32", [1], None]],
         [["a", "F32", [-1], None]],
         [["a", "F32", ["1"], None]],
@@ -98,7 +100,7 @@ def test_a_manifest_must_make_sense(params: tuple[ParamSpec, ...], says: str) ->
 )
 def test_garbage_is_no_manifest(given: object) -> None:
     with pytest.raises(ProtocolError, match="this is no manifest"):
-        Manifest.unpack(given if isinstance(given, bytes) else msgpack.packb(given))
+        Manifest.unpack(given if isinstance(given, bytes) else msgpack.encode(given))
 
 
 def test_long_differences_are_cut() -> None:

@@ -16,6 +16,7 @@ import select
 import time
 from pathlib import Path
 
+from lazygt.host.processes import parent
 from lazygt.runtime.cluster.environment import Job
 
 #: Seconds for an engine to start the first process after this one; the reverse order is usual.
@@ -62,7 +63,7 @@ def _engine(job: Job) -> int:
     """Return our nearest ancestor without a readable rank in its environment."""
     pid = os.getppid()
     while pid > 1 and job.rank_variable in _environment(pid):
-        pid = _parent(pid)
+        pid = parent(pid)
     return pid
 
 
@@ -76,18 +77,9 @@ def _environment(pid: int) -> dict[str, str]:
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
-def _parent(pid: int) -> int:
-    """Return the parent of a process; 0 if it has gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[1])
-
-
 def _children(pid: int) -> list[int]:
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _parent(int(entry.name)) == pid
+        if entry.name.isdigit() and parent(int(entry.name)) == pid
     ]

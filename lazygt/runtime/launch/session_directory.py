@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lazygt.host import processes
 from lazygt.host.files import create, make_folder
 
 RECORD = "session.json"
@@ -164,17 +165,7 @@ def _process(pid: int) -> dict[str, Any]:
     """Return a key of a process, unique over all machines; ``start`` is None if it has gone."""
     return {
         "pid": pid,
-        "start": _start(pid),
+        "start": processes.start(pid),
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "namespace": os.readlink("/proc/self/ns/pid"),
     }
-
-
-def _start(pid: int) -> int | None:
-    """Return the start time of a process, in ticks since the boot; None if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
