@@ -147,6 +147,14 @@ def test_every_module_has_a_layer() -> None:
         height_of(package_of(name))
 
 
+def test_contributing_draws_the_layers() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    drawn = next(block for block in text.split("```") if "runtime/ recovery/" in block)
+    lines = [re.split(r"  +", line)[0].split() for line in drawn.strip().splitlines()]
+    rows = [{name.strip("/").replace("/", ".") for name in line} for line in lines]
+    assert rows == [set(row) for row in reversed(LAYERS) if row != {"lazygt"}]
+
+
 def test_imports_point_down() -> None:
     wrong = [f"{entry}: {why}" for entry in all_imports() if (why := complaint(entry))]
     assert not wrong, "\n".join(wrong)

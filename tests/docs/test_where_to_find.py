@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lazygt.runtime.launch.opening import LAUNCHERS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lazygt"
 PAGE = (ROOT / "docs" / "where_to_find.md").read_text()
@@ -13,7 +15,7 @@ DOORS = re.findall(r"^\| [^`|]+ \| `([\w/.]+)`, `(\w+)` \|$", PAGE, re.MULTILINE
 
 
 def defined(path: Path) -> set[str]:
-    """What a file defines at its top level, or imports to pass on."""
+    """Names that a file defines at its top level."""
     names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -40,3 +42,9 @@ def test_every_package_is_listed() -> None:
             assert f"`{path.name}`" in rooms, path.name
         elif path.is_dir() and (path / "__init__.py").exists():
             assert f"`{path.name}/`" in rooms, path.name
+
+
+def test_every_launcher_is_listed() -> None:
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    listed = re.findall(r'^\| `"(\w+)"` \|', page, re.MULTILINE)
+    assert sorted(listed) == sorted(["auto", *LAUNCHERS])
