@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement, Shard, StridedShard, group_sizes, side_by_side
 from lazygt.passes.sharding.halo import RowExchange, blocks, blocks_of_each
-from lazygt.passes.sharding.rules.strategy import Call, Metas, S, Strategy, Values, row_comm
+from lazygt.passes.sharding.rules.strategy import Call, Metas, S, Strategy, Values, exchange_comm
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
@@ -72,8 +72,8 @@ def taken_apart_in_blocks(call: Call, dim: int) -> list[Strategy]:
     """Return the strategy that exchanges blocks of the whole for those of each of its pieces."""
     meta = call.meta("self")
     sizes = tuple([each.shape[dim] for each in call.node.results if each is not None])
-    have = blocks(meta.shape[dim], call.parts)
-    move = RowExchange(dim, have, blocks_of_each(sizes, call.parts))
+    have = blocks(meta.shape[dim], call.axis_size)
+    move = RowExchange(dim, have, blocks_of_each(sizes, call.axis_size))
     if min(sizes, default=0) < 2 or not move.is_worth_it:
         return []
 
@@ -85,12 +85,12 @@ def taken_apart_in_blocks(call: Call, dim: int) -> list[Strategy]:
             at += block
         return pieces
 
-    return [call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, meta))]
+    return [call.strategy(S(dim), self=S(dim)).by(lower, exchange_comm(move, meta))]
 
 
-def cut_dim(node: Node, metas: Metas, parts: int) -> int:
+def cut_dim(node: Node, metas: Metas, axis_size: int) -> int:
     """Return the dim along which an op cuts."""
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     return call.dim("dim", len(call.shape("self")))
 
 

@@ -86,7 +86,7 @@ _RISING = frozenset(
 _PAIRS = {"maximum.default": PMAX, "minimum.default": PMIN}
 
 
-def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return one strategy a dim of the result, and those with partial operands."""
     if facts(overload(node.op)).random or not node.results:
         return ()
@@ -183,8 +183,8 @@ def _can_be_summed(
 
     The whole sum is in the result's dtype.
     """
-    parts = [meta.dtype for mark, meta in zip(marks, operands, strict=True) if mark == P]
-    return all(_widens(dtype, result.dtype) and dtype != torch.bool for dtype in parts)
+    partial_dtypes = [meta.dtype for mark, meta in zip(marks, operands, strict=True) if mark == P]
+    return all(_widens(dtype, result.dtype) and dtype != torch.bool for dtype in partial_dtypes)
 
 
 def _widens(have: torch.dtype, want: torch.dtype) -> bool:
@@ -234,8 +234,8 @@ _LOSSES = (
 )
 
 
-def _unreduced(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    return () if Call(node, metas, parts)["reduction"] else strategies(node, metas, parts)
+def _unreduced(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    return () if Call(node, metas, axis_size)["reduction"] else strategies(node, metas, axis_size)
 
 
 RULES: dict[str, Rule] = {**table(_UNTAGGED, strategies), **table(_LOSSES, _unreduced)}

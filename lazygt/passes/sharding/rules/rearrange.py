@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule:
     """Return the rule of an op that mixes elements only along some dims."""
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
         mixed = touched(call)
         strategies = [
             call.strategy(S(d), self=S(d))
@@ -63,13 +63,13 @@ def _flipped_dims(call: Call) -> set[int]:
     return {d % rank for d in call["dims"]}
 
 
-def _flip(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _flip(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of flip: along the cut dim ranks exchange rows, then flip them."""
-    call = Call(node, metas, parts)
-    strategies = list(_untouched(_flipped_dims)(node, metas, parts))
+    call = Call(node, metas, axis_size)
+    strategies = list(_untouched(_flipped_dims)(node, metas, axis_size))
     for dim in _flipped_dims(call).intersection(shardable_dims(call.shape("self"))):
         size = call.shape("self")[dim]
-        bounds = [shard_bounds(size, parts, rank) for rank in range(parts)]
+        bounds = [shard_bounds(size, axis_size, rank) for rank in range(axis_size)]
         strategies += moved(call, dim, [((size - b, size - a),) for a, b in bounds], _again)
     return strategies
 
@@ -78,10 +78,10 @@ def _again(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     return build.rerun(node, operands)
 
 
-def _roll(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _roll(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of roll: along the cut dim ranks get the rows of their new block."""
-    call = Call(node, metas, parts)
-    strategies = list(_untouched(_dims)(node, metas, parts))
+    call = Call(node, metas, axis_size)
+    strategies = list(_untouched(_dims)(node, metas, axis_size))
     shape, dims, shifts = call.shape("self"), call["dims"], call["shifts"]
     if any(type(shift) is Param for shift in shifts):
         return strategies
@@ -90,8 +90,8 @@ def _roll(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         along = [d % rank == dim for d in dims]
         shift = sum(shift for shift, is_along in zip(shifts, along, strict=True) if is_along)
         rest = [(d, s) for d, s, is_along in zip(dims, shifts, along, strict=True) if not is_along]
-        want = [_rolled(shape[dim], shift, *shard_bounds(shape[dim], parts, r))
-                for r in range(parts)]  # fmt: skip
+        want = [_rolled(shape[dim], shift, *shard_bounds(shape[dim], axis_size, r))
+                for r in range(axis_size)]  # fmt: skip
         strategies += moved(call, dim, want, _rolled_along(rest))
     return strategies
 
@@ -120,13 +120,13 @@ def _padded(call: Call) -> set[int]:
     return {rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
 
 
-def _pad(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _pad(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
     value = call["value"]
     kept = [strategy for dim in sorted(_padded(call)) for strategy in _padded_in_blocks(call, dim)]
     if value is None or (type(value) in (int, float) and value == 0):
-        return [*_untouched(_padded)(node, metas, parts), *kept]
-    strategies = _untouched(_padded, linear=False)(node, metas, parts)
+        return [*_untouched(_padded)(node, metas, axis_size), *kept]
+    strategies = _untouched(_padded, linear=False)(node, metas, axis_size)
     return [*strategies, *kept, call.strategy(P, self=P).by(added_once("value"))]
 
 
@@ -140,7 +140,7 @@ def _padded_in_blocks(call: Call, dim: int) -> list[Strategy]:
     size, wide, before = shape[dim], call.result().shape[dim], pad[at]
     if min(size, wide) < 2:
         return []
-    bounds = [shard_bounds(wide, call.parts, rank) for rank in range(call.parts)]
+    bounds = [shard_bounds(wide, call.axis_size, rank) for rank in range(call.axis_size)]
     want = [within(start - before, stop - before, size) for start, stop in bounds]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -153,12 +153,12 @@ def _padded_in_blocks(call: Call, dim: int) -> list[Strategy]:
     return moved(call, dim, [(rows,) for rows in want], lower)
 
 
-def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _onto_diagonal(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of diag_embed: the last dim becomes two.
 
     The others stand in order in the rest.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     rank = len(call.result().shape)
     diagonal = {call.dim("dim1", rank), call.dim("dim2", rank)}
     places = [place for place in range(rank) if place not in diagonal]
@@ -166,18 +166,18 @@ def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return [*(call.strategy(S(places[d]), self=S(d)) for d in split), call.strategy(P, self=P)]
 
 
-def _repeat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _repeat(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of repeat: dims that are there once pass through."""
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     shape, repeats = call.shape("self"), call["repeats"]
     new = len(repeats) - len(shape)
     once = [d for d in shardable_dims(shape) if repeats[d + new] == 1]
     return [*(call.strategy(S(d + new), self=S(d)) for d in once), call.strategy(P, self=P)]
 
 
-def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _diagonal(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of diagonal: its two dims become the last one."""
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     rank = len(call.shape("self"))
     gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
     split = [d for d in shardable_dims(call.shape("self")) if d not in gone]
@@ -188,12 +188,12 @@ def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
-def _triangle(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _triangle(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of tril and triu.
 
     The diagonal is counted from the start of the block.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     shape = call.shape("self")
     strategies = []
     for dim in shardable_dims(shape):

@@ -78,8 +78,8 @@ def _rule(
         linear: partial elements do so too; not where an element counts or not by its value.
     """
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
         dims = reduced_dims(call)
         lower = lowered(call) if lowered else None
         split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
@@ -149,29 +149,29 @@ def other_dims(call: Call) -> tuple[int, list[Strategy]]:
     return dim, strategies
 
 
-def _kthvalue(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _kthvalue(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of kthvalue: along its dim, each rank gathers its k smallest.
 
     Every block must have k elements.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     dim, strategies = other_dims(call)
     shape, k, value = call.shape("self"), call["k"], call.meta("self")
     size = shape[dim] if shape else 0
-    few = size > 1 and 1 <= k <= block_size(size, parts, parts - 1)
+    few = size > 1 and 1 <= k <= block_size(size, axis_size, axis_size - 1)
     if not few or type(k) is not int or not value.dtype.is_floating_point:
         return strategies
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         least, places = build.op("aten.topk.default", operands[0], k, dim, False)
         places = build.op("aten.add.Scalar", places, build.rank_offset(size))
-        least, places = (build.all_gather(part, dim, k * parts) for part in (least, places))
+        least, places = (build.all_gather(part, dim, k * axis_size) for part in (least, places))
         kth, which = build.op("aten.kthvalue.default", least, k, dim, True)
         results = [kth, build.op("aten.gather.default", places, dim, which)]
         keeps = call["keepdim"]
         return results if keeps else [build.op("aten.squeeze.dim", r, dim) for r in results]
 
-    rest = call.result().numel * k * parts
+    rest = call.result().numel * k * axis_size
     comm = [Collective("all_gather", rest * nbytes) for nbytes in (value.dtype.itemsize, 8)]
     return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
 
@@ -184,16 +184,16 @@ _TOTALS = {
 }
 
 
-def _cumulated(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _cumulated(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of a cumulative op: an exclusive scan of the blocks' totals."""
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     dim, strategies = other_dims(call)
     shape = call.shape("self")
     size = shape[dim] if shape else 0
     strategies += [call.strategy(P, self=P)] if node.op == "aten.cumsum.default" else []
     if size < 2:
         return strategies
-    total = call.result().nbytes // size * parts
+    total = call.result().nbytes // size * axis_size
     strategy = call.strategy(S(dim), self=S(dim)).by(_after(dim), [Collective("all_gather", total)])
     return [*strategies, strategy]
 
@@ -213,19 +213,19 @@ def _after(dim: int) -> Lowering:
     return lower
 
 
-def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _norm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of a norm, by sums of powers where the order is known.
 
     A run-time number may be any order, 0 and inf too.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     dims = reduced_dims(call)
     strategies = passing_strategies(call, dims)
     order, nbytes = _order(call.args), call.result().nbytes
     if type(order) in (int, float) and 0 < order < float("inf"):
         comm = [Collective("all_reduce", nbytes)]
         return strategies + _met(call, dims, local_lowering(_norm_lower(order)), comm)
-    comm = [Collective("all_gather", nbytes * parts)]
+    comm = [Collective("all_gather", nbytes * axis_size)]
     for dim in shardable_dims(call.shape("self")):
         if dim in dims:
             lower = _norm_of_norms(call.shape("self")[dim], dims)
@@ -308,8 +308,8 @@ _WIDE = torch.float64
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def _var_mean(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _var_mean(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
     value, dims = call.meta("self"), reduced_dims(call)
     if not call["keepdim"] or call["correction"] != 0 or not _is_of_channels(value.shape, dims):
         return ()

@@ -24,9 +24,9 @@ from lazygt.passes.sharding.rules.strategy import (
     S,
     Strategy,
     Values,
+    exchange_comm,
     local_range,
     partial_by_padding,
-    row_comm,
     shardable_dims,
     table,
 )
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _SMALL = 1 << 10
 
 
-def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _cat(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
     ranks = [len(meta.shape) for n in node.refs() if (meta := metas[n]) is not None]
@@ -60,8 +60,8 @@ def _joined_in_blocks(call: Call, dim: int) -> list[Strategy]:
     """Return the strategy of a cat from tensors in blocks to blocks of their whole."""
     metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
     sizes = tuple([meta.shape[dim] for meta in metas])
-    have = blocks_of_each(sizes, call.parts)
-    move = RowExchange(dim, have, blocks(sum(sizes), call.parts))
+    have = blocks_of_each(sizes, call.axis_size)
+    move = RowExchange(dim, have, blocks(sum(sizes), call.axis_size))
     if sum(sizes) < 2 or not move.is_worth_it:
         return []
 
@@ -70,11 +70,11 @@ def _joined_in_blocks(call: Call, dim: int) -> list[Strategy]:
         assert rows is not None
         return (build.rows(rows, move),)
 
-    return [call.strategy(S(dim), tensors=S(dim)).by(lower, row_comm(move, call.result()))]
+    return [call.strategy(S(dim), tensors=S(dim)).by(lower, exchange_comm(move, call.result()))]
 
 
-def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _stack(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
     strategies = [
@@ -95,13 +95,13 @@ def partials(call: Call, bools: bool = False) -> list[Placement]:
     return list(PARTIALS) if same and (bools or call.result().dtype != torch.bool) else []
 
 
-def _split(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _split(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of a split into pieces along ``dim``.
 
     Several pieces together are as large as the whole; its blocks are exchanged for those of each of
     them.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
     strategies = _uncut(call, dim, gone=False)
     if len(node.results) == 1:
@@ -109,8 +109,8 @@ def _split(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return [*strategies, *packed.taken_apart_in_blocks(call, dim)]
 
 
-def _unbind(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _unbind(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
     strategies = _uncut(call, dim, gone=True)
     if len(node.results) > 1:
@@ -125,9 +125,9 @@ def _uncut(call: Call, dim: int, gone: bool) -> list[Strategy]:
     return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
-def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _slice(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of a slice; along its dim each rank's part of it is among zeros."""
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
     strategies = _uncut(call, dim, gone=False)
     first, last, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
@@ -147,15 +147,15 @@ def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 def _sliced_in_blocks(call: Call, dim: int, where: tuple[int, int, int]) -> list[Strategy]:
     """Return the strategy of a slice in blocks, from the parts of it in each rank's block."""
     first, last, step = where
-    size, count, parts = call.shape("self")[dim], len(range(first, last, step)), call.parts
+    size, count, ranks = call.shape("self")[dim], len(range(first, last, step)), call.axis_size
     if count < 2:
         return []
     have = tuple([
-        tuple([(-(-(max(row, first) - first) // step)) for row in shard_bounds(size, parts, rank)])
-        for rank in range(parts)
+        tuple([(-(-(max(row, first) - first) // step)) for row in shard_bounds(size, ranks, rank)])
+        for rank in range(ranks)
     ])  # fmt: skip
     held = tuple([((min(a, count), min(b, count)),) for a, b in have])
-    move = RowExchange(dim, held, blocks(count, parts))
+    move = RowExchange(dim, held, blocks(count, ranks))
     if move.sent and call.result().nbytes <= _SMALL:
         return []
 
@@ -167,7 +167,7 @@ def _sliced_in_blocks(call: Call, dim: int, where: tuple[int, int, int]) -> list
         rows = build.op("aten.slice.Tensor", value, dim, begin, end, step)
         return (build.rows(rows, move),)
 
-    return [call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, call.result()))]
+    return [call.strategy(S(dim), self=S(dim)).by(lower, exchange_comm(move, call.result()))]
 
 
 def _own_part(dim: int, size: int, first: int, last: int) -> Lowering:
@@ -182,8 +182,8 @@ def _own_part(dim: int, size: int, first: int, last: int) -> Lowering:
     return lower
 
 
-def _select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _select(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
     strategies = _uncut(call, dim, gone=True)
     index = call["index"]
@@ -193,8 +193,8 @@ def _select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return strategies + [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
 
 
-def _narrow(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _narrow(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
     return [*_uncut(call, dim, gone=False), *_anywhere(call, dim, "start")]
 
@@ -254,8 +254,8 @@ def _placed(gone: bool) -> Rule:
     They put a gradient among zeros of ``input_sizes``.
     """
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
         shape = tuple(call["input_sizes"])
         dim = call.dim("dim", len(shape))
         strategies = [
@@ -292,7 +292,7 @@ def _placed_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]:
     if min(size, shape[dim]) < 2:
         return []
     first_place, _, _ = slice(call["start"], None).indices(size)
-    bounds = [shard_bounds(size, call.parts, rank) for rank in range(call.parts)]
+    bounds = [shard_bounds(size, call.axis_size, rank) for rank in range(call.axis_size)]
     bounds = [(start - first_place, stop - first_place) for start, stop in bounds]
     want = [within(start, stop, shape[dim]) for start, stop in bounds]
 
@@ -314,14 +314,14 @@ def moved(
         locally: the program on those rows.
     """
     meta = call.meta(name)
-    move = RowExchange(dim, blocks(meta.shape[dim], call.parts), tuple(want))
+    move = RowExchange(dim, blocks(meta.shape[dim], call.axis_size), tuple(want))
     if not move.is_worth_it:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return locally(build, node, [build.rows(operands[0], move)])
 
-    return [call.strategy(S(dim), **{name: S(dim)}).by(lower, row_comm(move, meta))]
+    return [call.strategy(S(dim), **{name: S(dim)}).by(lower, exchange_comm(move, meta))]
 
 
 def within(start: int, stop: int, size: int) -> tuple[int, int]:

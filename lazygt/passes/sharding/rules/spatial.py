@@ -25,7 +25,7 @@ from lazygt.passes.sharding.rules.strategy import (
     S,
     Strategy,
     Values,
-    row_comm,
+    exchange_comm,
     table,
 )
 
@@ -37,46 +37,46 @@ if TYPE_CHECKING:
 _TEXTS = pictures.RULES
 
 
-def _unfolded(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _unfolded(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of windows along a cut dim: each rank makes those of its block."""
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+    call = Call(node, metas, axis_size)
+    strategies = [*_TEXTS[node.op](node, metas, axis_size)]
     value, dim = call.meta("self"), call.dim("dimension", len(call.shape("self")))
     size, step = call["size"], call["step"]
-    bounds = [shard_bounds(call.result().shape[dim], parts, rank) for rank in range(parts)]
+    bounds = [shard_bounds(call.result().shape[dim], axis_size, rank) for rank in range(axis_size)]
     if any(start >= stop for start, stop in bounds):
         return strategies
     want = tuple([((a * step, (b - 1) * step + size),) for a, b in bounds])
-    move = RowExchange(dim, blocks(value.shape[dim], parts), want)
+    move = RowExchange(dim, blocks(value.shape[dim], axis_size), want)
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return build.rerun(node, [build.rows(operands[0], move)])
 
-    return [*strategies, call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, value))]
+    return [*strategies, call.strategy(S(dim), self=S(dim)).by(lower, exchange_comm(move, value))]
 
 
-def _repeating(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _repeating(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of pads by the picture's own rows, mirrored or the last one again.
 
     Each rank is sent those rows.
     """
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+    call = Call(node, metas, axis_size)
+    strategies = [*_TEXTS[node.op](node, metas, axis_size)]
     value, wide, pads = call.meta("self"), call.result().shape, call["padding"]
     for at in range(len(pads) // 2):
         dim = len(wide) - 1 - at
-        bounds = [shard_bounds(wide[dim], parts, rank) for rank in range(parts)]
+        bounds = [shard_bounds(wide[dim], axis_size, rank) for rank in range(axis_size)]
         mirrored = "reflection" in node.op
         want = [
             _joined([_inside(i - pads[2 * at], value.shape[dim], mirrored) for i in range(*rows)])
             for rows in bounds
         ]
-        move = RowExchange(dim, blocks(value.shape[dim], parts), tuple(want))
+        move = RowExchange(dim, blocks(value.shape[dim], axis_size), tuple(want))
         rest = [0 if which // 2 == at else pad for which, pad in enumerate(pads)]
         refused = any(rest) and not all(want)  # the kernel takes no empty block
         if value.shape[dim] > 1 and move.is_worth_it and not refused:
             strategy = call.strategy(S(dim), self=S(dim))
-            strategies.append(strategy.by(_padded_along(move, rest), row_comm(move, value)))
+            strategies.append(strategy.by(_padded_along(move, rest), exchange_comm(move, value)))
     return strategies
 
 
@@ -137,18 +137,18 @@ class _Window(NamedTuple):
         reach = (self.kernel - 1) * self.dilation + 1
         return first, (rows[1] - 1) * self.stride - self.padding + reach
 
-    def move(self, parts: int) -> RowExchange | None:
+    def move(self, axis_size: int) -> RowExchange | None:
         """Return the exchange that brings each rank the rows that it reads.
 
         None where a rank has nothing to make, or reads nothing but padding.
         """
-        bounds = [shard_bounds(self.made, parts, rank) for rank in range(parts)]
+        bounds = [shard_bounds(self.made, axis_size, rank) for rank in range(axis_size)]
         if any(start >= stop for start, stop in bounds):
             return None
         wanted = [self.inside(self.read(rows)) for rows in bounds]
         if any(first >= last for first, last in wanted):
             return None
-        have = blocks(self.size, parts)
+        have = blocks(self.size, axis_size)
         return RowExchange(self.dim, have, tuple([(rows,) for rows in wanted]))
 
     def inside(self, rows: Rows) -> Rows:
@@ -174,9 +174,9 @@ def by_rows(call: Call) -> list[Strategy]:
     """Return the strategies of a convolution."""
     strategies = []
     for window in _windows(call, call.result().shape):
-        move = window.move(call.parts)
+        move = window.move(call.axis_size)
         if move is not None:
-            comm = row_comm(move, call.meta("input"))
+            comm = exchange_comm(move, call.meta("input"))
             strategy = call.strategy(S(window.dim), input=S(window.dim))
             strategies.append(strategy.by(_forward(window, move), comm))
     return strategies
@@ -219,11 +219,11 @@ def backward_by_rows(call: Call) -> list[Strategy]:
     strategies = []
     wanted = tuple(call["output_mask"])
     for window in _windows(call, call.shape("grad_output")):
-        move = window.move(call.parts)
+        move = window.move(call.axis_size)
         if move is None:
             continue
         dim = window.dim
-        comm = row_comm(move, call.meta("input"), back=wanted[0])
+        comm = exchange_comm(move, call.meta("input"), reverse_too=wanted[0])
         outputs = S(dim) if wanted[0] else R, P, P
         strategy = call.strategy(outputs, grad_output=S(dim), input=S(dim))
         strategies.append(strategy.by(_backward(window, move, wanted[0]), comm))
@@ -262,25 +262,25 @@ def given_back(build: Builder, value: Ref, move: RowExchange) -> Ref:
     """
     dim, rank = move.dim, build.index
     size = sum(last - first for first, last in move.have[rank])
-    parts, away, at = [], [], 0
+    pieces_at, away, at = [], [], 0
     for piece in move.pieces[rank]:
         rows = build.slice(value, dim, at, piece.rows)
         if piece.source == rank:
-            parts.append((rows, piece.start))
+            pieces_at.append((rows, piece.start))
         else:
             away.append((piece.source, at, rows))
         at += piece.rows
     if move.sent:
         back = tuple(sorted([(target, source, count) for source, target, count in move.sent]))
-        given = [rows for _, _, rows in sorted(away, key=lambda one: one[:2])]
+        given = [rows for _, _, rows in sorted(away, key=lambda item: item[:2])]
         nothing = build.slice(value, dim, 0, 0)
         come = build.send_recv(build.joined(given or [nothing], dim), dim, back)
         at = 0
         for start, count in move.given(rank):
-            parts.append((build.slice(come, dim, at, count), start))
+            pieces_at.append((build.slice(come, dim, at, count), start))
             at += count
-    parts = parts or [(build.slice(value, dim, 0, 0), 0)]
-    spread = [_among(build, rows, dim, start, size) for rows, start in parts]
+    pieces_at = pieces_at or [(build.slice(value, dim, 0, 0), 0)]
+    spread = [_among(build, rows, dim, start, size) for rows, start in pieces_at]
     return reduce(lambda a, b: build.op("aten.add.Tensor", a, b), spread)
 
 
@@ -311,13 +311,13 @@ def _pool_windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
     return [_Window(space, *each) for space, each in enumerate(sizes)]
 
 
-def _averages(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+def _averages(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
+    strategies = [*_TEXTS[node.op](node, metas, axis_size)]
     for window in _pool_windows(call, call.result().shape):
-        move = window.move(parts)
+        move = window.move(axis_size)
         if move is not None and _counts_all(call, window):
-            comm = row_comm(move, call.meta("self"))
+            comm = exchange_comm(move, call.meta("self"))
             strategy = call.strategy(S(window.dim), self=S(window.dim))
             strategies.append(strategy.by(_forward(window, move), comm))
     return strategies
@@ -328,15 +328,15 @@ def _counts_all(call: Call, window: _Window) -> bool:
     return not window.padding or bool(call["count_include_pad"] or call["divisor_override"])
 
 
-def _maxima(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _maxima(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of a maximum pool, with places in the whole picture."""
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+    call = Call(node, metas, axis_size)
+    strategies = [*_TEXTS[node.op](node, metas, axis_size)]
     value = call.meta("self")
     for window in _pool_windows(call, call.result().shape):
-        move = window.move(parts)
+        move = window.move(axis_size)
         if move is not None and (value.dtype.is_floating_point or not window.padding):
-            comm = row_comm(move, value)
+            comm = exchange_comm(move, value)
             strategy = call.strategy(S(window.dim), self=S(window.dim))
             strategies.append(strategy.by(_placed(window, move, value.shape[3]), comm))
     return strategies
@@ -385,23 +385,23 @@ def _number(build: Builder, at: Sequence[Ref], columns: int) -> Ref:
     return number
 
 
-def _backward_of_pool(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _backward_of_pool(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of a pool's backward by rows.
 
     A rank's gradient of the rows that it read goes back to their owners.
     """
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+    call = Call(node, metas, axis_size)
+    strategies = [*_TEXTS[node.op](node, metas, axis_size)]
     with_places = call.has("indices")
     for window in _pool_windows(call, call.shape("grad_output")):
-        move = window.move(parts)
+        move = window.move(axis_size)
         if move is None or not (with_places or _counts_all(call, window)):
             continue
         dim = window.dim
         placements = {name: S(dim) for name in ("grad_output", "self", "indices") if call.has(name)}
         lower = _back_to_windows(window, move, call.shape("self")[3])
         strategy = call.strategy(S(dim), **placements)
-        comm = row_comm(move, call.meta("self"), back=True)[1:]
+        comm = exchange_comm(move, call.meta("self"), reverse_too=True)[1:]
         strategies.append(strategy.by(lower, comm))
     return strategies
 

@@ -23,7 +23,7 @@ from lazygt.passes.sharding.rules.strategy import (
     S,
     Strategy,
     Values,
-    row_comm,
+    exchange_comm,
     table,
 )
 
@@ -33,15 +33,17 @@ if TYPE_CHECKING:
 _TEXTS = pictures.RULES
 
 
-def _move(dim: int, have: int, rows: int, parts: int, want: Sequence[Rows]) -> RowExchange | None:
+def _move(
+    dim: int, have: int, rows: int, axis_size: int, want: Sequence[Rows]
+) -> RowExchange | None:
     """Return the exchange of rows of a dim of ``have`` for ranks' blocks of ``rows``.
 
     None where a rank has nothing to make, or nothing to make it of.
     """
-    bounds = [shard_bounds(rows, parts, rank) for rank in range(parts)]
+    bounds = [shard_bounds(rows, axis_size, rank) for rank in range(axis_size)]
     if any(start >= stop for start, stop in (*bounds, *want)):
         return None
-    return RowExchange(dim, blocks(have, parts), tuple([(some,) for some in want]))
+    return RowExchange(dim, blocks(have, axis_size), tuple([(some,) for some in want]))
 
 
 # -- transposed convolutions ----------------------------------------------------------------------
@@ -78,21 +80,21 @@ class _Spread(NamedTuple):
         first = rows[0] * self.stride - self.padding
         return first, (rows[1] - 1) * self.stride - self.padding + self.reach
 
-    def forward(self, parts: int) -> RowExchange | None:
+    def forward(self, axis_size: int) -> RowExchange | None:
         """Return the exchange of the picture's rows that ranks make their rows of the result of."""
-        bounds = [shard_bounds(self.made, parts, rank) for rank in range(parts)]
+        bounds = [shard_bounds(self.made, axis_size, rank) for rank in range(axis_size)]
         want = [self.read(rows) for rows in bounds]
         for (start, stop), rows in zip(bounds, want, strict=True):
             first, last = self.written(rows)
             if start < first or last < stop:  # rows that none of the picture reaches
                 return None
-        return _move(self.dim, self.size, self.made, parts, want)
+        return _move(self.dim, self.size, self.made, axis_size, want)
 
-    def backward(self, parts: int) -> RowExchange | None:
+    def backward(self, axis_size: int) -> RowExchange | None:
         """Return the exchange of the gradient's rows that the rows of ranks reach."""
-        bounds = [shard_bounds(self.size, parts, rank) for rank in range(parts)]
+        bounds = [shard_bounds(self.size, axis_size, rank) for rank in range(axis_size)]
         want = [self.inside(self.written(rows)) for rows in bounds]
-        return _move(self.dim, self.made, self.size, parts, want)
+        return _move(self.dim, self.made, self.size, axis_size, want)
 
     def inside(self, rows: Rows) -> Rows:
         """Return those of the rows that the result has."""
@@ -116,10 +118,10 @@ def by_rows(call: Call) -> list[Strategy]:
     """Return the strategies of a transposed convolution."""
     strategies = []
     for spread in _spreads(call, call.result().shape):
-        move = spread.forward(call.parts)
+        move = spread.forward(call.axis_size)
         if move is not None:
             strategy = call.strategy(S(spread.dim), input=S(spread.dim))
-            comm = row_comm(move, call.meta("input"))
+            comm = exchange_comm(move, call.meta("input"))
             strategies.append(strategy.by(_forward(spread, move), comm))
     return strategies
 
@@ -151,12 +153,12 @@ def backward_by_rows(call: Call) -> list[Strategy]:
     """Return the strategies of a transposed convolution's backward."""
     strategies = []
     for spread in _spreads(call, call.shape("grad_output")):
-        move = spread.backward(call.parts)
+        move = spread.backward(call.axis_size)
         if move is not None:
             dim = spread.dim
             outputs = S(dim) if call["output_mask"][0] else R, P, P
             strategy = call.strategy(outputs, grad_output=S(dim), input=S(dim))
-            comm = row_comm(move, call.meta("grad_output"))
+            comm = exchange_comm(move, call.meta("grad_output"))
             strategies.append(strategy.by(_backward(spread, move), comm))
     return strategies
 
@@ -211,11 +213,11 @@ class _Resized(NamedTuple):
         first, last = rows[0] // self.times, (rows[1] - 1) // self.times + 1
         return max(first - self.near, 0), min(last + self.near, self.size)
 
-    def move(self, parts: int) -> RowExchange | None:
+    def move(self, axis_size: int) -> RowExchange | None:
         """Return the exchange that brings each rank the rows that it reads."""
-        bounds = [shard_bounds(self.made, parts, rank) for rank in range(parts)]
+        bounds = [shard_bounds(self.made, axis_size, rank) for rank in range(axis_size)]
         want = [self.read(rows) for rows in bounds]
-        return _move(self.dim, self.size, self.made, parts, want)
+        return _move(self.dim, self.size, self.made, axis_size, want)
 
 
 def _resized_dims(call: Call, shape: tuple[int, ...], result: tuple[int, ...]) -> list[_Resized]:
@@ -237,14 +239,14 @@ def _resized_dims(call: Call, shape: tuple[int, ...], result: tuple[int, ...]) -
     return dims
 
 
-def _enlarged(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+def _enlarged(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
+    strategies = [*_TEXTS[node.op](node, metas, axis_size)]
     for resized in _resized_dims(call, call.shape("self"), call.result().shape):
-        move = resized.move(parts)
+        move = resized.move(axis_size)
         if move is not None:
             strategy = call.strategy(S(resized.dim), self=S(resized.dim))
-            comm = row_comm(move, call.meta("self"))
+            comm = exchange_comm(move, call.meta("self"))
             strategies.append(strategy.by(_enlarge(resized, move), comm))
     return strategies
 
@@ -263,18 +265,18 @@ def _enlarge(resized: _Resized, move: RowExchange) -> Lowering:
     return lower
 
 
-def _enlarged_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _enlarged_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of the backward of a resize.
 
     A rank's gradient of the rows that it read goes back to their owners.
     """
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+    call = Call(node, metas, axis_size)
+    strategies = [*_TEXTS[node.op](node, metas, axis_size)]
     for resized in _resized_dims(call, tuple(call["input_size"]), call.shape("grad_output")):
-        move = resized.move(parts)
+        move = resized.move(axis_size)
         if move is not None:
             strategy = call.strategy(S(resized.dim), grad_output=S(resized.dim))
-            comm = row_comm(move, call.result(), back=True)[1:]
+            comm = exchange_comm(move, call.result(), reverse_too=True)[1:]
             strategies.append(strategy.by(_reduce(resized, move), comm))
     return strategies
 

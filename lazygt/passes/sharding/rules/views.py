@@ -48,8 +48,8 @@ DimMap = Callable[[Call], Sequence[int | None]]
 def _mapped(dims: DimMap) -> Rule:
     """Return the rule of a view that has the operand's dims in other places."""
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
         places = dims(call)
         strategies = [
             call.strategy(S(place), self=S(dim))
@@ -65,13 +65,15 @@ def _same(call: Call) -> Sequence[int | None]:
     return range(len(call.shape("self")))
 
 
-def _conj(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _conj(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of ``_conj``, which conjugate in memory: sends drop the conj bit."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return (build.op("aten.conj_physical.default", operands[0]),)
 
-    return [strategy.by(local_lowering(lower)) for strategy in _mapped(_same)(node, metas, parts)]
+    return [
+        strategy.by(local_lowering(lower)) for strategy in _mapped(_same)(node, metas, axis_size)
+    ]
 
 
 def _but_last(call: Call) -> Sequence[int | None]:
@@ -110,9 +112,9 @@ def _squeezed(call: Call) -> set[int]:
     return {dim % rank for dim in given if rank and shape[dim % rank] == 1}
 
 
-def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _squeeze(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies with the dims that go by name, since blocks of size 1 must stay."""
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     gone = _squeezed(call)
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -140,8 +142,8 @@ def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
     return LocalLowering(program)
 
 
-def _expand(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _expand(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
     have, wide = call.shape("self"), call.result().shape
     new = len(wide) - len(have)
     strategies = [call.strategy(placement, self=placement) for placement in PARTIALS]
@@ -152,8 +154,8 @@ def _expand(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return strategies
 
 
-def _view(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _view(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    call = Call(node, metas, axis_size)
     cuts = (view_row(call, S(dim)) for dim in shardable_dims(call.shape("self")))
     anyhow = [
         call.strategy(placement, self=placement).by(_reshaped) for placement in (R, *PARTIALS)
@@ -166,7 +168,7 @@ def view_row(call: Call, placement: Cut) -> Strategy | None:
 
     None where a block is no block of the result.
     """
-    made = viewed(placement, call.shape("self"), call.result().shape, call.parts)
+    made = viewed(placement, call.shape("self"), call.result().shape, call.axis_size)
     return None if made is None else call.strategy(made, self=placement).by(_reshaped)
 
 
@@ -179,12 +181,12 @@ def _reshape(build: Builder, strategy: Strategy, node: Node, operands: Sequence[
 _reshaped = LocalLowering(_reshape)
 
 
-def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _as_strided(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of ops that depend on strides: on memory laid out as recorded.
 
     Items of a batch, each viewed in itself alone, may be split.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     wanted = [metas[number] for number in node.refs()]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -225,14 +227,16 @@ def _seen_items(shape: tuple[int, ...]) -> LocalLowering:
     return LocalLowering(program)
 
 
-def viewed(placement: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: int) -> Cut | None:
+def viewed(
+    placement: Cut, have: tuple[int, ...], made: tuple[int, ...], axis_size: int
+) -> Cut | None:
     """Return the placement that keeps each rank's elements through a reshape, or None.
 
     A placement cuts ``[before, size, inside]`` elements along ``size``. So does another one with
     the same three, and with other ones where the blocks hold the same.
     """
     if uneven(placement):
-        return _viewed_uneven(placement, have, made, parts)
+        return _viewed_uneven(placement, have, made, axis_size)
     outer, inner = around(placement)
     before, inside = prod(have[: placement.dim]) * outer, inner * prod(have[placement.dim + 1 :])
     size = have[placement.dim] // (outer * inner)
@@ -242,7 +246,7 @@ def viewed(placement: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: 
     ]
     for dim, outer, behind in dims:
         rest = made[dim] // outer if outer and made[dim] % outer == 0 else 0
-        if rest > 1 and _same_blocks(size, inside, rest, behind, parts):
+        if rest > 1 and _same_blocks(size, inside, rest, behind, axis_size):
             return S(dim) if outer == 1 else StridedShard(dim, outer)
     for dim, outer, behind in dims:
         inner = _times(inside, behind)
@@ -252,7 +256,7 @@ def viewed(placement: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: 
 
 
 def _viewed_uneven(
-    placement: Cut, have: tuple[int, ...], seen: tuple[int, ...], parts: int
+    placement: Cut, have: tuple[int, ...], seen: tuple[int, ...], axis_size: int
 ) -> Cut | None:
     """Do as ``viewed`` for groups of several sizes.
 
@@ -266,7 +270,7 @@ def _viewed_uneven(
         sizes = [group_sizes(replace(placement, dim=at), shape[at])
                  for at, shape in ((placement.dim, have), (dim, seen))]  # fmt: skip
         behind = prod(seen[dim + 1 :])
-        if all(_same_blocks(a, inside, b, behind, parts) for a, b in zip(*sizes, strict=True)):
+        if all(_same_blocks(a, inside, b, behind, axis_size) for a, b in zip(*sizes, strict=True)):
             return replace(placement, dim=dim)
     return None
 
@@ -278,11 +282,13 @@ def _times(large: int, small: int) -> int:
     return large // small if small and large % small == 0 else 0
 
 
-def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, parts: int) -> bool:
+def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, axis_size: int) -> bool:
     return all(
         x * inside_a == y * inside_b
-        for rank in range(parts)
-        for x, y in zip(shard_bounds(a, parts, rank), shard_bounds(b, parts, rank), strict=True)
+        for rank in range(axis_size)
+        for x, y in zip(
+            shard_bounds(a, axis_size, rank), shard_bounds(b, axis_size, rank), strict=True
+        )
     )
 
 

@@ -18,7 +18,7 @@ from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Placement, Shard
 from lazygt.graph.shapes.meta_run import run_on_metas
 from lazygt.passes.sharding.rules import rearrange, slicing, views
-from lazygt.passes.sharding.rules.indexing import own_indices
+from lazygt.passes.sharding.rules.indexing import to_local_indices
 from lazygt.passes.sharding.rules.slicing import partials
 from lazygt.passes.sharding.rules.strategy import (
     Call,
@@ -48,9 +48,9 @@ def along_the_index(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
 
 
 def _with_blocks(rule: Rule) -> Rule:
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        usual, shape = list(rule(node, metas, parts)), call.shape("self")
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
+        usual, shape = list(rule(node, metas, axis_size)), call.shape("self")
         dim = call.dim("dim", len(shape))
         if not shape or shape[dim] < 2:
             return usual
@@ -76,7 +76,7 @@ def overwritten(build: Builder, block: Ref, dim: int, size: int, index: Ref, giv
     """
     shape = build.shape(block)
     count, rows = build.meta(index).numel, shape[dim]
-    local, outside = own_indices(build, index, size)
+    local, outside = to_local_indices(build, index, size)
     if count == 1 and rows:
         # the row is written in place; where it is another rank's, by its old contents
         outside = build.reshape(outside, [1] * len(shape))
@@ -100,7 +100,7 @@ def overwritten(build: Builder, block: Ref, dim: int, size: int, index: Ref, giv
 _VIEWS = {**slicing.RULES, **rearrange.RULES, **views.RULES}
 
 
-def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     base, chain = metas[node.args[0].index], node.args[2]
     if base is None:
         return ()
@@ -110,12 +110,12 @@ def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if covered:
         strategies.append(Strategy((P, R), (R,), _laid_out(base)))
     for dim in shardable_dims(base.shape):
-        placement = _through(steps, S(dim), parts)
+        placement = _through(steps, S(dim), axis_size)
         if placement is not None:
             strategies += _by_blocks(dim, placement, _written, covered)
-        elif (reshaped := _reshaped(steps, dim, parts)) is not None:
+        elif (reshaped := _reshaped(steps, dim, axis_size)) is not None:
             strategies += _by_blocks(dim, reshaped.last, _written_reshaped(reshaped), covered)
-        elif (cut := _cut(steps, dim, parts)) is not None:
+        elif (cut := _cut(steps, dim, axis_size)) is not None:
             lower = _part_written(cut) if cut.start is None else _written_anywhere(cut)
             strategies.append(Strategy((S(dim), R), (S(dim),), lower))
     return strategies
@@ -148,12 +148,12 @@ def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, T
 
 
 def _through(
-    steps: Sequence[tuple[Node, TensorMeta, int]], placement: Placement, parts: int
+    steps: Sequence[tuple[Node, TensorMeta, int]], placement: Placement, axis_size: int
 ) -> Placement | None:
     """Return the placement behind the views of a value; None when they cut the placement."""
     for node, meta, which in steps:
         rule = _VIEWS.get(node.op)
-        strategies = rule(node, (meta,), parts) if rule else ()
+        strategies = rule(node, (meta,), axis_size) if rule else ()
         same = [
             strategy
             for strategy in strategies
@@ -179,7 +179,7 @@ class _Reshaped(NamedTuple):
 
 
 def _reshaped(
-    steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int
+    steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, axis_size: int
 ) -> _Reshaped | None:
     """Return a chain with a reshape that moves blocks as they are; else None.
 
@@ -188,9 +188,9 @@ def _reshaped(
     if not steps or steps[0][0].op != "aten.view.default":
         return None
     node, meta, _ = steps[0]
-    for strategy in _VIEWS[node.op](node, (meta,), parts):
+    for strategy in _VIEWS[node.op](node, (meta,), axis_size):
         if strategy.inputs == (S(dim),):
-            last = _through(steps[1:], strategy.outputs[0], parts)
+            last = _through(steps[1:], strategy.outputs[0], axis_size)
             result = node.results[0]
             assert result is not None
             return None if last is None else _Reshaped(result.shape, strategy.outputs[0], last)
@@ -234,7 +234,7 @@ class _Cut(NamedTuple):
     start: Param | None = None
 
 
-def _cut(steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int) -> _Cut | None:
+def _cut(steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, axis_size: int) -> _Cut | None:
     """Return the cut of a split dim by a chain of views; None where it is of no known kind.
 
     Known are a select; at the end of the chain, a slice; and there either at a run-time place.
@@ -242,7 +242,7 @@ def _cut(steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int) ->
     placement: Placement | None = S(dim)
     for at, step in enumerate(steps):
         assert isinstance(placement, Shard)
-        passed = _through([step], placement, parts)
+        passed = _through([step], placement, axis_size)
         if passed is None:
             return _cut_by(step, at, placement.dim, last=at + 1 == len(steps))
         placement = passed
@@ -367,8 +367,8 @@ def _laid_out(meta: TensorMeta) -> Lowering:
 def _into(gone: bool) -> Rule:
     """Return the rule of select_scatter and slice_scatter: ``src`` in the place of a cut."""
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
         shape = call.shape("self")
         dim = call.dim("dim", len(shape))
         split = [d for d in shardable_dims(shape) if d != dim]
