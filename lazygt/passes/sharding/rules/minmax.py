@@ -193,9 +193,9 @@ def _lower_multinomial(meta: TensorMeta, sharded_dim: int) -> Lowering:
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
-        exponentials = build.op("aten.empty_strided.default", meta.shape, meta.stride, dtype=meta.dtype,
-                         device=DEVICE)  # fmt: skip
-        exponentials = build.op("aten.exponential_.default", exponentials)
+        memory = build.op("aten.empty_strided.default", meta.shape, meta.stride, dtype=meta.dtype,
+                          device=DEVICE)  # fmt: skip
+        exponentials = build.op("aten.exponential_.default", memory)
         local_exponentials = build.shard(exponentials, sharded_dim)
         _assert_probabilities(build, value)
         ratios = build.op("aten.div.Tensor", value, local_exponentials)

@@ -10,7 +10,7 @@ from lazygt.graph.node import Node
 from lazygt.passes.sharding.rules.attention import with_length_strategies
 from lazygt.passes.sharding.rules.factors import rule, strategies_by
 from lazygt.passes.sharding.rules.strategy import Call, Metas, Rule, Strategy, table
-from lazygt.passes.sharding.rules.write_back import along_the_index
+from lazygt.passes.sharding.rules.write_back import with_sharded_index_dim
 
 #: Rule for kernels that reject empty blocks.
 _rejects_empty = partial(rule, no_empty=True)
@@ -307,7 +307,7 @@ _ALONG_DIMS: dict[str, Rule] = {
         "index_fill_.int_Tensor cumprod_.default",
         "...@dim -> ...@dim",
     ),
-    **along_the_index(
+    **with_sharded_index_dim(
         rule("index_copy.default index_copy_.default", "...@dim, _, ...@dim -> ...@dim")
     ),
     **rule("index_reduce.default index_reduce_.default", "...@dim, _, ...@dim -> ...@dim"),
