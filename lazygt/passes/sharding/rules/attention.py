@@ -78,6 +78,8 @@ def with_length_strategies(rules: Mapping[str, Rule], backward: bool = False) ->
 
 
 def _with_length_strategies(rule: Rule, backward: bool) -> Rule:
+    """Extend one attention rule by the strategies along the length."""
+
     def length_rule(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         call = Call(node, metas, axis_size)
         batch_or_heads = list(rule(node, metas, axis_size))
@@ -121,6 +123,7 @@ def _is_worth_it(call: Call) -> bool:
 
 
 def _query_sharded(call: Call, backward: bool) -> list[Strategy]:
+    """Return the strategy with sharded queries and replicated keys, for a causal mask."""
     queries, keys = call.shape("query")[LENGTH], call.shape("key")[LENGTH]
     if not (call["is_causal"] and _can_shard_queries(call)):
         return []
@@ -188,6 +191,8 @@ def _sliced_keys(
 
 
 def _lower_forward(queries: int, keys: int) -> Lowering:
+    """Return the lowering of a forward with sharded queries: one kernel per key range, merged."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         results = [
             run_attention(
@@ -276,6 +281,7 @@ def _ring_strategies(call: Call, backward: bool) -> list[Strategy]:
 
 
 def _key_sharded(call: Call, backward: bool) -> list[Strategy]:
+    """Return the strategy with sharded keys and replicated queries, without a causal mask."""
     keys, mask = call.shape("key")[LENGTH], mask_of(call.args)
     if call["is_causal"] or keys < 2 or (mask is not None and call.shape(mask)[-1] != keys):
         return []
@@ -297,6 +303,7 @@ def _key_sharded(call: Call, backward: bool) -> list[Strategy]:
 
 
 def _lower_key_sharded(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Attend to the own block of keys, then merge the results over the ranks."""
     args = build.bind(node, operands)
     mask, counts = mask_of(args), None
     other_results: Values = ()

@@ -68,6 +68,7 @@ class Turn:
         ))  # fmt: skip
 
     def _nonempty_tasks(self, sizes: Sequence[int]) -> Iterator[tuple[int, Task]]:
+        """Yield (rank, task) of the nonempty tasks; ``sizes`` are the keys per rank."""
         for rank, task in enumerate(self.tasks):
             if task is not None and task.first < task.last and sizes[task.keys]:
                 yield rank, task
@@ -153,6 +154,7 @@ def _turn(
 
 
 def _nonempty_sends(moves: Sequence[tuple[int, int, int]]) -> Sent:
+    """Sort sends; drop those of no rows."""
     return tuple(sorted(move for move in moves if move[2]))
 
 
@@ -329,12 +331,14 @@ def mask_hidden_queries(build: Builder, mixed: Mixed, mask: Ref) -> tuple[Mixed,
 
 
 def _replace_equal(build: Builder, value: Ref, target: float, replacement: float) -> Ref:
+    """Replace the elements equal to ``target`` by ``replacement``."""
     equal = build.op("aten.eq.Scalar", value, target)
     filled: Ref = build.op("aten.masked_fill.Scalar", value, equal, replacement)
     return filled
 
 
 def _cast(build: Builder, value: Ref, dtype: Any) -> Ref:
+    """Cast a value to a dtype, if needed."""
     if build.meta(value).dtype == dtype:
         return value
     cast: Ref = build.op("aten._to_copy.default", value, dtype=dtype)

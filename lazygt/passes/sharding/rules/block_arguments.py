@@ -65,12 +65,14 @@ def _cudnn_has_samples(call: Call) -> bool:
 
 
 def _cudnn_placements(call: Call) -> dict[str, Placement]:
+    """Return the placements of states and sequences sharded by samples."""
     placements: dict[str, Placement] = {name: S(1) for name in _CUDNN_STATES if call.has(name)}
     placements.update({name: S(_cudnn_samples_dim(call)) for name in _SEQUENCES if call.has(name)})
     return placements
 
 
 def _cudnn_recurrent(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategy of ``_cudnn_rnn`` sharded by samples."""
     call = Call(node, metas, axis_size)
     if not _cudnn_has_samples(call):
         return ()
@@ -88,6 +90,7 @@ def _cudnn_recurrent(node: Node, metas: Metas, axis_size: int) -> Sequence[Strat
 
 
 def _cudnn_recurrent_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ``_cudnn_rnn_backward``: replicated, or sharded by samples."""
     call = Call(node, metas, axis_size)
     replicated = [call.strategy(R), call.strategy(R, reserve=S(0))]
     strategies = [strategy.by(_with_recomputed_reserve) for strategy in replicated]
@@ -101,6 +104,7 @@ def _cudnn_recurrent_backward(node: Node, metas: Metas, axis_size: int) -> Seque
 
 
 def _with_recomputed_reserve(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Run the backward with a reserve from another forward on the same operands."""
     args = build.bind(node, operands)
     *_, reserve, packed = build.op(
         _FORWARD, args["input"], args["weight"], args["weight_stride0"], None, args["hx"],
@@ -118,10 +122,12 @@ def _weight_dims(call: Call) -> tuple[int, int]:
 
 
 def _is_batched(call: Call) -> bool:
+    """Return whether the input has a batch dim."""
     return len(call.shape("input")) == len(call.shape("weight"))
 
 
 def _convolution(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a convolution: by samples, channels, groups, rows, or partial."""
     call = Call(node, metas, axis_size)
     if not _is_batched(call):
         return ()
@@ -179,16 +185,19 @@ def _by_input_channels(call: Call, input_dim: int) -> Strategy:
 
 
 def _partial_strategies(call: Call) -> list[Strategy]:
+    """Return the strategies of a partial input or weight; the bias is then partial too."""
     bias: dict[str, Placement] = {"bias": P} if call.has("bias") else {}
     return [call.strategy(P, **{name: P}, **bias) for name in ("input", "weight")]
 
 
 def _local_groups(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Run a convolution with the number of groups of this rank's block."""
     groups = build.bind(node, operands)["groups"]
     return build.rerun(node, operands, groups=groups // build.parts)
 
 
 def _convolution_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a convolution's backward; see ``_convolution``."""
     call = Call(node, metas, axis_size)
     if not _is_batched(call):
         return ()
@@ -234,6 +243,8 @@ def _backward_by_input_channels(call: Call, input_dim: int) -> Strategy:
 
 
 def _without_bias(output_mask: tuple[bool, ...]) -> Lowering:
+    """Return the lowering of a backward without the gradient of the bias."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return build.rerun(node, operands, output_mask=(*output_mask[:2], False))
 
@@ -241,6 +252,8 @@ def _without_bias(output_mask: tuple[bool, ...]) -> Lowering:
 
 
 def _local_bias_sizes(output_channels: int) -> Lowering:
+    """Return the lowering of a backward with the local size of the bias."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         bias_sizes = build.bind(node, operands)["bias_sizes"]
         local_sizes = None if bias_sizes is None else (build.block(output_channels),)
@@ -250,6 +263,8 @@ def _local_bias_sizes(output_channels: int) -> Lowering:
 
 
 def _local_groups_backward(output_channels: int) -> Lowering:
+    """Return the lowering of a backward with the local number of groups and bias size."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
         local_sizes = None if args["bias_sizes"] is None else (build.block(output_channels),)
@@ -272,6 +287,7 @@ def _samples_dim(call: Call) -> int:
 
 
 def _recurrent_placements(call: Call) -> dict[str, Placement]:
+    """Return the placements of states and sequences sharded by samples."""
     placements: dict[str, Placement] = {name: S(0) for name in _STATES if call.has(name)}
     placements.update({name: S(_samples_dim(call)) for name in _SEQUENCES if call.has(name)})
     return placements
@@ -286,6 +302,7 @@ def _has_samples(call: Call) -> bool:
 
 
 def _recurrent(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategy of ``mkldnn_rnn_layer`` sharded by samples."""
     call = Call(node, metas, axis_size)
     if not _has_samples(call):
         return ()
@@ -302,6 +319,7 @@ def _recurrent(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _recurrent_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of its backward: replicated, or sharded by samples."""
     call = Call(node, metas, axis_size)
     replicated = [call.strategy(R), call.strategy(R, workspace=S(0))]
     strategies = [strategy.by(_with_recomputed_workspace) for strategy in replicated]
@@ -318,6 +336,7 @@ def _recurrent_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[St
 
 
 def _with_recomputed_workspace(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Run the backward with a workspace from another forward on the same operands."""
     args = build.bind(node, operands)
     weights = [args[f"weight{number}"] for number in range(1, 5)]
     names = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_biases",
@@ -372,6 +391,7 @@ def _cudnn_batch_norm(rule: Rule, node: Node, metas: Metas, axis_size: int) -> S
 
 
 def _native_batch_norm(node: Node) -> Node:
+    """Return the equivalent ``native_batch_norm`` node, without the reserve."""
     return replace(node, op="aten.native_batch_norm.default", fresh=node.fresh[:3])
 
 
@@ -401,6 +421,7 @@ def _cudnn_batch_norm_backward(
 
 
 def _native_batch_norm_backward(node: Node) -> Node:
+    """Return the equivalent ``native_batch_norm_backward`` node."""
     args = bound(node)
     statistics = [args[name] for name in ("running_mean", "running_var", "save_mean", "save_var")]
     native_args = (

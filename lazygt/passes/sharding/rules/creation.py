@@ -51,6 +51,7 @@ def _strided(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ``*_like`` and ``new_*`` ops: any operand and result placement."""
     call = Call(node, metas, axis_size)
     meta = call.result()
     result_dims, shape = shardable_dims(meta.shape), call.shape("self")
@@ -68,6 +69,8 @@ def _like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _create_local(result: TensorMeta) -> LocalLowering:
+    """Return the lowering that creates the local tensor of ``result`` and fills it."""
+
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
         (placement,) = strategy.outputs
         shape = build.local(result.shape, placement)
@@ -83,6 +86,7 @@ def _create_local(result: TensorMeta) -> LocalLowering:
 
 
 def _fill_value(args: dict[str, Arg], op: str) -> Arg:
+    """Return the fill value of a creation op; None: uninitialized memory."""
     name = op.split(".")[1].removeprefix("new_").removesuffix("_like")
     return args["fill_value"] if name == "full" else _FILLS[name]
 

@@ -203,6 +203,7 @@ def _as_expected(t: torch.Tensor | None, meta: TensorMeta | None) -> torch.Tenso
 
 
 def _flattened(returned: Any) -> list[torch.Tensor | None]:
+    """Flatten nested lists and tuples of tensors."""
     if isinstance(returned, (list, tuple)):
         return [t for item in returned for t in _flattened(item)]
     return [returned]
@@ -218,9 +219,11 @@ class _Number(float):
     __slots__ = ()
 
     def _tensor(self) -> torch.Tensor:
+        """Return the number as a 0-d tensor."""
         return torch.full((), float(self), dtype=torch.float64, device="meta")
 
     def _refuse(self, *others: object) -> Any:
+        """Raise ``_Refused``: the result would depend on the number's value."""
         raise _Refused("a decomposition depends on a run-time number")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = _refuse
@@ -228,6 +231,8 @@ class _Number(float):
 
 
 def _arithmetic_method(calculate: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
+    """Return a ``_Number`` method that calculates on a 0-d tensor of the number."""
+
     def method(self: _Number, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return NotImplemented  # torch's ops accept the number
@@ -277,6 +282,7 @@ class _Note(TorchDispatchMode):
         return self._record(facts(func), args, kwargs)
 
     def _record(self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one op as a node; return its results as meta tensors."""
         written = [args[position] for position in f.writes] + [
             kwargs[name] for name in f.writes_named
         ]
@@ -306,12 +312,14 @@ class _Note(TorchDispatchMode):
         return all(isinstance(t, torch.Tensor) and id(t) not in self._aliased for t in written)
 
     def _tensor(self, at: Ref) -> torch.Tensor:
+        """Create the meta tensor of a value, and register the tensor's id."""
         tensor = self._build.meta(at).empty("meta")
         self._tensors.append(tensor)
         self.at[id(tensor)] = at
         return tensor
 
     def _arg(self, arg: Any) -> Arg:
+        """Convert an argument of an op to an argument of a node."""
         if isinstance(arg, torch.Tensor):
             return self.at[id(arg)]
         if isinstance(arg, (list, tuple)):

@@ -65,8 +65,8 @@ def _variance_and_mean(
 ) -> tuple[Tensor, Tensor]:
     """Compute variance and mean in two passes: the mean, then the squared deviations from it.
 
-    The mean is the op that a program itself contains beside a variance, so common subexpression
-    elimination shares its all-reduce.
+    A program that also computes the mean contains the same op, and common subexpression elimination
+    shares the all-reduce.
     """
     if value.is_complex():
         raise ValueError("no decomposition of the variance of complex numbers")
@@ -85,28 +85,33 @@ def _variance_and_mean(
 
 
 def _unsqueeze_dims(value: Tensor, dims: Sequence[int]) -> Tensor:
+    """Insert dims of size 1 at ``dims``."""
     for dim in sorted(dims):
         value = value.unsqueeze(dim)
     return value
 
 
 def _var(value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """Decompose ``var`` into mean and squared deviations."""
     return _variance_and_mean(value, dim, correction, keepdim)[0]
 
 
 def _std(value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """Decompose ``std`` into mean and squared deviations."""
     return _variance_and_mean(value, dim, correction, keepdim)[0].sqrt()
 
 
 def _var_mean(
     value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
+    """Decompose ``var_mean`` into mean and squared deviations."""
     return _variance_and_mean(value, dim, correction, keepdim)
 
 
 def _std_mean(
     value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
+    """Decompose ``std_mean`` into mean and squared deviations."""
     variance, mean = _variance_and_mean(value, dim, correction, keepdim)
     return variance.sqrt(), mean
 
@@ -186,6 +191,7 @@ def _nll_backward(
 
 
 def _convert_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decompose ``prims.convert_element_type`` into a cast."""
     return value.to(dtype)
 
 

@@ -178,11 +178,13 @@ class _Derived:
         return Strategy(self.inputs, self.outputs, lower, self.chain.comm)
 
     def _lower_as_derived(self, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        """Add the program for the placements of the derivation."""
         return self._lower(build, Strategy(self.inputs, self.outputs), node, operands)
 
     def _lower(
         self, build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]
     ) -> Values:
+        """Add this rank's program; programs are cached per operand metas, placements and rank."""
         metas = tuple(map(build.meta, operands))
         key = metas, strategy.inputs, build.rank
         program = self._programs.get(key)
@@ -280,6 +282,7 @@ class _Derived:
 def _convert(
     build: Builder, value: Ref | None, meta: TensorMeta | None, have: Placement, want: Placement
 ) -> Ref:
+    """Convert a value of global ``meta`` from placement ``have`` to ``want``."""
     assert value is not None
     assert meta is not None
     return build.convert(value, meta.shape, have, want)
@@ -311,6 +314,8 @@ class _Program:
 
 
 def _with_params(node: Node, params: Sequence[Param]) -> Node:
+    """Replace the renumbered run-time numbers of a node by ``params``."""
+
     def leaf(arg: Arg) -> Arg:
         return params[arg.index] if type(arg) is Param else arg
 
@@ -370,6 +375,7 @@ def _size_changes(node: Node, sizes: Mapping[int, int]) -> Iterator[dict[str, Ar
 
 
 def _replace_sizes(arg: Arg, sizes: Mapping[int, int]) -> Arg:
+    """Replace global sizes by local ones in an argument."""
     if type(arg) is tuple:
         return tuple([_replace_sizes(item, sizes) for item in arg])
     return sizes.get(arg, arg) if type(arg) is int else arg

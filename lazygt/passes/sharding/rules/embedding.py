@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 def _embedding(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of embedding: by tokens, features, table rows, or row exchange."""
     call = Call(node, metas, axis_size)
     count, features = call.shape("weight")
     strategies = [
@@ -189,11 +190,13 @@ def _lower_bags(count: int) -> Lowering:
 
 
 def _run_bags(build: Builder, node: Node, args: Mapping[str, Arg]) -> Sequence[Ref]:
+    """Run the node's op on other arguments."""
     results: Sequence[Ref] = build.op(node.op, *args.values())
     return results
 
 
 def _bag_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of the backward of bags: by features or by table rows."""
     call = Call(node, metas, axis_size)
     if call["mode"] == _MAX or call.args.get("sparse"):
         return ()

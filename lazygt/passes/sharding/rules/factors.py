@@ -103,6 +103,8 @@ class Text:
 
 
 class _Token(NamedTuple):
+    """Token of a rule text, with its position."""
+
     text: str
     at: int
 
@@ -122,6 +124,8 @@ def parse(text: str, ops: str = "") -> Text:
 
 @dataclass
 class _Parser:
+    """Recursive-descent parser of a rule text."""
+
     text: str
     ops: str
     #: position of the first occurrence of each shardable, and of each unsharded letter
@@ -129,6 +133,7 @@ class _Parser:
     unsharded: dict[str, int] = field(default_factory=dict)
 
     def parse(self) -> Text:
+        """Parse the text; raise ValueError with a position on errors."""
         tokens = [_Token(match[0], match.start()) for match in _TOKEN.finditer(self.text)]
         arrows = [number for number, token in enumerate(tokens) if token.text == "->"]
         if len(arrows) != 1:
@@ -237,6 +242,8 @@ def strategies_by(call: Call, text: str, *, no_empty: bool = False) -> list[Stra
 
 
 def _rule(text: Text, no_empty: bool, sizes: str, unsharded: Callable[[Call], str] | None) -> Rule:
+    """Return the rule of a parsed text."""
+
     def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         call = Call(node, metas, axis_size)
         match = _Match(call, text, unsharded(call) if unsharded else "")
@@ -278,6 +285,7 @@ _TENSORS = ("Tensor", "Optional[Tensor]")
 
 @lru_cache(maxsize=1024)
 def _tensor_arguments(op: str) -> tuple[str, ...]:
+    """Return the names of the tensor arguments of an op, in order of its schema."""
     arguments = overload(op)._schema.arguments
     return tuple([a.name for a in arguments if str(a.type) in _TENSORS])
 
@@ -320,6 +328,7 @@ class _Match:
         return strategies + self._partial_strategies()
 
     def _occurrences(self) -> tuple[_Place, ...]:
+        """Return the shardable factors of the call with their dims."""
         ranks = tuple([(name, len(shape)) for name, shape in self.shapes.items()])
         results = tuple(
             [-1 if meta is None else _rank(meta.shape, dims)
@@ -357,6 +366,7 @@ class _Match:
         return len(sizes) == 1 or all(size % self.call.axis_size == 0 for size in sizes)
 
     def _strategy_of(self, occurrence: _Place) -> Strategy:
+        """Return the strategy that shards a factor."""
         results = self.call.node.results
         outputs: list[Placement] = [R] * len(results)
         for number, dim in enumerate(occurrence.results):
@@ -373,6 +383,7 @@ class _Match:
         return self.call.strategy(outputs, **placements)
 
     def _partial_strategies(self) -> list[Strategy]:
+        """Return the strategies with partial operands, by the marks ``*`` and ``=``."""
         movable = [name for name, dims in self.operands.items() if dims.mark == "="]
         linear = [name for name, dims in self.operands.items() if dims.mark == "*"]
         partial_operands: list[tuple[list[str], Placement]] = [
@@ -444,6 +455,7 @@ def _occurrences(
 
 
 def _index_or_minus_one(factor: Factor, factors: Sequence[Factor | None]) -> int:
+    """Return the dim of a factor; -1: the tensor lacks the factor."""
     return factors.index(factor) if factor in factors else -1
 
 

@@ -41,6 +41,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def _grouped_mm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ``_grouped_mm``."""
     call = Call(node, metas, axis_size)
     ranks = len(call.shape("self")), len(call.shape("mat2"))
     if ranks not in _RULE_BY_RANKS or call.has("bias") or (ranks != (3, 3)) != call.has("offs"):

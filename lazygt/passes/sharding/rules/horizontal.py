@@ -107,6 +107,7 @@ def _horizontal(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _combined(node: Node, strategies: list[Strategy]) -> Strategy | None:
+    """Combine one strategy per tensor; None: an operand of all tensors would not be R."""
     inputs: list[Placement] = []
     operand = 0
     for kind, arg in zip(FORMS[node.op].takes, node.args, strict=False):
@@ -123,6 +124,8 @@ def _combined(node: Node, strategies: list[Strategy]) -> Strategy | None:
 
 
 def _lower_singles(strategies: Sequence[Strategy]) -> Lowering:
+    """Return the lowering that runs each single-tensor node by its strategy."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         local = dict(zip(_positions(node), operands, strict=True))
         results: list[Ref | None] = []
@@ -136,6 +139,7 @@ def _lower_singles(strategies: Sequence[Strategy]) -> Lowering:
 
 
 def _tensor_arguments(node: Node) -> list[int]:
+    """Return the numbers of the arguments with tensors."""
     return [number for number, arg in enumerate(node.args) if numbers(arg)]
 
 
@@ -173,6 +177,7 @@ def _fused(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _aligned(metas: list[TensorMeta], shapes: list[tuple[int, ...]], dim: int) -> list[Placement]:
+    """Return S(dim) for each tensor with the shape of its parameter and a shardable dim, else R."""
     return [
         Shard(dim) if meta.shape == shape and dim < len(shape) and shape[dim] > 1 else R
         for meta, shape in zip(metas, shapes, strict=True)
@@ -180,6 +185,7 @@ def _aligned(metas: list[TensorMeta], shapes: list[tuple[int, ...]], dim: int) -
 
 
 def _placement_of(call: Call, placements: dict[str, list[Placement]], value: int) -> Placement:
+    """Return the placement of an operand value of the call."""
     for name, arg_placements in placements.items():
         refs = numbers(call.args[name])
         if value in refs:
@@ -198,6 +204,7 @@ class SplitForeach:
 
 
 def _split(placed_node: Placed) -> Sequence[Placed]:
+    """Split one node into single-tensor nodes; others are returned as they are."""
     node = placed_node.node
     if node.op in FORMS:
         if not are_independent(node):

@@ -33,10 +33,12 @@ if TYPE_CHECKING:
 
 
 def _is_summable(call: Call) -> bool:
+    """Return whether partial sums of the operand exist: torch has no sum of bools."""
     return call.meta("self").dtype != torch.bool
 
 
 def _index_select(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of index_select."""
     call = Call(node, metas, axis_size)
     shape = call.shape("self")
     if not shape:
@@ -195,6 +197,7 @@ def _lower_scatter(dim: int) -> Lowering:
 
 
 def _index_add(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of index_add."""
     call = Call(node, metas, axis_size)
     shape = call.shape("self")
     if not shape:

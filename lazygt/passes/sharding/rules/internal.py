@@ -68,6 +68,7 @@ def _commuting_partials(node: Node) -> Sequence[Partial]:
 
 
 def _collective(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a collective: unmoved dims sharded, or commuting partials."""
     meta = metas[node.args[0].index]
     if meta is None:
         return ()
@@ -138,11 +139,13 @@ def _lower_row_exchange(placement: Placement) -> Lowering:
 
 
 def _mark_placements(node: Node, metas: Metas) -> Sequence[Placement]:
+    """Return all placements of a mark's operand."""
     meta = metas[node.args[0].index]
     return () if meta is None else (R, *map(S, shardable_dims(meta.shape)), *PARTIALS)
 
 
 def _enter(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of an enter mark: any placement passes through."""
     return [
         Strategy((placement,), (placement,), _lower_mark)
         for placement in _mark_placements(node, metas)
@@ -163,6 +166,7 @@ def _leave(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _lower_mark(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Add the same mark on local operands."""
     refs = node.refs()
     args = (*operands, *node.args[len(refs) :])
     return build.add(Node(node.op, args, (), (build.meta(operands[0]),)))

@@ -113,6 +113,7 @@ def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
 def _partial_strategies(
     node: Node, operands: list[TensorMeta], result: TensorMeta
 ) -> list[Strategy]:
+    """Return the strategies with partial operands: linear or increasing ops."""
     functional, out_keyword = _functional_form(node.op)
     inner = operands[: len(operands) - 1] if out_keyword else operands
     strategies: list[Strategy] = []
@@ -128,6 +129,7 @@ def _partial_strategies(
 def _with_number(
     node: Node, functional: str, operands: list[TensorMeta], result: TensorMeta
 ) -> list[Strategy]:
+    """Return the strategy that adds a number to partial sums on one rank."""
     name = _ADDED_NUMBERS.get(functional.removeprefix("aten."))
     if name is None or len(node.results) != 1 or len(operands) > 2:
         return []
@@ -161,6 +163,7 @@ def add_number_once(name: str) -> Lowering:
 def _partial_patterns(
     node: Node, functional: str, operands: list[TensorMeta], result: TensorMeta
 ) -> list[tuple[tuple[Placement, ...], Placement]]:
+    """Return (placements of operands, placement of result) of the partial strategies."""
     name = functional.removeprefix("aten.")
     patterns = _LINEAR.get(name, ())
     if name.split(".")[0] in _LINEAR_BACKWARDS:
@@ -233,6 +236,7 @@ _LOSSES = (
 
 
 def _unreduced(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a loss: pointwise if unreduced, else none."""
     return () if Call(node, metas, axis_size)["reduction"] else strategies(node, metas, axis_size)
 
 

@@ -64,6 +64,7 @@ def _rolled_dims(call: Call) -> set[int]:
 
 
 def _flipped_dims(call: Call) -> set[int]:
+    """Return the dims that are flipped."""
     rank = len(call.shape("self"))
     return {d % rank for d in call["dims"]}
 
@@ -82,6 +83,7 @@ def _flip(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _lower_rerun(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Run the same op on the exchanged rows."""
     return build.rerun(node, operands)
 
 
@@ -125,11 +127,13 @@ def _lower_other_rolls(other_rolls: Sequence[tuple[int, int]]) -> Lowering:
 
 
 def _padded_dims(call: Call) -> set[int]:
+    """Return the dims that are padded."""
     rank, pad = len(call.shape("self")), call["pad"]
     return {rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
 
 
 def _pad(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of constant_pad_nd."""
     call = Call(node, metas, axis_size)
     value = call["value"]
     along_padded = [
@@ -219,6 +223,8 @@ def _triangle(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _lower_shifted_diagonal(size: int, sign: int) -> Lowering:
+    """Return the lowering of a triangle with the diagonal shifted by the block's offset."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         diagonal = build.bind(node, operands)["diagonal"]
         return build.rerun(node, operands, diagonal=diagonal + sign * build.rank_offset(size))

@@ -338,6 +338,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def _var_mean(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of var_mean per channel (all dims but 1), as in batch norm."""
     call = Call(node, metas, axis_size)
     value, dims = call.meta("self"), reduced_dims(call)
     if not call["keepdim"] or call["correction"] != 0 or not _is_of_channels(value.shape, dims):
@@ -352,6 +353,7 @@ def _var_mean(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _is_of_channels(shape: tuple[int, ...], dims: frozenset[int]) -> bool:
+    """Return whether all dims but dim 1 are reduced."""
     return len(shape) > 1 and dims == frozenset(range(len(shape))) - {1}
 
 

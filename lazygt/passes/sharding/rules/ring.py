@@ -97,6 +97,7 @@ class Bundle(NamedTuple):
         return [tensors[number] for number in range(len(self.widths))]
 
     def _groups(self) -> Mapping[torch.dtype, list[int]]:
+        """Return the numbers of the tensors of each dtype."""
         groups: dict[torch.dtype, list[int]] = {}
         for number, dtype in enumerate(self.dtypes):
             groups.setdefault(dtype, []).append(number)
@@ -167,12 +168,14 @@ class _Ring(ABC):
             add()
 
     def _pack_own(self) -> tuple[list[Ref], list[Ref]]:
+        """Pack this rank's queries (if any are sent) and keys."""
         (queries, keys), turns = self.bundles, self.plan.turns
         sends_queries = any(turn.queries for turn in turns)
         packed_queries = queries.pack(self.build, self.queries) if sends_queries else []
         return packed_queries, keys.pack(self.build, self.keys)
 
     def _bundle(self, tensors: Sequence[Ref]) -> Bundle:
+        """Return the bundle layout of tensors."""
         metas = [self.build.meta(tensor) for tensor in tensors]
         return Bundle.of([(meta.shape, meta.dtype) for meta in metas])
 
@@ -204,6 +207,7 @@ class _Ring(ABC):
         return [self._exchange_rows(joined, turn.queries) for joined in queries], keys
 
     def _is_sender(self, sent: Sent) -> bool:
+        """Return whether this rank sends rows."""
         return any(source == self.rank for source, _, _ in sent)
 
     def _exchange_rows(self, value: Ref, sent: Sent) -> Ref:
@@ -239,10 +243,12 @@ class _Ring(ABC):
         return for_queries, for_keys
 
     def _task_queries(self, tensors: Sequence[Ref], task: Task) -> list[Ref]:
+        """Slice tensors to the queries of a task."""
         count = task.last - task.first
         return [self.build.slice(tensor, LENGTH, task.first, count) for tensor in tensors]
 
     def _empty_rows(self, tensor: Ref) -> Ref:
+        """Return a tensor with no rows along the length."""
         return self.build.slice(tensor, LENGTH, 0, 0)
 
     def _return_results(
@@ -279,9 +285,11 @@ class _Ring(ABC):
         return lambda: bundle.unpack(self.build, received)
 
     def _add_received(self, task: Task, unpack_received: Callable[[], list[Ref]]) -> None:
+        """Merge the received results for the queries of a task."""
         self._add_to_queries(task, unpack_received())
 
     def _add_to_queries(self, task: Task, received: Sequence[Ref]) -> None:
+        """Merge results for the queries of a task into ``of_queries``."""
         build, size = self.build, self.plan.queries[self.rank]
         before, after = Task(0, 0, 0, task.first), Task(0, 0, task.last, size)
         pieces = [self.merge_results(self._task_queries(self.of_queries, task), received)]
@@ -292,6 +300,7 @@ class _Ring(ABC):
         self.of_queries = [build.joined(rows, LENGTH) for rows in zip(*pieces, strict=True)]
 
     def _add_to_keys(self, received: Sequence[Ref]) -> None:
+        """Add gradients to ``of_keys``."""
         self.of_keys = [
             self.build.op("aten.add.Tensor", accumulated, summand)
             for accumulated, summand in zip(self.of_keys, received, strict=True)
@@ -299,6 +308,8 @@ class _Ring(ABC):
 
 
 class _Forward(_Ring):
+    """Ring attention forward; accumulates values and log-sum-exps of the queries."""
+
     other_results: Values = ()
 
     def tensors(self) -> tuple[list[Ref], list[Ref]]:
@@ -323,6 +334,8 @@ class _Forward(_Ring):
 
 
 class _Backward(_Ring):
+    """Ring attention backward; accumulates gradients of queries, keys and values."""
+
     def tensors(self) -> tuple[list[Ref], list[Ref]]:
         grad_out = "grad_out" if "grad_out" in self.args else "grad_out_"
         query = self.args["query"]
@@ -406,6 +419,7 @@ def comm(call: Call, plan: Schedule, is_backward: bool) -> list[Collective]:
 
 
 def _send_recv_costs(bundle: Bundle, heads: int, sent: Sent) -> list[Collective]:
+    """Return the collectives of one exchange of a bundle."""
     if not sent:
         return []
     rows = [sum(count for source, _, count in sent if source == rank) for rank, _, _ in sent]

@@ -42,6 +42,7 @@ _SMALL = 1 << 10
 
 
 def _cat(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of cat."""
     call = Call(node, metas, axis_size)
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
@@ -77,6 +78,7 @@ def _cat_in_blocks(call: Call, dim: int) -> list[Strategy]:
 
 
 def _stack(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of stack."""
     call = Call(node, metas, axis_size)
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
@@ -115,6 +117,7 @@ def _split(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _unbind(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of unbind."""
     call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
     strategies = _unaffected(call, dim, removed=True)
@@ -206,6 +209,7 @@ def _lower_partial_slice(dim: int, size: int, first: int, last: int) -> Lowering
 
 
 def _select(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of select, also with a run-time index."""
     call = Call(node, metas, axis_size)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
     strategies = _unaffected(call, dim, removed=True)
@@ -217,6 +221,7 @@ def _select(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _narrow(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of narrow with a run-time start."""
     call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
     return [*_unaffected(call, dim, removed=False), *_run_time_start(call, dim, "start")]

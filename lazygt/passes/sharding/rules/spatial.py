@@ -115,6 +115,8 @@ def _to_ranges(rows: Sequence[int]) -> Ranges:
 
 
 def _lower_pad(exchange: RowExchange, other_pads: Sequence[int]) -> Lowering:
+    """Return the lowering that exchanges the rows of one dim and pads the other dims."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         rows = build.rows(operands[0], exchange)
         return build.rerun(node, [rows], padding=other_pads) if any(other_pads) else (rows,)
@@ -172,6 +174,7 @@ class _Window(NamedTuple):
 
 
 def _convolution_windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
+    """Return the windows of a convolution per spatial dim; empty if transposed."""
     shape, kernel = call.shape("input"), call.shape("weight")[2:]
     if call["transposed"] or call["groups"] < 1:
         return []
@@ -200,6 +203,8 @@ def by_rows(call: Call) -> list[Strategy]:
 
 
 def _lower_forward(window: _Window, exchange: RowExchange) -> Lowering:
+    """Return the lowering of a convolution or average pool: halo exchange, then the op."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         read_rows = _with_halo(build, operands[0], window, exchange)
         padding = bound(node)["padding"] or (0, 0)
@@ -258,6 +263,8 @@ def backward_by_rows(call: Call) -> list[Strategy]:
 
 
 def _lower_backward(window: _Window, exchange: RowExchange, needs_input_gradient: bool) -> Lowering:
+    """Return the lowering of a convolution backward: halo exchange, op, halo reduction."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         gradient, value, weight = operands
         read_rows = _with_halo(build, value, window, exchange)
@@ -355,6 +362,7 @@ def _pool_windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
 
 
 def _avg_pool(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of an average pool."""
     call = Call(node, metas, axis_size)
     strategies = [*_TABLE_RULES[node.op](node, metas, axis_size)]
     for window in _pool_windows(call, call.result().shape):
@@ -386,6 +394,8 @@ def _max_pool(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _lower_max_pool(window: _Window, exchange: RowExchange, columns: int) -> Lowering:
+    """Return the lowering of a max pool; ``columns`` is the width of the full image."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         read_rows = _with_halo(build, operands[0], window, exchange, float("-inf"))
         best, indices = build.rerun(node, [read_rows], padding=_pool_padding(node, window))
@@ -405,6 +415,7 @@ def _lower_max_pool(window: _Window, exchange: RowExchange, columns: int) -> Low
 
 
 def _pool_padding(node: Node, window: _Window) -> list[int]:
+    """Return a pool's padding argument with 0 for the sharded dim."""
     padding: Sequence[int] = bound(node)["padding"] or (0, 0)
     return _without_padding(per_dim(padding, 2), window)
 
@@ -459,6 +470,8 @@ def _pool_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strateg
 
 
 def _lower_pool_backward(window: _Window, exchange: RowExchange, columns: int) -> Lowering:
+    """Return the lowering of a pool backward: the op on the rows read, then halo reduction."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         gradient, value, *indices = operands
         read_like = _zeros_like_read_rows(build, value, window)

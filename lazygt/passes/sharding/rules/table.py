@@ -55,7 +55,7 @@ def _isin(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _renorm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-    """Return the strategies of renorm: norms need full slices, so only ``dim`` is sharded."""
+    """Return the strategies of renorm: norms need full slices, so no other dim is sharded."""
     call = Call(node, metas, axis_size)
     rank = len(call.shape("self"))
     dims = [f"!{letter}" for letter in ascii_lowercase[:rank]]

@@ -125,6 +125,7 @@ class _Factors:
         return self.root(dims[0]) if dims else None
 
     def _join(self, dims: Sequence[Dim]) -> None:
+        """Merge the factors of ``dims`` (union)."""
         for dim in dims[1:]:
             root, parent = self.root(dim), self.root(dims[0])
             if root != parent:
@@ -205,6 +206,7 @@ def _choose_strategies(
 
 
 def _nbytes(meta: TensorMeta | None) -> int:
+    """Return the bytes of a value; 0 if undefined."""
     return meta.nbytes if meta else 0
 
 
@@ -216,6 +218,7 @@ class _Sources:
         self._sources: dict[int, int] = {}
 
     def __getitem__(self, value: int) -> int:
+        """Return the value to reduce for ``value``."""
         return self._sources.get(value, value)
 
     def add(self, node: Node, have: Sequence[Placement], partial: Sequence[int]) -> None:
@@ -257,16 +260,18 @@ def _cheapest(
 
 
 def _num_replicated(strategy: Strategy) -> int:
+    """Return the number of replicated results."""
     return strategy.outputs.count(R)
 
 
 def _cost(
     strategy: Strategy, have: tuple[Placement, ...], operands: Metas
 ) -> tuple[int, int, int, int]:
+    """Return the sort key of a strategy: collectives, bytes, conversions, replicated results."""
     resharded = [
         (placement, _nbytes(meta))
-        for placement, want, meta in zip(have, strategy.inputs, operands, strict=True)
-        if placement != want
+        for placement, required, meta in zip(have, strategy.inputs, operands, strict=True)
+        if placement != required
     ]
     sums = [nbytes for placement, nbytes in resharded if isinstance(placement, Partial)]
     sizes = [*sums, *(collective.nbytes for collective in strategy.comm)]

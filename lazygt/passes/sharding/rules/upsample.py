@@ -73,7 +73,7 @@ class _Spread(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Its dim in the picture, and in the result."""
+        """Dim in the image and in the result."""
         return self.space + 2
 
     def read(self, rows: Rows) -> Rows:
@@ -108,6 +108,7 @@ class _Spread(NamedTuple):
 
 
 def _spreads(call: Call, result: tuple[int, ...]) -> list[_Spread]:
+    """Return the windows of a transposed convolution per spatial dim."""
     shape, kernel = call.shape("input"), call.shape("weight")[2:]
     if not call["transposed"]:
         return []
@@ -133,6 +134,8 @@ def by_rows(call: Call) -> list[Strategy]:
 
 
 def _lower_forward(spread: _Spread, exchange: RowExchange) -> Lowering:
+    """Return the lowering of a transposed convolution: halo exchange, op, crop."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         rows = build.rows(operands[0], exchange)
         (result,) = build.rerun(
@@ -254,6 +257,7 @@ def _resized_dims(call: Call, shape: tuple[int, ...], result: tuple[int, ...]) -
 
 
 def _upsample(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of an upsampling sharded along a spatial dim."""
     call = Call(node, metas, axis_size)
     strategies = [*_TABLE_RULES[node.op](node, metas, axis_size)]
     for resized in _resized_dims(call, call.shape("self"), call.result().shape):
@@ -266,6 +270,8 @@ def _upsample(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _lower_upsample(resized: _Resized, exchange: RowExchange) -> Lowering:
+    """Return the lowering of an upsampling: halo exchange, op, crop."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         rows = build.rows(operands[0], exchange)
         sizes = list(build.bind(node, operands)["output_size"])
@@ -296,6 +302,8 @@ def _upsample_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Str
 
 
 def _lower_upsample_backward(resized: _Resized, exchange: RowExchange) -> Lowering:
+    """Return the lowering of the backward of an upsampling: pad, op, halo reduction."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args, dim = build.bind(node, operands), resized.dim
         start, stop = build.bounds(resized.result_size)

@@ -62,6 +62,7 @@ def _permutation_rule(dims: DimMap) -> Rule:
 
 
 def _identity(call: Call) -> Sequence[int | None]:
+    """Map each dim to itself."""
     return range(len(call.shape("self")))
 
 
@@ -78,14 +79,17 @@ def _conj(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _without_last(call: Call) -> Sequence[int | None]:
+    """Map each dim to itself; the last one is removed."""
     return [*range(len(call.shape("self")) - 1), None]
 
 
 def _t(call: Call) -> Sequence[int | None]:
+    """Reverse the dims."""
     return range(len(call.shape("self")))[::-1]
 
 
 def _transpose(call: Call) -> Sequence[int | None]:
+    """Swap ``dim0`` and ``dim1``."""
     order = list(range(len(call.shape("self"))))
     if order:
         a, b = call.dim("dim0", len(order)), call.dim("dim1", len(order))
@@ -94,12 +98,14 @@ def _transpose(call: Call) -> Sequence[int | None]:
 
 
 def _permute(call: Call) -> Sequence[int | None]:
+    """Map the dims by ``dims``."""
     rank = len(call.shape("self"))
     order = [dim % rank for dim in call["dims"]]
     return [order.index(dim) for dim in range(rank)]
 
 
 def _unsqueeze(call: Call) -> Sequence[int | None]:
+    """Shift the dims after the new one."""
     rank = len(call.shape("self"))
     new_dim = call.dim("dim", rank + 1)
     return [dim + (dim >= new_dim) for dim in range(rank)]
@@ -144,6 +150,7 @@ def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
 
 
 def _expand(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of expand."""
     call = Call(node, metas, axis_size)
     shape, result_shape = call.shape("self"), call.result().shape
     new_dims = len(result_shape) - len(shape)
@@ -158,6 +165,7 @@ def _expand(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 
 def _view(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a reshape."""
     call = Call(node, metas, axis_size)
     sharded = (view_strategy(call, S(dim)) for dim in shardable_dims(call.shape("self")))
     unsharded = [
@@ -180,6 +188,7 @@ def view_strategy(call: Call, placement: Cut) -> Strategy | None:
 
 
 def _reshape(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
+    """Reshape the local tensor to the local shape of the result."""
     (result,) = node.results
     assert result is not None
     return (build.reshape(operands[0], build.local(result.shape, strategy.outputs[0])),)

@@ -1,9 +1,9 @@
 """Writes into a view: ``lazygt.write_back``, ``select_scatter``, ``slice_scatter``, ``index_copy``.
 
 ``write_back(base, value, chain)`` writes ``value`` into the view of ``base`` that a chain of view
-ops selects. A dim of the base is sharded if every view of the chain keeps the dim whole, with
-``value`` sharded alike. Along a sharded dim that the chain selects from, ``value`` is replicated,
-and each rank writes the rows in its block.
+ops selects. A dim of the base is sharded if no view of the chain selects from the dim or names its
+size; ``value`` is then sharded accordingly. If a view selects from the sharded dim, ``value`` is
+replicated, and each rank writes the rows in its block.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def with_sharded_index_dim(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
 
 
 def _with_sharded_index_dim(rule: Rule) -> Rule:
+    """Extend one index_copy rule by the strategy that shards the indexed dim."""
+
     def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         call = Call(node, metas, axis_size)
         strategies_of_other_dims, shape = list(rule(node, metas, axis_size)), call.shape("self")
@@ -105,6 +107,7 @@ _VIEWS = {**slicing.RULES, **rearrange.RULES, **views.RULES}
 
 
 def _write_back(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ``lazygt.write_back(base, value, chain)``."""
     base, chain = metas[node.args[0].index], node.args[2]
     if base is None:
         return ()
@@ -165,7 +168,7 @@ def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, T
 def _propagate(
     steps: Sequence[tuple[Node, TensorMeta, int]], placement: Placement, axis_size: int
 ) -> Placement | None:
-    """Propagate a placement through views; None if a view has no strategy for it as it is."""
+    """Propagate a placement through views; None if a view cannot run on its blocks unchanged."""
     for node, meta, number in steps:
         rule = _VIEWS.get(node.op)
         strategies = rule(node, (meta,), axis_size) if rule else ()
@@ -279,6 +282,7 @@ def _selection(
 def _selection_by(
     view: tuple[Node, TensorMeta, int], number: int, dim: int, last: bool
 ) -> _Cut | None:
+    """Return the selection of one view from ``dim``; None if unsupported."""
     node, meta, _ = view
     call, size = Call(node, (meta,), 1), meta.shape[dim]
     if node.op not in _SELECTING_VIEWS or call.dim("dim", len(meta.shape)) != dim:
@@ -301,6 +305,8 @@ def _selection_by(
 
 
 def _lower_static_selection(selection: _Cut) -> Lowering:
+    """Return the lowering of a write of the selected rows in this rank's block."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (base, value), chain = operands, node.args[2]
         first, last = local_range(build, selection.size, selection.first, selection.last)
@@ -362,10 +368,12 @@ def _selected_shape(
 
 
 def _write(build: Builder, base: Ref, value: Ref, chain: Sequence[ViewStepKey]) -> Values:
+    """Add a ``lazygt.write_back`` node."""
     return build.add(Node(WRITE_BACK, (base, value, tuple(chain)), (), (build.meta(base),)))
 
 
 def _lower_write(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Write a local value through the same views."""
     base, value = operands
     return _write(build, base, value, node.args[2])
 
@@ -430,6 +438,7 @@ def _scatter_rule(removed: bool) -> Rule:
 
 
 def _lower_scatter(call: Call, dim: int, removed: bool) -> Lowering:
+    """Return the lowering of select_scatter or slice_scatter into this rank's block."""
     size = call.shape("self")[dim]
     index = call["index"] % size if removed else 0
     ends = (index, index + 1) if removed else slice(call["start"], call["end"]).indices(size)[:2]
