@@ -57,8 +57,10 @@ def strategies_of(node: Node, metas: Metas, axis_size: int) -> tuple[Strategy, .
     for strategy in _rule_strategies(rule, node, metas, axis_size) if rule else ():
         if not _reducible(strategy, dtypes):
             continue
-        known = strategies.get(_placement_key(strategy))
-        if known is None or known is replicated:  # a rule may define the program on full values
+        existing = strategies.get(_placement_key(strategy))
+        if (
+            existing is None or existing is replicated
+        ):  # a rule may define the program on full values
             strategies[_placement_key(strategy)] = strategy
     return tuple(strategies.values())
 

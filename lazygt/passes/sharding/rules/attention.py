@@ -87,7 +87,7 @@ def _with_length_strategies(rule: Rule, backward: bool) -> Rule:
             return batch_or_heads
         ring_strategies = _ring_strategies(call, backward)
         strategies = [*batch_or_heads, *_query_sharded(call, backward)]
-        if ring_strategies or not _is_worth_it(call):
+        if ring_strategies or not _may_beat_head_sharding(call):
             strategies = [_require_replicated_keys(call, strategy) for strategy in strategies]
         return [*strategies, *_key_sharded(call, backward), *ring_strategies]
 
@@ -106,7 +106,7 @@ def _require_replicated_keys(call: Call, strategy: Strategy) -> Strategy:
     return replace(strategy, preplaced=tuple(map(names.index, ("key", "value"))))
 
 
-def _is_worth_it(call: Call) -> bool:
+def _may_beat_head_sharding(call: Call) -> bool:
     """Return whether sharded queries may be cheaper than sharded heads.
 
     True if the heads do not divide evenly among the ranks, or if an all-gather of the keys sends
@@ -144,7 +144,7 @@ def _can_shard_queries(call: Call) -> bool:
     """
     queries, aligned = call.shape("query")[LENGTH], alignment(call.node.op)
     fits = queries > 1 and (aligned == 1 or not queries % (aligned * call.axis_size))
-    return fits and mask_of(call.args) is None and _is_worth_it(call)
+    return fits and mask_of(call.args) is None and _may_beat_head_sharding(call)
 
 
 def _exceed_replicable(call: Call) -> bool:

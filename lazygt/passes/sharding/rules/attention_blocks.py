@@ -153,9 +153,9 @@ def _turn(
     return Turn(tuple(tasks), _nonempty_sends(key_sends), _nonempty_sends(query_sends))
 
 
-def _nonempty_sends(moves: Sequence[tuple[int, int, int]]) -> Sent:
+def _nonempty_sends(sends: Sequence[tuple[int, int, int]]) -> Sent:
     """Sort sends; drop those of no rows."""
-    return tuple(sorted(move for move in moves if move[2]))
+    return tuple(sorted(send for send in sends if send[2]))
 
 
 # -- attention kernels on blocks of queries and keys, and the merge of their results ---------------
@@ -223,23 +223,25 @@ def packed(build: Builder, op: str, sums: Ref) -> Ref:
     return sums
 
 
-def results_of(build: Builder, node: Node, mixed: Mixed, rest: Values = ()) -> Values:
+def results_of(build: Builder, node: Node, mixed: Mixed, other_results: Values = ()) -> Values:
     """Return the results of the node in its own layout.
 
     The log-sum-exps are empty if the node does not request them.
 
     Args:
-        rest: the kernel's results after the log-sum-exps; empty if this rank ran no kernel, then
-            they are zeros.
+        other_results: the kernel's results after the log-sum-exps. Empty if this rank ran no
+            kernel; the node's results are then zeros.
     """
     logsumexp = node.results[1]
     assert logsumexp is not None
-    if not rest:
-        rest = [None if meta is None else zeros(build, meta, R) for meta in node.results[2:]]
+    if not other_results:
+        other_results = [
+            None if meta is None else zeros(build, meta, R) for meta in node.results[2:]
+        ]
     if logsumexp.numel:
-        return mixed.values, packed(build, node.op, mixed.sums), *rest
+        return mixed.values, packed(build, node.op, mixed.sums), *other_results
     empty = build.full((*build.shape(mixed.values)[:LENGTH], 0), 0, like=mixed.sums)
-    return mixed.values, empty, *rest
+    return mixed.values, empty, *other_results
 
 
 def no_key_result(build: Builder, node: Node, query: Ref, value: Ref) -> Mixed:

@@ -230,10 +230,10 @@ def _backward_by_input_channels(call: Call, input_dim: int) -> Strategy:
     strategy = call.strategy((S(1), S(input_dim), R), input=S(1), weight=S(input_dim))
     output_mask = tuple(call["output_mask"])
     dims = tuple(d for d in range(len(call.shape("grad_output"))) if d != 1)
-    inner = zeros_when_empty(call, strategy.by(_without_bias(output_mask)))
+    without_bias = zeros_when_empty(call, strategy.by(_without_bias(output_mask)))
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        gradients = [*lower_strategy(build, inner, node, operands)]
+        gradients = [*lower_strategy(build, without_bias, node, operands)]
         if output_mask[2]:
             gradient = build.bind(node, operands)["grad_output"]
             gradients[2] = build.op("aten.sum.dim_IntList", gradient, dims)

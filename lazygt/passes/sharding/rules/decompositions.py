@@ -21,8 +21,8 @@ def _loss(op: str) -> Formula:
 
     def formula(*args: Any) -> Tensor:
         arguments = _arguments_by_name(op, args)
-        each: Tensor = overload(op)(**{**arguments, "reduction": _NONE})
-        return each.mean() if arguments["reduction"] == _MEAN else each.sum()
+        unreduced: Tensor = overload(op)(**{**arguments, "reduction": _NONE})
+        return unreduced.mean() if arguments["reduction"] == _MEAN else unreduced.sum()
 
     return formula
 

@@ -160,7 +160,10 @@ class _Derived:
         result, which is partial: several partial results would need several reductions.
         """
         versions = self.outputs[len(self.node.fresh) :]
-        if any(self.inputs[at] != to for at, to in zip(self.node.writes, versions, strict=True)):
+        if any(
+            self.inputs[operand] != placement
+            for operand, placement in zip(self.node.writes, versions, strict=True)
+        ):
             return False
         results = zip(self.outputs, self.node.results, strict=True)
         outputs = [placement for placement, meta in results if meta is not None]
@@ -172,8 +175,8 @@ class _Derived:
 
     def strategy(self) -> Strategy:
         """Return the strategy; its lowering is local if those of the inner strategies are."""
-        inner = [strategy.lower for strategy in self.chain.strategies]
-        is_local = all(lower is None or isinstance(lower, LocalLowering) for lower in inner)
+        lowerings = [strategy.lower for strategy in self.chain.strategies]
+        is_local = all(lower is None or isinstance(lower, LocalLowering) for lower in lowerings)
         lower = LocalLowering(self._lower) if is_local else self._lower_as_derived
         return Strategy(self.inputs, self.outputs, lower, self.chain.comm)
 

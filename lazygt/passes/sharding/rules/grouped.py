@@ -46,19 +46,19 @@ def _grouped_mm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     ranks = len(call.shape("self")), len(call.shape("mat2"))
     if ranks not in _RULE_BY_RANKS or call.has("bias") or (ranks != (3, 3)) != call.has("offs"):
         return ()
-    text, along = _RULE_BY_RANKS[ranks]
-    return [*map(_with_padding, [*strategies_by(call, text), *_sharded_groups(call, along)])]
+    text, group_dims = _RULE_BY_RANKS[ranks]
+    return [*map(_with_padding, [*strategies_by(call, text), *_sharded_groups(call, group_dims)])]
 
 
-def _sharded_groups(call: Call, along: Sequence[int | None]) -> list[Strategy]:
+def _sharded_groups(call: Call, group_dims: Sequence[int | None]) -> list[Strategy]:
     """Return the strategy that shards the dim along the groups.
 
     The result is partial if that dim is summed over.
 
     Args:
-        along: dim of each operand along the groups; None: the operand has no such dim.
+        group_dims: dim of each operand along the groups; None: the operand has no such dim.
     """
-    dim_by_operand = dict(zip(("self", "mat2"), along, strict=True))
+    dim_by_operand = dict(zip(("self", "mat2"), group_dims, strict=True))
     placements: dict[str, Placement] = {
         name: S(dim) for name, dim in dim_by_operand.items() if dim is not None
     }

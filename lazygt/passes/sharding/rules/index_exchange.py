@@ -228,8 +228,10 @@ def _wrap_negative(build: Builder, index: Ref, size: int) -> Ref:
 
 def _row_counts(build: Builder, value: TensorMeta, num_indexed: int) -> tuple[int, int]:
     """Return the numbers of rows of rank 0's block and of the value, first dims flattened."""
-    inner = prod(value.shape[1:num_indexed])
-    return block_size(value.shape[0], build.parts, 0) * inner, value.shape[0] * inner
+    rows_per_index = prod(value.shape[1:num_indexed])
+    return block_size(value.shape[0], build.parts, 0) * rows_per_index, value.shape[
+        0
+    ] * rows_per_index
 
 
 def _flat_index(build: Builder, indices: Sequence[Ref], value: TensorMeta) -> Ref:

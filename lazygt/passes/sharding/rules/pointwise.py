@@ -115,9 +115,9 @@ def _partial_strategies(
 ) -> list[Strategy]:
     """Return the strategies with partial operands: linear or increasing ops."""
     functional, out_keyword = _functional_form(node.op)
-    inner = operands[: len(operands) - 1] if out_keyword else operands
+    inputs_without_out = operands[: len(operands) - 1] if out_keyword else operands
     strategies: list[Strategy] = []
-    for inputs, output in _partial_patterns(node, functional, inner, result):
+    for inputs, output in _partial_patterns(node, functional, inputs_without_out, result):
         placements = (*inputs, output) if out_keyword else inputs
         if not node.writes or placements[0] == output or out_keyword:
             strategies.append(Strategy(placements, (output,) * len(node.results)))
@@ -188,9 +188,9 @@ def _can_be_summed(
     return all(_widens(dtype, result.dtype) and dtype != torch.bool for dtype in partial_dtypes)
 
 
-def _widens(have: torch.dtype, want: torch.dtype) -> bool:
-    """Return whether type promotion of ``have`` and ``want`` gives ``want``."""
-    return torch.promote_types(have, want) == want
+def _widens(dtype: torch.dtype, wider: torch.dtype) -> bool:
+    """Return whether ``dtype`` promotes to ``wider``."""
+    return torch.promote_types(dtype, wider) == wider
 
 
 @lru_cache(maxsize=4096)

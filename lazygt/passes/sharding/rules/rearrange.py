@@ -96,10 +96,10 @@ def _roll(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         return strategies
     rank = len(shape)
     for dim in _rolled_dims(call).intersection(shardable_dims(shape)) if dims else ():
-        along = [d % rank == dim for d in dims]
-        shift = sum(shift for shift, is_along in zip(shifts, along, strict=True) if is_along)
+        is_along_dim = [d % rank == dim for d in dims]
+        shift = sum(shift for shift, matches in zip(shifts, is_along_dim, strict=True) if matches)
         other_rolls = [
-            (d, s) for d, s, is_along in zip(dims, shifts, along, strict=True) if not is_along
+            (d, s) for d, s, matches in zip(dims, shifts, is_along_dim, strict=True) if not matches
         ]
         wanted_rows = [_roll_sources(shape[dim], shift, *shard_bounds(shape[dim], axis_size, r))
                 for r in range(axis_size)]  # fmt: skip

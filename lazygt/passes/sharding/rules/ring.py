@@ -113,7 +113,7 @@ class _Ring(ABC):
 
     Attributes:
         queries, keys: this rank's tensors that may be sent with queries, and with keys.
-        of_queries, of_keys: accumulated results for these queries and keys.
+        query_results, key_results: accumulated results for these queries and keys.
     """
 
     build: Builder
@@ -154,7 +154,7 @@ class _Ring(ABC):
             results = self.attend(self.queries, self.keys, self.plan.causal)
         else:
             results = self.empty_results()
-        self.of_queries, self.of_keys = results
+        self.query_results, self.key_results = results
         returned: list[Callable[[], None]] = []
         for number, turn in enumerate(turns):
             queries, keys = arriving
@@ -226,15 +226,17 @@ class _Ring(ABC):
         """
         task = turn.tasks[self.rank]
         if task is None or task.first == task.last or not self.plan.keys[task.keys]:
-            return [*map(self._empty_rows, self.of_queries)], [*map(self._empty_rows, self.of_keys)]
-        build, (of_queries, of_keys) = self.build, self.bundles
+            return [*map(self._empty_rows, self.query_results)], [
+                *map(self._empty_rows, self.key_results)
+            ]
+        build, (query_bundle, key_bundle) = self.build, self.bundles
         owns_queries = task.queries == self.rank
         task_queries = (
             self._task_queries(self.queries, task)
             if owns_queries
-            else of_queries.unpack(build, queries)
+            else query_bundle.unpack(build, queries)
         )
-        task_keys = self.keys if task.keys == self.rank else of_keys.unpack(build, keys)
+        task_keys = self.keys if task.keys == self.rank else key_bundle.unpack(build, keys)
         for_queries, for_keys = self.attend(task_queries, task_keys, causal=False)
         if owns_queries:
             self._add_to_queries(task, for_queries)
@@ -289,21 +291,21 @@ class _Ring(ABC):
         self._add_to_queries(task, unpack_received())
 
     def _add_to_queries(self, task: Task, received: Sequence[Ref]) -> None:
-        """Merge results for the queries of a task into ``of_queries``."""
+        """Merge results for the queries of a task into ``query_results``."""
         build, size = self.build, self.plan.queries[self.rank]
         before, after = Task(0, 0, 0, task.first), Task(0, 0, task.last, size)
-        pieces = [self.merge_results(self._task_queries(self.of_queries, task), received)]
+        pieces = [self.merge_results(self._task_queries(self.query_results, task), received)]
         if task.first:
-            pieces.insert(0, self._task_queries(self.of_queries, before))
+            pieces.insert(0, self._task_queries(self.query_results, before))
         if task.last < size:
-            pieces.append(self._task_queries(self.of_queries, after))
-        self.of_queries = [build.joined(rows, LENGTH) for rows in zip(*pieces, strict=True)]
+            pieces.append(self._task_queries(self.query_results, after))
+        self.query_results = [build.joined(rows, LENGTH) for rows in zip(*pieces, strict=True)]
 
     def _add_to_keys(self, received: Sequence[Ref]) -> None:
-        """Add gradients to ``of_keys``."""
-        self.of_keys = [
+        """Add gradients to ``key_results``."""
+        self.key_results = [
             self.build.op("aten.add.Tensor", accumulated, summand)
-            for accumulated, summand in zip(self.of_keys, received, strict=True)
+            for accumulated, summand in zip(self.key_results, received, strict=True)
         ]
 
 
@@ -376,7 +378,7 @@ def forward(plan: Schedule) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         ring = _Forward(build, node, operands, plan)
         ring.run()
-        return results_of(build, node, Mixed(*ring.of_queries), ring.other_results)
+        return results_of(build, node, Mixed(*ring.query_results), ring.other_results)
 
     return lower
 
@@ -387,7 +389,7 @@ def backward(plan: Schedule) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         ring = _Backward(build, node, operands, plan)
         ring.run()
-        return *ring.of_queries, *ring.of_keys, *[None] * (len(node.results) - 3)
+        return *ring.query_results, *ring.key_results, *[None] * (len(node.results) - 3)
 
     return lower
 

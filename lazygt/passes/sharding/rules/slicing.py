@@ -170,7 +170,7 @@ def _sliced_in_blocks(call: Call, dim: int, bounds: tuple[int, int, int]) -> lis
     if count < 2:
         return []
     slice_ranges = tuple([
-        tuple([(-(-(max(row, first) - first) // step)) for row in shard_bounds(size, ranks, rank)])
+        tuple([(-(-(max(at, first) - first) // step)) for at in shard_bounds(size, ranks, rank)])
         for rank in range(ranks)
     ])  # fmt: skip
     owned_rows = tuple([((min(low, count), min(high, count)),) for low, high in slice_ranges])
@@ -266,14 +266,14 @@ def _run_time_start(call: Call, dim: int, name: str) -> list[Strategy]:
     return [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
 
 
-def _lower_select(dim: int, size: int, at: int) -> Lowering:
-    """Return the lowering of a select at index ``at``: zeros on all ranks but the owner's."""
+def _lower_select(dim: int, size: int, index: int) -> Lowering:
+    """Return the lowering of a select at ``index``: zeros on all ranks but the owner's."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
         start, stop = build.bounds(size)
-        if start <= at < stop:
-            return (build.op("aten.select.int", value, dim, at - start),)
+        if start <= index < stop:
+            return (build.op("aten.select.int", value, dim, index - start),)
         shape = build.shape(value)
         return (build.full((*shape[:dim], *shape[dim + 1 :]), 0, like=value),)
 
@@ -341,17 +341,17 @@ def _slice_backward_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]
 
 
 def exchanged_strategies(
-    call: Call, dim: int, want: Sequence[Ranges], local_program: Lowering, name: str = "self"
+    call: Call, dim: int, wanted_rows: Sequence[Ranges], local_program: Lowering, name: str = "self"
 ) -> list[Strategy]:
     """Return the strategy of an op along a sharded dim that exchanges rows first.
 
     Args:
-        want: rows of the operand that each rank needs for its block of the result.
+        wanted_rows: rows of the operand that each rank needs for its block of the result.
         local_program: program on those rows.
         name: name of the operand.
     """
     meta = call.meta(name)
-    exchange = RowExchange(dim, blocks(meta.shape[dim], call.axis_size), tuple(want))
+    exchange = RowExchange(dim, blocks(meta.shape[dim], call.axis_size), tuple(wanted_rows))
     if not exchange.is_worth_it:
         return []
 

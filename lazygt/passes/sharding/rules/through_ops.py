@@ -183,12 +183,16 @@ def _choose_strategies(
     comm: list[Collective] = []
     to_reduce, sources = set(reduced), _Sources(decomposed)
     for (node, results), candidates in zip(decomposed.numbered(), options, strict=True):
-        have = tuple([placements[value] for value in node.refs()])
-        strategy = _cheapest(candidates, have, [decomposed.metas[value] for value in node.refs()])
+        operand_placements = tuple([placements[value] for value in node.refs()])
+        strategy = _cheapest(
+            candidates, operand_placements, [decomposed.metas[value] for value in node.refs()]
+        )
         if strategy is None:
             return None, reduced
-        for value, placement, want in zip(node.refs(), have, strategy.inputs, strict=True):
-            if isinstance(placement, Partial) and placement != want:
+        for value, placement, required in zip(
+            node.refs(), operand_placements, strategy.inputs, strict=True
+        ):
+            if isinstance(placement, Partial) and placement != required:
                 to_reduce.add(sources[value])
         strategies.append(strategy)
         comm += strategy.comm
@@ -200,7 +204,9 @@ def _choose_strategies(
                 placement = R
             placements.append(placement)
         sources.add(
-            node, have, [value for value in results if isinstance(placements[value], Partial)]
+            node,
+            operand_placements,
+            [value for value in results if isinstance(placements[value], Partial)],
         )
     return Chain(tuple(placements), tuple(strategies), reduced, tuple(comm)), frozenset(to_reduce)
 
@@ -221,16 +227,16 @@ class _Sources:
         """Return the value to reduce for ``value``."""
         return self._sources.get(value, value)
 
-    def add(self, node: Node, have: Sequence[Placement], partial: Sequence[int]) -> None:
+    def add(self, node: Node, placements: Sequence[Placement], partial: Sequence[int]) -> None:
         """Record the sources of a node's partial results.
 
         Args:
-            have: placements of the node's operands.
+            placements: placements of the node's operands.
             partial: numbers of its partial results.
         """
         operands = {
             value
-            for value, placement in zip(node.refs(), have, strict=True)
+            for value, placement in zip(node.refs(), placements, strict=True)
             if isinstance(placement, Partial)
         }
         for result in partial:
@@ -240,23 +246,23 @@ class _Sources:
 
 
 def _cheapest(
-    strategies: Sequence[Strategy], have: tuple[Placement, ...], operands: Metas
+    strategies: Sequence[Strategy], placements: tuple[Placement, ...], operands: Metas
 ) -> Strategy | None:
-    """Return the cheapest strategy for operands with placements ``have``; None: none fits.
+    """Return the cheapest strategy for operands with these placements; None: none fits.
 
     A strategy without resharding and collectives comes first, then the one that sends least.
     """
     unchanged = [
-        strategy for strategy in strategies if strategy.inputs == have and not strategy.comm
+        strategy for strategy in strategies if strategy.inputs == placements and not strategy.comm
     ]
     if unchanged:
         return min(unchanged, key=_num_replicated)
     reachable = [
         strategy
         for strategy in strategies
-        if all(map(_converts_without_gather, have, strategy.inputs))
+        if all(map(_converts_without_gather, placements, strategy.inputs))
     ]
-    return min(reachable, key=lambda strategy: _cost(strategy, have, operands), default=None)
+    return min(reachable, key=lambda strategy: _cost(strategy, placements, operands), default=None)
 
 
 def _num_replicated(strategy: Strategy) -> int:
@@ -265,12 +271,12 @@ def _num_replicated(strategy: Strategy) -> int:
 
 
 def _cost(
-    strategy: Strategy, have: tuple[Placement, ...], operands: Metas
+    strategy: Strategy, placements: tuple[Placement, ...], operands: Metas
 ) -> tuple[int, int, int, int]:
     """Return the sort key of a strategy: collectives, bytes, conversions, replicated results."""
     resharded = [
         (placement, _nbytes(meta))
-        for placement, required, meta in zip(have, strategy.inputs, operands, strict=True)
+        for placement, required, meta in zip(placements, strategy.inputs, operands, strict=True)
         if placement != required
     ]
     sums = [nbytes for placement, nbytes in resharded if isinstance(placement, Partial)]

@@ -35,21 +35,21 @@ _TABLE_RULES = rule_table.RULES
 
 
 def _halo_exchange(
-    dim: int, size: int, result_size: int, axis_size: int, want: Sequence[Rows]
+    dim: int, size: int, result_size: int, axis_size: int, wanted_rows: Sequence[Rows]
 ) -> RowExchange | None:
-    """Return the halo exchange that gives each rank its ``want`` rows.
+    """Return the halo exchange that gives each rank its ``wanted_rows``.
 
     None if a rank has no rows of the result, or reads none.
 
     Args:
         size: rows of the sharded operand.
         result_size: rows of the result.
-        want: rows of the operand that each rank reads.
+        wanted_rows: rows of the operand that each rank reads.
     """
     bounds = [shard_bounds(result_size, axis_size, rank) for rank in range(axis_size)]
-    if any(start >= stop for start, stop in (*bounds, *want)):
+    if any(start >= stop for start, stop in (*bounds, *wanted_rows)):
         return None
-    return RowExchange(dim, blocks(size, axis_size), tuple([(rows,) for rows in want]))
+    return RowExchange(dim, blocks(size, axis_size), tuple([(rows,) for rows in wanted_rows]))
 
 
 # -- transposed convolutions ----------------------------------------------------------------------
@@ -89,18 +89,18 @@ class _Spread(NamedTuple):
     def forward(self, axis_size: int) -> RowExchange | None:
         """Return the halo exchange of image rows; None if some rows of the result read none."""
         bounds = [shard_bounds(self.result_size, axis_size, rank) for rank in range(axis_size)]
-        want = [self.read(rows) for rows in bounds]
-        for (start, stop), rows in zip(bounds, want, strict=True):
+        wanted_rows = [self.read(rows) for rows in bounds]
+        for (start, stop), rows in zip(bounds, wanted_rows, strict=True):
             first, last = self.contributed_rows(rows)
             if start < first or last < stop:  # rows without a contribution
                 return None
-        return _halo_exchange(self.dim, self.size, self.result_size, axis_size, want)
+        return _halo_exchange(self.dim, self.size, self.result_size, axis_size, wanted_rows)
 
     def backward(self, axis_size: int) -> RowExchange | None:
         """Return the halo exchange of the gradient's rows for the backward."""
         bounds = [shard_bounds(self.size, axis_size, rank) for rank in range(axis_size)]
-        want = [self.inside(self.contributed_rows(rows)) for rows in bounds]
-        return _halo_exchange(self.dim, self.result_size, self.size, axis_size, want)
+        wanted_rows = [self.inside(self.contributed_rows(rows)) for rows in bounds]
+        return _halo_exchange(self.dim, self.result_size, self.size, axis_size, wanted_rows)
 
     def inside(self, rows: Rows) -> Rows:
         """Clamp rows to the result."""
@@ -232,8 +232,8 @@ class _Resized(NamedTuple):
     def halo_exchange(self, axis_size: int) -> RowExchange | None:
         """Return the halo exchange: each rank receives the image rows that it reads."""
         bounds = [shard_bounds(self.result_size, axis_size, rank) for rank in range(axis_size)]
-        want = [self.read(rows) for rows in bounds]
-        return _halo_exchange(self.dim, self.size, self.result_size, axis_size, want)
+        wanted_rows = [self.read(rows) for rows in bounds]
+        return _halo_exchange(self.dim, self.size, self.result_size, axis_size, wanted_rows)
 
 
 def _resized_dims(call: Call, shape: tuple[int, ...], result: tuple[int, ...]) -> list[_Resized]:

@@ -247,7 +247,7 @@ def _lower_item_views(shape: tuple[int, ...]) -> LocalLowering:
 
 
 def viewed(
-    placement: Cut, have: tuple[int, ...], result: tuple[int, ...], axis_size: int
+    placement: Cut, old_shape: tuple[int, ...], new_shape: tuple[int, ...], axis_size: int
 ) -> Cut | None:
     """Return the placement of a reshape's result with the same elements on each rank, or None.
 
@@ -255,43 +255,46 @@ def viewed(
     the result is equivalent if these three numbers, or the elements of all blocks, are the same.
 
     Args:
-        have, result: global shapes before and after the reshape.
+        old_shape, new_shape: global shapes before and after the reshape.
     """
     if uneven(placement):
-        return _viewed_uneven(placement, have, result, axis_size)
+        return _viewed_uneven(placement, old_shape, new_shape, axis_size)
     outer, inner = around(placement)
-    before, inside = prod(have[: placement.dim]) * outer, inner * prod(have[placement.dim + 1 :])
-    size = have[placement.dim] // (outer * inner)
+    before, inside = (
+        prod(old_shape[: placement.dim]) * outer,
+        inner * prod(old_shape[placement.dim + 1 :]),
+    )
+    size = old_shape[placement.dim] // (outer * inner)
     dims = [
-        (dim, _exact_quotient(before, prod(result[:dim])), prod(result[dim + 1 :]))
-        for dim in shardable_dims(result)
+        (dim, _exact_quotient(before, prod(new_shape[:dim])), prod(new_shape[dim + 1 :]))
+        for dim in shardable_dims(new_shape)
     ]
     for dim, outer, after in dims:
-        group_size = result[dim] // outer if outer and result[dim] % outer == 0 else 0
+        group_size = new_shape[dim] // outer if outer and new_shape[dim] % outer == 0 else 0
         if group_size > 1 and _same_blocks(size, inside, group_size, after, axis_size):
             return S(dim) if outer == 1 else StridedShard(dim, outer)
     for dim, outer, after in dims:
         inner = _exact_quotient(inside, after)
-        if outer * size * inner == result[dim]:
+        if outer * size * inner == new_shape[dim]:
             return StridedShard(dim, outer, inner)
     return None
 
 
 def _viewed_uneven(
-    placement: Cut, have: tuple[int, ...], result: tuple[int, ...], axis_size: int
+    placement: Cut, old_shape: tuple[int, ...], new_shape: tuple[int, ...], axis_size: int
 ) -> Cut | None:
     """Return the placement after a reshape for a strided placement with groups of unequal sizes.
 
     The result's dim must begin where the sharded dim begins, and have as many elements in total.
     """
-    before, inside = prod(have[: placement.dim]), prod(have[placement.dim + 1 :])
+    before, inside = prod(old_shape[: placement.dim]), prod(old_shape[placement.dim + 1 :])
     outer, _ = around(placement)
-    for dim in shardable_dims(result):
-        if prod(result[:dim]) != before or result[dim] % outer:
+    for dim in shardable_dims(new_shape):
+        if prod(new_shape[:dim]) != before or new_shape[dim] % outer:
             continue
-        sizes = [group_sizes(replace(placement, dim=at), shape[at])
-                 for at, shape in ((placement.dim, have), (dim, result))]  # fmt: skip
-        after = prod(result[dim + 1 :])
+        sizes = [group_sizes(replace(placement, dim=old_dim), shape[old_dim])
+                 for old_dim, shape in ((placement.dim, old_shape), (dim, new_shape))]  # fmt: skip
+        after = prod(new_shape[dim + 1 :])
         if all(_same_blocks(a, inside, b, after, axis_size) for a, b in zip(*sizes, strict=True)):
             return replace(placement, dim=dim)
     return None
