@@ -25,7 +25,7 @@ CUDNN = "_scaled_dot_product_cudnn_attention"
 @pytest.fixture(autouse=True)
 def keys_always_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_REPLICABLE_BYTES", -1)
-    monkeypatch.setattr(attention, "_is_worth_it", lambda call: True)
+    monkeypatch.setattr(attention, "_may_beat_head_sharding", lambda call: True)
 
 
 def case(op: str, queries: int, keys: int, causal: bool, backward: bool, shared: int = 1) -> Case:
