@@ -303,7 +303,7 @@ def strategy_seconds(
     flops = cost.flops * work_share(strategy, operands, results, parts)
     moved = cost.bytes * _byte_share(strategy, operands, results, parts)
     work = max(flops / _rate(machine, operands, results), moved / machine.memory.bandwidth)
-    both = max(comm, work) if strategy.beside else comm + work
+    both = max(comm, work) if strategy.overlapped_turns else comm + work
     return both + cost.launches * machine.host.launch
 
 
@@ -313,10 +313,10 @@ def _comm_seconds(machine: Machine, strategy: Strategy, parts: int) -> float:
     They run one after the other, or all of a turn at once; these share the links.
     """
     took = [collective_seconds(machine, c.kind, c.nbytes, parts) for c in strategy.comm]
-    if not (took and strategy.beside):
+    if not (took and strategy.overlapped_turns):
         return sum(took)
     waits = [collective_seconds(machine, c.kind, 0, parts) for c in strategy.comm]
-    return sum(took) - sum(waits) + strategy.beside * max(waits)
+    return sum(took) - sum(waits) + strategy.overlapped_turns * max(waits)
 
 
 def _rate(machine: Machine, operands: Metas, results: Metas) -> float:

@@ -392,7 +392,7 @@ class _Propagation:
                 wanted[place] & masks[place]
                 if wanted[place]
                 else not masks[place] & ~SUMS or (grown and grown[place])
-                for place in strategy.given
+                for place in strategy.preplaced
             )
             return come and any(map(and_, wanted, masks))
         blocks = [cut(placement) for placement in strategy.outputs]

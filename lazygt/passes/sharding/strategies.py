@@ -41,7 +41,7 @@ def strided_strategies(
         strategies: of the node, for blocks.
     """
     if node.op in views.RESHAPES:
-        strategy = views.view_row(Call(node, metas, parts), placement)
+        strategy = views.view_strategy(Call(node, metas, parts), placement)
         return [] if strategy is None else [strategy]
     if node.op in packed.TAKES_APART and packed.cut_dim(node, metas, parts) == placement.dim:
         strategy = packed.taken_apart(Call(node, metas, parts), placement)

@@ -1,4 +1,4 @@
-"""Sharding rules: strategies of ops on the ranks of one mesh axis. One file an op family."""
+"""Sharding rules: strategies of ops on the ranks of one mesh axis, one file per op family."""
 
 from __future__ import annotations
 
@@ -44,51 +44,52 @@ __all__ = [
 ]
 
 
-def strategies_of(node: Node, metas: Metas, parts: int) -> tuple[Strategy, ...]:
-    """List every way to run a node on ``parts`` ranks of one axis; the first has R everywhere.
+def strategies_of(node: Node, metas: Metas, axis_size: int) -> tuple[Strategy, ...]:
+    """List all strategies of a node on an axis of ``axis_size`` ranks; the first is all R.
 
     Args:
         metas: the meta of every value of the node's graph, by number.
     """
-    whole = Strategy((R,) * len(node.refs()), (R,) * len(node.results))
+    replicated = Strategy((R,) * len(node.refs()), (R,) * len(node.results))
     rule = None if node.op == FUSED or node.dynamic else rule_of(node.op)
-    strategies = {_kind(whole): whole}
-    dtypes = _dtypes(node, metas) if rule else ()
-    for strategy in _listed(rule, node, metas, parts) if rule else ():
+    strategies = {_placement_key(replicated): replicated}
+    dtypes = _tensor_dtypes(node, metas) if rule else ()
+    for strategy in _rule_strategies(rule, node, metas, axis_size) if rule else ():
         if not _reducible(strategy, dtypes):
             continue
-        known = strategies.get(_kind(strategy))
-        if known is None or known is whole:  # a rule may say how the op runs on whole values
-            strategies[_kind(strategy)] = strategy
+        existing = strategies.get(_placement_key(strategy))
+        if (
+            existing is None or existing is replicated
+        ):  # a rule may define the program on full values
+            strategies[_placement_key(strategy)] = strategy
     return tuple(strategies.values())
 
 
-def _kind(strategy: Strategy) -> tuple[object, ...]:
-    """Return the placements of a strategy, as a key.
+def _placement_key(strategy: Strategy) -> tuple[object, ...]:
+    """Return the key that deduplicates strategies: placements, and collectives if needed.
 
-    Of strategies with a share of work of their own there may be several with the same placements,
-    by their collectives.
+    Strategies with an explicit ``share`` may have the same placements and other collectives.
     """
-    ways = None if strategy.share is None else strategy.comm
-    return strategy.inputs, strategy.outputs, ways
+    collectives = None if strategy.share is None else strategy.comm
+    return strategy.inputs, strategy.outputs, collectives
 
 
-def _listed(rule: Rule, node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of a rule; where it has none, those derived by decomposition."""
-    strategies = rule(node, metas, parts)
-    return strategies if strategies or rule is DERIVED else DERIVED(node, metas, parts)
+def _rule_strategies(rule: Rule, node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a rule; if there are none, those derived by decomposition."""
+    strategies = rule(node, metas, axis_size)
+    return strategies if strategies or rule is DERIVED else DERIVED(node, metas, axis_size)
 
 
-def _dtypes(node: Node, metas: Metas) -> tuple[torch.dtype | None, ...]:
+def _tensor_dtypes(node: Node, metas: Metas) -> tuple[torch.dtype | None, ...]:
     """Return the dtypes of the operands and results; None for undefined tensors."""
     tensors = [*(metas[number] for number in node.refs()), *node.results]
     return tuple([meta.dtype if meta is not None else None for meta in tensors])
 
 
 def _reducible(strategy: Strategy, dtypes: tuple[torch.dtype | None, ...]) -> bool:
-    """Return whether torch can reduce the partial values of a strategy.
+    """Return whether torch can reduce all partial values of a strategy.
 
-    It has no sum of bools, and no complex maximum.
+    torch has no sum or product of bools, and no maximum or minimum of complex numbers.
     """
     for placement, dtype in zip(strategy.inputs + strategy.outputs, dtypes, strict=True):
         if isinstance(placement, Partial) and dtype is not None:
@@ -99,19 +100,19 @@ def _reducible(strategy: Strategy, dtypes: tuple[torch.dtype | None, ...]) -> bo
 
 
 def has_rule(op: str) -> bool:
-    """Return whether an op may have any strategy but R everywhere."""
+    """Return whether an op may have strategies besides the replicated one."""
     return rule_of(op) is not None
 
 
 def rule_of(op: str) -> Rule | None:
-    """Return the rule of an op: by hand, that of pointwise ops, or ``DERIVED``."""
+    """Return the rule of an op: a written rule, the pointwise rule, or ``DERIVED``."""
     rule = RULES.get(op)
     if rule is None and pointwise.is_pointwise(op):
         return pointwise.strategies
     return DERIVED if rule is None and is_composite(op) else rule
 
 
-#: Of ops that torch takes apart into others.
+#: Rule of composite ops, by their decomposition.
 DERIVED = derived.rule(strategies_of)
 
 _FAMILIES = (
@@ -128,7 +129,7 @@ _FAMILIES = (
     reductions,
     slicing,
     table,
-    spatial,  # has more strategies for some of the table's ops
+    spatial,  # adds strategies to some ops of the table
     upsample,
     views,
     write_back,

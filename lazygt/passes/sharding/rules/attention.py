@@ -1,9 +1,14 @@
-"""Fused attention of sequences in blocks, besides its strategies by samples and heads.
+"""Context-parallel strategies of fused attention: queries or keys sharded along their length.
 
-Queries in blocks, keys whole: of a causal mask a rank takes the keys before its block, and those of
-its block, apart. Keys in blocks, queries whole, as for a token that reads a long cache: each rank
-attends with its own keys, and two small reductions put the results together. Both in blocks: keys
-go round (``ring``). See ``attending``.
+These strategies come besides those that shard batch or heads (``table``).
+
+- Queries sharded, keys replicated: with a causal mask, a rank attends to the keys before its block
+  without a mask and to the keys of its block with one, and merges both results.
+- Keys sharded, queries replicated, as in decoding with a long key/value cache: each rank attends to
+  its own keys, and two small all-reduces merge the results (flash decoding).
+- Both sharded: ring attention, in ``ring``.
+
+Kernels and the merge of partial results are in ``attention_blocks``.
 """
 
 from __future__ import annotations
@@ -21,15 +26,15 @@ from lazygt.passes.sharding.rules.attention_blocks import (
     HEADS,
     LENGTH,
     alignment,
-    attended,
-    gradients,
-    hidden_apart,
-    is_plain,
+    has_dropout,
+    mask_hidden_queries,
     mask_of,
-    merged,
-    merged_over_ranks,
-    of_no_keys,
+    merge,
+    merge_over_ranks,
+    no_key_result,
     results_of,
+    run_attention,
+    run_backward,
     schedule,
 )
 from lazygt.passes.sharding.rules.strategy import (
@@ -49,17 +54,17 @@ from lazygt.passes.sharding.rules.strategy import (
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-#: Bytes of keys and values that any rank may have all of.
-_FEW = 256 << 10
-#: The other operands of a backward, in blocks as queries are.
-_OF_QUERIES = ("grad_out", "grad_out_", "out", "logsumexp")
+#: Keys and values of at most this many bytes may be replicated on every rank.
+_REPLICABLE_BYTES = 256 << 10
+#: Operands of a backward that are sharded like the queries.
+_QUERY_SHARDED = ("grad_out", "grad_out_", "out", "logsumexp")
 
 
-class _Keys(NamedTuple):
-    """Keys that a rank's queries see: those from ``first`` to before ``last``.
+class _KeyRange(NamedTuple):
+    """Range ``[first, last)`` of the keys that a rank's queries attend to.
 
     Attributes:
-        causal: the n-th query sees n of them, and itself; else all see all.
+        causal: the n-th query attends to keys 0..n of the range; else to all of them.
     """
 
     first: int
@@ -67,164 +72,190 @@ class _Keys(NamedTuple):
     causal: bool
 
 
-def along_lengths(rules: Mapping[str, Rule], backward: bool = False) -> Mapping[str, Rule]:
-    """Return rules with their strategies, and those of queries, or keys, in blocks."""
-    return {op: _with_blocks(rule, backward) for op, rule in rules.items()}
+def with_length_strategies(rules: Mapping[str, Rule], backward: bool = False) -> Mapping[str, Rule]:
+    """Extend attention rules by the strategies with queries or keys sharded along the length."""
+    return {op: _with_length_strategies(rule, backward) for op, rule in rules.items()}
 
 
-def _with_blocks(rule: Rule, backward: bool) -> Rule:
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        usual = list(rule(node, metas, parts))
-        if not is_plain(call):
-            return usual
-        rounds = _by_both(call, backward)
-        whole = [*usual, *_by_queries(call, backward)]
-        if rounds or not _is_worth_it(call):
-            whole = [_for_whole_keys(call, strategy) for strategy in whole]
-        return [*whole, *_by_keys(call, backward), *rounds]
+def _with_length_strategies(rule: Rule, backward: bool) -> Rule:
+    """Extend one attention rule by the strategies along the length."""
 
-    return strategies
+    def length_rule(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
+        batch_or_heads = list(rule(node, metas, axis_size))
+        if has_dropout(call):
+            return batch_or_heads
+        ring_strategies = _ring_strategies(call, backward)
+        strategies = [*batch_or_heads, *_query_sharded(call, backward)]
+        if ring_strategies or not _may_beat_head_sharding(call):
+            strategies = [_require_replicated_keys(call, strategy) for strategy in strategies]
+        return [*strategies, *_key_sharded(call, backward), *ring_strategies]
+
+    return length_rule
 
 
-def _for_whole_keys(call: Call, strategy: Strategy) -> Strategy:
-    """Return the strategy, if it has queries in blocks, for keys that come whole.
+def _require_replicated_keys(call: Call, strategy: Strategy) -> Strategy:
+    """Require already replicated keys if the strategy shards the queries.
 
-    The keys are not gathered for it.
+    Propagation then gathers no keys for this strategy.
     """
     names = [name for name, arg in call.args.items() if type(arg) is Ref]
-    of = dict(zip(names, strategy.inputs, strict=True))
-    if of["query"] != S(LENGTH) or of["key"] != R:
+    placement_by_name = dict(zip(names, strategy.inputs, strict=True))
+    if placement_by_name["query"] != S(LENGTH) or placement_by_name["key"] != R:
         return strategy
-    return replace(strategy, given=tuple(map(names.index, ("key", "value"))))
+    return replace(strategy, preplaced=tuple(map(names.index, ("key", "value"))))
 
 
-def _is_worth_it(call: Call) -> bool:
-    """Return whether blocks of queries may be better than a split by heads.
+def _may_beat_head_sharding(call: Call) -> bool:
+    """Return whether sharded queries may be cheaper than sharded heads.
 
-    They may where heads don't divide among the ranks, or where to gather all keys sends less than
-    to exchange for heads.
+    True if the heads do not divide evenly among the ranks, or if an all-gather of the keys sends
+    less than an all-to-all from length to heads.
     """
     query, key, value = (call.meta(name) for name in ("query", "key", "value"))
-    if any(meta.shape[HEADS] % call.parts for meta in (query, key)):
+    if any(meta.shape[HEADS] % call.axis_size for meta in (query, key)):
         return True
     keys = key.nbytes + value.nbytes
-    return call.parts * keys < 2 * query.nbytes + keys
+    return call.axis_size * keys < 2 * query.nbytes + keys
 
 
-# -- queries in blocks, of a causal mask -----------------------------------------------------------
+# -- queries sharded, keys replicated, causal mask -------------------------------------------------
 
 
-def _by_queries(call: Call, backward: bool) -> list[Strategy]:
+def _query_sharded(call: Call, backward: bool) -> list[Strategy]:
+    """Return the strategy with sharded queries and replicated keys, for a causal mask."""
     queries, keys = call.shape("query")[LENGTH], call.shape("key")[LENGTH]
-    if not (call["is_causal"] and _divides(call)):
+    if not (call["is_causal"] and _can_shard_queries(call)):
         return []
-    lower = _backward(queries, keys) if backward else _forward(queries, keys)
-    strategy = call.strategy(_results(call, backward, P), **_of_queries(call)).by(lower)
-    if _are_many(call) and queries == keys:
-        share = schedule(queries, keys, call.parts, causal=True, balanced=False).share
+    lower = _lower_backward(queries, keys) if backward else _lower_forward(queries, keys)
+    strategy = call.strategy(_result_placements(call, backward, P), **_query_placements(call)).by(
+        lower
+    )
+    if _exceed_replicable(call) and queries == keys:
+        share = schedule(queries, keys, call.axis_size, causal=True, balanced=False).share
         strategy = replace(strategy, share=share)
     return [zeros_when_empty(call, strategy)]
 
 
-def _divides(call: Call) -> bool:
-    """Return whether queries have blocks, each with sums of its own, and no better way."""
+def _can_shard_queries(call: Call) -> bool:
+    """Return whether the queries may be sharded along their length.
+
+    The blocks must fit the kernel's alignment of the log-sum-exps, and there must be no mask.
+    """
     queries, aligned = call.shape("query")[LENGTH], alignment(call.node.op)
-    fits = queries > 1 and (aligned == 1 or not queries % (aligned * call.parts))
-    return fits and mask_of(call.args) is None and _is_worth_it(call)
+    fits = queries > 1 and (aligned == 1 or not queries % (aligned * call.axis_size))
+    return fits and mask_of(call.args) is None and _may_beat_head_sharding(call)
 
 
-def _are_many(call: Call) -> bool:
-    """Return whether keys and values are too large to be put together on each rank."""
-    return call.meta("key").nbytes + call.meta("value").nbytes > _FEW
+def _exceed_replicable(call: Call) -> bool:
+    """Return whether keys and values are too large to be replicated on each rank."""
+    return call.meta("key").nbytes + call.meta("value").nbytes > _REPLICABLE_BYTES
 
 
-def _of_queries(call: Call) -> dict[str, Placement]:
-    """Return the placements of the operands that lie as the queries, in blocks."""
-    return {name: S(LENGTH) for name in ("query", *_OF_QUERIES) if call.has(name)}
+def _query_placements(call: Call) -> dict[str, Placement]:
+    """Return the placements of the operands that are sharded like the queries."""
+    return {name: S(LENGTH) for name in ("query", *_QUERY_SHARDED) if call.has(name)}
 
 
-def _results(call: Call, backward: bool, of_keys: Placement) -> list[Placement]:
-    """Return the placements of results of queries in blocks.
+def _result_placements(call: Call, backward: bool, key_gradients: Placement) -> list[Placement]:
+    """Return the placements of the results if the queries are sharded.
 
     Args:
-        of_keys: the placement of the gradients of keys and values.
+        key_gradients: the placement of the gradients of keys and values.
     """
-    results: list[Placement] = [S(LENGTH), of_keys, of_keys]
-    if not backward:  # with the sums, if they were asked for
+    results: list[Placement] = [S(LENGTH), key_gradients, key_gradients]
+    if not backward:  # the log-sum-exps are empty unless requested
         results = [S(LENGTH), S(LENGTH) if call.result(1).numel else R]
     return [*results, *[R] * len(call.node.results)][: len(call.node.results)]
 
 
-def _seen(build: Builder, queries: int, keys: int) -> list[_Keys]:
-    """Return the keys that this rank's block of queries sees."""
+def _key_ranges(build: Builder, queries: int, keys: int) -> list[_KeyRange]:
+    """Return the key ranges that this rank's block of queries attends to.
+
+    These are the keys before the block (no mask) and the keys of the block (causal).
+    """
     start, stop = (min(bound, keys) for bound in build.bounds(queries))
-    seen = _Keys(0, start, causal=False), _Keys(start, stop, causal=True)
-    return [some for some in seen if some.first < some.last]
+    ranges = _KeyRange(0, start, causal=False), _KeyRange(start, stop, causal=True)
+    return [key_range for key_range in ranges if key_range.first < key_range.last]
 
 
-def _some(build: Builder, node: Node, operands: Sequence[Ref], some: _Keys) -> dict[str, Ref]:
-    """Return some of the keys and of their values."""
+def _sliced_keys(
+    build: Builder, node: Node, operands: Sequence[Ref], key_range: _KeyRange
+) -> dict[str, Ref]:
+    """Slice the keys and values of a range."""
     args = build.bind(node, operands)
-    count = some.last - some.first
-    return {name: build.slice(args[name], LENGTH, some.first, count) for name in ("key", "value")}
+    count = key_range.last - key_range.first
+    return {
+        name: build.slice(args[name], LENGTH, key_range.first, count) for name in ("key", "value")
+    }
 
 
-def _forward(queries: int, keys: int) -> Lowering:
+def _lower_forward(queries: int, keys: int) -> Lowering:
+    """Return the lowering of a forward with sharded queries: one kernel per key range, merged."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        every = [
-            attended(build, node, operands, some.causal, **_some(build, node, operands, some))
-            for some in _seen(build, queries, keys)
+        results = [
+            run_attention(
+                build,
+                node,
+                operands,
+                key_range.causal,
+                **_sliced_keys(build, node, operands, key_range),
+            )
+            for key_range in _key_ranges(build, queries, keys)
         ]
-        mixed = reduce(lambda a, b: merged(build, a, b), [mixed for mixed, _ in every])
-        return results_of(build, node, mixed, every[0][1])
+        partial_result = reduce(
+            lambda a, b: merge(build, a, b), [partial_result for partial_result, _ in results]
+        )
+        return results_of(build, node, partial_result, results[0][1])
 
     return lower
 
 
-def _backward(queries: int, keys: int) -> Lowering:
-    """Return the lowering of a backward, with the whole result and its sums.
+def _lower_backward(queries: int, keys: int) -> Lowering:
+    """Return the lowering of a backward with sharded queries.
 
-    Each part of the keys gives their gradients, and its part of that of the queries.
+    Each key range gives the gradients of its keys and values, and a summand of the gradient of the
+    queries.
     """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        of_query: list[Ref] = []
-        of_keys: tuple[list[Ref], list[Ref]] = ([], [])
-        for some in _seen(build, queries, keys):
-            chosen = _some(build, node, operands, some)
-            query, *others = gradients(build, node, operands, some.causal, **chosen)[:3]
+        query_gradients: list[Ref] = []
+        key_value_gradients: tuple[list[Ref], list[Ref]] = ([], [])
+        for key_range in _key_ranges(build, queries, keys):
+            sliced = _sliced_keys(build, node, operands, key_range)
+            query, *key_value = run_backward(build, node, operands, key_range.causal, **sliced)[:3]
             assert query is not None
-            of_query.append(query)
-            for known, gradient in zip(of_keys, others, strict=True):
+            query_gradients.append(query)
+            for collected, gradient in zip(key_value_gradients, key_value, strict=True):
                 assert gradient is not None
-                known.append(gradient)
-        last = _seen(build, queries, keys)[-1].last
+                collected.append(gradient)
+        last = _key_ranges(build, queries, keys)[-1].last
         return (
-            reduce(lambda a, b: build.op("aten.add.Tensor", a, b), of_query),
-            *[_among_zeros(build, known, keys - last) for known in of_keys],
+            reduce(lambda a, b: build.op("aten.add.Tensor", a, b), query_gradients),
+            *[_padded_gradient(build, collected, keys - last) for collected in key_value_gradients],
             *[None] * (len(node.results) - 3),
         )
 
     return lower
 
 
-def _among_zeros(build: Builder, gradients: Sequence[Ref], unseen: int) -> Ref:
-    """Return the gradients of the keys that were seen, and of those after them."""
-    whole = build.joined(gradients, LENGTH)
+def _padded_gradient(build: Builder, gradients: Sequence[Ref], unseen: int) -> Ref:
+    """Join the gradients of the attended keys; append zeros for the ``unseen`` keys."""
+    joined = build.joined(gradients, LENGTH)
     if not unseen:
-        return whole
-    padded: Ref = build.op("aten.constant_pad_nd.default", whole, (0, 0, 0, unseen), 0)
+        return joined
+    padded: Ref = build.op("aten.constant_pad_nd.default", joined, (0, 0, 0, unseen), 0)
     return padded
 
 
-# -- queries and keys in blocks --------------------------------------------------------------------
+# -- queries and keys sharded: ring attention ------------------------------------------------------
 
 
-def _by_both(call: Call, backward: bool) -> list[Strategy]:
-    """Return the strategies in which keys go round.
+def _ring_strategies(call: Call, backward: bool) -> list[Strategy]:
+    """Return the ring attention strategies, with queries and keys sharded.
 
-    Of a causal mask there are two: ranks have as much to do each, or send the least.
+    With a causal mask there are two: one balances the work of the ranks, one sends the least.
     """
     queries, keys, causal = (
         call.shape("query")[LENGTH],
@@ -233,23 +264,24 @@ def _by_both(call: Call, backward: bool) -> list[Strategy]:
     )
     if min(queries, keys) < 2 or (causal and queries != keys):
         return []
-    if not (_divides(call) and _are_many(call)):
+    if not (_can_shard_queries(call) and _exceed_replicable(call)):
         return []
-    blocks = {**_of_queries(call), "key": S(LENGTH), "value": S(LENGTH)}
-    strategy = call.strategy(_results(call, backward, S(LENGTH)), **blocks)
+    blocks = {**_query_placements(call), "key": S(LENGTH), "value": S(LENGTH)}
+    strategy = call.strategy(_result_placements(call, backward, S(LENGTH)), **blocks)
     program = ring.backward if backward else ring.forward
     strategies = []
     for balanced in (True, False) if causal else (False,):
-        plan = schedule(queries, keys, call.parts, causal, balanced)
+        plan = schedule(queries, keys, call.axis_size, causal, balanced)
         lowered = strategy.by(program(plan), ring.comm(call, plan, backward))
-        strategies.append(replace(lowered, share=plan.share, beside=len(plan.turns)))
+        strategies.append(replace(lowered, share=plan.share, overlapped_turns=len(plan.turns)))
     return strategies
 
 
-# -- keys in blocks --------------------------------------------------------------------------------
+# -- keys sharded, queries replicated: flash decoding ----------------------------------------------
 
 
-def _by_keys(call: Call, backward: bool) -> list[Strategy]:
+def _key_sharded(call: Call, backward: bool) -> list[Strategy]:
+    """Return the strategy with sharded keys and replicated queries, without a causal mask."""
     keys, mask = call.shape("key")[LENGTH], mask_of(call.args)
     if call["is_causal"] or keys < 2 or (mask is not None and call.shape(mask)[-1] != keys):
         return []
@@ -257,28 +289,29 @@ def _by_keys(call: Call, backward: bool) -> list[Strategy]:
     if mask is not None:
         blocks[mask] = S(len(call.shape(mask)) - 1)
     if backward:
-        of_mask = blocks.get(mask or "", R)
-        outputs = (P, S(LENGTH), S(LENGTH), of_mask)[: len(call.node.results)]
-        strategy = call.strategy(outputs, **blocks).by(gradients)
+        mask_placement = blocks.get(mask or "", R)
+        outputs = (P, S(LENGTH), S(LENGTH), mask_placement)[: len(call.node.results)]
+        strategy = call.strategy(outputs, **blocks).by(run_backward)
         return [zeros_when_empty(call, strategy)]
-    sums, numbers = call.result(1), prod(call.shape("query")[: LENGTH + 1])
-    nbytes = numbers * sums.dtype.itemsize
+    logsumexp, num_queries = call.result(1), prod(call.shape("query")[: LENGTH + 1])
+    nbytes = num_queries * logsumexp.dtype.itemsize
     comm = (
         Collective("all_reduce", nbytes, "max"),
         Collective("all_reduce", nbytes * (call.shape("value")[3] + 1)),
     )
-    return [call.strategy(R, **blocks).by(_over_keys, comm)]
+    return [call.strategy(R, **blocks).by(_lower_key_sharded, comm)]
 
 
-def _over_keys(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _lower_key_sharded(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Attend to the own block of keys, then merge the results over the ranks."""
     args = build.bind(node, operands)
     mask, counts = mask_of(args), None
-    rest: Values = ()
+    other_results: Values = ()
     if build.shape(args["key"])[LENGTH]:
-        mixed, rest = attended(build, node, operands)
+        partial_result, other_results = run_attention(build, node, operands)
         if mask is not None:
-            mixed, counts = hidden_apart(build, mixed, args[mask])
+            partial_result, counts = mask_hidden_queries(build, partial_result, args[mask])
     else:
-        mixed = of_no_keys(build, node, args["query"], args["value"])
-    mixed = merged_over_ranks(build, mixed, mask is not None, counts)
-    return results_of(build, node, mixed, rest)
+        partial_result = no_key_result(build, node, args["query"], args["value"])
+    partial_result = merge_over_ranks(build, partial_result, mask is not None, counts)
+    return results_of(build, node, partial_result, other_results)

@@ -1,7 +1,8 @@
-"""Attention kernels on some queries and some keys, and the merge of their results.
+"""Attention on blocks of queries and keys, and the merge of the partial results.
 
-Each gives for a query the mean of values, and the logarithm of its sum of exponentials. From these
-the mean over all keys follows, exact but for rounding, as flash attention does it block by block.
+An attention kernel returns for each query the softmax-weighted mean of the values and the
+log-sum-exp of the scores. Two such results over disjoint keys merge into the result over all keys
+(online softmax, as in flash attention).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from lazygt.passes.sharding.rules.strategy import Call, R, Values, zeros
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-# -- schedule of a ring attention: queries and keys that meet on each rank in each turn ------------
+# -- schedule of a ring attention: the query and key blocks of each rank in each turn --------------
 
-#: (from, to, rows) of the sends between ranks at one time.
+#: (source rank, target rank, number of rows) of the sends of one exchange.
 Sent = tuple[tuple[int, int, int], ...]
 
 
@@ -28,8 +29,8 @@ class Task(NamedTuple):
     """One rank's work in a turn: queries of one rank attend to keys of one rank.
 
     Attributes:
-        queries, keys: their ranks.
-        first, last: the range of those queries.
+        queries, keys: the ranks that own the query block and the key block.
+        first, last: the range ``[first, last)`` within the query block.
     """
 
     queries: int
@@ -43,9 +44,9 @@ class Turn:
     """Work of all ranks between two exchanges.
 
     Attributes:
-        tasks: of each rank; None: it has none.
-        keys: the blocks of keys that come to them before.
-        queries: the queries that come to them before.
+        tasks: the task of each rank; None: the rank is idle.
+        keys: the sends of key blocks before the turn.
+        queries: the sends of queries before the turn.
     """
 
     tasks: tuple[Task | None, ...]
@@ -56,17 +57,18 @@ class Turn:
         """Return the sends of results for keys to the owners of the keys."""
         return tuple(sorted(
             (rank, task.keys, sizes[task.keys])
-            for rank, task in self._done(sizes) if task.keys != rank
+            for rank, task in self._nonempty_tasks(sizes) if task.keys != rank
         ))  # fmt: skip
 
     def returned_queries(self, sizes: Sequence[int]) -> Sent:
         """Return the sends of results for queries to the owners of the queries."""
         return tuple(sorted(
             (rank, task.queries, task.last - task.first)
-            for rank, task in self._done(sizes) if task.queries != rank
+            for rank, task in self._nonempty_tasks(sizes) if task.queries != rank
         ))  # fmt: skip
 
-    def _done(self, sizes: Sequence[int]) -> Iterator[tuple[int, Task]]:
+    def _nonempty_tasks(self, sizes: Sequence[int]) -> Iterator[tuple[int, Task]]:
+        """Yield (rank, task) of the nonempty tasks; ``sizes`` are the keys per rank."""
         for rank, task in enumerate(self.tasks):
             if task is not None and task.first < task.last and sizes[task.keys]:
                 yield rank, task
@@ -74,10 +76,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Turns after the first one, in which each rank's queries attend to its own keys.
+    """Schedule of a ring attention.
+
+    In turn 0 each rank's queries attend to its own keys; ``turns`` are the later ones.
 
     Attributes:
-        queries, keys: number of them on each rank.
+        queries, keys: number of queries and keys of each rank.
     """
 
     queries: tuple[int, ...]
@@ -87,7 +91,7 @@ class Schedule:
 
     @property
     def share(self) -> float:
-        """Part of the work that the busiest rank does."""
+        """Fraction of the total work on the busiest rank."""
         diagonal = 0.5 if self.causal else 1.0
         work = [q * k * diagonal for q, k in zip(self.queries, self.keys, strict=True)]
         for turn in self.turns:
@@ -98,71 +102,77 @@ class Schedule:
 
 
 @lru_cache(maxsize=1024)
-def schedule(queries: int, keys: int, parts: int, causal: bool, balanced: bool) -> Schedule:
-    """Build the schedule; of a causal mask there are as many keys as queries.
+def schedule(queries: int, keys: int, axis_size: int, causal: bool, balanced: bool) -> Schedule:
+    """Build the schedule of a ring attention over ``axis_size`` ranks.
 
     Args:
-        balanced: ranks with fewer keys to attend to do it for others.
+        causal: causal mask; then ``queries == keys``.
+        balanced: ranks with little causal work compute for ranks with much (DISTFLASHATTN).
     """
-    of_queries, of_keys = (
-        tuple([block_size(size, parts, rank) for rank in range(parts)]) for size in (queries, keys)
+    queries_of_rank, keys_of_rank = (
+        tuple([block_size(size, axis_size, rank) for rank in range(axis_size)])
+        for size in (queries, keys)
     )
-    last = parts // 2 if balanced else parts - 1
-    turns = [_turn(number, of_queries, of_keys, causal, balanced) for number in range(1, last + 1)]
-    return Schedule(of_queries, of_keys, causal, tuple(turns))
+    num_turns = axis_size // 2 if balanced else axis_size - 1
+    turns = [
+        _turn(number, queries_of_rank, keys_of_rank, causal, balanced)
+        for number in range(1, num_turns + 1)
+    ]
+    return Schedule(queries_of_rank, keys_of_rank, causal, tuple(turns))
 
 
 def _turn(
     number: int, queries: Sequence[int], keys: Sequence[int], causal: bool, balanced: bool
 ) -> Turn:
-    """Build a turn: each rank attends to the keys of the one ``number`` places before it.
+    """Build a turn: each rank attends to the keys of the rank ``number`` positions before it.
 
-    Of a causal mask those are later keys for the first ranks. If it is balanced, the queries of the
-    later ranks come to these instead: halfway round two ranks stand opposite each other, and each
-    does half.
+    With a causal mask those keys are masked for the first ranks. In a balanced schedule these ranks
+    compute for the later ranks instead, whose queries are sent to them. In the middle turn of an
+    even ring two ranks form a pair, and each computes half of the queries.
     """
-    parts = len(queries)
+    axis_size = len(queries)
     tasks: list[Task | None] = []
-    for rank in range(parts):
-        other = (rank - number) % parts
-        helped = causal and other > rank
-        owner = other if helped else rank
-        half = queries[owner] // 2 if balanced and 2 * number == parts else None
-        first = half or 0 if helped else 0
-        last = queries[owner] if helped or half is None else half
-        task = Task(owner, rank if helped else other, first, last)
-        tasks.append(None if helped and not balanced else task)
-    moved = [
-        ((rank - 1) % parts, rank, keys[task.keys])
+    for rank in range(axis_size):
+        key_rank = (rank - number) % axis_size
+        is_masked = causal and key_rank > rank
+        owner = key_rank if is_masked else rank
+        half = queries[owner] // 2 if balanced and 2 * number == axis_size else None
+        first = half or 0 if is_masked else 0
+        last = queries[owner] if is_masked or half is None else half
+        task = Task(owner, rank if is_masked else key_rank, first, last)
+        tasks.append(None if is_masked and not balanced else task)
+    key_sends = [
+        ((rank - 1) % axis_size, rank, keys[task.keys])
         for rank, task in enumerate(tasks) if task is not None and task.keys != rank
     ]  # fmt: skip
-    # queries begin with the first rank, and are passed on
-    asked = [
+    # rank 0 receives the queries from their owner; the other ranks, from their predecessor
+    query_sends = [
         (rank - 1 if rank else task.queries, rank, task.last - task.first)
         for rank, task in enumerate(tasks) if task is not None and task.queries != rank
     ]  # fmt: skip
-    return Turn(tuple(tasks), _sent(moved), _sent(asked))
+    return Turn(tuple(tasks), _nonempty_sends(key_sends), _nonempty_sends(query_sends))
 
 
-def _sent(moves: Sequence[tuple[int, int, int]]) -> Sent:
-    return tuple(sorted(move for move in moves if move[2]))
+def _nonempty_sends(sends: Sequence[tuple[int, int, int]]) -> Sent:
+    """Sort sends; drop those of no rows."""
+    return tuple(sorted(send for send in sends if send[2]))
 
 
-# -- attention kernels on some queries and some keys, and the merge of their results ---------------
+# -- attention kernels on blocks of queries and keys, and the merge of their results ---------------
 
 HEADS, LENGTH = 1, 2  #: dims of queries, keys and values
-#: Kernels for GPUs that leave sums for so many queries, the rest of them infinite.
+#: GPU kernels that pad the log-sum-exps to a multiple of this many queries, with infinity.
 _ALIGNED = {"efficient": 32}
-#: A mask below this leaves nothing of a score that it is added to in float32.
+#: A mask value below this absorbs any float32 score that it is added to.
 _SWALLOWS = -1e8
 
 
 class Mixed(NamedTuple):
-    """Results of some queries on some keys.
+    """Attention result of a block of queries over a block of keys.
 
     Attributes:
-        values: the mean of values, weighted.
-        sums: logarithms of the sums of weights, one a query.
+        values: softmax-weighted mean of the values: [batch, heads, queries, features].
+        sums: log-sum-exp of the scores: [batch, heads, queries].
     """
 
     values: Ref
@@ -170,41 +180,41 @@ class Mixed(NamedTuple):
 
 
 def mask_of(args: Mapping[str, Arg]) -> str | None:
-    """Return the argument that is added to scores, if there is one."""
+    """Return the name of the additive mask argument; None: the call has no mask."""
     return next((name for name in ("attn_mask", "attn_bias") if type(args.get(name)) is Ref), None)
 
 
 def alignment(op: str) -> int:
-    """Return the number of queries that a kernel leaves sums of at once."""
+    """Return the multiple of queries to which a kernel pads the log-sum-exps."""
     return next((count for name, count in _ALIGNED.items() if name in op), 1)
 
 
-def attended(
-    build: Builder, node: Node, operands: Sequence[Ref], causal: bool = False, **given: Ref
+def run_attention(
+    build: Builder, node: Node, operands: Sequence[Ref], causal: bool = False, **replaced: Ref
 ) -> tuple[Mixed, Values]:
-    """Run a kernel; return its mixed values, and its other results.
+    """Run an attention kernel; return values with log-sum-exps, and its other results.
 
     Args:
-        given: operands by argument, where they are others.
+        replaced: operands that replace those of the node, by argument name.
     """
-    changes: dict[str, Any] = {**given, "is_causal": causal}
+    changes: dict[str, Any] = {**replaced, "is_causal": causal}
     if "compute_log_sumexp" in build.bind(node, operands):
         changes["compute_log_sumexp"] = True
-    values, sums, *rest = build.rerun(node, operands, **changes)
+    values, sums, *other_results = build.rerun(node, operands, **changes)
     assert values is not None
     assert sums is not None
-    return Mixed(values, unpacked(build, sums, build.shape(values)[LENGTH])), rest
+    return Mixed(values, unpacked(build, sums, build.shape(values)[LENGTH])), other_results
 
 
 def unpacked(build: Builder, sums: Ref, queries: int) -> Ref:
-    """Return sums as kernels leave them, as one a query."""
+    """Convert a kernel's log-sum-exps to [batch, heads, queries]; inverse of ``packed``."""
     if len(build.shape(sums)) > 3:
         sums = build.op("aten.squeeze.dim", sums, -1)
     return build.slice(sums, LENGTH, 0, queries)
 
 
 def packed(build: Builder, op: str, sums: Ref) -> Ref:
-    """Return one sum a query, as the kernels of an op leave them."""
+    """Convert log-sum-exps [batch, heads, queries] to the layout of an op's kernel."""
     if "cudnn" in op:
         sums = build.op("aten.unsqueeze.default", sums, -1)
     missing = -build.shape(sums)[LENGTH] % alignment(op)
@@ -213,116 +223,130 @@ def packed(build: Builder, op: str, sums: Ref) -> Ref:
     return sums
 
 
-def results_of(build: Builder, node: Node, mixed: Mixed, rest: Values = ()) -> Values:
-    """Return the results of a node; its kernel may have been asked for no sums.
+def results_of(build: Builder, node: Node, mixed: Mixed, other_results: Values = ()) -> Values:
+    """Return the results of the node in its own layout.
+
+    The log-sum-exps are empty if the node does not request them.
 
     Args:
-        rest: the others of some kernel; nothing where this rank has called none.
+        other_results: the kernel's results after the log-sum-exps. Empty if this rank ran no
+            kernel; the node's results are then zeros.
     """
-    wanted = node.results[1]
-    assert wanted is not None
-    if not rest:
-        rest = [None if meta is None else zeros(build, meta, R) for meta in node.results[2:]]
-    if wanted.numel:
-        return mixed.values, packed(build, node.op, mixed.sums), *rest
-    none = build.full((*build.shape(mixed.values)[:LENGTH], 0), 0, like=mixed.sums)
-    return mixed.values, none, *rest
+    logsumexp = node.results[1]
+    assert logsumexp is not None
+    if not other_results:
+        other_results = [
+            None if meta is None else zeros(build, meta, R) for meta in node.results[2:]
+        ]
+    if logsumexp.numel:
+        return mixed.values, packed(build, node.op, mixed.sums), *other_results
+    empty = build.full((*build.shape(mixed.values)[:LENGTH], 0), 0, like=mixed.sums)
+    return mixed.values, empty, *other_results
 
 
-def of_no_keys(build: Builder, node: Node, query: Ref, value: Ref) -> Mixed:
-    """Return the results of queries on no keys."""
-    sums = node.results[1]
-    assert sums is not None
+def no_key_result(build: Builder, node: Node, query: Ref, value: Ref) -> Mixed:
+    """Return the attention result over no keys: values 0, log-sum-exp -inf."""
+    logsumexp = node.results[1]
+    assert logsumexp is not None
     queries, features = build.shape(query)[:3], build.shape(value)[3]
-    empty = build.full((*queries, features), 0, like=query)
-    of_none = build.op("aten.full.default", queries, float("-inf"), dtype=sums.dtype,
+    zero_values = build.full((*queries, features), 0, like=query)
+    minus_infinity = build.op("aten.full.default", queries, float("-inf"), dtype=logsumexp.dtype,
                        device=DEVICE)  # fmt: skip
-    return Mixed(empty, of_none)
+    return Mixed(zero_values, minus_infinity)
 
 
-def gradients(
-    build: Builder, node: Node, operands: Sequence[Ref], causal: bool = False, **given: Ref
+def run_backward(
+    build: Builder, node: Node, operands: Sequence[Ref], causal: bool = False, **replaced: Ref
 ) -> Values:
-    """Return the gradients of some queries and keys, by the whole result and its sums."""
-    args = {**build.bind(node, operands), **given}
-    changes: dict[str, Any] = {**given, "is_causal": causal}
+    """Run a backward kernel on blocks, with the ``out`` and log-sum-exps over all keys.
+
+    Args:
+        replaced: operands that replace those of the node, by argument name.
+    """
+    args = {**build.bind(node, operands), **replaced}
+    changes: dict[str, Any] = {**replaced, "is_causal": causal}
     for name, operand in (("max_q", "query"), ("max_k", "key")):
         if name in args:
             changes[name] = build.shape(args[operand])[LENGTH]
     return build.rerun(node, operands, **changes)
 
 
-def merged(build: Builder, first: Mixed, second: Mixed) -> Mixed:
-    """Merge the results of queries on two sets of keys."""
+def merge(build: Builder, first: Mixed, second: Mixed) -> Mixed:
+    """Merge the results over two disjoint sets of keys (online softmax)."""
     dtype = build.meta(first.values).dtype
     sums = build.op("aten.logaddexp.default", first.sums, second.sums)
     weighted = []
-    for result, its_sums in (first, second):
-        weight = build.op("aten.exp.default", build.op("aten.sub.Tensor", its_sums, sums))
+    for values, values_sums in (first, second):
+        weight = build.op("aten.exp.default", build.op("aten.sub.Tensor", values_sums, sums))
         weight = build.op("aten.unsqueeze.default", weight, -1)
-        weighted.append(build.op("aten.mul.Tensor", result, weight))
-    whole = build.op("aten.add.Tensor", *weighted)
-    return Mixed(_as(build, whole, dtype), sums)
+        weighted.append(build.op("aten.mul.Tensor", values, weight))
+    merged_values = build.op("aten.add.Tensor", *weighted)
+    return Mixed(_cast(build, merged_values, dtype), sums)
 
 
-def merged_over_ranks(
+def merge_over_ranks(
     build: Builder, mixed: Mixed, masked: bool, counts: Ref | None = None
 ) -> Mixed:
-    """Merge the results of queries on each rank's keys, by two small reductions.
+    """Merge the results over each rank's keys by two all-reduces: maximum, then weighted sums.
 
     Args:
-        masked: queries may see no key of any rank; they give zeros.
-        counts: see ``hidden_apart``.
+        masked: whether all keys of a query may be masked; the result is then zero.
+        counts: see ``mask_hidden_queries``.
     """
     values, sums = mixed
-    top = build.all_reduce(sums, "max")
+    maximum = build.all_reduce(sums, "max")
     if masked:
-        top = _filled(build, top, float("-inf"), 0)
-    weight = build.op("aten.exp.default", build.op("aten.sub.Tensor", sums, top))
+        maximum = _replace_equal(build, maximum, float("-inf"), 0)
+    weight = build.op("aten.exp.default", build.op("aten.sub.Tensor", sums, maximum))
     if counts is not None:
         weight = build.op("aten.mul.Tensor", weight, counts)
     weight = build.op("aten.unsqueeze.default", weight, -1)
     weighted = build.op("aten.mul.Tensor", values, weight)
-    both = build.all_reduce(build.op("aten.cat.default", (weighted, weight), 3))
+    summed = build.all_reduce(build.op("aten.cat.default", (weighted, weight), 3))
     features = build.shape(values)[3]
-    total = build.slice(both, 3, features, 1)
+    total = build.slice(summed, 3, features, 1)
     if masked:
-        total = _filled(build, total, 0, 1)
-    whole = build.op("aten.div.Tensor", build.slice(both, 3, 0, features), total)
+        total = _replace_equal(build, total, 0, 1)
+    values_over_ranks = build.op("aten.div.Tensor", build.slice(summed, 3, 0, features), total)
     total = build.op("aten.squeeze.dim", build.op("aten.log.default", total), -1)
-    sums = build.op("aten.add.Tensor", top, total)
-    return Mixed(_as(build, whole, build.meta(values).dtype), sums)
+    sums = build.op("aten.add.Tensor", maximum, total)
+    return Mixed(_cast(build, values_over_ranks, build.meta(values).dtype), sums)
 
 
-def hidden_apart(build: Builder, mixed: Mixed, mask: Ref) -> tuple[Mixed, Ref]:
-    """Set sums to -inf where a mask hides all keys; return them, and numbers of keys.
+def mask_hidden_queries(build: Builder, mixed: Mixed, mask: Ref) -> tuple[Mixed, Ref]:
+    """Set the log-sum-exp to -inf for queries that have all keys masked.
 
-    Kernels say otherwise there. Where the mask leaves nothing of scores, sums lose the number of
-    keys as well, so it is returned; elsewhere 1.
+    Kernels return another number there. A huge finite mask absorbs the scores, so the log-sum-exp
+    also loses the number of keys.
+
+    Returns:
+        The corrected result, and per query the number of keys with the absorbing mask; 1 elsewhere.
     """
-    top = build.op("aten.amax.default", mask, (-1,))
-    alike = build.op("aten.eq.Tensor", mask, build.op("aten.unsqueeze.default", top, -1))
-    counts = build.op("aten.sum.dim_IntList", alike, (-1,))
-    counted = build.op("aten.ge.Scalar", top, _SWALLOWS)
-    counts = build.op("aten.masked_fill.Scalar", counts, counted, 1)
-    hidden = build.op("aten.eq.Scalar", top, float("-inf"))
+    largest = build.op("aten.amax.default", mask, (-1,))
+    is_largest = build.op("aten.eq.Tensor", mask, build.op("aten.unsqueeze.default", largest, -1))
+    counts = build.op("aten.sum.dim_IntList", is_largest, (-1,))
+    not_absorbing = build.op("aten.ge.Scalar", largest, _SWALLOWS)
+    counts = build.op("aten.masked_fill.Scalar", counts, not_absorbing, 1)
+    hidden = build.op("aten.eq.Scalar", largest, float("-inf"))
     sums = build.op("aten.masked_fill.Scalar", mixed.sums, hidden, float("-inf"))
     return Mixed(mixed.values, sums), counts
 
 
-def _filled(build: Builder, value: Ref, where: float, number: float) -> Ref:
-    equal = build.op("aten.eq.Scalar", value, where)
-    filled: Ref = build.op("aten.masked_fill.Scalar", value, equal, number)
+def _replace_equal(build: Builder, value: Ref, target: float, replacement: float) -> Ref:
+    """Replace the elements equal to ``target`` by ``replacement``."""
+    equal = build.op("aten.eq.Scalar", value, target)
+    filled: Ref = build.op("aten.masked_fill.Scalar", value, equal, replacement)
     return filled
 
 
-def _as(build: Builder, value: Ref, dtype: Any) -> Ref:
+def _cast(build: Builder, value: Ref, dtype: Any) -> Ref:
+    """Cast a value to a dtype, if needed."""
     if build.meta(value).dtype == dtype:
         return value
     cast: Ref = build.op("aten._to_copy.default", value, dtype=dtype)
     return cast
 
 
-def is_plain(call: Call) -> bool:
-    """Return whether parts of it can be put together: where no dropout is drawn."""
-    return bool(call["dropout_p"] == 0)
+def has_dropout(call: Call) -> bool:
+    """Return whether the call draws dropout; its blocks then cannot be merged."""
+    return bool(call["dropout_p"] != 0)

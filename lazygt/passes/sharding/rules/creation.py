@@ -1,6 +1,6 @@
-"""Ops that make tensors of their shape alone: any placement, and no exchange.
+"""Tensor creation ops: any placement of the result, no communication.
 
-``like`` ops take any placement of their operand, since only its shape is used.
+``*_like`` and ``new_*`` ops accept any placement of their operand, since only its shape is used.
 """
 
 from __future__ import annotations
@@ -32,62 +32,68 @@ from lazygt.passes.sharding.rules.views import sized
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-#: The number that the tensor is filled with; None: nothing.
+#: Fill value of each creation op; None: uninitialized memory.
 _FILLS: dict[str, int | None] = {"zeros": 0, "ones": 1, "empty": None, "empty_strided": None}
 
 
-def _sized(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _sized(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of zeros, ones, full, empty."""
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     shape = call.result().shape
     return [call.strategy(S(dim)).by(sized(shape)) for dim in shardable_dims(shape)]
 
 
-def _strided(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of empty_strided. Blocks are row-major, with any strides given."""
-    call = Call(node, metas, parts)
+def _strided(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of empty_strided; blocks are row-major for any ``stride``."""
+    call = Call(node, metas, axis_size)
     meta = call.result()
-    return [call.strategy(S(dim)).by(_anew(meta)) for dim in shardable_dims(meta.shape)]
+    return [call.strategy(S(dim)).by(_create_local(meta)) for dim in shardable_dims(meta.shape)]
 
 
-def _like(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ``*_like`` and ``new_*`` ops: any operand and result placement."""
+    call = Call(node, metas, axis_size)
     meta = call.result()
-    splits, shape = shardable_dims(meta.shape), call.shape("self")
-    have: list[Placement] = [*map(S, shardable_dims(shape)), P, PMAX, PMIN]
-    strategies = [call.strategy(R, self=placement).by(_anew(meta)) for placement in have]
-    for dim in splits:
+    result_dims, shape = shardable_dims(meta.shape), call.shape("self")
+    operand_placements: list[Placement] = [*map(S, shardable_dims(shape)), P, PMAX, PMIN]
+    strategies = [
+        call.strategy(R, self=placement).by(_create_local(meta)) for placement in operand_placements
+    ]
+    for dim in result_dims:
         strategies += [
-            call.strategy(S(dim), self=placement).by(_anew(meta))
+            call.strategy(S(dim), self=placement).by(_create_local(meta))
             for placement in (R, S(dim), P, PMAX, PMIN)
             if placement != S(dim) or dim in shardable_dims(shape)
         ]
     return strategies
 
 
-def _anew(made: TensorMeta) -> LocalLowering:
+def _create_local(result: TensorMeta) -> LocalLowering:
+    """Return the lowering that creates the local tensor of ``result`` and fills it."""
+
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
         (placement,) = strategy.outputs
-        shape = build.local(made.shape, placement)
-        stride = made.stride if placement == R else contiguous_stride(shape)
-        empty: Ref = build.op("aten.empty_strided.default", shape, stride, dtype=made.dtype,
+        shape = build.local(result.shape, placement)
+        stride = result.stride if placement == R else contiguous_stride(shape)
+        empty: Ref = build.op("aten.empty_strided.default", shape, stride, dtype=result.dtype,
                               device=DEVICE)  # fmt: skip
-        value = _fill(build.bind(node, operands), node.op)
-        if value is None:
+        fill_value = _fill_value(build.bind(node, operands), node.op)
+        if fill_value is None:
             return (empty,)
-        return (build.op("aten.fill_.Scalar", empty, value),)
+        return (build.op("aten.fill_.Scalar", empty, fill_value),)
 
     return LocalLowering(program)
 
 
-def _fill(args: dict[str, Arg], op: str) -> Arg:
+def _fill_value(args: dict[str, Arg], op: str) -> Arg:
+    """Return the fill value of a creation op; None: uninitialized memory."""
     name = op.split(".")[1].removeprefix("new_").removesuffix("_like")
     return args["fill_value"] if name == "full" else _FILLS[name]
 
 
-def _arange(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategy of arange for whole numbers: a block's first number is then exact."""
-    call = Call(node, metas, parts)
+def _arange(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategy of arange for integers, where a block's start is exact."""
+    call = Call(node, metas, axis_size)
     start, step = call.args.get("start", 0), call.args.get("step", 1)
     size = call.result().numel
     if size < 2 or type(start) is not int or type(step) is not int:
@@ -95,36 +101,40 @@ def _arange(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     dtype = call.result().dtype
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        a, b = build.bounds(size)
-        return (build.op("aten.arange.start_step", start + a * step, start + b * step, step,
+        first, last = (start + bound * step for bound in build.bounds(size))
+        return (build.op("aten.arange.start_step", first, last, step,
                          dtype=dtype, device=DEVICE),)  # fmt: skip
 
     return [call.strategy(S(0), out=S(0)).by(lower)]
 
 
-def _only_shape(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of whole random tensors like an operand with any placement.
+def _random_like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ``rand_like``: a replicated result, any placement of the operand.
 
-    Their numbers are those of one device.
+    All ranks draw the full tensor, so the numbers equal those of one device.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     meta = call.meta("self")
-    have: list[Placement] = [*map(S, shardable_dims(meta.shape)), P]
+    operand_placements: list[Placement] = [*map(S, shardable_dims(meta.shape)), P]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        whole = build.op("aten.empty_strided.default", meta.shape, meta.stride, dtype=meta.dtype,
+        like = build.op("aten.empty_strided.default", meta.shape, meta.stride, dtype=meta.dtype,
                          device=DEVICE)  # fmt: skip
-        return build.rerun(node, [whole])
+        return build.rerun(node, [like])
 
-    return [call.strategy(R, self=placement).by(local_lowering(lower)) for placement in have]
+    return [
+        call.strategy(R, self=placement).by(local_lowering(lower))
+        for placement in operand_placements
+    ]
 
 
-def _dropout(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of dropout: every rank drops from a whole tensor of ones.
+def _dropout(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of dropout, with the random numbers of one device.
 
-    Each keeps its block of that.
+    Every rank applies dropout to a full tensor of ones, and multiplies its operand block by its
+    block of the result.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     meta = call.meta("input")
 
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
@@ -156,5 +166,5 @@ RULES: dict[str, Rule] = {
     **table("native_dropout.default", _dropout),
     **table("empty_strided.default", _strided),
     **table("arange.default arange.start arange.start_step arange.start_out", _arange),
-    **table("rand_like.default randn_like.default randint_like.default", _only_shape),
+    **table("rand_like.default randn_like.default randint_like.default", _random_like),
 }

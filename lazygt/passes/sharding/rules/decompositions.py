@@ -1,4 +1,4 @@
-"""Decompositions that torch lacks, or that exchange less where ranks must meet."""
+"""Decompositions that torch lacks, or that need fewer collectives than torch's."""
 
 from __future__ import annotations
 
@@ -17,116 +17,129 @@ _NONE, _MEAN = 0, 1
 
 
 def _loss(op: str) -> Formula:
-    """Return the formula of a loss: of each element by the op itself, then the mean or sum."""
+    """Return the decomposition of a loss: unreduced by the op itself, then its mean or sum."""
 
     def formula(*args: Any) -> Tensor:
-        named = _named(op, args)
-        each: Tensor = overload(op)(**{**named, "reduction": _NONE})
-        return each.mean() if named["reduction"] == _MEAN else each.sum()
+        arguments = _arguments_by_name(op, args)
+        unreduced: Tensor = overload(op)(**{**arguments, "reduction": _NONE})
+        return unreduced.mean() if arguments["reduction"] == _MEAN else unreduced.sum()
 
     return formula
 
 
 def _loss_backward(op: str) -> Formula:
-    """Return the formula of a loss' backward.
+    """Return the decomposition of a loss' backward into the unreduced backward.
 
-    Each element has the whole gradient, or its share of it.
+    For a mean the gradient is first divided by the number of elements.
     """
 
     def formula(*args: Any) -> Tensor:
-        named = _named(op, args)
-        gradient, value, target = named["grad_output"], named["self"], named["target"]
-        if named["reduction"] == _MEAN:
+        arguments = _arguments_by_name(op, args)
+        gradient, value, target = arguments["grad_output"], arguments["self"], arguments["target"]
+        if arguments["reduction"] == _MEAN:
             gradient = gradient / prod(torch.broadcast_shapes(value.shape, target.shape))
-        made: Tensor = overload(op)(**{**named, "grad_output": gradient, "reduction": _NONE})
-        return made
+        input_gradient: Tensor = overload(op)(
+            **{**arguments, "grad_output": gradient, "reduction": _NONE}
+        )
+        return input_gradient
 
     return formula
 
 
-def _named(op: str, args: Sequence[Any]) -> dict[str, Any]:
+def _arguments_by_name(op: str, args: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of a loss by name.
 
     Raises:
-        ValueError: nothing is reduced; such a loss is left to the pointwise rule.
+        ValueError: the loss is unreduced, and the pointwise rule applies.
     """
-    arguments = schema(op)
-    named = {name: default for name, _, default in arguments}
-    named.update(zip(named, args, strict=False))
-    if named["reduction"] == _NONE:
+    parameters = schema(op)
+    values = {name: default for name, _, default in parameters}
+    values.update(zip(values, args, strict=False))
+    if values["reduction"] == _NONE:
         raise ValueError("nothing is reduced")
-    return named
+    return values
 
 
-def _moments(
+def _variance_and_mean(
     value: Tensor, dim: Sequence[int] | None, correction: Any, keepdim: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return variance and mean: the mean first, so that distances from it are small.
+    """Compute variance and mean in two passes: the mean, then the squared deviations from it.
 
-    It is made as one that stands beside the variance in a program, so that ranks meet for both
-    once.
+    A program that also computes the mean contains the same op, and common subexpression elimination
+    shares the all-reduce.
     """
     if value.is_complex():
-        raise ValueError("of complex numbers, the kernel alone knows the variance")
+        raise ValueError("no decomposition of the variance of complex numbers")
     dims = [d % value.dim() for d in dim] if dim else list(range(value.dim()))
     count = prod(value.shape[d] for d in dims)
     mean = value.mean(dims, keepdim=keepdim)
-    distance = value - (mean if keepdim else _unsqueezed(mean, dims))
-    squares = (distance * distance).sum(dims, keepdim=keepdim)
-    rest: Any = count - (1 if correction is None else correction)
-    divisor = rest.clamp_min(0) if isinstance(rest, Tensor) else max(rest, 0)
+    deviation = value - (mean if keepdim else _unsqueeze_dims(mean, dims))
+    squares = (deviation * deviation).sum(dims, keepdim=keepdim)
+    degrees_of_freedom: Any = count - (1 if correction is None else correction)
+    divisor = (
+        degrees_of_freedom.clamp_min(0)
+        if isinstance(degrees_of_freedom, Tensor)
+        else max(degrees_of_freedom, 0)
+    )
     return squares / divisor, mean
 
 
-def _unsqueezed(value: Tensor, dims: Sequence[int]) -> Tensor:
+def _unsqueeze_dims(value: Tensor, dims: Sequence[int]) -> Tensor:
+    """Insert dims of size 1 at ``dims``."""
     for dim in sorted(dims):
         value = value.unsqueeze(dim)
     return value
 
 
 def _var(value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _moments(value, dim, correction, keepdim)[0]
+    """Decompose ``var`` into mean and squared deviations."""
+    return _variance_and_mean(value, dim, correction, keepdim)[0]
 
 
 def _std(value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _moments(value, dim, correction, keepdim)[0].sqrt()
+    """Decompose ``std`` into mean and squared deviations."""
+    return _variance_and_mean(value, dim, correction, keepdim)[0].sqrt()
 
 
 def _var_mean(
     value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
-    return _moments(value, dim, correction, keepdim)
+    """Decompose ``var_mean`` into mean and squared deviations."""
+    return _variance_and_mean(value, dim, correction, keepdim)
 
 
 def _std_mean(
     value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
-    variance, mean = _moments(value, dim, correction, keepdim)
+    """Decompose ``std_mean`` into mean and squared deviations."""
+    variance, mean = _variance_and_mean(value, dim, correction, keepdim)
     return variance.sqrt(), mean
 
 
 def _safe_softmax(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute a softmax that is 0 where every element is -inf.
+    """Compute a softmax that is 0 where every element along ``dim`` is -inf.
 
-    There the maximum is -inf, which ranks have met for anyway.
+    These positions follow from the maximum, which the softmax all-reduces anyway.
     """
     value = value if dtype is None else value.to(dtype)
-    top = value.amax(dim, keepdim=True)
-    powers = (value - top).exp()
-    return (powers / powers.sum(dim, keepdim=True)).masked_fill(top == float("-inf"), 0)
+    maximum = value.amax(dim, keepdim=True)
+    exponentials = (value - maximum).exp()
+    return (exponentials / exponentials.sum(dim, keepdim=True)).masked_fill(
+        maximum == float("-inf"), 0
+    )
 
 
 def _logsumexp(value: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
-    """Compute logsumexp by the maximum and the sum of a log_softmax of the same value.
+    """Compute logsumexp by the maximum and the sum that a log_softmax of the value also computes.
 
-    So ranks meet for them once.
+    Common subexpression elimination then shares their all-reduces.
     """
     if not value.is_floating_point() or not value.dim():
-        raise ValueError("of single numbers and whole ones, the kernel is as good")
+        raise ValueError("no decomposition of 0-d or integer tensors")
     dims = [d % value.dim() for d in dim]
-    top = value.amax(dims, keepdim=True)
-    total = (value - top).exp().sum(dims, keepdim=True).log() + top
-    total = torch.where(top.abs() == float("inf"), top, total)
+    maximum = value.amax(dims, keepdim=True)
+    total = (value - maximum).exp().sum(dims, keepdim=True).log() + maximum
+    total = torch.where(maximum.abs() == float("inf"), maximum, total)
     return total if keepdim else total.squeeze(dims)
 
 
@@ -138,9 +151,9 @@ def _multi_margin(
     weight: Tensor | None = None,
     reduction: int = _MEAN,
 ) -> Tensor:
-    """Compute the loss as the kernel does: a distance of NaN adds nothing.
+    """Compute multi_margin_loss as the kernel does: a NaN distance adds nothing.
 
-    In torch's decomposition it does.
+    In torch's decomposition a NaN distance makes the loss NaN.
     """
     value, target = torch.atleast_2d(value), torch.atleast_1d(target).unsqueeze(1)
     distance = margin - value.gather(1, target) + value
@@ -162,20 +175,23 @@ def _nll_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """Compute the gradient class by class, so that classes may be cut too."""
+    """Compute the nll_loss gradient pointwise over the classes, so that they can be sharded."""
     dim = 0 if value.dim() == 1 else 1
-    along = [-1 if d == dim else 1 for d in range(value.dim())]
-    placements = target.unsqueeze(dim)
-    classes = torch.arange(value.shape[dim], device=value.device).view(along)
-    flow = gradient.unsqueeze(dim) if reduction == _NONE else gradient
+    class_shape = [-1 if d == dim else 1 for d in range(value.dim())]
+    target_classes = target.unsqueeze(dim)
+    classes = torch.arange(value.shape[dim], device=value.device).view(class_shape)
+    target_gradient = gradient.unsqueeze(dim) if reduction == _NONE else gradient
     if reduction == _MEAN:
-        flow = flow / total_weight
-    flow = -flow if weight is None else -flow * weight.view(along)
-    chosen = (classes == placements) & (placements != ignore_index)
-    return torch.where(chosen, flow, torch.zeros_like(value))
+        target_gradient = target_gradient / total_weight
+    target_gradient = (
+        -target_gradient if weight is None else -target_gradient * weight.view(class_shape)
+    )
+    is_target = (classes == target_classes) & (target_classes != ignore_index)
+    return torch.where(is_target, target_gradient, torch.zeros_like(value))
 
 
-def _converted(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decompose ``prims.convert_element_type`` into a cast."""
     return value.to(dtype)
 
 
@@ -194,5 +210,5 @@ FORMULAS: dict[str, Formula] = {
     "aten.multi_margin_loss.default": _multi_margin,
     "aten.nll_loss_backward.default": _nll_backward,
     "aten.nll_loss2d_backward.default": _nll_backward,
-    "prims.convert_element_type.default": _converted,
+    "prims.convert_element_type.default": _convert_dtype,
 }  # fmt: skip

@@ -1,11 +1,11 @@
-"""Strategies of composite ops, by the strategies of the ops in their decomposition.
+"""Strategies of composite ops, derived from the strategies of the ops in their decomposition.
 
-A cut is followed through the decomposition. A partial value is reduced where an inner op needs it
-whole. A cut that an inner op would have to gather is no strategy.
+Sharding is propagated through the decomposition (``through_ops``). A partial value is reduced if an
+inner op needs the full value. A sharding that an inner op would have to gather gives no strategy.
 
-A strategy runs the op's own kernel on the blocks where that is the same: where the decomposition of
-the op on the blocks equals the program that the strategies made of its decomposition on the whole.
-Else it runs the latter.
+The local program is the op's own kernel if that is equivalent: if the decomposition of the op on
+the blocks equals the program of the inner ops' strategies. Otherwise the local program consists of
+the inner ops.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lazygt.passes.sharding.rules.strategy import (
 from lazygt.passes.sharding.rules.through_ops import Chain, chains
 
 Kind = tuple[Node, tuple[TensorMeta, ...]]
-#: Ops that are being derived: an op that leads to itself has no strategies on the way.
+#: Ops under derivation; an op in its own decomposition gets no strategies (no endless recursion).
 _pending: ContextVar[frozenset[Kind]] = ContextVar("_pending", default=frozenset())
 StrategiesOf = Callable[[Node, Metas, int], Sequence[Strategy]]
 
@@ -44,101 +44,126 @@ def rule(strategies_of: StrategiesOf) -> Rule:
     """Return the rule of composite ops.
 
     Args:
-        strategies_of: the strategies of any op, those that this rule finds among them.
+        strategies_of: strategies of any op, including those of this rule.
     """
 
     @lru_cache(maxsize=4096)
-    def derived(node: Node, operands: tuple[TensorMeta, ...], parts: int) -> tuple[Strategy, ...]:
-        made = decomposition(node, operands)
-        if made is None:
+    def derived(
+        node: Node, operands: tuple[TensorMeta, ...], axis_size: int
+    ) -> tuple[Strategy, ...]:
+        decomposed = decomposition(node, operands)
+        if decomposed is None:
             return ()
         options = [
-            [*strategies_of(inner, made.metas, parts), *_rounded(made, inner, results)]
-            for inner, results in made.numbered()
+            [
+                *strategies_of(inner, decomposed.metas, axis_size),
+                *_partial_cast(decomposed, inner, results),
+            ]
+            for inner, results in decomposed.numbered()
         ]
-        found = (_Derived.of(node, made, chain) for chain in chains(made, options))
-        return tuple([each.strategy() for each in found if each.is_right()])
+        candidates = (_Derived.of(node, decomposed, chain) for chain in chains(decomposed, options))
+        return tuple([candidate.strategy() for candidate in candidates if candidate.is_valid()])
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         operands = tuple([meta for number in node.refs() if (meta := metas[number]) is not None])
         if len(operands) < len(node.refs()) or not any(shardable_dims(m.shape) for m in operands):
             return ()
-        kind = alone(node), operands
+        key = alone(node), operands
         pending = _pending.get()
-        if kind in pending:
+        if key in pending:
             return ()
-        token = _pending.set(pending | {kind})
+        token = _pending.set(pending | {key})
         try:
-            return derived(*kind, parts)
+            return derived(*key, axis_size)
         finally:
             _pending.reset(token)
 
     return strategies
 
 
-def _rounded(steps: Decomposition, inner: Node, results: range) -> Sequence[Strategy]:
-    """Return the strategy that rounds partial values, for a cast at the end of an op.
+def _partial_cast(decomposed: Decomposition, inner: Node, results: range) -> Sequence[Strategy]:
+    """Return the partial strategy of the final cast of an op, which rounds partial sums.
 
-    A kernel that computes wider than its operands are rounds its results at the end. Partial ones
-    it rounds too, as that of a matmul does.
+    A kernel that computes in a wider dtype than its operands rounds its result at the end. Rounding
+    partial results is acceptable, since a matmul kernel does the same.
+
+    Args:
+        inner: node of the decomposition.
+        results: value numbers of its results.
     """
-    if inner.op != "aten._to_copy.default" or results[0] not in steps.outputs:
+    if inner.op != "aten._to_copy.default" or results[0] not in decomposed.outputs:
         return ()
-    dtypes = [meta.dtype for meta in steps.metas[: steps.operands] if meta is not None]
-    meta, wide = steps.metas[results[0]], steps.metas[inner.refs()[0]]
+    dtypes = [meta.dtype for meta in decomposed.metas[: decomposed.operands] if meta is not None]
+    meta, unrounded = decomposed.metas[results[0]], decomposed.metas[inner.refs()[0]]
     assert meta is not None
-    assert wide is not None
-    is_own = meta.dtype in dtypes and wide.dtype not in dtypes
-    return (Strategy((P,), (P,)),) if is_own and wide.dtype.is_floating_point else ()
+    assert unrounded is not None
+    rounds_to_operand_dtype = meta.dtype in dtypes and unrounded.dtype not in dtypes
+    return (
+        (Strategy((P,), (P,)),)
+        if rounds_to_operand_dtype and unrounded.dtype.is_floating_point
+        else ()
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class _Derived:
-    """Composite op as a chain of inner strategies.
+    """Composite op with one strategy for each inner op.
 
     Attributes:
-        node: the op, see ``alone``.
-        inputs, outputs: its placements.
+        node: the op, renumbered by ``alone``.
+        decomposed: its decomposition.
+        chain: strategies of the inner ops.
+        inputs, outputs: placements of the op's operands and results.
     """
 
     node: Node
-    made: Decomposition
+    decomposed: Decomposition
     chain: Chain
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     _programs: dict[object, _Program] = field(default_factory=dict)
 
     @staticmethod
-    def of(node: Node, made: Decomposition, chain: Chain) -> _Derived:
-        """Build it from a chain.
+    def of(node: Node, decomposed: Decomposition, chain: Chain) -> _Derived:
+        """Build the derived op from a chain of inner strategies.
 
-        An operand that nothing reads is cut as a read operand, or a result, of its shape is.
+        An operand that no inner op reads gets the placement of a read operand, or of a result, of
+        the same shape.
         """
         placements = chain.placements
-        outputs = tuple([R if number is None else placements[number] for number in made.outputs])
-        places = range(made.operands)
-        read = made.read()
-        known = [*zip(node.results, outputs, strict=True)]
-        known += [(made.metas[place], placements[place]) for place in places if place in read]
+        outputs = tuple(
+            [R if number is None else placements[number] for number in decomposed.outputs]
+        )
+        operands = range(decomposed.operands)
+        read = decomposed.read()
+        known_placements = [*zip(node.results, outputs, strict=True)]
+        known_placements += [
+            (decomposed.metas[operand], placements[operand])
+            for operand in operands
+            if operand in read
+        ]
         by_shape = {
             meta.shape: placement
-            for meta, placement in known
+            for meta, placement in known_placements
             if meta is not None and not isinstance(placement, Partial)
         }
         inputs = tuple([
-            placements[place] if place in read or meta is None else by_shape.get(meta.shape, R)
-            for place, meta in zip(places, made.metas, strict=False)
+            placements[operand] if operand in read or meta is None else by_shape.get(meta.shape, R)
+            for operand, meta in zip(operands, decomposed.metas, strict=False)
         ])  # fmt: skip
-        return _Derived(node, made, chain, inputs, outputs)
+        return _Derived(node, decomposed, chain, inputs, outputs)
 
-    def is_right(self) -> bool:
-        """Return whether the chain is a strategy of the op.
+    def is_valid(self) -> bool:
+        """Return whether the chain is a valid strategy of the op.
 
-        Written values keep their placement, and a partial operand leads to one partial result: to
-        several, it would be reduced as often.
+        Written operands must keep their placement. A partial operand must lead to exactly one
+        result, which is partial: several partial results would need several reductions.
         """
         versions = self.outputs[len(self.node.fresh) :]
-        if any(self.inputs[at] != to for at, to in zip(self.node.writes, versions, strict=True)):
+        if any(
+            self.inputs[operand] != placement
+            for operand, placement in zip(self.node.writes, versions, strict=True)
+        ):
             return False
         results = zip(self.outputs, self.node.results, strict=True)
         outputs = [placement for placement, meta in results if meta is not None]
@@ -149,58 +174,62 @@ class _Derived:
         return True
 
     def strategy(self) -> Strategy:
-        """Return the strategy of the op; for any blocks where its inner strategies are."""
-        inner = [strategy.lower for strategy in self.chain.strategies]
-        is_local = all(lower is None or isinstance(lower, LocalLowering) for lower in inner)
-        lower = LocalLowering(self._lower) if is_local else self._lowered
+        """Return the strategy; its lowering is local if those of the inner strategies are."""
+        lowerings = [strategy.lower for strategy in self.chain.strategies]
+        is_local = all(lower is None or isinstance(lower, LocalLowering) for lower in lowerings)
+        lower = LocalLowering(self._lower) if is_local else self._lower_as_derived
         return Strategy(self.inputs, self.outputs, lower, self.chain.comm)
 
-    def _lowered(self, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    def _lower_as_derived(self, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        """Add the program for the placements of the derivation."""
         return self._lower(build, Strategy(self.inputs, self.outputs), node, operands)
 
     def _lower(
         self, build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]
     ) -> Values:
+        """Add this rank's program; programs are cached per operand metas, placements and rank."""
         metas = tuple(map(build.meta, operands))
         key = metas, strategy.inputs, build.rank
         program = self._programs.get(key)
         if program is None:
             scratch = build.beside(metas, ["float"] * len(params_of(self.node)))
             program = self._programs[key] = self._program(scratch, strategy)
-        return program.added(build, operands, params_of(node))
+        return program.add_to(build, operands, params_of(node))
 
     def _program(self, scratch: Builder, strategy: Strategy) -> _Program:
-        """Return one rank's program: the op's own kernel where that is as good."""
-        values, placements = self._walk(scratch, strategy)
-        outputs = [None if number is None else values[number] for number in self.made.outputs]
-        whole = all(map(_has_some, scratch.inputs, self.made.metas))
-        if whole and not self.chain.comm:
+        """Return one rank's program: the op's own kernel if equivalent, else the inner ops."""
+        values, placements = self._add_inner_ops(scratch, strategy)
+        outputs = [None if number is None else values[number] for number in self.decomposed.outputs]
+        has_elements = all(map(_has_elements, scratch.inputs, self.decomposed.metas))
+        if has_elements and not self.chain.comm:
             kernel = self._kernel(
-                scratch, outputs, _sizes(self.made.metas, placements, scratch, values)
+                scratch, outputs, _local_sizes(self.decomposed.metas, placements, scratch, values)
             )
             if kernel is not None:
                 return kernel
-        for place, (value, meta) in enumerate(zip(outputs, self.node.fresh, strict=False)):
+        for number, (value, meta) in enumerate(zip(outputs, self.node.fresh, strict=False)):
             if value is not None and meta is not None and meta.plain:
-                outputs[place] = scratch.contiguous(value)
+                outputs[number] = scratch.contiguous(value)
         return _Program(scratch, outputs)
 
-    def _walk(
+    def _add_inner_ops(
         self, scratch: Builder, strategy: Strategy
     ) -> tuple[list[Ref | None], list[Placement]]:
-        """Add the inner nodes as their strategies say; return every value and its placement."""
-        values: list[Ref | None] = [ref(number) for number in range(self.made.operands)]
-        placements, metas = list(strategy.inputs), self.made.metas
-        steps = _cut_as(strategy, self.chain.strategies)
-        for (node, results), step in zip(self.made.numbered(), steps, strict=True):
+        """Add the local programs of the inner nodes; return all values and their placements."""
+        values: list[Ref | None] = [ref(number) for number in range(self.decomposed.operands)]
+        placements, metas = list(strategy.inputs), self.decomposed.metas
+        inner_strategies = _with_strided_shards(strategy, self.chain.strategies)
+        for (node, results), inner_strategy in zip(
+            self.decomposed.numbered(), inner_strategies, strict=True
+        ):
             operands = [
-                _converted(scratch, values[number], metas[number], placements[number], wanted)
-                for number, wanted in zip(node.refs(), step.inputs, strict=True)
+                _convert(scratch, values[number], metas[number], placements[number], want)
+                for number, want in zip(node.refs(), inner_strategy.inputs, strict=True)
             ]
-            values += lower_strategy(scratch, step, node, operands)
-            placements += step.outputs
+            values += lower_strategy(scratch, inner_strategy, node, operands)
+            placements += inner_strategy.outputs
             for number in self.chain.reduced.intersection(results):
-                values[number] = _converted(
+                values[number] = _convert(
                     scratch, values[number], metas[number], placements[number], R
                 )
                 placements[number] = R
@@ -209,62 +238,74 @@ class _Derived:
     def _kernel(
         self, scratch: Builder, outputs: Sequence[Ref | None], sizes: Mapping[int, int]
     ) -> _Program | None:
-        """Return the op itself on the blocks, if that equals the program in ``scratch``."""
-        wanted = tuple([None if value is None else value.index for value in outputs])
-        operands = [ref(number) for number in range(self.made.operands)]
-        found = []
-        for changes in _changes(self.node, sizes):
+        """Return the op's own kernel on the blocks, if equal to the program in ``scratch``.
+
+        Args:
+            outputs: results of the op in ``scratch``.
+            sizes: global size of each sharded dim -> size of this rank's block.
+        """
+        output_numbers = tuple([None if value is None else value.index for value in outputs])
+        operands = [ref(number) for number in range(self.decomposed.operands)]
+        kernels = []
+        for changes in _size_changes(self.node, sizes):
             single = scratch.beside(scratch.inputs, scratch.params)
             try:
                 results = single.rerun(self.node, operands, **changes)
             except Exception:  # noqa: BLE001  torch's own: the op takes no such sizes
                 continue
             kernel = single.nodes[0]
-            made = decomposition(alone(kernel), scratch.inputs)
-            same = made and (made.nodes, made.outputs) == (tuple(scratch.nodes), wanted)
-            if same and self._names_sizes(kernel, scratch.inputs):
+            decomposed = decomposition(alone(kernel), scratch.inputs)
+            is_equal = decomposed and (decomposed.nodes, decomposed.outputs) == (
+                tuple(scratch.nodes),
+                output_numbers,
+            )
+            if is_equal and self._keeps_trailing_sizes(kernel, scratch.inputs):
                 single.differs = scratch.differs
-                found.append(_Program(single, results))
-        return found[0] if len(found) == 1 else None
+                kernels.append(_Program(single, results))
+        return kernels[0] if len(kernels) == 1 else None
 
-    def _names_sizes(self, kernel: Node, local: Metas) -> bool:
-        """Return whether arguments that are the last sizes of an operand still are.
+    def _keeps_trailing_sizes(self, kernel: Node, local_metas: Metas) -> bool:
+        """Return whether arguments equal to an operand's trailing sizes are so on the blocks too.
 
-        Kernels look at them, but not every decomposition does.
+        An example is ``normalized_shape``. Kernels check these arguments; not every decomposition
+        does.
         """
-        given = bound(kernel)
+        local_arguments = bound(kernel)
         return all(
-            meta.shape[-len(arg) :] == given[name]
+            local_meta.shape[-len(arg) :] == local_arguments[name]
             for name, arg in bound(self.node).items()
             if type(arg) is tuple and arg
-            for whole, meta in zip(self.made.metas, local, strict=False)
-            if whole is not None and meta is not None and whole.shape[-len(arg) :] == arg
+            for global_meta, local_meta in zip(self.decomposed.metas, local_metas, strict=False)
+            if global_meta is not None
+            and local_meta is not None
+            and global_meta.shape[-len(arg) :] == arg
         )
 
 
-def _converted(
+def _convert(
     build: Builder, value: Ref | None, meta: TensorMeta | None, have: Placement, want: Placement
 ) -> Ref:
+    """Convert a value of global ``meta`` from placement ``have`` to ``want``."""
     assert value is not None
     assert meta is not None
     return build.convert(value, meta.shape, have, want)
 
 
 class _Program:
-    """Nodes on the operands, to be added to a rank's graph.
+    """Sequence of nodes that can be added to a rank's graph.
 
     Args:
-        scratch: has them alone.
-        outputs: the results of the op.
+        scratch: graph that contains only these nodes.
+        outputs: the results of the op in ``scratch``.
     """
 
     def __init__(self, scratch: Builder, outputs: Sequence[Ref | None]) -> None:
         self._nodes, self._count = tuple(scratch.nodes), len(scratch.inputs)
         self._outputs, self._differs = tuple(outputs), scratch.differs
 
-    def added(self, build: Builder, operands: Sequence[Ref], params: Sequence[Param]) -> Values:
-        """Add the nodes; return the results."""
-        numbers = {place: value.index for place, value in enumerate(operands)}
+    def add_to(self, build: Builder, operands: Sequence[Ref], params: Sequence[Param]) -> Values:
+        """Add the nodes to ``build``, on its operands and run-time numbers; return the results."""
+        numbers = {number: value.index for number, value in enumerate(operands)}
         count = self._count
         for node in self._nodes:
             start = len(build.metas)
@@ -276,6 +317,8 @@ class _Program:
 
 
 def _with_params(node: Node, params: Sequence[Param]) -> Node:
+    """Replace the renumbered run-time numbers of a node by ``params``."""
+
     def leaf(arg: Arg) -> Arg:
         return params[arg.index] if type(arg) is Param else arg
 
@@ -285,32 +328,36 @@ def _with_params(node: Node, params: Sequence[Param]) -> Node:
     return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs)
 
 
-def _has_some(local: TensorMeta, whole: TensorMeta | None) -> bool:
-    """Return whether a rank's block has elements, where the whole has."""
-    return bool(local.numel) or whole is None or not whole.numel
+def _has_elements(local: TensorMeta, global_meta: TensorMeta | None) -> bool:
+    """Return whether a rank's block has elements, if the global value has any."""
+    return bool(local.numel) or global_meta is None or not global_meta.numel
 
 
-def _cut_as(strategy: Strategy, steps: Sequence[Strategy]) -> Iterable[Strategy]:
-    """Return the strategies of the inner nodes, cut as the op's is: in blocks, or interleaved."""
-    wanted = next(
+def _with_strided_shards(strategy: Strategy, strategies: Sequence[Strategy]) -> Iterable[Strategy]:
+    """Replace Shard by StridedShard in the inner strategies if the op's operands are strided."""
+    strided = next(
         (placement for placement in strategy.inputs if isinstance(placement, StridedShard)), None
     )
-    if wanted is None:
-        return steps
+    if strided is None:
+        return strategies
 
-    def cut(placement: Placement) -> Placement:
-        return replace(wanted, dim=placement.dim) if isinstance(placement, Shard) else placement
+    def to_strided(placement: Placement) -> Placement:
+        return replace(strided, dim=placement.dim) if isinstance(placement, Shard) else placement
 
     return [
-        replace(step, inputs=tuple(map(cut, step.inputs)), outputs=tuple(map(cut, step.outputs)))
-        for step in steps
+        replace(
+            step,
+            inputs=tuple(map(to_strided, step.inputs)),
+            outputs=tuple(map(to_strided, step.outputs)),
+        )
+        for step in strategies
     ]
 
 
-def _sizes(
+def _local_sizes(
     metas: Metas, placements: Sequence[Placement], scratch: Builder, values: Sequence[Ref | None]
 ) -> dict[int, int]:
-    """Map the size of each cut dim to the size of this rank's block."""
+    """Map the global size of each sharded dim to the size of this rank's block."""
     return {
         meta.shape[placement.dim]: scratch.shape(value)[placement.dim]
         for meta, placement, value in zip(metas, placements, values, strict=True)
@@ -318,9 +365,11 @@ def _sizes(
     }
 
 
-def _changes(node: Node, sizes: Mapping[int, int]) -> Iterator[dict[str, Arg]]:
-    """Yield changes of the arguments that may name a rank's sizes: none, all, each alone."""
-    changed = {name: to for name, arg in bound(node).items() if (to := _resized(arg, sizes)) != arg}
+def _size_changes(node: Node, sizes: Mapping[int, int]) -> Iterator[dict[str, Arg]]:
+    """Yield candidate changes of arguments with sharded sizes: none, all, each alone."""
+    changed = {
+        name: to for name, arg in bound(node).items() if (to := _replace_sizes(arg, sizes)) != arg
+    }
     yield {}
     if changed:
         yield changed
@@ -328,7 +377,8 @@ def _changes(node: Node, sizes: Mapping[int, int]) -> Iterator[dict[str, Arg]]:
         yield from ({name: to} for name, to in changed.items())
 
 
-def _resized(arg: Arg, sizes: Mapping[int, int]) -> Arg:
+def _replace_sizes(arg: Arg, sizes: Mapping[int, int]) -> Arg:
+    """Replace global sizes by local ones in an argument."""
     if type(arg) is tuple:
-        return tuple([_resized(item, sizes) for item in arg])
+        return tuple([_replace_sizes(item, sizes) for item in arg])
     return sizes.get(arg, arg) if type(arg) is int else arg

@@ -1,7 +1,7 @@
-"""Embedding tables, and their gradients.
+"""Embedding lookups, embedding bags, and their gradients.
 
-Tables are split by tokens, by features, or by rows, each rank looking up its own; bags of
-embeddings by features and by rows.
+Lookups are sharded by tokens, by features, or by table rows (vocabulary parallel): each rank looks
+up the rows of its block, and the result is partial. Bags are sharded by features or by table rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import Placement
 from lazygt.passes.sharding.rules import index_exchange
-from lazygt.passes.sharding.rules.indexing import own_indices
+from lazygt.passes.sharding.rules.indexing import to_local_indices
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
 
-def _embedding(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _embedding(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of embedding: by tokens, features, table rows, or row exchange."""
+    call = Call(node, metas, axis_size)
     count, features = call.shape("weight")
     strategies = [
         call.strategy(S(dim), indices=S(dim)) for dim in shardable_dims(call.shape("indices"))
@@ -41,13 +42,17 @@ def _embedding(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if features > 1:
         strategies.append(call.strategy(S(len(call.shape("indices"))), weight=S(1)))
     if count > 1:
-        strategies.append(call.strategy(P, weight=S(0)).by(_look_up(count)))
-    strategies += index_exchange.taking(call, "weight", "indices")
+        strategies.append(call.strategy(P, weight=S(0)).by(_lower_lookup(count)))
+    strategies += index_exchange.take_strategies(call, "weight", "indices")
     return [*strategies, call.strategy(P, weight=P)]
 
 
-def _look_up(count: int) -> Lowering:
-    """Return a lowering to rows of this rank's block; zeros for those of others."""
+def _lower_lookup(count: int) -> Lowering:
+    """Return the lowering of a vocabulary-parallel lookup: zeros for rows of other ranks.
+
+    Args:
+        count: number of rows of the table.
+    """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
@@ -55,54 +60,61 @@ def _look_up(count: int) -> Lowering:
         if not build.block(count):
             shape = (*build.shape(indices), build.shape(weight)[1])
             return (build.full(shape, 0, like=weight),)
-        local, outside = own_indices(build, indices, count)
-        rows = build.op("aten.embedding.default", weight, local)
+        local_indices, outside = to_local_indices(build, indices, count)
+        rows = build.op("aten.embedding.default", weight, local_indices)
         outside = build.op("aten.unsqueeze.default", outside, -1)
         return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
 
     return lower
 
 
-def _embedding_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _embedding_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of an embedding's backward.
 
-    Scaling by how often a token stands in the batch needs the whole batch.
+    Scaling by token frequency needs the full batch, so tokens and rows are not sharded then.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     count, features = call["num_weights"], call.shape("grad_output")[-1]
     tokens = shardable_dims(call.shape("indices")) if not call["scale_grad_by_freq"] else []
     strategies = [call.strategy(P, grad_output=S(dim), indices=S(dim)) for dim in tokens]
     if features > 1:
         strategies.append(call.strategy(S(1), grad_output=S(len(call.shape("indices")))))
     if count > 1 and not call["scale_grad_by_freq"]:
-        strategies.append(call.strategy(S(0)).by(_own_rows(count)))
-        few = 8 * prod(call.shape("indices")) <= count  # else many rows have a gradient
-        strategies += [_sent_rows(call, dim) for dim in tokens] if few else []
+        strategies.append(call.strategy(S(0)).by(_lower_row_gradient(count)))
+        is_sparse = 8 * prod(call.shape("indices")) <= count  # otherwise many rows have a gradient
+        strategies += [_send_gradients(call, dim) for dim in tokens] if is_sparse else []
     return [*strategies, call.strategy(P, grad_output=P)]
 
 
-def _own_rows(count: int) -> Lowering:
-    """Return a lowering to the gradient of this rank's rows.
+def _lower_row_gradient(count: int) -> Lowering:
+    """Return the lowering to the gradient of this rank's table rows.
 
-    Tokens of others go to a row that is cut off.
+    Tokens of other ranks are accumulated into an extra last row, which is dropped.
+
+    Args:
+        count: number of rows of the table.
     """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
         padding, block = args["padding_idx"], build.block(count)
-        local, outside = own_indices(build, args["indices"], count)
+        local_indices, outside = to_local_indices(build, args["indices"], count)
         padded = build.op("aten.eq.Scalar", args["indices"], padding)
         outside = build.op("aten.logical_or.default", outside, padded)
-        local = build.op("aten.masked_fill.Scalar", local, outside, block)
-        changes = {"indices": local, "num_weights": block + 1, "padding_idx": -1}
+        local_indices = build.op("aten.masked_fill.Scalar", local_indices, outside, block)
+        changes = {"indices": local_indices, "num_weights": block + 1, "padding_idx": -1}
         (gradient,) = build.rerun(node, operands, **changes)
         return (build.op("aten.slice.Tensor", gradient, 0, 0, block),)
 
     return lower
 
 
-def _sent_rows(call: Call, dim: int) -> Strategy:
-    """Return the strategy that sends the gradient of each token to the rank of its row."""
+def _send_gradients(call: Call, dim: int) -> Strategy:
+    """Return the strategy that sends each token's gradient to the owner of its table row.
+
+    Args:
+        dim: sharded dim of the indices.
+    """
     table = call.result()
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -115,22 +127,22 @@ def _sent_rows(call: Call, dim: int) -> Strategy:
         return (index_exchange.put(build, zeros, table, [indices], gradient, added=True),)
 
     strategy = call.strategy(S(0), grad_output=S(dim), indices=S(dim)).by(lower)
-    picked = call.shape("indices")
-    return index_exchange.exchanging(
-        strategy, index_exchange.Rows(call, "put_rows", "indices", table, picked, dim)
+    index_shape = call.shape("indices")
+    return index_exchange.with_exchange(
+        strategy, index_exchange.Rows(call, "put_rows", "indices", table, index_shape, dim)
     )
 
 
-#: The modes of bags: of their rows the sum, the mean or the largest.
+#: torch's modes of embedding bags.
 _SUM, _MEAN, _MAX = range(3)
 
 
-def _bag(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of bags: all of them on every rank, of some features or rows.
+def _bag(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of embedding bags: sharded by features or by table rows.
 
-    The other results depend on indices alone.
+    The results after the first depend on the replicated indices alone.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     rest: list[Placement] = [R] * (len(node.results) - 1)
     if call["mode"] == _MAX:
         return ()
@@ -139,56 +151,60 @@ def _bag(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if features > 1:
         strategies.append(call.strategy([S(1), *rest], weight=S(1)))
     if count > 1 and call["padding_idx"] < 0:
-        strategies.append(call.strategy([P, *rest], weight=S(0)).by(_own_bags(count)))
+        strategies.append(call.strategy([P, *rest], weight=S(0)).by(_lower_bags(count)))
     return strategies
 
 
-def _own_bags(count: int) -> Lowering:
-    """Return a lowering to the sums of this rank's rows in the bags.
+def _lower_bags(count: int) -> Lowering:
+    """Return the lowering to bag sums (or means) over this rank's table rows.
 
-    Rows of others are set to zero themselves: a weight of 0 would not make 0 of an infinite number
-    in the row of this rank that stands for them.
+    Rows of other ranks are replaced by zero rows. A weight of 0 would not do, since 0 times an
+    infinite element of the substituted row is NaN.
     """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        table, indices, given = args["weight"], args["indices"], args["per_sample_weights"]
-        local, outside = own_indices(build, indices, count)
+        table, indices, sample_weights = args["weight"], args["indices"], args["per_sample_weights"]
+        local_indices, outside = to_local_indices(build, indices, count)
         if not build.block(count):
             table = build.full((1, build.shape(table)[1]), 0, like=table)
-        if given is not None:
-            given = build.op("aten.masked_fill.Scalar", given, outside, 0)
-        picked = build.op("aten.embedding.default", table, local)
+        if sample_weights is not None:
+            sample_weights = build.op("aten.masked_fill.Scalar", sample_weights, outside, 0)
+        rows = build.op("aten.embedding.default", table, local_indices)
         outside = build.op("aten.unsqueeze.default", outside, -1)
-        picked = build.op("aten.masked_fill.Scalar", picked, outside, 0)
-        places = build.op("aten.arange.default", build.shape(indices)[0],
+        rows = build.op("aten.masked_fill.Scalar", rows, outside, 0)
+        row_numbers = build.op("aten.arange.default", build.shape(indices)[0],
                           dtype=build.meta(indices).dtype, device=DEVICE)  # fmt: skip
-        of_bags = {**args, "weight": picked, "indices": places}
-        sums, *others = _bags(build, node, {**of_bags, "mode": _SUM, "per_sample_weights": given})
+        bag_args = {**args, "weight": rows, "indices": row_numbers}
+        sums, *other_results = _run_bags(
+            build, node, {**bag_args, "mode": _SUM, "per_sample_weights": sample_weights}
+        )
         if args["mode"] == _MEAN:
-            column = build.slice(picked, 1, 0, 1)
-            _, *others = _bags(build, node, {**of_bags, "weight": column})
-            sizes = build.op("aten.clamp_min.default", others[1], 1)
+            first_column = build.slice(rows, 1, 0, 1)
+            _, *other_results = _run_bags(build, node, {**bag_args, "weight": first_column})
+            sizes = build.op("aten.clamp_min.default", other_results[1], 1)
             sums = build.op("aten.div.Tensor", sums, build.op("aten.unsqueeze.default", sizes, -1))
-        return (sums, *others)
+        return (sums, *other_results)
 
     return lower
 
 
-def _bags(build: Builder, node: Node, args: Mapping[str, Arg]) -> Sequence[Ref]:
+def _run_bags(build: Builder, node: Node, args: Mapping[str, Arg]) -> Sequence[Ref]:
+    """Run the node's op on other arguments."""
     results: Sequence[Ref] = build.op(node.op, *args.values())
     return results
 
 
-def _bag_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _bag_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of the backward of bags: by features or by table rows."""
+    call = Call(node, metas, axis_size)
     if call["mode"] == _MAX or call.args.get("sparse"):
         return ()
     strategies = [call.strategy(P, grad=P)]
     if call.shape("grad")[1] > 1:
         strategies.append(call.strategy(S(1), grad=S(1)))
     if call["num_weights"] > 1:
-        strategies.append(call.strategy(S(0)).by(_own_rows(call["num_weights"])))
+        strategies.append(call.strategy(S(0)).by(_lower_row_gradient(call["num_weights"])))
     return strategies
 
 

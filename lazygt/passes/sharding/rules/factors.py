@@ -1,33 +1,34 @@
-"""Sharding rules as text: a map from the dims of an op's operands to those of its results.
+"""Sharding rules in einsum-like notation: dims of an op's operands -> dims of its results.
 
     rule("mm.default", "* i k, * k j -> i j")
 
-A text names the dims of the tensor arguments in the order of the op's schema, then those of its
-results. Dims of one name are one *factor*: split together they are one way to run the op on the
-ranks of an axis, so one strategy. Operands and results that a text does not reach stay whole.
+A text names the dims of the tensor arguments in the order of the op's schema, then the dims of the
+results. All dims of one name form a *factor*. Sharding a factor shards all of its dims, and gives
+one strategy. Operands and results that a text omits are replicated.
 
 Dims, separated by spaces:
 
-- ``i``: a letter is a dim. A letter that a result lacks is summed over: it is left partial.
-- ``...``: the dims that the letters leave over, none or many; they are aligned from the right.
-- ``!i``, ``!...``: stays whole. Only such a letter may be of results alone, or twice in a tensor.
-- ``...@dim``: among these dims is the one that the op's argument ``dim`` names, or those of a list
-  (all, where it names none), counted within ``...``; they stay whole. With ``keepdim=False`` a
-  result does not have them.
-- ``_``: all dims stay whole, of any number.
+- ``i``: a letter is a dim. A letter that a result lacks is summed over: the result is partial.
+- ``...``: the remaining dims, any number of them, aligned from the right.
+- ``!i``, ``!...``: never sharded. Only an unsharded letter may occur in results alone, or twice in
+  one tensor.
+- ``...@dim``: like ``...``, but the dims that the op's argument ``dim`` names (one, a list, or None
+  for all), counted within ``...``, are never sharded. With ``keepdim=False`` a result lacks them.
+- ``_``: any number of dims, none of them sharded.
 
-Before an operand's dims:
+Marks before an operand's dims:
 
-- ``*``: the op is linear in it while the others are whole: of partial sums it gives partial sums.
-- ``+``: it is added to the result, and so partial where that is.
-- ``=``: its elements are only moved: any partial passes.
+- ``*``: the op is linear in the operand while the other operands are replicated: partial sums give
+  partial sums.
+- ``+``: the operand is added to the result, and is partial if the result is.
+- ``=``: the op only moves the operand's elements: any partial placement passes through.
 
-Before a result's dims: ``max``, ``min`` or ``prod``, its partial reduction instead of a sum.
+Marks before a result's dims: ``max``, ``min`` or ``prod``, the partial reduction instead of a sum.
 
-A dim of size 1 that is larger elsewhere is broadcast: whole in an operand, summed over in a result.
-Where sizes differ otherwise, as of query heads that share a key's, ranks must have as many each. A
-tensor with fewer dims than letters has the last of them; such a result without elements was not
-asked for, and is whole.
+A dim of size 1 that is larger elsewhere is broadcast: replicated in an operand, summed over in a
+result. Other different sizes of one factor, as of query heads in grouped-query attention, must be
+divisible by the axis size. A tensor with fewer dims than letters has the last letters. A result
+with fewer dims and no elements was not requested, and is replicated.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
-# -- grammar and parser of sharding rules as text, see ``factors`` ---------------------------------
+# -- grammar and parser ----------------------------------------------------------------------------
 
 OPERAND_MARKS = ("*", "+", "=")
 RESULT_MARKS = ("max", "min", "prod")
@@ -70,12 +71,12 @@ class Dims:
     """Dims of one tensor.
 
     Attributes:
-        before, after: the letters on both sides of ``...``; all are ``after`` where it has none.
-        rest: whether it has ``...``.
-        rest_whole: whether that is ``!...``.
-        argument: of ``...@argument``.
-        mark: of OPERAND_MARKS or RESULT_MARKS, or nothing.
-        whole: ``_``.
+        before, after: letters on both sides of ``...``; without ``...`` all letters are ``after``.
+        rest: whether the text has ``...``.
+        rest_whole: whether the text has ``!...``.
+        argument: name of the argument in ``...@argument``.
+        mark: one of OPERAND_MARKS or RESULT_MARKS, or empty.
+        whole: whether the text is ``_``.
     """
 
     before: str = ""
@@ -89,62 +90,74 @@ class Dims:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """Parsed text; equal to itself alone.
+    """Parsed rule text, compared by identity.
 
     Attributes:
-        kept: the letters that stay whole.
+        operands, results: dims of each tensor.
+        unsharded: letters that are never sharded.
     """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
-    kept: frozenset[str]
+    unsharded: frozenset[str]
 
 
 class _Token(NamedTuple):
+    """Token of a rule text, with its position."""
+
     text: str
     at: int
 
 
 @lru_cache(maxsize=1024)
 def parse(text: str, ops: str = "") -> Text:
-    """Parse a text.
+    """Parse a rule text.
 
     Args:
-        ops: the ops with this rule, for errors.
+        ops: names of the ops with this rule, for error messages.
 
     Raises:
-        ValueError: the text does not fit the grammar; the message says where.
+        ValueError: the text does not fit the grammar; the message marks the position.
     """
     return _Parser(text, ops).parse()
 
 
 @dataclass
 class _Parser:
+    """Recursive-descent parser of a rule text."""
+
     text: str
     ops: str
-    #: the first place of each letter that may be split, and of each that stays whole
-    split: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
+    #: position of the first occurrence of each shardable, and of each unsharded letter
+    sharded: dict[str, int] = field(default_factory=dict)
+    unsharded: dict[str, int] = field(default_factory=dict)
 
     def parse(self) -> Text:
-        tokens = [_Token(found[0], found.start()) for found in _TOKEN.finditer(self.text)]
+        """Parse the text; raise ValueError with a position on errors."""
+        tokens = [_Token(match[0], match.start()) for match in _TOKEN.finditer(self.text)]
         arrows = [number for number, token in enumerate(tokens) if token.text == "->"]
         if len(arrows) != 1:
             at = tokens[arrows[1]].at if arrows else len(self.text)
             self.fail("one '->' stands between operands and results", at)
-        operands = [self.dims(part, OPERAND_MARKS) for part in _parts(tokens[: arrows[0]])]
-        known = {*self.split, *self.kept}
-        results = [self.dims(part, RESULT_MARKS) for part in _parts(tokens[arrows[0] + 1 :])]
-        for letter, at in self.split.items():
-            if letter not in known:
+        operands = [
+            self.dims(tensor_tokens, OPERAND_MARKS)
+            for tensor_tokens in _split_at_commas(tokens[: arrows[0]])
+        ]
+        operand_letters = {*self.sharded, *self.unsharded}
+        results = [
+            self.dims(tensor_tokens, RESULT_MARKS)
+            for tensor_tokens in _split_at_commas(tokens[arrows[0] + 1 :])
+        ]
+        for letter, at in self.sharded.items():
+            if letter not in operand_letters:
                 self.fail(
                     f"no operand has {letter!r}; a dim of results alone is whole: '!{letter}'", at
                 )
-            if letter in self.kept:
+            if letter in self.unsharded:
                 self.fail(f"{letter!r} stays whole elsewhere: write '!{letter}' here too", at)
         if any(d.rest and not d.rest_whole for d in results) and not any(d.rest for d in operands):
             self.fail("no operand has '...'", self.text.rindex("..."))
-        return Text(tuple(operands), tuple(results), frozenset(self.kept))
+        return Text(tuple(operands), tuple(results), frozenset(self.unsharded))
 
     def dims(self, tokens: Sequence[_Token], marks: Sequence[str]) -> Dims:
         """Parse the dims of one tensor."""
@@ -156,8 +169,8 @@ class _Parser:
         for token in tokens:
             dim = _DIM.fullmatch(token.text)
             if dim is None:
-                known = f"a letter, '...' or '...@argument', '!' before; marks: {' '.join(marks)}"
-                self.fail(f"{token.text!r} is no dim ({known})", token.at)
+                allowed = f"a letter, '...' or '...@argument', '!' before; marks: {' '.join(marks)}"
+                self.fail(f"{token.text!r} is no dim ({allowed})", token.at)
             if dim["letter"]:
                 self.letter(dim, token.at, before + letters)
                 letters += dim["letter"]
@@ -170,19 +183,19 @@ class _Parser:
         return Dims(before, letters, True, bool(rest["whole"]), rest["argument"] or "", mark)
 
     def letter(self, dim: re.Match[str], at: int, others: str) -> None:
-        """Note a letter, which may stand twice in a tensor if it stays whole."""
+        """Record a letter; only an unsharded letter may occur twice in a tensor."""
         if not dim["whole"] and dim["letter"] in others:
             self.fail(f"a second {dim['letter']!r} in one tensor: only whole dims may be alike", at)
-        (self.kept if dim["whole"] else self.split).setdefault(dim["letter"], at)
+        (self.unsharded if dim["whole"] else self.sharded).setdefault(dim["letter"], at)
 
-    def fail(self, what: str, at: int) -> NoReturn:
-        """Raise an error, with a caret under its place."""
-        whose = f"sharding rule of {self.ops}" if self.ops else "sharding rule"
-        raise ValueError(f"{whose}: {what}\n  {self.text}\n  {' ' * at}^")
+    def fail(self, message: str, at: int) -> NoReturn:
+        """Raise a ValueError with a caret under the position."""
+        subject = f"sharding rule of {self.ops}" if self.ops else "sharding rule"
+        raise ValueError(f"{subject}: {message}\n  {self.text}\n  {' ' * at}^")
 
 
-def _parts(tokens: Sequence[_Token]) -> Iterator[Sequence[_Token]]:
-    """Yield the tokens between commas."""
+def _split_at_commas(tokens: Sequence[_Token]) -> Iterator[Sequence[_Token]]:
+    """Yield the tokens of each tensor; commas separate tensors."""
     start = 0
     for number, token in enumerate(tokens):
         if token.text == ",":
@@ -191,9 +204,9 @@ def _parts(tokens: Sequence[_Token]) -> Iterator[Sequence[_Token]]:
     yield tokens[start:]
 
 
-# -- sharding rules as text: a map from the dims of an op's operands to those of its results -------
+# -- strategies of a text --------------------------------------------------------------------------
 
-#: A letter, or a dim of "...", counted from its right.
+#: A letter, or a dim of "...", counted from the right.
 Factor = str | int
 
 
@@ -203,15 +216,16 @@ def rule(
     *,
     no_empty: bool = False,
     sizes: str = "",
-    keeping: Callable[[Call], str] | None = None,
+    unsharded: Callable[[Call], str] | None = None,
 ) -> Mapping[str, Rule]:
-    """Return one rule, by a text, for several ops.
+    """Map each of several ops to the rule of one text.
 
     Args:
-        ops: names without ``aten.``, separated by spaces.
-        no_empty: the kernel takes no empty block: a rank with one gives zeros.
-        sizes: the argument with the sizes of the first result; it gets those of a block.
-        keeping: the letters that stay whole in a call, besides those of the text.
+        ops: op names without ``aten.``, separated by spaces.
+        text: rule in the notation of this module.
+        no_empty: whether the kernel rejects empty blocks; a rank with one returns zeros.
+        sizes: name of the argument with the sizes of the first result; it gets the local sizes.
+        unsharded: function of a call to further letters that are not sharded in this call.
 
     Raises:
         ValueError: the text does not fit the grammar, or these ops.
@@ -219,42 +233,51 @@ def rule(
     parsed = parse(text, ops)
     for op in ops.split():
         _check(op, parsed, text, sizes)
-    return table(ops, _rule(parsed, no_empty, sizes, keeping))
+    return table(ops, _rule(parsed, no_empty, sizes, unsharded))
 
 
 def strategies_by(call: Call, text: str, *, no_empty: bool = False) -> list[Strategy]:
-    """Return the strategies of one call by a text that depends on it."""
+    """Return the strategies of one call by a text that depends on the call."""
     return _Match(call, parse(text, call.node.op)).strategies(no_empty)
 
 
-def _rule(text: Text, no_empty: bool, sizes: str, keeping: Callable[[Call], str] | None) -> Rule:
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        match = _Match(call, text, keeping(call) if keeping else "")
+def _rule(text: Text, no_empty: bool, sizes: str, unsharded: Callable[[Call], str] | None) -> Rule:
+    """Return the rule of a parsed text."""
+
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
+        match = _Match(call, text, unsharded(call) if unsharded else "")
         return match.strategies(no_empty, sizes)
 
     return strategies
 
 
-def _check(op: str, text: Text, written: str, sizes: str) -> None:
-    """Raise where an op has fewer tensors or other arguments than its text says."""
-    name, _, which = op.partition(".")
+def _check(op: str, text: Text, source: str, sizes: str) -> None:
+    """Raise ValueError if a text has more tensors than the op, or unknown arguments.
+
+    Args:
+        op: op name without ``aten.``.
+        text: parsed text.
+        source: its source, for the error message.
+        sizes: name of the argument with the sizes of the first result, or empty.
+    """
+    name, _, overload_name = op.partition(".")
     try:
-        schema = torch._C._get_schema(f"aten::{name}", which.replace("default", ""))
+        schema = torch._C._get_schema(f"aten::{name}", overload_name.replace("default", ""))
     except RuntimeError:
-        return  # another torch's op: tests ask that there is one
+        return  # op of another torch version
     tensors = sum(str(a.type) in _TENSORS for a in schema.arguments)
-    wrong = ""
+    problem = ""
     if len(text.operands) > tensors:
-        wrong = f"it has {tensors} tensor arguments, not {len(text.operands)}"
+        problem = f"it has {tensors} tensor arguments, not {len(text.operands)}"
     if len(text.results) > len(schema.returns):
-        wrong = f"it has {len(schema.returns)} results, not {len(text.results)}"
-    asked = {sizes, *(dims.argument for dims in (*text.operands, *text.results))} - {""}
-    unknown = asked - {a.name for a in schema.arguments}
+        problem = f"it has {len(schema.returns)} results, not {len(text.results)}"
+    named_arguments = {sizes, *(dims.argument for dims in (*text.operands, *text.results))} - {""}
+    unknown = named_arguments - {a.name for a in schema.arguments}
     if unknown:
-        wrong = f"it has no argument {' or '.join(sorted(unknown))}"
-    if wrong:
-        raise ValueError(f"sharding rule of {op}: {wrong}\n  {written}")
+        problem = f"it has no argument {' or '.join(sorted(unknown))}"
+    if problem:
+        raise ValueError(f"sharding rule of {op}: {problem}\n  {source}")
 
 
 _TENSORS = ("Tensor", "Optional[Tensor]")
@@ -262,16 +285,18 @@ _TENSORS = ("Tensor", "Optional[Tensor]")
 
 @lru_cache(maxsize=1024)
 def _tensor_arguments(op: str) -> tuple[str, ...]:
+    """Return the names of the tensor arguments of an op, in order of its schema."""
     arguments = overload(op)._schema.arguments
     return tuple([a.name for a in arguments if str(a.type) in _TENSORS])
 
 
 class _Place(NamedTuple):
-    """Dims of a factor in a call.
+    """Occurrences of a factor in the tensors of a call.
 
     Attributes:
-        operands: their names, and the dim of each that has it.
-        results: the dim in each; -1: it lacks it, so it is summed over; None: it is whole.
+        operands: (name, dim) of each operand that has the factor.
+        results: dim of each result; -1: the result sums over the factor; None: the result is
+            replicated.
     """
 
     factor: Factor
@@ -280,10 +305,10 @@ class _Place(NamedTuple):
 
 
 class _Match:
-    """Text laid over a call."""
+    """Text matched against the tensors of a call."""
 
-    def __init__(self, call: Call, text: Text, kept: str = "") -> None:
-        self.call, self.text, self.kept = call, text, frozenset(kept)
+    def __init__(self, call: Call, text: Text, unsharded: str = "") -> None:
+        self.call, self.text, self.unsharded = call, text, frozenset(unsharded)
         names = _tensor_arguments(call.node.op)
         self.operands = {
             name: dims for name, dims in zip(names, text.operands, strict=False) if call.has(name)
@@ -292,75 +317,88 @@ class _Match:
         self.added = [name for name, dims in self.operands.items() if dims.mark == "+"]
 
     def strategies(self, no_empty: bool = False, sizes: str = "") -> list[Strategy]:
-        """Return a strategy for each factor, and those with partial operands."""
+        """Return one strategy per factor, and the strategies with partial operands."""
         strategies = []
-        for place in self._places():
-            if place.factor in self.kept or not self._fits(place):
+        for occurrence in self._occurrences():
+            if occurrence.factor in self.unsharded or not self._can_shard(occurrence):
                 continue
-            strategy = self._split(place)
+            strategy = self._strategy_of(occurrence)
             strategy = strategy.by(sized(tuple(self.call[sizes]), sizes)) if sizes else strategy
             strategies.append(zeros_when_empty(self.call, strategy) if no_empty else strategy)
-        return strategies + self._of_partials()
+        return strategies + self._partial_strategies()
 
-    def _places(self) -> tuple[_Place, ...]:
+    def _occurrences(self) -> tuple[_Place, ...]:
+        """Return the shardable factors of the call with their dims."""
         ranks = tuple([(name, len(shape)) for name, shape in self.shapes.items()])
         results = tuple(
             [-1 if meta is None else _rank(meta.shape, dims)
              for meta, dims in zip(self.call.node.results, self.text.results, strict=False)]
         )  # fmt: skip
-        keeps = bool(self.call.args.get("keepdim", True))
-        return _places(self.text, self.call.node.op, ranks, results, self._along(), keeps)
+        keepdim = bool(self.call.args.get("keepdim", True))
+        return _occurrences(self.text, self.call.node.op, ranks, results, self._along(), keepdim)
 
     def _along(self) -> frozenset[int]:
-        """Return the dims of "..." that an argument names, from the right."""
+        """Return the dims of ``...`` that ``@argument`` names, counted from the right."""
         for name, dims in self.operands.items():
             if dims.argument:
-                lead = len(self.shapes[name]) - len(dims.before) - len(dims.after)
-                given = self.call[dims.argument]
-                given = given if type(given) is tuple else () if given is None else (given,)
-                named = [dim % lead for dim in given] if lead else []
-                return frozenset(lead - 1 - dim for dim in named or range(lead))
+                num_rest_dims = len(self.shapes[name]) - len(dims.before) - len(dims.after)
+                arg = self.call[dims.argument]
+                arg = arg if type(arg) is tuple else () if arg is None else (arg,)
+                dims_of_rest = [dim % num_rest_dims for dim in arg] if num_rest_dims else []
+                return frozenset(
+                    num_rest_dims - 1 - dim for dim in dims_of_rest or range(num_rest_dims)
+                )
         return frozenset()
 
-    def _fits(self, place: _Place) -> bool:
-        """Return whether some operand is split, and ranks have the same of every tensor."""
-        sizes = {self.shapes[name][dim] for name, dim in place.operands}
+    def _can_shard(self, occurrence: _Place) -> bool:
+        """Return whether a factor can be sharded.
+
+        Some operand must have more than one element along the factor. All sizes must be equal, or
+        divisible by the axis size.
+        """
+        sizes = {self.shapes[name][dim] for name, dim in occurrence.operands}
         if max(sizes, default=0) < 2:
             return False
-        for meta, dim in zip(self.call.node.results, place.results, strict=False):
+        for meta, dim in zip(self.call.node.results, occurrence.results, strict=False):
             if meta is not None and dim is not None and dim >= 0:
                 sizes.add(meta.shape[dim])
         sizes -= {0, 1}
-        return len(sizes) == 1 or all(size % self.call.parts == 0 for size in sizes)
+        return len(sizes) == 1 or all(size % self.call.axis_size == 0 for size in sizes)
 
-    def _split(self, place: _Place) -> Strategy:
+    def _strategy_of(self, occurrence: _Place) -> Strategy:
+        """Return the strategy that shards a factor."""
         results = self.call.node.results
         outputs: list[Placement] = [R] * len(results)
-        for number, dim in enumerate(place.results):
+        for number, dim in enumerate(occurrence.results):
             meta = results[number]
             if dim is not None and meta is not None:
-                split = dim >= 0 and meta.shape[dim] > 1
-                reduced = self.text.results[number].mark or "sum"
-                outputs[number] = S(dim) if split else Partial(reduced)
+                is_sharded = dim >= 0 and meta.shape[dim] > 1
+                reduction = self.text.results[number].mark or "sum"
+                outputs[number] = S(dim) if is_sharded else Partial(reduction)
         placements: dict[str, Placement] = {
-            name: S(dim) for name, dim in place.operands if self.shapes[name][dim] > 1
+            name: S(dim) for name, dim in occurrence.operands if self.shapes[name][dim] > 1
         }
         if self.added and isinstance(outputs[0], Partial):
             placements = dict.fromkeys(self.added, outputs[0]) | placements
         return self.call.strategy(outputs, **placements)
 
-    def _of_partials(self) -> list[Strategy]:
-        moved = [name for name, dims in self.operands.items() if dims.mark == "="]
+    def _partial_strategies(self) -> list[Strategy]:
+        """Return the strategies with partial operands, by the marks ``*`` and ``=``."""
+        movable = [name for name, dims in self.operands.items() if dims.mark == "="]
         linear = [name for name, dims in self.operands.items() if dims.mark == "*"]
-        wanted: list[tuple[list[str], Placement]] = [([name, *self.added], P) for name in linear]
-        wanted += [(moved, placement) for placement in PARTIALS if moved]
+        partial_operands: list[tuple[list[str], Placement]] = [
+            ([name, *self.added], P) for name in linear
+        ]
+        partial_operands += [(movable, placement) for placement in PARTIALS if movable]
         return [
-            self.call.strategy(self._outputs(placement), **dict.fromkeys(names, placement))
-            for names, placement in wanted
+            self.call.strategy(
+                self._result_placements(placement), **dict.fromkeys(names, placement)
+            )
+            for names, placement in partial_operands
         ]
 
-    def _outputs(self, placement: Placement) -> list[Placement]:
-        """Return the placement for all results that the text has."""
+    def _result_placements(self, placement: Placement) -> list[Placement]:
+        """Return ``placement`` for the results of the text, R for the others."""
         results = self.text.results
         count = len(self.call.node.results)
         return [
@@ -370,65 +408,70 @@ class _Match:
 
 
 def _rank(shape: tuple[int, ...], dims: Dims) -> int:
-    """Return the number of dims of a result; -1: it was not asked for."""
+    """Return the number of dims of a result; -1: the result was not requested."""
     rank = len(shape)
     return -1 if rank < len(dims.before) + len(dims.after) and 0 in shape else rank
 
 
 @lru_cache(maxsize=4096)
-def _places(
+def _occurrences(
     text: Text,
     op: str,
     operands: tuple[tuple[str, int], ...],
     results: tuple[int, ...],
     along: frozenset[int],
-    keeps: bool,
+    keepdim: bool,
 ) -> tuple[_Place, ...]:
-    """Return the places of each factor that may be split.
+    """Return the occurrences of each shardable factor.
 
-    In the order of the results' dims, then of the operands'.
+    Factors are in the order of the results' dims, then of the operands' dims.
 
     Args:
-        operands: those that a call has, with their ranks.
-        results: their ranks; -1: whole.
-        along: dims of "..." that are not split.
-        keeps: whether results have those too.
+        operands: (name, number of dims) of each tensor operand of the call.
+        results: number of dims of each result; -1: replicated.
+        along: dims of ``...`` that ``@argument`` names; they are not sharded.
+        keepdim: whether the results have the ``along`` dims.
     """
     texts = dict(zip(_tensor_arguments(op), text.operands, strict=False))
-    taken = {name: _laid(texts[name], rank, frozenset()) for name, rank in operands}
-    gone: frozenset[int] = frozenset() if keeps else along
-    given = [
-        None if rank < 0 or dims.whole else _laid(dims, rank, gone)
+    operand_factors = {name: _factors_of(texts[name], rank, frozenset()) for name, rank in operands}
+    reduced: frozenset[int] = frozenset() if keepdim else along
+    result_factors = [
+        None if rank < 0 or dims.whole else _factors_of(dims, rank, reduced)
         for dims, rank in zip(text.results, results, strict=False)
     ]
-    kept = {None, *text.kept, *along}
-    every = [factors for factors in (*given, *taken.values()) if factors is not None]
+    excluded = {None, *text.unsharded, *along}
+    all_factors = [
+        factors for factors in (*result_factors, *operand_factors.values()) if factors is not None
+    ]
     return tuple(
         _Place(
             factor,
-            tuple([(name, f.index(factor)) for name, f in taken.items() if factor in f]),
-            tuple([None if f is None else _at(factor, f) for f in given]),
+            tuple([(name, f.index(factor)) for name, f in operand_factors.items() if factor in f]),
+            tuple([None if f is None else _index_or_minus_one(factor, f) for f in result_factors]),
         )
-        for factor in dict.fromkeys(chain.from_iterable(every))
-        if factor is not None and factor not in kept
+        for factor in dict.fromkeys(chain.from_iterable(all_factors))
+        if factor is not None and factor not in excluded
     )
 
 
-def _at(factor: Factor, factors: Sequence[Factor | None]) -> int:
+def _index_or_minus_one(factor: Factor, factors: Sequence[Factor | None]) -> int:
+    """Return the dim of a factor; -1: the tensor lacks the factor."""
     return factors.index(factor) if factor in factors else -1
 
 
-def _laid(dims: Dims, rank: int, gone: frozenset[int]) -> tuple[Factor | None, ...]:
-    """Return the factor of each dim of a tensor; None: it is whole.
+def _factors_of(dims: Dims, rank: int, reduced: frozenset[int]) -> tuple[Factor | None, ...]:
+    """Return the factor of each dim of a tensor; None: the dim is not sharded.
 
     Args:
-        gone: dims that "..." does not have here, though others have them.
+        dims: parsed dims of the tensor.
+        rank: number of dims of the tensor.
+        reduced: dims of ``...`` that this tensor lacks (``keepdim=False``).
     """
     if dims.whole:
         return (None,) * rank
-    lead = max(rank - len(dims.before) - len(dims.after), 0)
-    gone = gone if dims.argument else frozenset()
-    rest = [dim for dim in range(lead + len(gone))[::-1] if dim not in gone]
-    middle = rest if dims.rest and not dims.rest_whole else [None] * lead
+    num_rest_dims = max(rank - len(dims.before) - len(dims.after), 0)
+    reduced = reduced if dims.argument else frozenset()
+    rest = [dim for dim in range(num_rest_dims + len(reduced))[::-1] if dim not in reduced]
+    middle = rest if dims.rest and not dims.rest_whole else [None] * num_rest_dims
     factors: tuple[Factor | None, ...] = (*dims.before, *middle, *dims.after)
     return factors[len(factors) - rank :]

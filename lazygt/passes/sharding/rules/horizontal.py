@@ -1,7 +1,7 @@
-"""Horizontal ops on lists of tensors, and fused optimizer steps: strategies, and a split.
+"""Horizontal (``_foreach``) ops and fused optimizer steps: strategies, and the split pass.
 
-A strategy gives the tensors of a list the same placement, those that can have it; the others are R.
-To have each tensor choose for itself, split the node first.
+A strategy gives all tensors of a list the same placement if possible; the other tensors are R.
+``SplitForeach`` splits a node into one node per tensor, with independent placements.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
 
-#: Steps on whole lists of parameters.
+#: Fused optimizer steps on lists of parameters.
 FUSED_STEPS = frozenset(
     f"aten._fused_{name}.{which}"
     for name in ("adam_", "adamw_", "sgd_", "adagrad_")
     for which in ("default", "tensor_lr")
 )
-#: Horizontal ops to take apart: those that are merged again, and those of which nothing is gained.
+#: Horizontal ops to split: those that are merged again later, and those that gain nothing.
 FORMS = SPLIT | {
     form.wide: form
     for form in (
@@ -51,102 +51,115 @@ FORMS = SPLIT | {
 
 
 def singles(node: Node) -> list[Node]:
-    """Return the ops on one tensor that a horizontal op of ``FORMS`` stands for."""
+    """Return the single-tensor nodes that are equivalent to a horizontal op of ``FORMS``."""
     form = FORMS[node.op]
     nodes = []
-    for which in range(len(node.args[0])):
-        args, kwargs = form.narrow(node.args, which)
-        kept = (*kwargs, *node.kwargs)
-        fresh = node.fresh[which : which + 1]
-        written = node.written[which : which + 1]
-        nodes.append(Node(form.single, args, kept, fresh, node.writes[which : which + 1], written))
+    for number in range(len(node.args[0])):
+        args, kwargs = form.narrow(node.args, number)
+        single_kwargs = (*kwargs, *node.kwargs)
+        new_outputs = node.fresh[number : number + 1]
+        written = node.written[number : number + 1]
+        nodes.append(
+            Node(
+                form.single,
+                args,
+                single_kwargs,
+                new_outputs,
+                node.writes[number : number + 1],
+                written,
+            )
+        )
     return nodes
 
 
-def are_apart(node: Node) -> bool:
-    """Return whether the tensors of a horizontal op are independent.
+def are_independent(node: Node) -> bool:
+    """Return whether the single-tensor nodes of a horizontal op are independent.
 
-    None reads or writes the memory that another one writes.
+    No node may read or write a value that another node writes.
     """
-    for part in singles(node):
+    for single in singles(node):
         others = list(node.writes)
-        for value in part.writes:
+        for value in single.writes:
             others.remove(value)
-        if not set(others).isdisjoint((*part.refs(), *part.writes)):
+        if not set(others).isdisjoint((*single.refs(), *single.writes)):
             return False
     return True
 
 
-def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return for each placement that some tensor can have the strategies of all side by side."""
-    if not are_apart(node):
+def _horizontal(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a horizontal op: one per placement that some tensor can have."""
+    if not are_independent(node):
         return []
     rule = reductions.RULES.get(FORMS[node.op].single, pointwise.strategies)
     options: list[dict[Placement, Strategy]] = []
     for single in singles(node):
-        whole = Strategy((R,) * len(single.refs()), (R,) * len(single.results))
-        strategies = [whole, *rule(single, metas, parts)]
+        replicated = Strategy((R,) * len(single.refs()), (R,) * len(single.results))
+        strategies = [replicated, *rule(single, metas, axis_size)]
         options.append({strategy.inputs[0]: strategy for strategy in reversed(strategies)})
     placements = dict.fromkeys(
         placement for strategies in options for placement in strategies if placement != R
     )
-    together = (
-        _side_by_side(node, [strategies.get(placement, strategies[R]) for strategies in options])
+    combined = (
+        _combined(node, [strategies.get(placement, strategies[R]) for strategies in options])
         for placement in placements
     )
-    return [strategy for strategy in together if strategy is not None]
+    return [strategy for strategy in combined if strategy is not None]
 
 
-def _side_by_side(node: Node, strategies: list[Strategy]) -> Strategy | None:
+def _combined(node: Node, strategies: list[Strategy]) -> Strategy | None:
+    """Combine one strategy per tensor; None: an operand of all tensors would not be R."""
     inputs: list[Placement] = []
-    place = 0
+    operand = 0
     for kind, arg in zip(FORMS[node.op].takes, node.args, strict=False):
         if not numbers(arg):
             continue
-        placements = [strategy.inputs[place] for strategy in strategies]
+        placements = [strategy.inputs[operand] for strategy in strategies]
         if kind != EACH and set(placements) != {R}:
             return None
         inputs += placements if kind == EACH else placements[:1]
-        place += 1
-    comm = [one for strategy in strategies for one in strategy.comm]
+        operand += 1
+    comm = [collective for strategy in strategies for collective in strategy.comm]
     outputs = tuple(placement for strategy in strategies for placement in strategy.outputs)
-    return Strategy(tuple(inputs), outputs, _each(strategies), tuple(comm))
+    return Strategy(tuple(inputs), outputs, _lower_singles(strategies), tuple(comm))
 
 
-def _each(strategies: Sequence[Strategy]) -> Lowering:
+def _lower_singles(strategies: Sequence[Strategy]) -> Lowering:
+    """Return the lowering that runs each single-tensor node by its strategy."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         local = dict(zip(_positions(node), operands, strict=True))
         results: list[Ref | None] = []
-        for which, (single, strategy) in enumerate(zip(singles(node), strategies, strict=True)):
-            values = [local[place, which] if (place, which) in local else local[place, -1]
-                    for place in _tensor_places(node)]  # fmt: skip
+        for number, (single, strategy) in enumerate(zip(singles(node), strategies, strict=True)):
+            values = [local[arg, number] if (arg, number) in local else local[arg, -1]
+                      for arg in _tensor_arguments(node)]  # fmt: skip
             results += lower_strategy(build, strategy, single, values)
         return results
 
     return lower
 
 
-def _tensor_places(node: Node) -> list[int]:
-    return [place for place, arg in enumerate(node.args) if numbers(arg)]
+def _tensor_arguments(node: Node) -> list[int]:
+    """Return the numbers of the arguments with tensors."""
+    return [number for number, arg in enumerate(node.args) if numbers(arg)]
 
 
 def _positions(node: Node) -> list[tuple[int, int]]:
-    """Return (argument, place in its list) of each of ``node.refs()``; -1: of no list."""
+    """Return (argument number, index in its list) of each of ``node.refs()``; -1: no list."""
     positions = []
-    for place in _tensor_places(node):
-        arg = node.args[place]
-        positions += [(place, which) for which in range(len(arg))] if type(arg) is tuple else [
-            (place, -1)
+    for argument in _tensor_arguments(node):
+        arg = node.args[argument]
+        positions += [(argument, number) for number in range(len(arg))] if type(arg) is tuple else [
+            (argument, -1)
         ]  # fmt: skip
     return positions
 
 
-def _fused(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return strategies with parameters, gradients and moments split alike.
+def _fused(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies that shard parameters, gradients and optimizer states alike.
 
-    Steps and learning rates stay whole.
+    Step counts and learning rates are replicated.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     lists = {
         name: [meta for n in refs if (meta := metas[n]) is not None]
         for name, arg in call.args.items()
@@ -164,6 +177,7 @@ def _fused(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _aligned(metas: list[TensorMeta], shapes: list[tuple[int, ...]], dim: int) -> list[Placement]:
+    """Return S(dim) for each tensor with the shape of its parameter and a shardable dim, else R."""
     return [
         Shard(dim) if meta.shape == shape and dim < len(shape) and shape[dim] > 1 else R
         for meta, shape in zip(metas, shapes, strict=True)
@@ -171,54 +185,62 @@ def _aligned(metas: list[TensorMeta], shapes: list[tuple[int, ...]], dim: int) -
 
 
 def _placement_of(call: Call, placements: dict[str, list[Placement]], value: int) -> Placement:
-    for name, given in placements.items():
+    """Return the placement of an operand value of the call."""
+    for name, arg_placements in placements.items():
         refs = numbers(call.args[name])
         if value in refs:
-            return given[refs.index(value)]
+            return arg_placements[refs.index(value)]
     return R
 
 
 class SplitForeach:
-    """Pass that makes one op a tensor, of the ops of ``FORMS`` and fused optimizer steps."""
+    """Pass that splits the ops of ``FORMS`` and fused optimizer steps into one op per tensor."""
 
     name = "split_foreach"
 
     def run(self, graph: Graph) -> Graph:
-        rows = [part for row in placed(graph) for part in _parts(row)]
-        return graph if len(rows) == len(graph.nodes) else rebuild(graph, rows)
+        split_nodes = [single for placed_node in placed(graph) for single in _split(placed_node)]
+        return graph if len(split_nodes) == len(graph.nodes) else rebuild(graph, split_nodes)
 
 
-def _parts(row: Placed) -> Sequence[Placed]:
-    node = row.node
+def _split(placed_node: Placed) -> Sequence[Placed]:
+    """Split one node into single-tensor nodes; others are returned as they are."""
+    node = placed_node.node
     if node.op in FORMS:
-        if not are_apart(node):
-            return [row]
-        pairs = zip(singles(node), row.results, strict=True)
-        return [Placed(single, (result,), row.source) for single, result in pairs]
+        if not are_independent(node):
+            return [placed_node]
+        pairs = zip(singles(node), placed_node.results, strict=True)
+        return [Placed(single, (result,), placed_node.source) for single, result in pairs]
     if node.op in FUSED_STEPS and len(node.args[0]) > 1 and not node.dynamic:
-        return [_step(row, which) for which in range(len(node.args[0]))]
-    return [row]
+        return [_single_step(placed_node, number) for number in range(len(node.args[0]))]
+    return [placed_node]
 
 
-def _step(row: Placed, which: int) -> Placed:
-    """Return a fused step on one of its parameters."""
-    node = row.node
-    args = tuple([_one_of(arg, which) for arg in node.args])
-    taken = {item for arg in args if type(arg) is tuple for item in arg}
-    places = [place for place, value in enumerate(node.writes) if Ref(value) in taken]
+def _single_step(placed_node: Placed, parameter: int) -> Placed:
+    """Return the fused step on one parameter alone."""
+    node = placed_node.node
+    args = tuple([_item_of(arg, parameter) for arg in node.args])
+    selected = {item for arg in args if type(arg) is tuple for item in arg}
+    written_numbers = [
+        written_number for written_number, value in enumerate(node.writes) if Ref(value) in selected
+    ]
     single = Node(
         node.op,
         args,
         node.kwargs,
-        writes=tuple([node.writes[place] for place in places]),
-        written=tuple([node.written[place] for place in places]),
+        writes=tuple([node.writes[number] for number in written_numbers]),
+        written=tuple([node.written[number] for number in written_numbers]),
     )
-    return Placed(single, [row.results[place] for place in places], row.source)
+    return Placed(
+        single,
+        [placed_node.results[number] for number in written_numbers],
+        placed_node.source,
+    )
 
 
-def _one_of(arg: Arg, which: int) -> Arg:
-    """Return the item of a list that belongs to a parameter; lists may be empty."""
-    return arg[which : which + 1] if type(arg) is tuple else arg
+def _item_of(arg: Arg, number: int) -> Arg:
+    """Slice a list argument to the item of parameter ``number``; empty lists stay empty."""
+    return arg[number : number + 1] if type(arg) is tuple else arg
 
 
 RULES: dict[str, Rule] = {

@@ -1,7 +1,7 @@
-"""Exchange of rows by indices in blocks, with a value in blocks of rows.
+"""Gather and scatter of rows by sharded indices, of a value sharded along dim 0.
 
-Each rank sends the rows that belong elsewhere, and no more; only the indices tell how many. Costs
-take them to be spread evenly.
+Each rank sends exactly the rows that other ranks need (``take_rows``, ``put_rows``). Their number
+depends on the indices; the cost model assumes uniformly distributed indices.
 """
 
 from __future__ import annotations
@@ -30,77 +30,83 @@ from lazygt.passes.sharding.rules.strategy import (
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-_PLACE = 8  #: bytes of a row's place
-#: Ops with indices that may count from the end.
-_FROM_END = ("aten.index.", "aten._unsafe_index.", "aten.index_put", "aten._index_put_impl")
+_INDEX_BYTES = 8  #: bytes of the index of a row
+#: Ops that accept negative indices.
+_WITH_NEGATIVES = ("aten.index.", "aten._unsafe_index.", "aten.index_put", "aten._index_put_impl")
 
 
-def taking(call: Call, value: str, index: str, by_element: bool = False) -> list[Strategy]:
-    """Return the strategies of an op that takes rows of ``value`` by indices in blocks.
+def take_strategies(call: Call, value: str, index: str, by_element: bool = False) -> list[Strategy]:
+    """Return the strategies of an op that gathers rows of ``value`` by sharded indices.
 
     Args:
-        index: the argument with the index of the first dim, or of the first dims.
-        by_element: it has one for each element of a row; all of a row are equal.
+        value: name of the argument with the rows.
+        index: name of the argument with the index of the first dim, or of the first dims.
+        by_element: whether the index has the shape of the rows, with equal indices within a row.
     """
-    whole, metas = call.meta(value), _indices(call, index)
-    if not metas or whole.shape[0] < 2:
+    value_meta, metas = call.meta(value), _indices(call, index)
+    if not metas or value_meta.shape[0] < 2:
         return []
-    picked = metas[0].shape[: 1 if by_element else None]
+    index_shape = metas[0].shape[: 1 if by_element else None]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        indices = _local_indices(build, node, args[index], whole, by_element)
-        return (take(build, args[value], whole, indices),)
+        indices = _local_indices(build, node, args[index], value_meta, by_element)
+        return (take(build, args[value], value_meta, indices),)
 
     return [
-        exchanging(
+        with_exchange(
             call.strategy(S(dim), **{value: S(0), index: S(dim)}).by(lower),
-            Rows(call, "take_rows", index, whole, picked, dim),
+            Rows(call, "take_rows", index, value_meta, index_shape, dim),
         )
-        for dim in shardable_dims(picked)
+        for dim in shardable_dims(index_shape)
     ]
 
 
-def putting(
-    call: Call, index: str, given: str, added: bool, by_element: bool = False
+def put_strategies(
+    call: Call, index: str, source: str, added: bool, by_element: bool = False
 ) -> list[Strategy]:
-    """Return the strategies of an op that puts, or adds, rows of ``given`` into ``self``.
+    """Return the strategies of an op that scatters rows of ``source`` into ``self``.
 
-    The indices are in blocks; see ``taking``.
+    Args:
+        index, by_element: see ``take_strategies``.
+        source: name of the argument with the rows.
+        added: whether the rows are added; else they replace the old ones.
     """
-    whole, metas = call.meta("self"), _indices(call, index)
-    if not metas or whole.shape[0] < 2 or (added and whole.dtype == torch.bool):
+    value_meta, metas = call.meta("self"), _indices(call, index)
+    if not metas or value_meta.shape[0] < 2 or (added and value_meta.dtype == torch.bool):
         return []
-    picked = metas[0].shape[: 1 if by_element else None]
-    shape = (*picked, *whole.shape[len(metas) :])
+    index_shape = metas[0].shape[: 1 if by_element else None]
+    shape = (*index_shape, *value_meta.shape[len(metas) :])
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        indices = _local_indices(build, node, args[index], whole, by_element)
-        rows = args[given]
+        indices = _local_indices(build, node, args[index], value_meta, by_element)
+        rows = args[source]
         if args.get("alpha", 1) != 1:
             rows = build.op("aten.mul.Scalar", rows, args["alpha"])
-        return (put(build, args["self"], whole, indices, rows, added),)
+        return (put(build, args["self"], value_meta, indices, rows, added),)
 
     return [
-        exchanging(
+        with_exchange(
             call.strategy(
-                S(0), self=S(0), **{index: S(dim), given: spread(call.shape(given), shape, dim)}
+                S(0),
+                self=S(0),
+                **{index: S(dim), source: broadcast_placement(call.shape(source), shape, dim)},
             ).by(lower),
-            Rows(call, "put_rows", index, whole, picked, dim),
+            Rows(call, "put_rows", index, value_meta, index_shape, dim),
         )
-        for dim in shardable_dims(picked)
+        for dim in shardable_dims(index_shape)
     ]
 
 
-def spread(shape: tuple[int, ...], into: tuple[int, ...], dim: int) -> Placement:
-    """Return the placement of a value that is broadcast to a shape with a cut dim."""
-    at = dim - (len(into) - len(shape))
-    return S(at) if at >= 0 and shape[at] == into[dim] else R
+def broadcast_placement(shape: tuple[int, ...], into: tuple[int, ...], dim: int) -> Placement:
+    """Return the placement of a value broadcast to shape ``into``, sharded along ``dim``."""
+    own_dim = dim - (len(into) - len(shape))
+    return S(own_dim) if own_dim >= 0 and shape[own_dim] == into[dim] else R
 
 
-def of_each_element(call: Call, index: str) -> bool:
-    """Return whether each element's index is that of its whole row, as ``expand`` gives it."""
+def is_row_index(call: Call, index: str) -> bool:
+    """Return whether an index of element shape is one index per row, expanded over the row."""
     meta = call.meta(index)
     shape = call.shape("self")
     return (
@@ -112,40 +118,38 @@ def of_each_element(call: Call, index: str) -> bool:
 
 
 def _indices(call: Call, name: str) -> list[TensorMeta]:
-    """Return the metas of the indices.
-
-    Empty where they are not all of one shape, or not whole numbers.
-    """
+    """Return the metas of the index tensors; empty unless all are integers of one shape."""
     metas = [meta for n in numbers(call[name]) if (meta := call.metas[n]) is not None]
-    alike = len({meta.shape for meta in metas}) == 1
-    known = all(meta.dtype in (torch.int64, torch.int32) for meta in metas)
-    return metas if alike and known else []
+    same_shape = len({meta.shape for meta in metas}) == 1
+    are_integers = all(meta.dtype in (torch.int64, torch.int32) for meta in metas)
+    return metas if same_shape and are_integers else []
 
 
 def _local_indices(
     build: Builder, node: Node, arg: Arg, value: TensorMeta, by_element: bool
 ) -> list[Ref]:
-    """Return the local indices of the first dims, counted from the front."""
+    """Return this rank's non-negative indices of the first dims of ``value``."""
     indices = [ref(number) for number in numbers(arg)]
     if by_element:
         (index,) = indices
         for _ in value.shape[1:]:
             index = build.op("aten.select.int", index, 1, 0)
         return [index]
-    if not node.op.startswith(_FROM_END):
+    if not node.op.startswith(_WITH_NEGATIVES):
         return indices
     return [
-        _counted_from_front(build, index, size)
+        _wrap_negative(build, index, size)
         for index, size in zip(indices, value.shape, strict=False)
     ]
 
 
 class Rows(NamedTuple):
-    """Rows of ``value`` that are exchanged.
+    """Rows of ``value`` that ranks exchange.
 
     Attributes:
-        names: the argument with their indices.
-        picked: the shape of the indices, which are cut along ``dim``.
+        kind: collective, ``take_rows`` or ``put_rows``.
+        names: name of the argument with the indices.
+        picked: global shape of the indices, which are sharded along ``dim``.
     """
 
     call: Call
@@ -156,31 +160,34 @@ class Rows(NamedTuple):
     dim: int
 
 
-def exchanging(strategy: Strategy, rows: Rows) -> Strategy:
-    """Return the strategy with its exchange. To cut indices only for it would be no use."""
+def with_exchange(strategy: Strategy, rows: Rows) -> Strategy:
+    """Add the exchange's cost to a strategy; the indices must already be sharded for it."""
     names = [(name, number) for name, arg in rows.call.args.items() for number in numbers(arg)]
-    places = tuple([place for place, (name, _) in enumerate(names) if name == rows.names])
+    index_operands = tuple([number for number, (name, _) in enumerate(names) if name == rows.names])
     count = prod(rows.picked) // rows.picked[rows.dim]
-    count *= block_size(rows.picked[rows.dim], rows.call.parts, 0)
-    row = prod(rows.value.shape[len(places) :]) * rows.value.dtype.itemsize
-    inside = Collective(rows.kind, count * (row + _PLACE))
-    return replace(strategy, comm=(inside,), given=places)
+    count *= block_size(rows.picked[rows.dim], rows.call.axis_size, 0)
+    row_bytes = prod(rows.value.shape[len(index_operands) :]) * rows.value.dtype.itemsize
+    collective = Collective(rows.kind, count * (row_bytes + _INDEX_BYTES))
+    return replace(strategy, comm=(collective,), preplaced=index_operands)
 
 
 def take(build: Builder, block: Ref, value: TensorMeta, indices: Sequence[Ref]) -> Ref:
-    """Return rows of a value, by an index for each of its first dims.
-
-    The result has the indices' dims in the place of these.
+    """Gather rows of a sharded value by one index tensor for each of its first dims.
 
     Args:
-        block: this rank's, along dim 0.
-        value: the global meta.
+        block: this rank's block of the value, along dim 0.
+        value: global meta of the value.
+
+    Returns:
+        Rows in the shape (*indices, *remaining dims of the value).
     """
-    taken, shape, picked = len(indices), build.shape(block), build.shape(indices[0])
-    if taken > 1:
-        block = build.reshape(block, (prod(shape[:taken]), *shape[taken:]))
-    rows = build.take_rows(block, _linear(build, indices, value), *_rows(build, value, taken))
-    return build.reshape(rows, (*picked, *value.shape[taken:]))
+    num_indexed, shape, index_shape = len(indices), build.shape(block), build.shape(indices[0])
+    if num_indexed > 1:
+        block = build.reshape(block, (prod(shape[:num_indexed]), *shape[num_indexed:]))
+    rows = build.take_rows(
+        block, _flat_index(build, indices, value), *_row_counts(build, value, num_indexed)
+    )
+    return build.reshape(rows, (*index_shape, *value.shape[num_indexed:]))
 
 
 def put(
@@ -188,42 +195,50 @@ def put(
     block: Ref,
     value: TensorMeta,
     indices: Sequence[Ref],
-    given: Ref,
+    rows: Ref,
     added: bool,
 ) -> Ref:
-    """Return this rank's block with all ranks' rows put, or added, by their indices.
+    """Scatter all ranks' rows into a sharded value; return this rank's block.
 
     Args:
-        given: the rows; may be broadcast to the indices' dims and the value's others.
+        block: this rank's block of the value, along dim 0.
+        value: global meta of the value.
+        rows: broadcastable to (*indices, *remaining dims of the value).
+        added: whether the rows are added; else they replace the old ones.
     """
-    taken, shape = len(indices), build.shape(block)
-    picked, rest = build.shape(indices[0]), value.shape[taken:]
-    if build.shape(given) != (*picked, *rest):
-        given = build.op("aten.expand.default", given, (*picked, *rest))
-    given = build.reshape(given, (prod(picked), *rest))
-    if taken > 1:
-        block = build.reshape(block, (prod(shape[:taken]), *rest))
-    index = _linear(build, indices, value)
-    block = build.put_rows(block, index, given, *_rows(build, value, taken), added)
+    num_indexed, shape = len(indices), build.shape(block)
+    index_shape, rest = build.shape(indices[0]), value.shape[num_indexed:]
+    if build.shape(rows) != (*index_shape, *rest):
+        rows = build.op("aten.expand.default", rows, (*index_shape, *rest))
+    rows = build.reshape(rows, (prod(index_shape), *rest))
+    if num_indexed > 1:
+        block = build.reshape(block, (prod(shape[:num_indexed]), *rest))
+    index = _flat_index(build, indices, value)
+    block = build.put_rows(block, index, rows, *_row_counts(build, value, num_indexed), added)
     return build.reshape(block, shape)
 
 
-def _counted_from_front(build: Builder, index: Ref, size: int) -> Ref:
-    """Return an index with the negative ones, which torch counts from the end, wrapped."""
-    below = build.op("aten.lt.Scalar", index, 0)
+def _wrap_negative(build: Builder, index: Ref, size: int) -> Ref:
+    """Wrap negative indices of a dim of ``size``."""
+    negative = build.op("aten.lt.Scalar", index, 0)
     shifted = build.op("aten.add.Scalar", index, size)
-    counted: Ref = build.op("aten.where.self", below, shifted, index)
-    return counted
+    wrapped: Ref = build.op("aten.where.self", negative, shifted, index)
+    return wrapped
 
 
-def _rows(build: Builder, value: TensorMeta, taken: int) -> tuple[int, int]:
-    """Return rows of the first block, and of the whole, with the first ``taken`` dims as one."""
-    inner = prod(value.shape[1:taken])
-    return block_size(value.shape[0], build.parts, 0) * inner, value.shape[0] * inner
+def _row_counts(build: Builder, value: TensorMeta, num_indexed: int) -> tuple[int, int]:
+    """Return the numbers of rows of rank 0's block and of the value, first dims flattened."""
+    rows_per_index = prod(value.shape[1:num_indexed])
+    return block_size(value.shape[0], build.parts, 0) * rows_per_index, value.shape[
+        0
+    ] * rows_per_index
 
 
-def _linear(build: Builder, indices: Sequence[Ref], value: TensorMeta) -> Ref:
-    """Return one flat index of the first dims; it is out of range where any of theirs is."""
+def _flat_index(build: Builder, indices: Sequence[Ref], value: TensorMeta) -> Ref:
+    """Flatten the indices of the first dims to one row index.
+
+    The row index is out of range if one of the indices is.
+    """
     linear, *others = indices
     for index, size in zip(others, value.shape[1:], strict=False):
         outside = build.op(

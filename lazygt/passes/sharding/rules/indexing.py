@@ -1,7 +1,7 @@
-"""Ops that read and write where indices say; tables of embeddings are in ``embedding``.
+"""Indexed reads and writes: index_select, gather, scatter, index_add, index, index_put.
 
-A rank reads and writes in its own block, or, where indices are in blocks as well, sends rows to the
-ranks that have their places (``rows``).
+Along a sharded indexed dim a rank reads and writes its own block only. If the indices are sharded
+too, ranks exchange rows (``index_exchange``). Embeddings are in ``embedding``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
 
-def _summable(call: Call) -> bool:
+def _is_summable(call: Call) -> bool:
+    """Return whether partial sums of the operand exist: torch has no sum of bools."""
     return call.meta("self").dtype != torch.bool
 
 
-def _index_select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _index_select(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of index_select."""
+    call = Call(node, metas, axis_size)
     shape = call.shape("self")
     if not shape:
         return ()
@@ -45,34 +47,36 @@ def _index_select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     strategies = [call.strategy(S(d), self=S(d)) for d in shardable_dims(shape) if d != dim]
     if shardable_dims(call.shape("index")):
         strategies.append(call.strategy(S(dim), index=S(0)))
-    if shape[dim] > 1 and _summable(call):
-        strategies.append(call.strategy(P, self=S(dim)).by(_selected(dim, shape[dim])))
-    strategies += [] if dim else index_exchange.taking(call, "self", "index")
+    if shape[dim] > 1 and _is_summable(call):
+        strategies.append(call.strategy(P, self=S(dim)).by(_lower_index_select(dim, shape[dim])))
+    strategies += [] if dim else index_exchange.take_strategies(call, "self", "index")
     return [*strategies, call.strategy(P, self=P)]
 
 
-def _selected(dim: int, size: int) -> Lowering:
+def _lower_index_select(dim: int, size: int) -> Lowering:
+    """Return the lowering of index_select along a sharded dim: zeros for rows of other ranks."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
         value, index = args["self"], args["index"]
         shape = build.shape(value)
         if not shape[dim]:
-            picked = build.meta(index).numel
-            return (build.full((*shape[:dim], picked, *shape[dim + 1 :]), 0, like=value),)
-        local, outside = own_indices(build, index, size)
-        rows = build.op("aten.index_select.default", value, dim, local)
+            num_indices = build.meta(index).numel
+            return (build.full((*shape[:dim], num_indices, *shape[dim + 1 :]), 0, like=value),)
+        local_index, outside = to_local_indices(build, index, size)
+        rows = build.op("aten.index_select.default", value, dim, local_index)
         outside = build.reshape(outside, (-1, *[1] * (len(shape) - 1 - dim)))
         return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
 
     return lower
 
 
-def _gather(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _gather(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of gather.
 
-    The index may be smaller than the operand, so dims pass only in equal sizes.
+    The index may be smaller than the operand, so a dim is sharded in both only if sizes are equal.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     shape, index = call.shape("self"), call.shape("index")
     if not shape or not index:
         return ()
@@ -84,28 +88,30 @@ def _gather(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     ]
     if index[dim] > 1:
         strategies.append(call.strategy(S(dim), index=S(dim)))
-    if shape[dim] > 1 and _summable(call):
-        strategies.append(call.strategy(P, self=S(dim)).by(_gathered(dim, shape[dim])))
-    if dim == 0 and index_exchange.of_each_element(call, "index"):
-        strategies += index_exchange.taking(call, "self", "index", by_element=True)
+    if shape[dim] > 1 and _is_summable(call):
+        strategies.append(call.strategy(P, self=S(dim)).by(_lower_gather(dim, shape[dim])))
+    if dim == 0 and index_exchange.is_row_index(call, "index"):
+        strategies += index_exchange.take_strategies(call, "self", "index", by_element=True)
     return [*strategies, call.strategy(P, self=P)]
 
 
-def _gathered(dim: int, size: int) -> Lowering:
+def _lower_gather(dim: int, size: int) -> Lowering:
+    """Return the lowering of gather along a sharded dim: zeros for elements of other ranks."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
         value, index = args["self"], args["index"]
         if not build.shape(value)[dim]:
             return (build.full(build.shape(index), 0, like=value),)
-        local, outside = own_indices(build, index, size)
-        rows = build.op("aten.gather.default", value, dim, local)
+        local_index, outside = to_local_indices(build, index, size)
+        rows = build.op("aten.gather.default", value, dim, local_index)
         return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
 
     return lower
 
 
-#: Scatters that put the given elements as they are -> their functional overloads.
-_PUTS = {
+#: Scatters that replace elements -> their functional overloads.
+_REPLACING = {
     "aten.scatter.src": "aten.scatter.src",
     "aten.scatter_.src": "aten.scatter.src",
     "aten.scatter.value": "aten.scatter.value",
@@ -116,12 +122,12 @@ _PUTS = {
 def _scatter(added: bool) -> Rule:
     """Return the rule of scatter, or of scatter_add if ``added``.
 
-    Dims other than the indexed one are cut where all have them whole; and that one, where a rank
-    puts the rows of its block.
+    The indexed dim is sharded with replicated indices: a rank writes the elements of its block. A
+    dim other than the indexed one is sharded if all operands have the same size along the dim.
     """
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
         shape, index = call.shape("self"), call.shape("index")
         if not shape or not index:
             return ()
@@ -136,57 +142,63 @@ def _scatter(added: bool) -> Rule:
             strategies.append(call.strategy(P, self=P, src=P))
             if index[dim] > 1 and call.shape("src")[dim] == index[dim]:
                 strategies.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
-        of_each = call.has("src") and call.shape("src") == index
-        puts = added or node.op in _PUTS
-        if dim == 0 and puts and index_exchange.of_each_element(call, "index") and of_each:
-            strategies += index_exchange.putting(call, "index", "src", added, by_element=True)
-        if shape[dim] > 1 and (of_each if added else puts):
-            lower = _added_in_block(dim) if added else _put_in_block(dim)
+        same_shape = call.has("src") and call.shape("src") == index
+        replaces = added or node.op in _REPLACING
+        if dim == 0 and replaces and index_exchange.is_row_index(call, "index") and same_shape:
+            strategies += index_exchange.put_strategies(
+                call, "index", "src", added, by_element=True
+            )
+        if shape[dim] > 1 and (same_shape if added else replaces):
+            lower = _lower_scatter_add(dim) if added else _lower_scatter(dim)
             strategies.append(call.strategy(S(dim), self=S(dim)).by(lower))
         return strategies
 
     return strategies
 
 
-def _added_in_block(dim: int) -> Lowering:
-    """Return a lowering that adds zeros in the place of rows that others are to have."""
+def _lower_scatter_add(dim: int) -> Lowering:
+    """Return the lowering of scatter_add into a block: elements of other ranks add zeros."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args, (whole,) = build.bind(node, operands), node.results
-        assert whole is not None
+        args, (result,) = build.bind(node, operands), node.results
+        assert result is not None
         if not build.shape(args["self"])[dim]:
             return (args["self"],)
-        local, outside = own_indices(build, args["index"], whole.shape[dim])
-        given = build.op("aten.masked_fill.Scalar", args["src"], outside, 0)
-        return build.rerun(node, operands, index=local, src=given)
+        local_index, outside = to_local_indices(build, args["index"], result.shape[dim])
+        source = build.op("aten.masked_fill.Scalar", args["src"], outside, 0)
+        return build.rerun(node, operands, index=local_index, src=source)
 
     return lower
 
 
-def _put_in_block(dim: int) -> Lowering:
-    """Return a lowering that puts rows of others in one more row, which is dropped."""
+def _lower_scatter(dim: int) -> Lowering:
+    """Return the lowering of scatter into a block.
+
+    Elements of other ranks are written to an extra last row, which is dropped.
+    """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args, (whole,) = build.bind(node, operands), node.results
-        assert whole is not None
-        value, given = args["self"], args.get("src", args.get("value"))
+        args, (result,) = build.bind(node, operands), node.results
+        assert result is not None
+        value, source = args["self"], args.get("src", args.get("value"))
         shape = build.shape(value)
-        local, outside = own_indices(build, args["index"], whole.shape[dim])
+        local_index, outside = to_local_indices(build, args["index"], result.shape[dim])
         dropped = build.op(
-            "aten.logical_and.default", outside, build.op("aten.eq.Scalar", local, 0)
+            "aten.logical_and.default", outside, build.op("aten.eq.Scalar", local_index, 0)
         )
-        local = build.op("aten.masked_fill.Scalar", local, dropped, shape[dim])
-        spare = build.full((*shape[:dim], 1, *shape[dim + 1 :]), 0, like=value)
-        wide = build.op("aten.cat.default", (value, spare), dim)
-        wide = build.op(_PUTS[node.op], wide, dim, local, given)
-        kept = build.slice(wide, dim, 0, shape[dim])
-        return (build.op("aten.copy_.default", value, kept) if node.writes else kept,)
+        local_index = build.op("aten.masked_fill.Scalar", local_index, dropped, shape[dim])
+        extra_row = build.full((*shape[:dim], 1, *shape[dim + 1 :]), 0, like=value)
+        extended = build.op("aten.cat.default", (value, extra_row), dim)
+        extended = build.op(_REPLACING[node.op], extended, dim, local_index, source)
+        new_block = build.slice(extended, dim, 0, shape[dim])
+        return (build.op("aten.copy_.default", value, new_block) if node.writes else new_block,)
 
     return lower
 
 
-def _index_add(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _index_add(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of index_add."""
+    call = Call(node, metas, axis_size)
     shape = call.shape("self")
     if not shape:
         return ()
@@ -196,124 +208,145 @@ def _index_add(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     ]
     if shardable_dims(call.shape("index")):
         strategies.append(call.strategy(P, self=P, index=S(0), source=S(dim)))
-    strategies += [] if dim else index_exchange.putting(call, "index", "source", added=True)
+    strategies += [] if dim else index_exchange.put_strategies(call, "index", "source", added=True)
     return [*strategies, call.strategy(P, self=P, source=P)]
 
 
-def _index(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of index: dims of the operand that no index takes.
+def _index(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of index (advanced indexing).
 
-    With one index, also its own dims and its dim.
+    The operand's dims without an index are sharded. With a single index tensor also the dims of
+    that tensor and the indexed dim are sharded.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     shape, indices = call.shape("self"), call["indices"]
-    taken = [dim for dim, index in enumerate(indices) if index is not None]
-    tensors = [metas[indices[dim].index] for dim in taken]
-    known = [meta for meta in tensors if meta is not None and meta.dtype != torch.bool]
-    if not taken or len(known) != len(tensors) or taken != list(range(taken[0], taken[-1] + 1)):
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    index_metas = [metas[indices[dim].index] for dim in indexed]
+    integer_metas = [meta for meta in index_metas if meta is not None and meta.dtype != torch.bool]
+    if (
+        not indexed
+        or len(integer_metas) != len(index_metas)
+        or indexed != list(range(indexed[0], indexed[-1] + 1))
+    ):
         return ()
-    rank = max(len(meta.shape) for meta in known)
-    grown = rank - len(taken)
-    free = [d for d in shardable_dims(shape) if d not in taken]
-    strategies = [call.strategy(S(d + (grown if d > taken[0] else 0)), self=S(d)) for d in free]
-    if len(taken) == 1:
-        dims = shardable_dims(known[0].shape)
-        strategies += [call.strategy(S(taken[0] + d), indices=S(d)) for d in dims]
-        if shape[taken[0]] > 1 and _summable(call):
+    rank = max(len(meta.shape) for meta in integer_metas)
+    extra_dims = rank - len(indexed)
+    unindexed = [d for d in shardable_dims(shape) if d not in indexed]
+    strategies = [
+        call.strategy(S(d + (extra_dims if d > indexed[0] else 0)), self=S(d)) for d in unindexed
+    ]
+    if len(indexed) == 1:
+        dims = shardable_dims(integer_metas[0].shape)
+        strategies += [call.strategy(S(indexed[0] + d), indices=S(d)) for d in dims]
+        if shape[indexed[0]] > 1 and _is_summable(call):
             strategies.append(
-                call.strategy(P, self=S(taken[0])).by(_indexed(taken[0], shape[taken[0]]))
+                call.strategy(P, self=S(indexed[0])).by(_lower_index(indexed[0], shape[indexed[0]]))
             )
-    strategies += [] if taken[0] else index_exchange.taking(call, "self", "indices")
+    strategies += [] if indexed[0] else index_exchange.take_strategies(call, "self", "indices")
     return [*strategies, call.strategy(P, self=P)]
 
 
-def _indexed(dim: int, size: int) -> Lowering:
+def _lower_index(dim: int, size: int) -> Lowering:
+    """Return the lowering of index along a sharded dim: zeros for rows of other ranks."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         value, index = operands
         shape = build.shape(value)
-        picked = build.shape(index)
+        index_shape = build.shape(index)
         if not shape[dim]:
-            return (build.full((*shape[:dim], *picked, *shape[dim + 1 :]), 0, like=value),)
-        below = build.op("aten.lt.Scalar", index, 0)  # torch counts those from the end
-        index = build.op("aten.where.self", below, build.op("aten.add.Scalar", index, size), index)
-        local, outside = own_indices(build, index, size)
-        rows = build.op("aten.index.Tensor", value, (*[None] * dim, local))
-        outside = build.reshape(outside, (*picked, *[1] * (len(shape) - 1 - dim)))
+            return (build.full((*shape[:dim], *index_shape, *shape[dim + 1 :]), 0, like=value),)
+        negative = build.op("aten.lt.Scalar", index, 0)  # negative indices count from the end
+        index = build.op(
+            "aten.where.self", negative, build.op("aten.add.Scalar", index, size), index
+        )
+        local_index, outside = to_local_indices(build, index, size)
+        rows = build.op("aten.index.Tensor", value, (*[None] * dim, local_index))
+        outside = build.reshape(outside, (*index_shape, *[1] * (len(shape) - 1 - dim)))
         return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
 
     return lower
 
 
-def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of index_put: dims that no index takes.
+def _index_put(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of index_put: dims without an index are sharded.
 
-    And partial sums when the values are added.
+    With ``accumulate`` there are also strategies of partial sums.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     shape, indices, values = call.shape("self"), call["indices"], call.shape("values")
     strategies = [call.strategy(P, self=P, values=P)] if call["accumulate"] else []
-    known = [m for index in indices if index is not None and (m := metas[index.index]) is not None]
-    taken = [dim for dim, index in enumerate(indices) if index is not None]
-    masked = any(meta.dtype in (torch.bool, torch.uint8) for meta in known)
-    if masked and taken == [0] and call.meta("values").numel == 1:
-        return strategies + _masked_put(call, len(known[0].shape))
-    if masked or not taken or taken != list(range(taken[0], taken[-1] + 1)):
-        return strategies  # the values' dims are then in other places
-    rank = max(len(meta.shape) for meta in known)
-    picked = torch.broadcast_shapes(*(meta.shape for meta in known))
-    full = (*shape[: taken[0]], *picked, *shape[taken[-1] + 1 :])
+    index_metas = [
+        m for index in indices if index is not None and (m := metas[index.index]) is not None
+    ]
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    masked = any(meta.dtype in (torch.bool, torch.uint8) for meta in index_metas)
+    if masked and indexed == [0] and call.meta("values").numel == 1:
+        return strategies + _masked_put(call, len(index_metas[0].shape))
+    if masked or not indexed or indexed != list(range(indexed[0], indexed[-1] + 1)):
+        return strategies  # the values' dims are then in another order
+    rank = max(len(meta.shape) for meta in index_metas)
+    index_shape = torch.broadcast_shapes(*(meta.shape for meta in index_metas))
+    value_shape = (*shape[: indexed[0]], *index_shape, *shape[indexed[-1] + 1 :])
     for dim in shardable_dims(shape):
-        if dim not in taken:
-            at = dim if dim < taken[0] else dim - len(taken) + rank
+        if dim not in indexed:
+            value_dim = dim if dim < indexed[0] else dim - len(indexed) + rank
             strategies.append(
-                call.strategy(S(dim), self=S(dim), values=index_exchange.spread(values, full, at))
+                call.strategy(
+                    S(dim),
+                    self=S(dim),
+                    values=index_exchange.broadcast_placement(values, value_shape, value_dim),
+                )
             )
-    return [*strategies, *([] if taken[0] else _put_by_blocks(call, known))]
+    return [*strategies, *([] if indexed[0] else _sharded_indices(call, index_metas))]
 
 
-def _put_by_blocks(call: Call, indices: Sequence[TensorMeta]) -> list[Strategy]:
-    """Return the strategies of indices in blocks: into partial sums, or blocks of others."""
+def _sharded_indices(call: Call, indices: Sequence[TensorMeta]) -> list[Strategy]:
+    """Return the strategies of sharded indices: an exchange of rows, or partial sums."""
     added = bool(call["accumulate"])
-    strategies = index_exchange.putting(call, "indices", "values", added)
-    if not added or not _summable(call) or len({meta.shape for meta in indices}) != 1:
+    strategies = index_exchange.put_strategies(call, "indices", "values", added)
+    if not added or not _is_summable(call) or len({meta.shape for meta in indices}) != 1:
         return strategies
-    picked = indices[0].shape
-    shape = (*picked, *call.shape("self")[len(indices) :])
+    index_shape = indices[0].shape
+    shape = (*index_shape, *call.shape("self")[len(indices) :])
     values = call.shape("values")
     return strategies + [
-        call.strategy(P, self=P, indices=S(dim), values=index_exchange.spread(values, shape, dim))
-        for dim in shardable_dims(picked)
+        call.strategy(
+            P, self=P, indices=S(dim), values=index_exchange.broadcast_placement(values, shape, dim)
+        )
+        for dim in shardable_dims(index_shape)
     ]
 
 
 def _masked_put(call: Call, rank: int) -> list[Strategy]:
-    """Return the strategies of one number put by a mask of the first ``rank`` dims: pointwise."""
+    """Return the strategies of a number put by a mask over the first ``rank`` dims: pointwise."""
     return [
         call.strategy(S(dim), self=S(dim), indices=S(dim) if dim < rank else R)
         for dim in shardable_dims(call.shape("self"))
     ]
 
 
-def own_indices(build: Builder, indices: Ref, count: int) -> tuple[Ref, Ref]:
-    """Return indices counted from this rank's block, 0 if outside; and a mask of those.
+def to_local_indices(build: Builder, indices: Ref, count: int) -> tuple[Ref, Ref]:
+    """Convert global indices of a sharded dim of size ``count`` to local ones.
 
-    Indices outside of all blocks stay so: torch's kernel has to refuse them.
+    Returns:
+        Indices relative to the start of this rank's block, 0 for those of other ranks, and the mask
+        of the latter. Globally invalid indices stay invalid, so that torch's kernel rejects them.
     """
     start, stop = build.bounds(count)
-    outside = _out_of(build, indices, start, stop)
+    outside = _is_outside(build, indices, start, stop)
     local = build.op("aten.sub.Scalar", indices, start)
     local = build.op("aten.masked_fill.Scalar", local, outside, 0)
-    nowhere = _out_of(build, indices, 0, count)
-    return build.op("aten.masked_fill.Scalar", local, nowhere, count), outside
+    invalid = _is_outside(build, indices, 0, count)
+    return build.op("aten.masked_fill.Scalar", local, invalid, count), outside
 
 
-def _out_of(build: Builder, indices: Ref, start: int, stop: int) -> Ref:
+def _is_outside(build: Builder, indices: Ref, start: int, stop: int) -> Ref:
     """Return a mask of the indices that are not in ``[start, stop)``."""
     below = build.op("aten.lt.Scalar", indices, start)
-    either: Ref = build.op(
+    outside: Ref = build.op(
         "aten.logical_or.default", below, build.op("aten.ge.Scalar", indices, stop)
     )
-    return either
+    return outside
 
 
 RULES: dict[str, Rule] = {

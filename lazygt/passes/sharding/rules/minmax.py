@@ -1,8 +1,8 @@
-"""Largest and smallest elements, their places, and samples that are drawn by them.
+"""Extrema with their indices (topk, argmax, max.dim), and sampling by argmax (multinomial).
 
-Along a dim in blocks ranks gather their own best, each with its place: pairs travel in one
-collective, and all other elements stay in their blocks. Blocks stand in order, so the first of
-equal elements stays the first.
+Along a sharded dim each rank finds the extrema of its block, and ranks all-gather pairs of (value,
+global index) in one collective. Blocks are gathered in order, so among equal elements the first one
+is found, as on one device.
 """
 
 from __future__ import annotations
@@ -33,176 +33,189 @@ from lazygt.passes.sharding.rules.strategy import (
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-#: Numbers that four bytes have, beside four for a place.
+#: Dtypes that fit into 4 bytes, packed with a 4-byte index.
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _NARROW = _FLOATS | {torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
-def _gathered(build: Builder, best: Ref, places: Ref, dim: int, size: int) -> tuple[Ref, Ref]:
-    """Gather equally many elements of each rank, and their places in a dim of ``size``."""
+def _gather_pairs(build: Builder, best: Ref, indices: Ref, dim: int, size: int) -> tuple[Ref, Ref]:
+    """All-gather the candidates of each rank with their indices.
+
+    Args:
+        best: candidates, the same number on each rank along ``dim``.
+        indices: their global indices in a dim of ``size``.
+    """
     dtype, count = build.meta(best).dtype, build.shape(best)[dim] * build.parts
     if not _is_narrow(dtype, size):
-        return build.all_gather(best, dim, count), build.all_gather(places, dim, count)
-    pair = (_as_bits(build, best), build.op("aten._to_copy.default", places, dtype=torch.int32))
+        return build.all_gather(best, dim, count), build.all_gather(indices, dim, count)
+    pair = (_as_bits(build, best), build.op("aten._to_copy.default", indices, dtype=torch.int32))
     pairs = build.op("aten.stack.default", pair, len(build.shape(best)))
     pairs = build.all_gather(pairs, dim, count)
-    best, places = (build.op("aten.select.int", pairs, -1, which) for which in range(2))
+    best, indices = (build.op("aten.select.int", pairs, -1, number) for number in range(2))
     return (
-        _of_bits(build, best, dtype),
-        build.op("aten._to_copy.default", places, dtype=torch.int64),
+        _from_bits(build, best, dtype),
+        build.op("aten._to_copy.default", indices, dtype=torch.int64),
     )
 
 
 def _is_narrow(dtype: torch.dtype, size: int) -> bool:
-    """Return whether four bytes have each number, and each place in a dim of ``size``."""
+    """Return whether values of ``dtype`` and indices below ``size`` each fit into 4 bytes."""
     return dtype in _NARROW and size <= torch.iinfo(torch.int32).max
 
 
 def _as_bits(build: Builder, value: Ref) -> Ref:
-    """Return narrow numbers as int32: whole ones as they are, others by their float32's bits."""
+    """Encode narrow numbers as int32: integers by value, floats by their float32 bits."""
     if build.meta(value).dtype not in _FLOATS:
-        whole: Ref = build.op("aten._to_copy.default", value, dtype=torch.int32)
-        return whole
-    wide = build.op("aten._to_copy.default", value, dtype=torch.float32)
-    bits: Ref = build.op("aten.view.dtype", wide, torch.int32)
+        integers: Ref = build.op("aten._to_copy.default", value, dtype=torch.int32)
+        return integers
+    float32 = build.op("aten._to_copy.default", value, dtype=torch.float32)
+    bits: Ref = build.op("aten.view.dtype", float32, torch.int32)
     return bits
 
 
-def _of_bits(build: Builder, bits: Ref, dtype: torch.dtype) -> Ref:
-    """Return the numbers of ``_as_bits``."""
+def _from_bits(build: Builder, bits: Ref, dtype: torch.dtype) -> Ref:
+    """Decode the int32 numbers of ``_as_bits``."""
     if dtype in _FLOATS:
         bits = build.op("aten.view.dtype", build.contiguous(bits), torch.float32)
     value: Ref = build.op("aten._to_copy.default", bits, dtype=dtype)
     return value
 
 
-def _comm(count: int, dtype: torch.dtype, parts: int, size: int) -> list[Collective]:
-    """Return the collectives of `_gathered` for so many elements a rank."""
+def _gather_comm(count: int, dtype: torch.dtype, axis_size: int, size: int) -> list[Collective]:
+    """Return the collectives of ``_gather_pairs`` for ``count`` candidates per rank."""
     sizes = [8] if _is_narrow(dtype, size) else [dtype.itemsize, 8]
-    return [Collective("all_gather", count * size * parts) for size in sizes]
+    return [Collective("all_gather", count * size * axis_size) for size in sizes]
 
 
-def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of topk: along its dim, each rank gathers its k best.
+def _topk(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of topk: along its dim, ranks gather the k best of each block.
 
-    Every block must have k elements.
+    Every block must have at least k elements.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     dim, strategies = other_dims(call)
     shape, k = call.shape("self"), call["k"]
     size = shape[dim] if shape else 0
-    if k < 1 or size < 2 or block_size(size, parts, parts - 1) < k:
+    if k < 1 or size < 2 or block_size(size, axis_size, axis_size - 1) < k:
         return strategies
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        best, places = build.rerun(node, operands)
+        best, indices = build.rerun(node, operands)
         assert best is not None
-        assert places is not None
-        places = build.op("aten.add.Scalar", places, build.rank_offset(size))
-        best, places = _gathered(build, best, places, dim, size)
-        values, which = build.rerun(node, [best])
-        return values, build.op("aten.gather.default", places, dim, which)
+        assert indices is not None
+        indices = build.op("aten.add.Scalar", indices, build.rank_offset(size))
+        best, indices = _gather_pairs(build, best, indices, dim, size)
+        values, selected = build.rerun(node, [best])
+        return values, build.op("aten.gather.default", indices, dim, selected)
 
-    comm = _comm(call.result().numel, call.result().dtype, parts, size)
+    comm = _gather_comm(call.result().numel, call.result().dtype, axis_size, size)
     return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
 
 
-def _place(op: str, both: bool) -> Rule:
-    """Return the rule of argmax and max.dim: gather each block's extremes and their places."""
+def _arg_extremum(op: str, both: bool) -> Rule:
+    """Return the rule of argmax, argmin, max.dim or min.dim.
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
+    Args:
+        op: ``max`` or ``min``.
+        both: whether the op returns values and indices; else indices.
+    """
+
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
         rank = len(call.shape("self"))
         if call["dim"] is None or rank == 0:
             return ()
-        dim, keeps, shape = call.dim("dim", rank), call["keepdim"], call.shape("self")
-        passing = passing_strategies(call, frozenset({dim}))
+        dim, keepdim, shape = call.dim("dim", rank), call["keepdim"], call.shape("self")
+        strategies_of_other_dims = passing_strategies(call, frozenset({dim}))
         if shape[dim] < 2:
-            return passing
+            return strategies_of_other_dims
 
         def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
             (value,) = operands
-            best, place = _first_of_all(build, value, op, dim, shape[dim])
-            results = [best, place] if both else [place]
-            return results if keeps else [build.op("aten.squeeze.dim", m, dim) for m in results]
+            best, index = _extremum_over_ranks(build, value, op, dim, shape[dim])
+            results = [best, index] if both else [index]
+            return results if keepdim else [build.op("aten.squeeze.dim", m, dim) for m in results]
 
-        comm = _comm(call.result().numel, call.meta("self").dtype, parts, shape[dim])
-        return [*passing, call.strategy(R, self=S(dim)).by(lower, comm)]
+        comm = _gather_comm(call.result().numel, call.meta("self").dtype, axis_size, shape[dim])
+        return [*strategies_of_other_dims, call.strategy(R, self=S(dim)).by(lower, comm)]
 
     return strategies
 
 
-def _first_of_all(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
-    """Return the extreme of all blocks along ``dim`` (kept), and its global place."""
-    top, place = _first_extremes(build, value, op, dim, size)
-    tops, places = _gathered(build, top, place, dim, size)
-    best, which = build.op(f"aten.{op}.dim", tops, dim, True)
-    return best, build.op("aten.gather.default", places, dim, which)
+def _extremum_over_ranks(
+    build: Builder, value: Ref, op: str, dim: int, size: int
+) -> tuple[Ref, Ref]:
+    """Return the extremum over all ranks along ``dim`` (kept as size 1), and its global index."""
+    block_best, block_index = _block_extremum(build, value, op, dim, size)
+    candidates, indices = _gather_pairs(build, block_best, block_index, dim, size)
+    best, winner = build.op(f"aten.{op}.dim", candidates, dim, True)
+    return best, build.op("aten.gather.default", indices, dim, winner)
 
 
-def _first_extremes(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
-    """Return a block's extreme along ``dim`` (kept), and its global place."""
+def _block_extremum(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
+    """Return a block's extremum along ``dim`` (kept as size 1), and its global index."""
     meta = build.meta(value)
     if meta.numel:
-        top, place = build.op(f"aten.{op}.dim", value, dim, True)
-        return top, build.op("aten.add.Scalar", place, build.rank_offset(size))
+        extremum, index = build.op(f"aten.{op}.dim", value, dim, True)
+        return extremum, build.op("aten.add.Scalar", index, build.rank_offset(size))
     shape = (*meta.shape[:dim], 1, *meta.shape[dim + 1 :])
-    top = build.full(shape, identity(meta.dtype, op), like=value)
-    return top, build.op("aten.zeros_like.default", top, dtype=torch.int64)
+    extremum = build.full(shape, identity(meta.dtype, op), like=value)
+    return extremum, build.op("aten.zeros_like.default", extremum, dtype=torch.int64)
 
 
-def _multinomial(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of one sample of each row, as torch samples.
+def _multinomial(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of multinomial with one sample per row (exponential trick).
 
-    The sample is the largest ratio of a probability to a number drawn for it. All ranks draw for
-    all elements; the probabilities stay where they are.
+    The sample is the argmax of probability / exponential random number, as in torch. All ranks draw
+    the numbers of all elements; the probabilities stay sharded.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     meta = call.meta("self")
     dim = len(meta.shape) - 1
     if call["num_samples"] != 1 or call["generator"] is not None:
         return ()
 
     strategies = []
-    for cut in shardable_dims(meta.shape):
-        strategy = call.strategy(R if cut == dim else S(cut), self=S(cut))
-        comm = _comm(call.result().numel, meta.dtype, parts, meta.shape[dim]) if cut == dim else []
-        strategies.append(strategy.by(_sampled(meta, cut), comm))
+    for sharded_dim in shardable_dims(meta.shape):
+        strategy = call.strategy(R if sharded_dim == dim else S(sharded_dim), self=S(sharded_dim))
+        comm = (
+            _gather_comm(call.result().numel, meta.dtype, axis_size, meta.shape[dim])
+            if sharded_dim == dim
+            else []
+        )
+        strategies.append(strategy.by(_lower_multinomial(meta, sharded_dim), comm))
     return strategies
 
 
-def _sampled(meta: TensorMeta, cut: int) -> Lowering:
-    """Return a lowering to a sample of each row, in blocks along ``cut``.
-
-    Rows, or the elements of each, are in blocks.
-    """
+def _lower_multinomial(meta: TensorMeta, sharded_dim: int) -> Lowering:
+    """Return the lowering to one sample per row of a value sharded along ``sharded_dim``."""
     dim = len(meta.shape) - 1
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
-        drawn = build.op("aten.empty_strided.default", meta.shape, meta.stride, dtype=meta.dtype,
-                         device=DEVICE)  # fmt: skip
-        drawn = build.op("aten.exponential_.default", drawn)
-        own_part = build.shard(drawn, cut)
-        _check(build, value)
-        ratios = build.op("aten.div.Tensor", value, own_part)
-        if cut == dim:
-            best, place = _first_of_all(build, ratios, "max", dim, meta.shape[dim])
+        memory = build.op("aten.empty_strided.default", meta.shape, meta.stride, dtype=meta.dtype,
+                          device=DEVICE)  # fmt: skip
+        exponentials = build.op("aten.exponential_.default", memory)
+        local_exponentials = build.shard(exponentials, sharded_dim)
+        _assert_probabilities(build, value)
+        ratios = build.op("aten.div.Tensor", value, local_exponentials)
+        if sharded_dim == dim:
+            best, index = _extremum_over_ranks(build, ratios, "max", dim, meta.shape[dim])
         else:
-            best, place = build.op("aten.max.dim", ratios, dim, True)
-        some = build.op("aten.all.default", build.op("aten.gt.Scalar", best, 0))
-        build.op("aten._assert_async.msg", some, _NOTHING)
-        return (place,)
+            best, index = build.op("aten.max.dim", ratios, dim, True)
+        has_positive = build.op("aten.all.default", build.op("aten.gt.Scalar", best, 0))
+        build.op("aten._assert_async.msg", has_positive, _ALL_ZERO)
+        return (index,)
 
     return lower
 
 
-_WRONG = "probability tensor contains either `inf`, `nan` or element < 0"
-_NOTHING = "invalid multinomial distribution (sum of probabilities <= 0)"
+_INVALID = "probability tensor contains either `inf`, `nan` or element < 0"
+_ALL_ZERO = "invalid multinomial distribution (sum of probabilities <= 0)"
 
 
-def _check(build: Builder, probabilities: Ref) -> None:
-    """Raise at run time for the probabilities that torch refuses."""
+def _assert_probabilities(build: Builder, probabilities: Ref) -> None:
+    """Add asserts that raise at run time for probabilities that torch rejects."""
     if not build.meta(probabilities).numel:
         return
     largest = build.op("aten.max.default", probabilities)
@@ -210,14 +223,14 @@ def _check(build: Builder, probabilities: Ref) -> None:
     finite = build.op("aten.lt.Scalar", largest, float("inf"))
     positive = build.op("aten.ge.Scalar", smallest, 0)
     build.op("aten._assert_async.msg",
-             build.op("aten.logical_and.default", finite, positive), _WRONG)  # fmt: skip
+             build.op("aten.logical_and.default", finite, positive), _INVALID)  # fmt: skip
 
 
 RULES: dict[str, Rule] = {
     **table("topk.default", _topk),
-    **table("argmax.default", _place("max", both=False)),
-    **table("argmin.default", _place("min", both=False)),
-    **table("max.dim", _place("max", both=True)),
-    **table("min.dim", _place("min", both=True)),
+    **table("argmax.default", _arg_extremum("max", both=False)),
+    **table("argmin.default", _arg_extremum("min", both=False)),
+    **table("max.dim", _arg_extremum("max", both=True)),
+    **table("min.dim", _arg_extremum("min", both=True)),
     **table("multinomial.default", _multinomial),
 }

@@ -1,8 +1,9 @@
-"""Tensors side by side along a dim that is in blocks: joined, and taken apart again.
+"""Packed tensors: cat and split along a sharded dim, with strided (interleaved) placements.
 
-Of tensors in blocks each rank has a block of every one of them: their cat is interleaved, and
-nothing is sent. The blocks of a whole, such as the product with a weight of queries, keys and
-values, are exchanged for those of each of its pieces.
+If each rank concatenates its blocks of several sharded tensors, the result has a ``StridedShard``
+placement, and nothing is sent. Splitting such a result at the borders of its groups returns the
+sharded tensors, again without communication. Splitting a plainly sharded tensor, such as a packed
+projection of queries, keys and values, exchanges blocks of the tensor for blocks of each piece.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import TYPE_CHECKING
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement, Shard, StridedShard, group_sizes, side_by_side
 from lazygt.passes.sharding.halo import RowExchange, blocks, blocks_of_each
-from lazygt.passes.sharding.rules.strategy import Call, Metas, S, Strategy, Values, row_comm
+from lazygt.passes.sharding.rules.strategy import Call, Metas, S, Strategy, Values, exchange_comm
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-#: More groups than these are not worth their placement.
-_MOST_GROUPS = 1024
+#: Limit on the groups of a strided placement.
+_MAX_GROUPS = 1024
 CAT = "aten.cat.default"
 _SLICES = frozenset({"aten.slice.Tensor", "aten.slice_copy.Tensor"})
-#: Ops of two halves of a dim.
+#: Ops that combine the two halves of a dim.
 HALVES = frozenset({"aten.glu.default", "aten.glu_backward.default"})
-#: Ops that put a gradient where its piece was.
+#: Ops that pad the gradient of a slice to the full size.
 PUTS_AMONG = frozenset({"aten.slice_backward.default"})
-#: Ops that may take tensors apart that are side by side.
+#: Ops that split packed tensors.
 TAKES_APART = _SLICES | {
     f"aten.{name}"
     for name in ("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor",
@@ -36,8 +37,8 @@ TAKES_APART = _SLICES | {
 }  # fmt: skip
 
 
-def joined(call: Call, dim: int) -> list[Strategy]:
-    """Return the strategy for tensors in blocks: each rank has its block of each of them."""
+def cat_strategies(call: Call, dim: int) -> list[Strategy]:
+    """Return the strategy of a cat of sharded tensors: the result is a StridedShard."""
     sizes = [meta.shape[dim] for n in call.node.refs() if (meta := call.metas[n]) is not None]
     if len(sizes) < 2 or min(sizes) < 2:
         return []
@@ -45,73 +46,78 @@ def joined(call: Call, dim: int) -> list[Strategy]:
 
 
 def joined_as(call: Call, reached: Sequence[Sequence[StridedShard]]) -> Strategy | None:
-    """Return the strategy of a cat with tensors that are interleaved along its dim.
+    """Return the strategy of a cat of tensors with strided placements along its dim.
 
-    The result has the groups of them all.
+    The groups of the result are the groups of all tensors in order.
 
     Args:
-        reached: the interleaved placements that each tensor may have.
+        reached: the strided placements that each tensor can have.
     """
     result, dim = call.result(), call.dim("dim", len(call.result().shape))
-    cuts: list[Placement] = []
+    tensor_placements: list[Placement] = []
     sizes: list[int] = []
     for value, placements in zip(call.node.refs(), reached, strict=True):
         meta = call.metas[value]
         if meta is None or len(meta.shape) != len(result.shape) or meta.dtype != result.dtype:
             return None
-        along = [one for one in placements if one.dim == dim and one.inner == 1]
-        cut = along[0] if along else S(dim)
-        cuts.append(cut)
-        sizes += group_sizes(cut, meta.shape[dim])
-    if all(isinstance(cut, Shard) for cut in cuts) or len(sizes) > _MOST_GROUPS:
+        along_dim = [
+            candidate for candidate in placements if candidate.dim == dim and candidate.inner == 1
+        ]
+        placement = along_dim[0] if along_dim else S(dim)
+        tensor_placements.append(placement)
+        sizes += group_sizes(placement, meta.shape[dim])
+    if (
+        all(isinstance(placement, Shard) for placement in tensor_placements)
+        or len(sizes) > _MAX_GROUPS
+    ):
         return None
-    return call.strategy(side_by_side(dim, sizes), tensors=cuts)
+    return call.strategy(side_by_side(dim, sizes), tensors=tensor_placements)
 
 
-def taken_apart_in_blocks(call: Call, dim: int) -> list[Strategy]:
-    """Return the strategy that exchanges blocks of the whole for those of each of its pieces."""
+def split_in_blocks(call: Call, dim: int) -> list[Strategy]:
+    """Return the strategy of a split that exchanges blocks of the tensor for blocks of pieces."""
     meta = call.meta("self")
-    sizes = tuple([each.shape[dim] for each in call.node.results if each is not None])
-    have = blocks(meta.shape[dim], call.parts)
-    move = RowExchange(dim, have, blocks_of_each(sizes, call.parts))
-    if min(sizes, default=0) < 2 or not move.is_worth_it:
+    sizes = tuple([piece.shape[dim] for piece in call.node.results if piece is not None])
+    old_blocks = blocks(meta.shape[dim], call.axis_size)
+    exchange = RowExchange(dim, old_blocks, blocks_of_each(sizes, call.axis_size))
+    if min(sizes, default=0) < 2 or not exchange.is_worth_it:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        rows, at, pieces = build.rows(operands[0], move), 0, []
+        rows, start, pieces = build.rows(operands[0], exchange), 0, []
         for size in sizes:
             block = build.block(size)
-            pieces.append(build.op("aten.slice.Tensor", rows, dim, at, at + block))
-            at += block
+            pieces.append(build.op("aten.slice.Tensor", rows, dim, start, start + block))
+            start += block
         return pieces
 
-    return [call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, meta))]
+    return [call.strategy(S(dim), self=S(dim)).by(lower, exchange_comm(exchange, meta))]
 
 
-def cut_dim(node: Node, metas: Metas, parts: int) -> int:
-    """Return the dim along which an op cuts."""
-    call = Call(node, metas, parts)
+def cut_dim(node: Node, metas: Metas, axis_size: int) -> int:
+    """Return the dim along which an op splits or slices."""
+    call = Call(node, metas, axis_size)
     return call.dim("dim", len(call.shape("self")))
 
 
 def taken_apart(call: Call, placement: StridedShard) -> Strategy | None:
-    """Return the strategy of a cut along an interleaved dim, at the borders of its groups.
+    """Return the strategy of a split or slice of a strided dim at the borders of its groups.
 
-    Of three tensors side by side, each in blocks, a piece is as it was.
+    None if a border of a piece is not a border of a group. Pieces need no communication.
     """
     dim = call.dim("dim", len(call.shape("self")))
     if placement.dim != dim or placement.inner != 1:
         return None
     sizes = group_sizes(placement, call.shape("self")[dim])
-    pieces = [_between(sizes, *piece) for piece in pairwise(borders(call, dim))]
+    pieces = [_group_range(sizes, *piece) for piece in pairwise(borders(call, dim))]
     if not pieces or any(start >= stop for start, stop in pieces):
         return None
     outputs = [side_by_side(dim, sizes[start:stop]) for start, stop in pieces]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        at = _starts(map(build.block, sizes))
+        local_starts = _starts(map(build.block, sizes))
         return [
-            build.op("aten.slice.Tensor", operands[0], dim, at[start], at[stop])
+            build.op("aten.slice.Tensor", operands[0], dim, local_starts[start], local_starts[stop])
             for start, stop in pieces
         ]
 
@@ -119,7 +125,7 @@ def taken_apart(call: Call, placement: StridedShard) -> Strategy | None:
 
 
 def halves(call: Call, placement: StridedShard) -> Strategy | None:
-    """Return the strategy of an op of two halves that are each in blocks."""
+    """Return the strategy of an op of ``HALVES`` with both halves sharded (StridedShard, 2)."""
     dim = call.dim("dim", len(call.shape("self")))
     if placement != StridedShard(dim, 2):
         return None
@@ -129,7 +135,10 @@ def halves(call: Call, placement: StridedShard) -> Strategy | None:
 
 
 def put_among(call: Call, placement: StridedShard) -> Strategy | None:
-    """Return the strategy of a gradient put among zeros, into groups that are each in blocks."""
+    """Return the strategy of slice_backward into a strided placement of the result.
+
+    None if the slice does not begin and end at borders of groups.
+    """
     shape = tuple(call["input_sizes"])
     dim = call.dim("dim", len(shape))
     if placement.dim != dim or placement.inner != 1 or call["step"] != 1:
@@ -137,24 +146,24 @@ def put_among(call: Call, placement: StridedShard) -> Strategy | None:
     if not type(call["start"]) is type(call["end"]) is int:
         return None
     sizes = group_sizes(placement, shape[dim])
-    start, stop = _between(sizes, *slice(call["start"], call["end"]).indices(shape[dim])[:2])
+    start, stop = _group_range(sizes, *slice(call["start"], call["end"]).indices(shape[dim])[:2])
     if start >= stop:
         return None
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        at = _starts(map(build.block, sizes))
-        after = [0, 0] * (len(shape) - 1 - dim)
-        padding = (*after, at[start], at[-1] - at[stop])
+        local_starts = _starts(map(build.block, sizes))
+        trailing_pads = [0, 0] * (len(shape) - 1 - dim)
+        padding = (*trailing_pads, local_starts[start], local_starts[-1] - local_starts[stop])
         return (build.op("aten.constant_pad_nd.default", operands[0], padding, 0),)
 
-    pieces = side_by_side(dim, sizes[start:stop])
-    return call.strategy(placement, grad_output=pieces).by(lower)
+    gradient_placement = side_by_side(dim, sizes[start:stop])
+    return call.strategy(placement, grad_output=gradient_placement).by(lower)
 
 
 def borders(call: Call, dim: int) -> list[int]:
-    """Return the starts of the pieces into which an op cuts, and the end of the last one.
+    """Return the starts of the pieces of a split or slice, and the end of the last piece.
 
-    Empty: they are not of neighbours.
+    Empty for a slice with steps, which has no contiguous piece.
     """
     if call.node.op in HALVES:
         size = call.shape("self")[dim]
@@ -166,15 +175,17 @@ def borders(call: Call, dim: int) -> list[int]:
     return [start, max(start, stop)] if step == 1 else []
 
 
-def _between(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """Return the groups of these sizes from place ``start`` to ``stop``.
+def _group_range(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    """Return the range of the groups that cover elements ``start`` to ``stop``.
 
-    Empty: no group begins there.
+    (0, 0) if ``start`` or ``stop`` is not a border of a group.
     """
-    at = _starts(sizes)
-    return (at.index(start), at.index(stop)) if start in at and stop in at else (0, 0)
+    starts = _starts(sizes)
+    return (
+        (starts.index(start), starts.index(stop)) if start in starts and stop in starts else (0, 0)
+    )
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
-    """Return the starts of groups of these sizes, and the end of the last one."""
+    """Return the starts of consecutive groups, and the end of the last (exclusive prefix sums)."""
     return [*accumulate(sizes, initial=0)]

@@ -1,7 +1,8 @@
-"""Pointwise ops: every element of the result follows from the operands' at its place.
+"""Pointwise ops: an element of the result depends on the same element of the operands only.
 
-Any dim of the result may be split, with every operand that has that dim. Ops that are linear in
-some operands take partial sums of them; ops that never decrease take partial maxima and minima.
+Any dim of the result can be sharded, with every operand that has that dim. Ops that are linear in
+some operands accept partial sums of them. Monotonically increasing ops accept partial maxima and
+minima.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from lazygt.passes.sharding.rules.strategy import (
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-#: Linear in the operands marked P, one letter a tensor operand.
+#: Ops that are linear in the operands marked P; one letter per tensor operand.
 _LINEAR: dict[str, tuple[str, ...]] = {
     "add.Tensor": ("PP",),
     "sub.Tensor": ("PP",),
@@ -60,8 +61,8 @@ _LINEAR: dict[str, tuple[str, ...]] = {
     "lerp.Tensor": ("PPR",),
     "zero_.default": ("P",),
 }
-#: Linear in the first operand but for a number, which one rank takes as it is and the others as 0.
-_NUMBERS = {
+#: Ops that add a number (the named argument) to an operand; for partial sums one rank adds it.
+_ADDED_NUMBERS = {
     "add.Tensor": "other",
     "add.Scalar": "other",
     "sub.Tensor": "other",
@@ -69,25 +70,25 @@ _NUMBERS = {
     "rsub.Scalar": "other",
     "masked_fill.Scalar": "value",
 }
-#: Linear in the first operand, the gradient.
-_GRADIENTS = frozenset(
+#: Backward ops that are linear in the first operand, the gradient.
+_LINEAR_BACKWARDS = frozenset(
     f"{name}_backward"
     for name in ("threshold", "gelu", "tanh", "sigmoid", "silu", "elu", "hardtanh", "hardsigmoid",
                  "hardswish", "leaky_relu", "softplus", "mish", "hardshrink", "softshrink",
                  "rrelu_with_noise", "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
                  "binary_cross_entropy")
 )  # fmt: skip
-#: Never decrease, and are defined from -inf to inf.
-_RISING = frozenset(
+#: Monotonically increasing ops that are defined from -inf to inf.
+_INCREASING = frozenset(
     f"{name}.default"
     for name in ("exp", "relu", "sigmoid", "tanh", "atan", "ceil", "floor", "round", "trunc", "erf",
                  "clone", "_to_copy", "clamp_min", "clamp_max", "hardtanh")
 )  # fmt: skip
-_PAIRS = {"maximum.default": PMAX, "minimum.default": PMIN}
+_EXTREMA = {"maximum.default": PMAX, "minimum.default": PMIN}
 
 
-def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return one strategy a dim of the result, and those with partial operands."""
+def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return one strategy per dim of the result, and the strategies with partial operands."""
     if facts(overload(node.op)).random or not node.results:
         return ()
     operands = [metas[number] for number in node.refs()]
@@ -104,48 +105,50 @@ def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
-    """Return the placement of an operand that is broadcast to ``shape``, with ``dim`` split."""
-    place = dim - (len(shape) - len(meta.shape))
-    return S(place) if place >= 0 and meta.shape[place] == shape[dim] else R
+    """Return the placement of an operand broadcast to ``shape``, whose ``dim`` is sharded."""
+    own_dim = dim - (len(shape) - len(meta.shape))
+    return S(own_dim) if own_dim >= 0 and meta.shape[own_dim] == shape[dim] else R
 
 
 def _partial_strategies(
     node: Node, operands: list[TensorMeta], result: TensorMeta
 ) -> list[Strategy]:
-    pure, written = _pure(node.op)
-    inner = operands[: len(operands) - 1] if written else operands
+    """Return the strategies with partial operands: linear or increasing ops."""
+    functional, out_keyword = _functional_form(node.op)
+    inputs_without_out = operands[: len(operands) - 1] if out_keyword else operands
     strategies: list[Strategy] = []
-    for inputs, output in _patterns(node, pure, inner, result):
-        given = (*inputs, output) if written else inputs
-        if not node.writes or given[0] == output or written:
-            strategies.append(Strategy(given, (output,) * len(node.results)))
-    if node.op == "aten.copy_.default":  # the old contents do not matter
+    for inputs, output in _partial_patterns(node, functional, inputs_without_out, result):
+        placements = (*inputs, output) if out_keyword else inputs
+        if not node.writes or placements[0] == output or out_keyword:
+            strategies.append(Strategy(placements, (output,) * len(node.results)))
+    if node.op == "aten.copy_.default":  # overwrites the old contents
         strategies += [Strategy((partial, R), (R,)) for partial in (P, PMAX)]
-    return [*strategies, *_with_number(node, pure, operands, result)]
+    return [*strategies, *_with_number(node, functional, operands, result)]
 
 
 def _with_number(
-    node: Node, pure: str, operands: list[TensorMeta], result: TensorMeta
+    node: Node, functional: str, operands: list[TensorMeta], result: TensorMeta
 ) -> list[Strategy]:
-    name = _NUMBERS.get(pure.removeprefix("aten."))
+    """Return the strategy that adds a number to partial sums on one rank."""
+    name = _ADDED_NUMBERS.get(functional.removeprefix("aten."))
     if name is None or len(node.results) != 1 or len(operands) > 2:
         return []
     number = bound(node)[name]
     marks: list[Replicate | Partial] = [P, *[R] * (len(operands) - 1)]
     if type(number) is Ref or type(node.args[0]) is not Ref:
         return []
-    if pure.endswith(".Tensor") and len(operands) != 1:
+    if functional.endswith(".Tensor") and len(operands) != 1:
         return []
     if not _can_be_summed(marks, operands, result):
         return []
-    return [Strategy(tuple(marks), (P,)).by(added_once(name))]
+    return [Strategy(tuple(marks), (P,)).by(add_number_once(name))]
 
 
-def added_once(name: str) -> Lowering:
-    """Return a lowering with 0 for a number on all ranks but one.
+def add_number_once(name: str) -> Lowering:
+    """Return the lowering that replaces a number by 0 on all ranks but rank 0.
 
     Args:
-        name: the argument with the number.
+        name: name of the argument with the number.
     """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -157,44 +160,42 @@ def added_once(name: str) -> Lowering:
     return lower
 
 
-def _patterns(
-    node: Node, pure: str, operands: list[TensorMeta], result: TensorMeta
+def _partial_patterns(
+    node: Node, functional: str, operands: list[TensorMeta], result: TensorMeta
 ) -> list[tuple[tuple[Placement, ...], Placement]]:
-    name = pure.removeprefix("aten.")
+    """Return (placements of operands, placement of result) of the partial strategies."""
+    name = functional.removeprefix("aten.")
     patterns = _LINEAR.get(name, ())
-    if name.split(".")[0] in _GRADIENTS:
+    if name.split(".")[0] in _LINEAR_BACKWARDS:
         patterns = ("P" + "R" * (len(operands) - 1),)
-    found: list[tuple[tuple[Placement, ...], Placement]] = []
+    matches: list[tuple[tuple[Placement, ...], Placement]] = []
     for pattern in patterns:
         marks = [P if letter == "P" else R for letter in pattern]
         if len(marks) == len(operands) and _can_be_summed(marks, operands, result):
-            found.append((tuple(marks), P))
-    if name in _RISING and len(operands) == 1 and _widens(operands[0].dtype, result.dtype):
-        found += [((PMAX,), PMAX), ((PMIN,), PMIN)]
-    if name in _PAIRS:
-        found.append(((_PAIRS[name],) * 2, _PAIRS[name]))
-    return found
+            matches.append((tuple(marks), P))
+    if name in _INCREASING and len(operands) == 1 and _widens(operands[0].dtype, result.dtype):
+        matches += [((PMAX,), PMAX), ((PMIN,), PMIN)]
+    if name in _EXTREMA:
+        matches.append(((_EXTREMA[name],) * 2, _EXTREMA[name]))
+    return matches
 
 
 def _can_be_summed(
     marks: list[Replicate | Partial], operands: list[TensorMeta], result: TensorMeta
 ) -> bool:
-    """Return whether sums of the parts, each in its dtype, are as good as the whole's.
-
-    The whole sum is in the result's dtype.
-    """
-    parts = [meta.dtype for mark, meta in zip(marks, operands, strict=True) if mark == P]
-    return all(_widens(dtype, result.dtype) and dtype != torch.bool for dtype in parts)
+    """Return whether summing partial operands loses no precision against the result's dtype."""
+    partial_dtypes = [meta.dtype for mark, meta in zip(marks, operands, strict=True) if mark == P]
+    return all(_widens(dtype, result.dtype) and dtype != torch.bool for dtype in partial_dtypes)
 
 
-def _widens(have: torch.dtype, want: torch.dtype) -> bool:
-    """Return whether every value of the one dtype is (nearly) one of the other."""
-    return torch.promote_types(have, want) == want
+def _widens(dtype: torch.dtype, wider: torch.dtype) -> bool:
+    """Return whether ``dtype`` promotes to ``wider``."""
+    return torch.promote_types(dtype, wider) == wider
 
 
 @lru_cache(maxsize=4096)
-def _pure(op: str) -> tuple[str, str]:
-    """Return the functional overload, and the keyword that an ``out=`` overload writes."""
+def _functional_form(op: str) -> tuple[str, str]:
+    """Return the functional overload of an op, and the keyword that an ``out=`` overload writes."""
     try:
         return pure_form(op)
     except KeyError:
@@ -205,15 +206,15 @@ def _pure(op: str) -> tuple[str, str]:
 def is_pointwise(op: str) -> bool:
     """Return whether torch tags an op, or its functional form, as pointwise.
 
-    Ops on lists are another family.
+    False for ops on lists (``horizontal``) and for random ops.
     """
     if op.startswith("lazygt.") or "_foreach" in op or "@" in op:
         return False
-    f, pure = facts(overload(op)), facts(overload(_pure(op)[0]))
+    f, pure = facts(overload(op)), facts(overload(_functional_form(op)[0]))
     return (f.pointwise or pure.pointwise) and not (f.random or f.dynamic)
 
 
-#: Pointwise although torch does not tag them so.
+#: Pointwise ops without torch's pointwise tag.
 _UNTAGGED = (
     "copy_.default copy.default _to_copy.default clone.default zero_.default fill.Scalar "
     "fill.Tensor fill_.Scalar fill_.Tensor masked_fill.Scalar masked_fill_.Scalar "
@@ -225,7 +226,7 @@ _UNTAGGED = (
     "rrelu_with_noise_backward.default rsub.Tensor floor_divide.default floor_divide_.Tensor "
     "isin.Tensor_Scalar"
 )
-#: Losses, which are so where nothing is reduced.
+#: Losses, which are pointwise if unreduced.
 _LOSSES = (
     "mse_loss.default mse_loss_backward.default smooth_l1_loss.default "
     "smooth_l1_loss_backward.default huber_loss.default huber_loss_backward.default "
@@ -234,8 +235,9 @@ _LOSSES = (
 )
 
 
-def _unreduced(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    return () if Call(node, metas, parts)["reduction"] else strategies(node, metas, parts)
+def _unreduced(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a loss: pointwise if unreduced, else none."""
+    return () if Call(node, metas, axis_size)["reduction"] else strategies(node, metas, axis_size)
 
 
 RULES: dict[str, Rule] = {**table(_UNTAGGED, strategies), **table(_LOSSES, _unreduced)}

@@ -1,7 +1,7 @@
-"""Elements moved along a dim: flip, roll, pad, diagonals, triangles, repetition.
+"""Ops that move elements along dims: flip, roll, pad, diagonal, triangle, repeat.
 
-Dims along which nothing moves pass through, as do partial sums. Along a split dim ranks are sent
-the rows that they lack, or it is one reduce-scatter.
+The other dims can be sharded freely, and partial sums pass through. Along a sharded moved dim,
+ranks exchange rows, or the result is partial.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from lazygt.graph.node import Node, Param, Ref
 from lazygt.graph.placement import shard_bounds
 from lazygt.passes.sharding.halo import Ranges
-from lazygt.passes.sharding.rules.pointwise import added_once
-from lazygt.passes.sharding.rules.slicing import moved, within
+from lazygt.passes.sharding.rules.pointwise import add_number_once
+from lazygt.passes.sharding.rules.slicing import clamped_range, exchanged_strategies
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
@@ -33,16 +33,21 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
 
-def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule:
-    """Return the rule of an op that mixes elements only along some dims."""
+def _other_dims_rule(moved_dims: Callable[[Call], set[int]], linear: bool = True) -> Rule:
+    """Return the rule of an op that moves elements along some dims; the other dims are sharded.
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        mixed = touched(call)
+    Args:
+        moved_dims: function of a call to the dims along which elements move.
+        linear: whether partial sums pass through.
+    """
+
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
+        moved = moved_dims(call)
         strategies = [
             call.strategy(S(d), self=S(d))
             for d in shardable_dims(call.shape("self"))
-            if d not in mixed
+            if d not in moved
         ]
         if not linear:
             return strategies
@@ -51,162 +56,178 @@ def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule
     return strategies
 
 
-def _dims(call: Call) -> set[int]:
-    """Return the dims that are rolled: all of them, as one, where none is named."""
+def _rolled_dims(call: Call) -> set[int]:
+    """Return the dims that are rolled; no ``dims`` argument means all dims, flattened."""
     rank = len(call.shape("self"))
     dims = call["dims"]
     return {d % rank for d in dims} if dims else set(range(rank))
 
 
 def _flipped_dims(call: Call) -> set[int]:
+    """Return the dims that are flipped."""
     rank = len(call.shape("self"))
     return {d % rank for d in call["dims"]}
 
 
-def _flip(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of flip: along the cut dim ranks exchange rows, then flip them."""
-    call = Call(node, metas, parts)
-    strategies = list(_untouched(_flipped_dims)(node, metas, parts))
+def _flip(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of flip: ranks exchange rows of the sharded dim, then flip them."""
+    call = Call(node, metas, axis_size)
+    strategies = list(_other_dims_rule(_flipped_dims)(node, metas, axis_size))
     for dim in _flipped_dims(call).intersection(shardable_dims(call.shape("self"))):
         size = call.shape("self")[dim]
-        bounds = [shard_bounds(size, parts, rank) for rank in range(parts)]
-        strategies += moved(call, dim, [((size - b, size - a),) for a, b in bounds], _again)
+        bounds = [shard_bounds(size, axis_size, rank) for rank in range(axis_size)]
+        strategies += exchanged_strategies(
+            call, dim, [((size - b, size - a),) for a, b in bounds], _lower_rerun
+        )
     return strategies
 
 
-def _again(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _lower_rerun(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Run the same op on the exchanged rows."""
     return build.rerun(node, operands)
 
 
-def _roll(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of roll: along the cut dim ranks get the rows of their new block."""
-    call = Call(node, metas, parts)
-    strategies = list(_untouched(_dims)(node, metas, parts))
+def _roll(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of roll: ranks receive the rows of their block of the result."""
+    call = Call(node, metas, axis_size)
+    strategies = list(_other_dims_rule(_rolled_dims)(node, metas, axis_size))
     shape, dims, shifts = call.shape("self"), call["dims"], call["shifts"]
     if any(type(shift) is Param for shift in shifts):
         return strategies
     rank = len(shape)
-    for dim in _dims(call).intersection(shardable_dims(shape)) if dims else ():
-        along = [d % rank == dim for d in dims]
-        shift = sum(shift for shift, is_along in zip(shifts, along, strict=True) if is_along)
-        rest = [(d, s) for d, s, is_along in zip(dims, shifts, along, strict=True) if not is_along]
-        want = [_rolled(shape[dim], shift, *shard_bounds(shape[dim], parts, r))
-                for r in range(parts)]  # fmt: skip
-        strategies += moved(call, dim, want, _rolled_along(rest))
+    for dim in _rolled_dims(call).intersection(shardable_dims(shape)) if dims else ():
+        is_along_dim = [d % rank == dim for d in dims]
+        shift = sum(shift for shift, matches in zip(shifts, is_along_dim, strict=True) if matches)
+        other_rolls = [
+            (d, s) for d, s, matches in zip(dims, shifts, is_along_dim, strict=True) if not matches
+        ]
+        wanted_rows = [_roll_sources(shape[dim], shift, *shard_bounds(shape[dim], axis_size, r))
+                for r in range(axis_size)]  # fmt: skip
+        strategies += exchanged_strategies(call, dim, wanted_rows, _lower_other_rolls(other_rolls))
     return strategies
 
 
-def _rolled(size: int, shift: int, start: int, stop: int) -> Ranges:
-    """Return the rows that come to those from ``start`` to before ``stop``."""
+def _roll_sources(size: int, shift: int, start: int, stop: int) -> Ranges:
+    """Return the source rows of the rows ``[start, stop)`` of a roll by ``shift``."""
     first, count = (start - shift) % size, stop - start
     ranges = (first, min(first + count, size)), (0, first + count - size)
     return tuple([(a, b) for a, b in ranges if a < b])
 
 
-def _rolled_along(rest: Sequence[tuple[int, int]]) -> Lowering:
-    """Return a lowering that rolls along the other dims."""
+def _lower_other_rolls(other_rolls: Sequence[tuple[int, int]]) -> Lowering:
+    """Return the lowering that rolls along the other dims, (dim, shift) each."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        if not rest:
+        if not other_rolls:
             return operands
-        dims, shifts = zip(*rest, strict=True)
+        dims, shifts = zip(*other_rolls, strict=True)
         return build.rerun(node, operands, dims=dims, shifts=shifts)
 
     return lower
 
 
-def _padded(call: Call) -> set[int]:
+def _padded_dims(call: Call) -> set[int]:
+    """Return the dims that are padded."""
     rank, pad = len(call.shape("self")), call["pad"]
     return {rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
 
 
-def _pad(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _pad(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of constant_pad_nd."""
+    call = Call(node, metas, axis_size)
     value = call["value"]
-    kept = [strategy for dim in sorted(_padded(call)) for strategy in _padded_in_blocks(call, dim)]
+    along_padded = [
+        strategy for dim in sorted(_padded_dims(call)) for strategy in _pad_along(call, dim)
+    ]
     if value is None or (type(value) in (int, float) and value == 0):
-        return [*_untouched(_padded)(node, metas, parts), *kept]
-    strategies = _untouched(_padded, linear=False)(node, metas, parts)
-    return [*strategies, *kept, call.strategy(P, self=P).by(added_once("value"))]
+        return [*_other_dims_rule(_padded_dims)(node, metas, axis_size), *along_padded]
+    strategies = _other_dims_rule(_padded_dims, linear=False)(node, metas, axis_size)
+    return [*strategies, *along_padded, call.strategy(P, self=P).by(add_number_once("value"))]
 
 
-def _padded_in_blocks(call: Call, dim: int) -> list[Strategy]:
-    """Return the strategy from blocks to blocks of the padded value.
+def _pad_along(call: Call, dim: int) -> list[Strategy]:
+    """Return the strategy of a constant pad along a sharded dim.
 
-    Each rank pads the rows that reach over the ends.
+    Each rank receives the rows of its block of the result, and pads at the ends of the dim.
     """
     shape, pad = call.shape("self"), call["pad"]
-    at = 2 * (len(shape) - 1 - dim)
-    size, wide, before = shape[dim], call.result().shape[dim], pad[at]
-    if min(size, wide) < 2:
+    pad_index = 2 * (len(shape) - 1 - dim)
+    size, padded_size, pad_before = shape[dim], call.result().shape[dim], pad[pad_index]
+    if min(size, padded_size) < 2:
         return []
-    bounds = [shard_bounds(wide, call.parts, rank) for rank in range(call.parts)]
-    want = [within(start - before, stop - before, size) for start, stop in bounds]
+    bounds = [shard_bounds(padded_size, call.axis_size, rank) for rank in range(call.axis_size)]
+    wanted_rows = [
+        clamped_range(start - pad_before, stop - pad_before, size) for start, stop in bounds
+    ]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        start, stop = (row - before for row in bounds[build.index])
-        first, last = want[build.index]
+        start, stop = (row - pad_before for row in bounds[build.index])
+        first, last = wanted_rows[build.index]
         pads = list(pad)
-        pads[at : at + 2] = first - start, stop - last
+        pads[pad_index : pad_index + 2] = first - start, stop - last
         return build.rerun(node, operands, pad=pads)
 
-    return moved(call, dim, [(rows,) for rows in want], lower)
+    return exchanged_strategies(call, dim, [(rows,) for rows in wanted_rows], lower)
 
 
-def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of diag_embed: the last dim becomes two.
+def _diag_embed(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of diag_embed, which turns the last dim into ``dim1`` and ``dim2``.
 
-    The others stand in order in the rest.
+    The operand's other dims are the other dims of the result in order.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     rank = len(call.result().shape)
     diagonal = {call.dim("dim1", rank), call.dim("dim2", rank)}
-    places = [place for place in range(rank) if place not in diagonal]
-    split = [d for d in shardable_dims(call.shape("self")) if d < len(places)]
-    return [*(call.strategy(S(places[d]), self=S(d)) for d in split), call.strategy(P, self=P)]
+    other_dims = [dim for dim in range(rank) if dim not in diagonal]
+    sharded_dims = [d for d in shardable_dims(call.shape("self")) if d < len(other_dims)]
+    return [
+        *(call.strategy(S(other_dims[d]), self=S(d)) for d in sharded_dims),
+        call.strategy(P, self=P),
+    ]
 
 
-def _repeat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of repeat: dims that are there once pass through."""
-    call = Call(node, metas, parts)
+def _repeat(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of repeat: dims that are repeated once are sharded."""
+    call = Call(node, metas, axis_size)
     shape, repeats = call.shape("self"), call["repeats"]
-    new = len(repeats) - len(shape)
-    once = [d for d in shardable_dims(shape) if repeats[d + new] == 1]
-    return [*(call.strategy(S(d + new), self=S(d)) for d in once), call.strategy(P, self=P)]
+    new_dims = len(repeats) - len(shape)
+    once = [d for d in shardable_dims(shape) if repeats[d + new_dims] == 1]
+    return [*(call.strategy(S(d + new_dims), self=S(d)) for d in once), call.strategy(P, self=P)]
 
 
-def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of diagonal: its two dims become the last one."""
-    call = Call(node, metas, parts)
+def _diagonal(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of diagonal, which turns ``dim1`` and ``dim2`` into the last dim."""
+    call = Call(node, metas, axis_size)
     rank = len(call.shape("self"))
-    gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
-    split = [d for d in shardable_dims(call.shape("self")) if d not in gone]
-    strategies = [call.strategy(S(d - sum(other < d for other in gone)), self=S(d)) for d in split]
+    removed = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    other_dims = [d for d in shardable_dims(call.shape("self")) if d not in removed]
+    strategies = [
+        call.strategy(S(d - sum(other < d for other in removed)), self=S(d)) for d in other_dims
+    ]
     strategies += [
-        strategy for d in sorted(gone) for strategy in partial_by_padding(call, {"self": d})
+        strategy for d in sorted(removed) for strategy in partial_by_padding(call, {"self": d})
     ]
     return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
-def _triangle(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of tril and triu.
-
-    The diagonal is counted from the start of the block.
-    """
-    call = Call(node, metas, parts)
+def _triangle(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of tril and triu; the diagonal is shifted by a block's offset."""
+    call = Call(node, metas, axis_size)
     shape = call.shape("self")
     strategies = []
     for dim in shardable_dims(shape):
-        towards = {len(shape) - 2: 1, len(shape) - 1: -1}.get(dim, 0)
-        lower = _shifted(shape[dim], towards) if towards else None
+        sign = {len(shape) - 2: 1, len(shape) - 1: -1}.get(dim, 0)
+        lower = _lower_shifted_diagonal(shape[dim], sign) if sign else None
         strategies.append(call.strategy(S(dim), self=S(dim)).by(lower))
     return [*strategies, call.strategy(P, self=P)]
 
 
-def _shifted(size: int, towards: int) -> Lowering:
+def _lower_shifted_diagonal(size: int, sign: int) -> Lowering:
+    """Return the lowering of a triangle with the diagonal shifted by the block's offset."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         diagonal = build.bind(node, operands)["diagonal"]
-        return build.rerun(node, operands, diagonal=diagonal + towards * build.rank_offset(size))
+        return build.rerun(node, operands, diagonal=diagonal + sign * build.rank_offset(size))
 
     return lower
 
@@ -214,9 +235,9 @@ def _shifted(size: int, towards: int) -> Lowering:
 RULES: dict[str, Rule] = {
     **table("repeat.default", _repeat),
     **table("diagonal.default diagonal_copy.default", _diagonal),
-    **table("diag_embed.default", _onto_diagonal),
+    **table("diag_embed.default", _diag_embed),
     **table("flip.default", _flip),
-    **table("rot90.default", _untouched(_dims)),
+    **table("rot90.default", _other_dims_rule(_rolled_dims)),
     **table("roll.default", _roll),
     **table("constant_pad_nd.default", _pad),
     **table("tril.default triu.default tril_.default triu_.default", _triangle),

@@ -1,13 +1,14 @@
-"""Ring attention: queries and keys that are sharded along their length.
+"""Ring attention with online softmax: queries and keys sharded along their length.
 
-Each rank attends with its queries to its own keys, while those of the rank before it come, and
-passes these on: Ring Attention (Liu, Zaharia and Abbeel, 2023). It never has more keys than its
-own, those that it attends to and those under way. The results of the blocks are put together by
-their sums, see ``attending``; backward, gradients go home to the keys that they are of.
+Ring Attention (Liu, Zaharia and Abbeel, 2023): in each turn a rank attends with its queries to one
+block of keys, while the next block arrives from the previous rank of the ring. A rank holds at most
+three key blocks: its own, the current one and the arriving one. Results over several blocks are
+merged by their log-sum-exps (``attention_blocks``). In a backward the gradients of keys and values
+are sent back to the owners of the keys.
 
-Of a causal mask later ranks have more to do. Where it pays, half of that is done by the rank that
-has the keys: it is sent queries, and sends their results back, as in DISTFLASHATTN (Li et al.,
-2023). Then each rank has as much to do, and sends no more.
+With a causal mask later ranks have more work. The balanced schedule moves half of the difference to
+the rank that owns the keys: that rank receives queries and returns their results, as in
+DISTFLASHATTN (Li et al., 2023).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from lazygt.passes.sharding.rules.attention_blocks import (
     Sent,
     Task,
     Turn,
-    attended,
-    gradients,
-    merged,
-    of_no_keys,
+    merge,
+    no_key_result,
     packed,
     results_of,
+    run_attention,
+    run_backward,
     unpacked,
 )
 from lazygt.passes.sharding.rules.strategy import Call, Collective, Lowering, Values
@@ -41,16 +42,17 @@ from lazygt.passes.sharding.rules.strategy import Call, Collective, Lowering, Va
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-# -- tensors that travel from rank to rank together ------------------------------------------------
+# -- bundles of tensors that are sent together -----------------------------------------------------
 
 
 class Bundle(NamedTuple):
-    """Tensors that travel together, those of one dtype as one.
+    """Layout of tensors that are sent together, concatenated by dtype along the features.
 
-    They are of [batch, heads, length, features], or without features.
+    The tensors are [batch, heads, length, features] or [batch, heads, length].
 
     Attributes:
-        widths: their features; None: without.
+        widths: number of features of each tensor; None: the tensor has no feature dim.
+        dtypes: dtype of each tensor.
     """
 
     widths: tuple[int | None, ...]
@@ -63,51 +65,55 @@ class Bundle(NamedTuple):
         return Bundle(widths, tuple([dtype for _, dtype in metas]))
 
     def row_bytes(self) -> list[int]:
-        """Return the bytes of one place of a head, of each joined tensor."""
+        """Return the bytes per head and sequence position of each packed tensor."""
         return [
-            dtype.itemsize * sum([self.widths[at] or 1 for at in places])
-            for dtype, places in self._groups().items()
+            dtype.itemsize * sum([self.widths[number] or 1 for number in numbers])
+            for dtype, numbers in self._groups().items()
         ]
 
     def pack(self, build: Builder, tensors: Sequence[Ref]) -> list[Ref]:
-        """Join the tensors to those that travel."""
-        wide = [
+        """Concatenate the tensors of each dtype along the features."""
+        with_features = [
             tensor if width is not None else build.op("aten.unsqueeze.default", tensor, -1)
             for tensor, width in zip(tensors, self.widths, strict=True)
         ]
-        return [build.joined([wide[at] for at in places], 3) for places in self._groups().values()]
+        return [
+            build.joined([with_features[number] for number in numbers], 3)
+            for numbers in self._groups().values()
+        ]
 
     def unpack(self, build: Builder, joined: Sequence[Ref]) -> list[Ref]:
-        """Take the joined tensors apart again."""
+        """Split packed tensors into the tensors of the bundle; inverse of ``pack``."""
         tensors: dict[int, Ref] = {}
-        for whole, places in zip(joined, self._groups().values(), strict=True):
+        for joined_tensor, numbers in zip(joined, self._groups().values(), strict=True):
             start = 0
-            for at in places:
-                width = self.widths[at]
-                tensor = build.slice(whole, 3, start, width or 1)
+            for number in numbers:
+                width = self.widths[number]
+                tensor = build.slice(joined_tensor, 3, start, width or 1)
                 if width is None:
                     tensor = build.contiguous(build.op("aten.squeeze.dim", tensor, -1))
-                tensors[at] = tensor
+                tensors[number] = tensor
                 start += width or 1
-        return [tensors[at] for at in range(len(self.widths))]
+        return [tensors[number] for number in range(len(self.widths))]
 
     def _groups(self) -> Mapping[torch.dtype, list[int]]:
+        """Return the numbers of the tensors of each dtype."""
         groups: dict[torch.dtype, list[int]] = {}
-        for at, dtype in enumerate(self.dtypes):
-            groups.setdefault(dtype, []).append(at)
+        for number, dtype in enumerate(self.dtypes):
+            groups.setdefault(dtype, []).append(number)
         return groups
 
 
-# -- ring attention: queries and keys that are sharded along their length --------------------------
+# -- one rank's run through the schedule -----------------------------------------------------------
 
 
 @dataclass
 class _Ring(ABC):
-    """Pass of one rank through a schedule.
+    """Program of one rank for a ring attention schedule.
 
     Attributes:
-        queries, keys: tensors of this rank that others may be sent.
-        of_queries, of_keys: their results so far.
+        queries, keys: this rank's tensors that may be sent with queries, and with keys.
+        query_results, key_results: accumulated results for these queries and keys.
     """
 
     build: Builder
@@ -123,7 +129,7 @@ class _Ring(ABC):
 
     @abstractmethod
     def tensors(self) -> tuple[list[Ref], list[Ref]]:
-        """Return the tensors that travel with queries, and with keys."""
+        """Return this rank's tensors that are sent with queries, and with keys."""
 
     @abstractmethod
     def attend(
@@ -132,150 +138,181 @@ class _Ring(ABC):
         """Attend with queries to keys; return the results for the queries, and for the keys."""
 
     @abstractmethod
-    def nothing(self) -> tuple[list[Ref], list[Ref]]:
-        """Return the results where there is nothing to attend to."""
+    def empty_results(self) -> tuple[list[Ref], list[Ref]]:
+        """Return the results if this rank has no own queries or no own keys."""
 
     @abstractmethod
-    def together(self, first: Sequence[Ref], second: Sequence[Ref]) -> list[Ref]:
-        """Merge the results of queries for two parts of the keys."""
+    def merge_results(self, first: Sequence[Ref], second: Sequence[Ref]) -> list[Ref]:
+        """Merge two results of the same queries over disjoint keys."""
 
     def run(self) -> None:
-        """Run turn by turn, while the tensors of the next turn are under way."""
+        """Run all turns; sends for the next turn overlap with the compute of a turn."""
         turns = self.plan.turns
-        self.packed = self._packed_own()
-        coming = self._come(turns[0], *self.packed)
+        self.packed = self._pack_own()
+        arriving = self._exchange_inputs(turns[0], *self.packed)
         if self.plan.queries[self.rank] and self.plan.keys[self.rank]:
             results = self.attend(self.queries, self.keys, self.plan.causal)
         else:
-            results = self.nothing()
-        self.of_queries, self.of_keys = results
+            results = self.empty_results()
+        self.query_results, self.key_results = results
         returned: list[Callable[[], None]] = []
         for number, turn in enumerate(turns):
-            queries, keys = coming
+            queries, keys = arriving
             if number + 1 < len(turns):
-                coming = self._come(turns[number + 1], queries, keys)
-            results = self._attended(turn, queries, keys)
-            for add in returned:  # of the turn before, which has been under way
+                arriving = self._exchange_inputs(turns[number + 1], queries, keys)
+            results = self._run_task(turn, queries, keys)
+            for add in returned:  # received during this turn's compute
                 add()
-            returned = self._returned(turn, *results)
+            returned = self._return_results(turn, *results)
         for add in returned:
             add()
 
-    def _packed_own(self) -> tuple[list[Ref], list[Ref]]:
+    def _pack_own(self) -> tuple[list[Ref], list[Ref]]:
+        """Pack this rank's queries (if any are sent) and keys."""
         (queries, keys), turns = self.bundles, self.plan.turns
-        travel = any(turn.queries for turn in turns)
-        packed = queries.pack(self.build, self.queries) if travel else []
-        return packed, keys.pack(self.build, self.keys)
+        sends_queries = any(turn.queries for turn in turns)
+        packed_queries = queries.pack(self.build, self.queries) if sends_queries else []
+        return packed_queries, keys.pack(self.build, self.keys)
 
     def _bundle(self, tensors: Sequence[Ref]) -> Bundle:
+        """Return the bundle layout of tensors."""
         metas = [self.build.meta(tensor) for tensor in tensors]
         return Bundle.of([(meta.shape, meta.dtype) for meta in metas])
 
-    def _come(
+    def _exchange_inputs(
         self, turn: Turn, queries: Sequence[Ref], keys: Sequence[Ref]
     ) -> tuple[list[Ref], list[Ref]]:
         """Send and receive the queries and keys of a turn.
 
-        Sent are those that this rank had in the turn before; where it passes nothing on, it waits
-        for nothing.
+        Args:
+            queries, keys: packed tensors that this rank received for the previous turn. A rank that
+                forwards none sends its own block, so the send does not wait for a receive.
+
+        Returns:
+            The packed queries and keys that this rank received.
         """
         own_queries, own_keys = self.packed
-        keys = keys if self._gives(turn.keys) else own_keys
-        keys = [self._exchanged(joined, turn.keys) for joined in keys]
+        keys = keys if self._is_sender(turn.keys) else own_keys
+        keys = [self._exchange_rows(joined, turn.keys) for joined in keys]
         first = turn.tasks[0]
-        begins = first is not None and first.queries == self.rank
-        if begins or not self._gives(turn.queries):
+        owns_first_queries = first is not None and first.queries == self.rank
+        if owns_first_queries or not self._is_sender(turn.queries):
             queries = own_queries
         rows = sum(count for source, _, count in turn.queries if source == self.rank)
-        if rows:  # the last of them, where only some are wanted
+        if rows:  # a receiver of fewer rows gets the last rows
             queries = [
                 self.build.slice(joined, LENGTH, self.build.shape(joined)[LENGTH] - rows, rows)
                 for joined in queries
             ]
-        return [self._exchanged(joined, turn.queries) for joined in queries], keys
+        return [self._exchange_rows(joined, turn.queries) for joined in queries], keys
 
-    def _gives(self, sent: Sent) -> bool:
+    def _is_sender(self, sent: Sent) -> bool:
+        """Return whether this rank sends rows."""
         return any(source == self.rank for source, _, _ in sent)
 
-    def _exchanged(self, value: Ref, sent: Sent) -> Ref:
-        """Exchange rows; return the received ones. Without any sends there is no collective."""
-        if not self._gives(sent):
-            value = self._none_of(value)
+    def _exchange_rows(self, value: Ref, sent: Sent) -> Ref:
+        """Send rows of ``value``; return the received rows. No sends: no collective."""
+        if not self._is_sender(sent):
+            value = self._empty_rows(value)
         return self.build.send_recv(value, LENGTH, sent) if sent else value
 
-    def _attended(
+    def _run_task(
         self, turn: Turn, queries: Sequence[Ref], keys: Sequence[Ref]
     ) -> tuple[list[Ref], list[Ref]]:
-        """Return the results of this rank's task; add those that are its own."""
+        """Run this rank's task of a turn; add results for its own queries and keys.
+
+        Returns:
+            The results for the queries and for the keys of the task; empty for an idle rank.
+        """
         task = turn.tasks[self.rank]
         if task is None or task.first == task.last or not self.plan.keys[task.keys]:
-            return [*map(self._none_of, self.of_queries)], [*map(self._none_of, self.of_keys)]
-        build, (of_queries, of_keys) = self.build, self.bundles
-        is_own = task.queries == self.rank
-        asking = self._some(self.queries, task) if is_own else of_queries.unpack(build, queries)
-        given = self.keys if task.keys == self.rank else of_keys.unpack(build, keys)
-        for_queries, for_keys = self.attend(asking, given, causal=False)
-        if is_own:
+            return [*map(self._empty_rows, self.query_results)], [
+                *map(self._empty_rows, self.key_results)
+            ]
+        build, (query_bundle, key_bundle) = self.build, self.bundles
+        owns_queries = task.queries == self.rank
+        task_queries = (
+            self._task_queries(self.queries, task)
+            if owns_queries
+            else query_bundle.unpack(build, queries)
+        )
+        task_keys = self.keys if task.keys == self.rank else key_bundle.unpack(build, keys)
+        for_queries, for_keys = self.attend(task_queries, task_keys, causal=False)
+        if owns_queries:
             self._add_to_queries(task, for_queries)
         if task.keys == self.rank:
             self._add_to_keys(for_keys)
         return for_queries, for_keys
 
-    def _some(self, tensors: Sequence[Ref], task: Task) -> list[Ref]:
+    def _task_queries(self, tensors: Sequence[Ref], task: Task) -> list[Ref]:
+        """Slice tensors to the queries of a task."""
         count = task.last - task.first
         return [self.build.slice(tensor, LENGTH, task.first, count) for tensor in tensors]
 
-    def _none_of(self, tensor: Ref) -> Ref:
+    def _empty_rows(self, tensor: Ref) -> Ref:
+        """Return a tensor with no rows along the length."""
         return self.build.slice(tensor, LENGTH, 0, 0)
 
-    def _returned(
+    def _return_results(
         self, turn: Turn, for_queries: Sequence[Ref], for_keys: Sequence[Ref]
     ) -> list[Callable[[], None]]:
-        """Send results of others home; return callbacks that add the received ones."""
-        later: list[Callable[[], None]] = []
+        """Send results to the owners of the queries and keys.
+
+        Returns:
+            Callbacks that add the received results to those of this rank.
+        """
+        callbacks: list[Callable[[], None]] = []
         sent = turn.returned_queries(self.plan.keys)
         if sent:
-            come = self._sent_home(for_queries, sent)
+            unpack_received = self._send_to_owners(for_queries, sent)
             for rank, task in enumerate(turn.tasks):
                 if task and task.queries == self.rank != rank and task.first < task.last:
-                    later.append(partial(self._add_home, task, come))
+                    callbacks.append(partial(self._add_received, task, unpack_received))
         sent = turn.returned_keys(self.plan.keys)
         if sent and for_keys:
-            gradients = self._sent_home(for_keys, sent)
+            unpack_gradients = self._send_to_owners(for_keys, sent)
             if any(target == self.rank for _, target, _ in sent):
-                later.append(lambda: self._add_to_keys(gradients()))
-        return later
+                callbacks.append(lambda: self._add_to_keys(unpack_gradients()))
+        return callbacks
 
-    def _sent_home(self, tensors: Sequence[Ref], sent: Sent) -> Callable[[], list[Ref]]:
-        """Send results of others home; return a function that unpacks the received ones."""
-        if not self._gives(sent):
-            tensors = [self._none_of(tensor) for tensor in tensors]
+    def _send_to_owners(self, tensors: Sequence[Ref], sent: Sent) -> Callable[[], list[Ref]]:
+        """Send results to their owners; return a function that unpacks the received ones."""
+        if not self._is_sender(sent):
+            tensors = [self._empty_rows(tensor) for tensor in tensors]
         bundle = self._bundle(tensors)
-        come = [self._exchanged(part, sent) for part in bundle.pack(self.build, tensors)]
-        return lambda: bundle.unpack(self.build, come)
+        received = [
+            self._exchange_rows(joined_tensor, sent)
+            for joined_tensor in bundle.pack(self.build, tensors)
+        ]
+        return lambda: bundle.unpack(self.build, received)
 
-    def _add_home(self, task: Task, come: Callable[[], list[Ref]]) -> None:
-        self._add_to_queries(task, come())
+    def _add_received(self, task: Task, unpack_received: Callable[[], list[Ref]]) -> None:
+        """Merge the received results for the queries of a task."""
+        self._add_to_queries(task, unpack_received())
 
-    def _add_to_queries(self, task: Task, come: Sequence[Ref]) -> None:
+    def _add_to_queries(self, task: Task, received: Sequence[Ref]) -> None:
+        """Merge results for the queries of a task into ``query_results``."""
         build, size = self.build, self.plan.queries[self.rank]
         before, after = Task(0, 0, 0, task.first), Task(0, 0, task.last, size)
-        pieces = [self.together(self._some(self.of_queries, task), come)]
+        pieces = [self.merge_results(self._task_queries(self.query_results, task), received)]
         if task.first:
-            pieces.insert(0, self._some(self.of_queries, before))
+            pieces.insert(0, self._task_queries(self.query_results, before))
         if task.last < size:
-            pieces.append(self._some(self.of_queries, after))
-        self.of_queries = [build.joined(rows, LENGTH) for rows in zip(*pieces, strict=True)]
+            pieces.append(self._task_queries(self.query_results, after))
+        self.query_results = [build.joined(rows, LENGTH) for rows in zip(*pieces, strict=True)]
 
-    def _add_to_keys(self, come: Sequence[Ref]) -> None:
-        self.of_keys = [
-            self.build.op("aten.add.Tensor", known, more)
-            for known, more in zip(self.of_keys, come, strict=True)
+    def _add_to_keys(self, received: Sequence[Ref]) -> None:
+        """Add gradients to ``key_results``."""
+        self.key_results = [
+            self.build.op("aten.add.Tensor", accumulated, summand)
+            for accumulated, summand in zip(self.key_results, received, strict=True)
         ]
 
 
 class _Forward(_Ring):
-    rest: Values = ()
+    """Ring attention forward; accumulates values and log-sum-exps of the queries."""
+
+    other_results: Values = ()
 
     def tensors(self) -> tuple[list[Ref], list[Ref]]:
         return [self.args["query"]], [self.args["key"], self.args["value"]]
@@ -283,94 +320,108 @@ class _Forward(_Ring):
     def attend(
         self, queries: Sequence[Ref], keys: Sequence[Ref], causal: bool
     ) -> tuple[list[Ref], list[Ref]]:
-        given = dict(zip(("query", "key", "value"), (*queries, *keys), strict=True))
-        mixed, rest = attended(self.build, self.node, self.operands, causal, **given)
-        self.rest = self.rest or rest
-        return list(mixed), []
+        tensors = dict(zip(("query", "key", "value"), (*queries, *keys), strict=True))
+        result, other_results = run_attention(
+            self.build, self.node, self.operands, causal, **tensors
+        )
+        self.other_results = self.other_results or other_results
+        return list(result), []
 
-    def nothing(self) -> tuple[list[Ref], list[Ref]]:
-        none = of_no_keys(self.build, self.node, self.args["query"], self.args["value"])
-        return list(none), []
+    def empty_results(self) -> tuple[list[Ref], list[Ref]]:
+        result = no_key_result(self.build, self.node, self.args["query"], self.args["value"])
+        return list(result), []
 
-    def together(self, first: Sequence[Ref], second: Sequence[Ref]) -> list[Ref]:
-        return list(merged(self.build, Mixed(*first), Mixed(*second)))
+    def merge_results(self, first: Sequence[Ref], second: Sequence[Ref]) -> list[Ref]:
+        return list(merge(self.build, Mixed(*first), Mixed(*second)))
 
 
 class _Backward(_Ring):
+    """Ring attention backward; accumulates gradients of queries, keys and values."""
+
     def tensors(self) -> tuple[list[Ref], list[Ref]]:
-        gradient = "grad_out" if "grad_out" in self.args else "grad_out_"
+        grad_out = "grad_out" if "grad_out" in self.args else "grad_out_"
         query = self.args["query"]
         sums = unpacked(self.build, self.args["logsumexp"], self.build.shape(query)[LENGTH])
-        queries = [query, self.args[gradient], self.args["out"], sums]
+        queries = [query, self.args[grad_out], self.args["out"], sums]
         return queries, [self.args["key"], self.args["value"]]
 
     def attend(
         self, queries: Sequence[Ref], keys: Sequence[Ref], causal: bool
     ) -> tuple[list[Ref], list[Ref]]:
         names = ("query", "grad_out", "out", "logsumexp", "key", "value")
-        given = dict(zip(names, (*queries, *keys), strict=True))
-        given["logsumexp"] = packed(self.build, self.node.op, given["logsumexp"])
+        tensors = dict(zip(names, (*queries, *keys), strict=True))
+        tensors["logsumexp"] = packed(self.build, self.node.op, tensors["logsumexp"])
         if "grad_out_" in self.args:
-            given["grad_out_"] = given.pop("grad_out")
-        every = gradients(self.build, self.node, self.operands, causal, **given)[:3]
-        query, *others = [gradient for gradient in every if gradient is not None]
-        return [query], others
+            tensors["grad_out_"] = tensors.pop("grad_out")
+        gradients_of_inputs = run_backward(self.build, self.node, self.operands, causal, **tensors)[
+            :3
+        ]
+        query_gradient, *key_value_gradients = [
+            gradient for gradient in gradients_of_inputs if gradient is not None
+        ]
+        return [query_gradient], key_value_gradients
 
-    def nothing(self) -> tuple[list[Ref], list[Ref]]:
-        empty = [
+    def empty_results(self) -> tuple[list[Ref], list[Ref]]:
+        zeros = [
             self.build.full(self.build.shape(tensor), 0, like=tensor)
             for tensor in (self.queries[0], *self.keys)
         ]
-        return empty[:1], empty[1:]
+        return zeros[:1], zeros[1:]
 
-    def together(self, first: Sequence[Ref], second: Sequence[Ref]) -> list[Ref]:
+    def merge_results(self, first: Sequence[Ref], second: Sequence[Ref]) -> list[Ref]:
         return [self.build.op("aten.add.Tensor", first[0], second[0])]
 
 
 def forward(plan: Schedule) -> Lowering:
-    """Return the program of a forward."""
+    """Return the lowering of a ring attention forward."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         ring = _Forward(build, node, operands, plan)
         ring.run()
-        return results_of(build, node, Mixed(*ring.of_queries), ring.rest)
+        return results_of(build, node, Mixed(*ring.query_results), ring.other_results)
 
     return lower
 
 
 def backward(plan: Schedule) -> Lowering:
-    """Return the program of a backward."""
+    """Return the lowering of a ring attention backward."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         ring = _Backward(build, node, operands, plan)
         ring.run()
-        return *ring.of_queries, *ring.of_keys, *[None] * (len(node.results) - 3)
+        return *ring.query_results, *ring.key_results, *[None] * (len(node.results) - 3)
 
     return lower
 
 
 def comm(call: Call, plan: Schedule, is_backward: bool) -> list[Collective]:
-    """Return the collectives of a schedule, in bytes of the rank that sends most."""
+    """Return the collectives of a schedule for the cost model, in bytes of the largest sender."""
     query, key, value = (call.meta(name) for name in ("query", "key", "value"))
     sums = call.meta("logsumexp") if is_backward else call.result(1)
-    asked = [(query.shape, query.dtype)]
-    mixed = [((*query.shape[:3], value.shape[3]), query.dtype), (query.shape[:3], sums.dtype)]
-    kept = [(key.shape, key.dtype), (value.shape, value.dtype)]
-    of_keys = Bundle.of(kept)
-    of_queries = Bundle.of([*asked, mixed[0], *mixed] if is_backward else asked)
-    returned = Bundle.of(asked if is_backward else mixed)
-    heads, shared = (meta.shape[0] * meta.shape[1] for meta in (query, key))
+    query_like = [(query.shape, query.dtype)]
+    forward_results = [
+        ((*query.shape[:3], value.shape[3]), query.dtype),
+        (query.shape[:3], sums.dtype),
+    ]
+    key_like = [(key.shape, key.dtype), (value.shape, value.dtype)]
+    key_bundle = Bundle.of(key_like)
+    query_bundle = Bundle.of(
+        [*query_like, forward_results[0], *forward_results] if is_backward else query_like
+    )
+    result_bundle = Bundle.of(query_like if is_backward else forward_results)
+    query_heads, key_heads = (meta.shape[0] * meta.shape[1] for meta in (query, key))
     exchanges: list[Collective] = []
     for turn in plan.turns:
-        exchanges += _exchanges(of_keys, shared, turn.keys)
-        exchanges += _exchanges(of_queries, heads, turn.queries)
-        exchanges += _exchanges(returned, heads, turn.returned_queries(plan.keys))
+        exchanges += _send_recv_costs(key_bundle, key_heads, turn.keys)
+        exchanges += _send_recv_costs(query_bundle, query_heads, turn.queries)
+        exchanges += _send_recv_costs(result_bundle, query_heads, turn.returned_queries(plan.keys))
         if is_backward:
-            exchanges += _exchanges(of_keys, shared, turn.returned_keys(plan.keys))
+            exchanges += _send_recv_costs(key_bundle, key_heads, turn.returned_keys(plan.keys))
     return exchanges
 
 
-def _exchanges(bundle: Bundle, heads: int, sent: Sent) -> list[Collective]:
+def _send_recv_costs(bundle: Bundle, heads: int, sent: Sent) -> list[Collective]:
+    """Return the collectives of one exchange of a bundle."""
     if not sent:
         return []
     rows = [sum(count for source, _, count in sent if source == rank) for rank, _, _ in sent]

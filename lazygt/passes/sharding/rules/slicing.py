@@ -1,7 +1,8 @@
-"""Cutting and joining: cat, stack, split, slice, select, and their gradients.
+"""Joining and slicing: cat, stack, split, slice, select, narrow, and their gradients.
 
-Dims that are not cut pass through, as do partial sums. A piece of a split dim may lie on several
-ranks; each places its part of it among zeros, and only the piece is reduced, or its rows are sent.
+Other dims than the sliced one are sharded freely, and partial values pass through. A slice of a
+sharded dim may span several ranks. Either each rank pads its share of the slice with zeros, and the
+result is partial, or ranks exchange rows, and the result is sharded.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from lazygt.passes.sharding.rules.strategy import (
     S,
     Strategy,
     Values,
+    exchange_comm,
     local_range,
     partial_by_padding,
-    row_comm,
     shardable_dims,
     table,
 )
@@ -36,45 +37,49 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
 
-#: Bytes of a slice that are as well added up by all: to cut it is not worth a second launch later.
+#: Slices of at most this many bytes are not sharded by an exchange: an all-reduce is as cheap.
 _SMALL = 1 << 10
 
 
-def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _cat(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of cat."""
+    call = Call(node, metas, axis_size)
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
     ranks = [len(meta.shape) for n in node.refs() if (meta := metas[n]) is not None]
     # torch lets an empty 1-d tensor stand among tensors of any rank
-    split = [d for d in shardable_dims(shape) if d != dim] if set(ranks) == {len(shape)} else []
-    strategies = [call.strategy(S(d), tensors=S(d)) for d in split]
+    other_dims = (
+        [d for d in shardable_dims(shape) if d != dim] if set(ranks) == {len(shape)} else []
+    )
+    strategies = [call.strategy(S(d), tensors=S(d)) for d in other_dims]
     if set(ranks) == {len(shape)} and partials(call, bools=True):
-        strategies += _joined_in_blocks(call, dim)
-        strategies += packed.joined(call, dim)
+        strategies += _cat_in_blocks(call, dim)
+        strategies += packed.cat_strategies(call, dim)
     return strategies + [
         call.strategy(placement, tensors=placement) for placement in partials(call)
     ]
 
 
-def _joined_in_blocks(call: Call, dim: int) -> list[Strategy]:
-    """Return the strategy of a cat from tensors in blocks to blocks of their whole."""
+def _cat_in_blocks(call: Call, dim: int) -> list[Strategy]:
+    """Return the strategy of a cat of sharded tensors to a sharded result, by a row exchange."""
     metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
     sizes = tuple([meta.shape[dim] for meta in metas])
-    have = blocks_of_each(sizes, call.parts)
-    move = RowExchange(dim, have, blocks(sum(sizes), call.parts))
-    if sum(sizes) < 2 or not move.is_worth_it:
+    old_blocks = blocks_of_each(sizes, call.axis_size)
+    exchange = RowExchange(dim, old_blocks, blocks(sum(sizes), call.axis_size))
+    if sum(sizes) < 2 or not exchange.is_worth_it:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (rows,) = build.rerun(node, operands)
         assert rows is not None
-        return (build.rows(rows, move),)
+        return (build.rows(rows, exchange),)
 
-    return [call.strategy(S(dim), tensors=S(dim)).by(lower, row_comm(move, call.result()))]
+    return [call.strategy(S(dim), tensors=S(dim)).by(lower, exchange_comm(exchange, call.result()))]
 
 
-def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _stack(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of stack."""
+    call = Call(node, metas, axis_size)
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
     strategies = [
@@ -86,50 +91,58 @@ def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def partials(call: Call, bools: bool = False) -> list[Placement]:
-    """Return the partial placements that pass through.
+    """Return the partial placements that pass through an op that moves elements.
 
-    Sums must not be rounded to a narrower dtype, or be of bools.
+    Empty if operands and result differ in dtype, or are bools.
+
+    Args:
+        bools: whether bools are allowed.
     """
     metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
-    same = {meta.dtype for meta in metas} == {call.result().dtype}
-    return list(PARTIALS) if same and (bools or call.result().dtype != torch.bool) else []
+    same_dtype = {meta.dtype for meta in metas} == {call.result().dtype}
+    return list(PARTIALS) if same_dtype and (bools or call.result().dtype != torch.bool) else []
 
 
-def _split(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _split(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     """Return the strategies of a split into pieces along ``dim``.
 
-    Several pieces together are as large as the whole; its blocks are exchanged for those of each of
-    them.
+    Along a sharded ``dim``, blocks of the operand are exchanged for blocks of each piece.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
-    strategies = _uncut(call, dim, gone=False)
+    strategies = _unaffected(call, dim, removed=False)
     if len(node.results) == 1:
         return [*strategies, *partial_by_padding(call, {"self": dim})]
-    return [*strategies, *packed.taken_apart_in_blocks(call, dim)]
+    return [*strategies, *packed.split_in_blocks(call, dim)]
 
 
-def _unbind(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _unbind(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of unbind."""
+    call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
-    strategies = _uncut(call, dim, gone=True)
+    strategies = _unaffected(call, dim, removed=True)
     if len(node.results) > 1:
         return strategies
     return [*strategies, *partial_by_padding(call, {"self": dim})]
 
 
-def _uncut(call: Call, dim: int, gone: bool) -> list[Strategy]:
-    """Return the strategies that split another dim than the one that is cut, or none."""
-    split = [d for d in shardable_dims(call.shape("self")) if d != dim]
-    strategies = [call.strategy(S(d - (gone and d > dim)), self=S(d)) for d in split]
+def _unaffected(call: Call, dim: int, removed: bool) -> list[Strategy]:
+    """Return the strategies of placements that the op does not affect: other dims, and partials.
+
+    Args:
+        dim: the dim of the op.
+        removed: whether the result lacks ``dim``.
+    """
+    other_dims = [d for d in shardable_dims(call.shape("self")) if d != dim]
+    strategies = [call.strategy(S(d - (removed and d > dim)), self=S(d)) for d in other_dims]
     return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
-def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of a slice; along its dim each rank's part of it is among zeros."""
-    call = Call(node, metas, parts)
+def _slice(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a slice, also with a sharded ``dim``."""
+    call = Call(node, metas, axis_size)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
-    strategies = _uncut(call, dim, gone=False)
+    strategies = _unaffected(call, dim, removed=False)
     first, last, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
     if shape[dim] < 2:
         return strategies
@@ -141,191 +154,215 @@ def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     strategies += _sliced_in_blocks(call, dim, (first, last, step))
     if step != 1:
         return [*strategies, strategy]
-    return [*strategies, strategy.by(_own_part(dim, shape[dim], first, last))]
+    return [*strategies, strategy.by(_lower_partial_slice(dim, shape[dim], first, last))]
 
 
-def _sliced_in_blocks(call: Call, dim: int, where: tuple[int, int, int]) -> list[Strategy]:
-    """Return the strategy of a slice in blocks, from the parts of it in each rank's block."""
-    first, last, step = where
-    size, count, parts = call.shape("self")[dim], len(range(first, last, step)), call.parts
+def _sliced_in_blocks(call: Call, dim: int, bounds: tuple[int, int, int]) -> list[Strategy]:
+    """Return the strategy of a slice along a sharded dim to a sharded result.
+
+    Each rank slices its own block, then ranks exchange rows.
+
+    Args:
+        bounds: (first, last, step) of the slice.
+    """
+    first, last, step = bounds
+    size, count, ranks = call.shape("self")[dim], len(range(first, last, step)), call.axis_size
     if count < 2:
         return []
-    have = tuple([
-        tuple([(-(-(max(row, first) - first) // step)) for row in shard_bounds(size, parts, rank)])
-        for rank in range(parts)
+    slice_ranges = tuple([
+        tuple([(-(-(max(at, first) - first) // step)) for at in shard_bounds(size, ranks, rank)])
+        for rank in range(ranks)
     ])  # fmt: skip
-    held = tuple([((min(a, count), min(b, count)),) for a, b in have])
-    move = RowExchange(dim, held, blocks(count, parts))
-    if move.sent and call.result().nbytes <= _SMALL:
+    owned_rows = tuple([((min(low, count), min(high, count)),) for low, high in slice_ranges])
+    exchange = RowExchange(dim, owned_rows, blocks(count, ranks))
+    if exchange.sent and call.result().nbytes <= _SMALL:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,), offset = operands, build.rank_offset(size)
-        ((start, stop),) = held[build.index]
-        begin = first + start * step - offset
-        end = begin + (stop - start - 1) * step + 1 if stop > start else begin
-        rows = build.op("aten.slice.Tensor", value, dim, begin, end, step)
-        return (build.rows(rows, move),)
+        ((start, stop),) = owned_rows[build.index]
+        local_first = first + start * step - offset
+        local_last = local_first + (stop - start - 1) * step + 1 if stop > start else local_first
+        rows = build.op("aten.slice.Tensor", value, dim, local_first, local_last, step)
+        return (build.rows(rows, exchange),)
 
-    return [call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, call.result()))]
+    return [call.strategy(S(dim), self=S(dim)).by(lower, exchange_comm(exchange, call.result()))]
 
 
-def _own_part(dim: int, size: int, first: int, last: int) -> Lowering:
+def _lower_partial_slice(dim: int, size: int, first: int, last: int) -> Lowering:
+    """Return the lowering of a slice to a partial result: the local share, padded with zeros."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
-        (a, b), start = local_range(build, size, first, last), build.rank_offset(size)
-        part = build.op("aten.slice.Tensor", value, dim, max(a - start, 0), max(b - start, 0))
-        after = [0, 0] * (len(build.shape(value)) - 1 - dim)
-        padding = (*after, a - first, last - b)
-        return (build.op("aten.constant_pad_nd.default", part, padding, 0),)
+        (first_owned, last_owned), start = (
+            local_range(build, size, first, last),
+            build.rank_offset(size),
+        )
+        local_slice = build.op(
+            "aten.slice.Tensor", value, dim, max(first_owned - start, 0), max(last_owned - start, 0)
+        )
+        trailing_pads = [0, 0] * (len(build.shape(value)) - 1 - dim)
+        padding = (*trailing_pads, first_owned - first, last - last_owned)
+        return (build.op("aten.constant_pad_nd.default", local_slice, padding, 0),)
 
     return lower
 
 
-def _select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _select(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of select, also with a run-time index."""
+    call = Call(node, metas, axis_size)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
-    strategies = _uncut(call, dim, gone=True)
+    strategies = _unaffected(call, dim, removed=True)
     index = call["index"]
     if type(index) is Param:
-        return strategies + _anywhere(call, dim, "index")
-    lower = _owned(dim, shape[dim], index % shape[dim])
+        return strategies + _run_time_start(call, dim, "index")
+    lower = _lower_select(dim, shape[dim], index % shape[dim])
     return strategies + [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
 
 
-def _narrow(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
+def _narrow(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of narrow with a run-time start."""
+    call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
-    return [*_uncut(call, dim, gone=False), *_anywhere(call, dim, "start")]
+    return [*_unaffected(call, dim, removed=False), *_run_time_start(call, dim, "start")]
 
 
-def _anywhere(call: Call, dim: int, name: str) -> list[Strategy]:
-    """Return the strategy of a piece along ``dim`` with a run-time start.
+def _run_time_start(call: Call, dim: int, name: str) -> list[Strategy]:
+    """Return the strategy of a piece along a sharded ``dim`` with a run-time start.
 
-    The argument ``name`` says the start. Each rank picks its part of the piece, among zeros.
+    Each rank selects the rows of the piece in its block, with zeros for the other rows. The result
+    is partial.
+
+    Args:
+        name: name of the argument with the start.
     """
     result, size = call.result(), call.shape("self")[dim]
-    gone = len(result.shape) < len(call.shape("self"))
-    length = 1 if gone else result.shape[dim]
+    removed = len(result.shape) < len(call.shape("self"))
+    length = 1 if removed else result.shape[dim]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
         shape = build.shape(value)
-        piece = (*shape[:dim], length, *shape[dim + 1 :])
+        piece_shape = (*shape[:dim], length, *shape[dim + 1 :])
         if not shape[dim]:
-            picked = build.full(piece, 0, like=value)
+            selected = build.full(piece_shape, 0, like=value)
         else:
             first = build.bind(node, operands)[name]
-            at = build.op("aten.arange.default", length, dtype=torch.int64, device=DEVICE)
-            at = build.op("aten.add.Tensor", at, first)
-            at = build.op("aten.sub.Tensor", at, build.rank_offset(size))
-            near = build.op("aten.clamp.default", at, 0, shape[dim] - 1)
-            rows = build.op("aten.index_select.default", value, dim, near)
-            ours = build.op("aten.eq.Tensor", at, near)
-            along = tuple([length if d == dim else 1 for d in range(len(shape))])
-            picked = build.op(
+            local_rows = build.op("aten.arange.default", length, dtype=torch.int64, device=DEVICE)
+            local_rows = build.op("aten.add.Tensor", local_rows, first)
+            local_rows = build.op("aten.sub.Tensor", local_rows, build.rank_offset(size))
+            clamped = build.op("aten.clamp.default", local_rows, 0, shape[dim] - 1)
+            rows = build.op("aten.index_select.default", value, dim, clamped)
+            is_owned = build.op("aten.eq.Tensor", local_rows, clamped)
+            mask_shape = tuple([length if d == dim else 1 for d in range(len(shape))])
+            selected = build.op(
                 "aten.where.self",
-                build.op("aten.view.default", ours, along),
+                build.op("aten.view.default", is_owned, mask_shape),
                 rows,
-                build.full(piece, 0, like=value),
+                build.full(piece_shape, 0, like=value),
             )
-        return (build.op("aten.squeeze.dim", picked, dim) if gone else picked,)
+        return (build.op("aten.squeeze.dim", selected, dim) if removed else selected,)
 
     return [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
 
 
-def _owned(dim: int, size: int, at: int) -> Lowering:
-    """Return a lowering to the element on the rank that has it; zeros on the others."""
+def _lower_select(dim: int, size: int, index: int) -> Lowering:
+    """Return the lowering of a select at ``index``: zeros on all ranks but the owner's."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
         start, stop = build.bounds(size)
-        if start <= at < stop:
-            return (build.op("aten.select.int", value, dim, at - start),)
+        if start <= index < stop:
+            return (build.op("aten.select.int", value, dim, index - start),)
         shape = build.shape(value)
         return (build.full((*shape[:dim], *shape[dim + 1 :]), 0, like=value),)
 
     return lower
 
 
-def _placed(gone: bool) -> Rule:
-    """Return the rule of select_backward and slice_backward.
+def _padding_backward(removed: bool) -> Rule:
+    """Return the rule of select_backward or slice_backward, which pad a gradient with zeros.
 
-    They put a gradient among zeros of ``input_sizes``.
+    Args:
+        removed: whether the gradient lacks the dim (select_backward).
     """
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
         shape = tuple(call["input_sizes"])
         dim = call.dim("dim", len(shape))
         strategies = [
-            call.strategy(S(d), grad_output=S(d - (gone and d > dim))).by(
+            call.strategy(S(d), grad_output=S(d - (removed and d > dim))).by(
                 sized(shape, "input_sizes")
             )
             for d in shardable_dims(shape)
             if d != dim
         ]
         if shape[dim] > 1:
-            strategies.append(call.strategy(S(dim)).by(_placed_and_cut(dim)))
-        if not gone and call["step"] == 1 and type(call["start"]) is int:
-            strategies += _placed_in_blocks(call, dim, shape[dim])
+            strategies.append(call.strategy(S(dim)).by(_lower_sharded_result(dim)))
+        if not removed and call["step"] == 1 and type(call["start"]) is int:
+            strategies += _slice_backward_in_blocks(call, dim, shape[dim])
         return [*strategies, call.strategy(P, grad_output=P)]
 
     return strategies
 
 
-def _placed_and_cut(dim: int) -> Lowering:
+def _lower_sharded_result(dim: int) -> Lowering:
+    """Return the lowering that computes the full result, and returns this rank's block."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (whole,) = build.rerun(node, operands)
-        assert whole is not None
-        return (build.shard(whole, dim),)
+        (full_result,) = build.rerun(node, operands)
+        assert full_result is not None
+        return (build.shard(full_result, dim),)
 
     return lower
 
 
-def _placed_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]:
-    """Return the strategy that sends rows of a gradient to their places, among zeros.
+def _slice_backward_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]:
+    """Return the strategy of slice_backward with sharded gradient and result, by a row exchange.
 
-    The gradient and the result are in blocks.
+    Args:
+        size: size of ``dim`` in the result.
     """
     shape = call.shape("grad_output")
     if min(size, shape[dim]) < 2:
         return []
-    first_place, _, _ = slice(call["start"], None).indices(size)
-    bounds = [shard_bounds(size, call.parts, rank) for rank in range(call.parts)]
-    bounds = [(start - first_place, stop - first_place) for start, stop in bounds]
-    want = [within(start, stop, shape[dim]) for start, stop in bounds]
+    slice_start, _, _ = slice(call["start"], None).indices(size)
+    bounds = [shard_bounds(size, call.axis_size, rank) for rank in range(call.axis_size)]
+    bounds = [(start - slice_start, stop - slice_start) for start, stop in bounds]
+    wanted_rows = [clamped_range(start, stop, shape[dim]) for start, stop in bounds]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (start, stop), (first, last) = bounds[build.index], want[build.index]
+        (start, stop), (first, last) = bounds[build.index], wanted_rows[build.index]
         padding = (*[0, 0] * (len(shape) - 1 - dim), first - start, stop - last)
         return (build.op("aten.constant_pad_nd.default", operands[0], padding, 0),)
 
-    return moved(call, dim, [(rows,) for rows in want], lower, "grad_output")
+    return exchanged_strategies(call, dim, [(rows,) for rows in wanted_rows], lower, "grad_output")
 
 
-def moved(
-    call: Call, dim: int, want: Sequence[Ranges], locally: Lowering, name: str = "self"
+def exchanged_strategies(
+    call: Call, dim: int, wanted_rows: Sequence[Ranges], local_program: Lowering, name: str = "self"
 ) -> list[Strategy]:
-    """Return the strategy of an op along a dim in blocks, with rows exchanged before it.
+    """Return the strategy of an op along a sharded dim that exchanges rows first.
 
     Args:
-        want: the rows of the operand that each rank makes its block of the result of.
-        locally: the program on those rows.
+        wanted_rows: rows of the operand that each rank needs for its block of the result.
+        local_program: program on those rows.
+        name: name of the operand.
     """
     meta = call.meta(name)
-    move = RowExchange(dim, blocks(meta.shape[dim], call.parts), tuple(want))
-    if not move.is_worth_it:
+    exchange = RowExchange(dim, blocks(meta.shape[dim], call.axis_size), tuple(wanted_rows))
+    if not exchange.is_worth_it:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return locally(build, node, [build.rows(operands[0], move)])
+        return local_program(build, node, [build.rows(operands[0], exchange)])
 
-    return [call.strategy(S(dim), **{name: S(dim)}).by(lower, row_comm(move, meta))]
+    return [call.strategy(S(dim), **{name: S(dim)}).by(lower, exchange_comm(exchange, meta))]
 
 
-def within(start: int, stop: int, size: int) -> tuple[int, int]:
-    """Return the rows from ``start`` to before ``stop`` of a dim of ``size``, or none at all."""
+def clamped_range(start: int, stop: int, size: int) -> tuple[int, int]:
+    """Intersect ``[start, stop)`` with a dim of ``size``; (stop, stop) if they are disjoint."""
     first, last = max(start, 0), min(stop, size)
     return (first, last) if first < last else (stop, stop)
 
@@ -343,6 +380,6 @@ RULES: dict[str, Rule] = {
     **table("slice.Tensor slice_copy.Tensor", _slice),
     **table("select.int select_copy.int", _select),
     **table("narrow.default", _narrow),
-    **table("select_backward.default", _placed(gone=True)),
-    **table("slice_backward.default", _placed(gone=False)),
+    **table("select_backward.default", _padding_backward(removed=True)),
+    **table("slice_backward.default", _padding_backward(removed=False)),
 }

@@ -1,7 +1,7 @@
-"""Convolutions and pools of pictures that are cut along a dim of space.
+"""Spatial parallelism: convolutions, pools, unfold and pads of images sharded along a spatial dim.
 
-Each rank makes its rows of the result, of its own rows and a few of its neighbours' (halo
-exchange). Padding is put at the borders of the picture alone.
+Each rank computes its rows of the result from its own rows and a halo of its neighbours' rows
+(halo exchange). Padding is added at the borders of the image only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lazygt.graph.node import Arg, Node, Ref
 from lazygt.graph.placement import shard_bounds
 from lazygt.passes.sharding.builder import bound
 from lazygt.passes.sharding.halo import Ranges, RowExchange, Rows, blocks
-from lazygt.passes.sharding.rules import table as pictures
+from lazygt.passes.sharding.rules import table as rule_table
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
@@ -25,71 +25,86 @@ from lazygt.passes.sharding.rules.strategy import (
     S,
     Strategy,
     Values,
-    row_comm,
+    exchange_comm,
     table,
 )
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-# -- windows along a cut dim, and pads by rows at the ends: each rank is sent its rows -------------
+# -- unfold, and reflection and replication pads ---------------------------------------------------
 
-_TEXTS = pictures.RULES
+_TABLE_RULES = rule_table.RULES
 
 
-def _unfolded(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of windows along a cut dim: each rank makes those of its block."""
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+def _unfold(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of unfold along a sharded dim: ranks exchange the rows of windows."""
+    call = Call(node, metas, axis_size)
+    strategies = [*_TABLE_RULES[node.op](node, metas, axis_size)]
     value, dim = call.meta("self"), call.dim("dimension", len(call.shape("self")))
     size, step = call["size"], call["step"]
-    bounds = [shard_bounds(call.result().shape[dim], parts, rank) for rank in range(parts)]
+    bounds = [shard_bounds(call.result().shape[dim], axis_size, rank) for rank in range(axis_size)]
     if any(start >= stop for start, stop in bounds):
         return strategies
-    want = tuple([((a * step, (b - 1) * step + size),) for a, b in bounds])
-    move = RowExchange(dim, blocks(value.shape[dim], parts), want)
+    wanted_rows = tuple([((a * step, (b - 1) * step + size),) for a, b in bounds])
+    exchange = RowExchange(dim, blocks(value.shape[dim], axis_size), wanted_rows)
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return build.rerun(node, [build.rows(operands[0], move)])
+        return build.rerun(node, [build.rows(operands[0], exchange)])
 
-    return [*strategies, call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, value))]
+    return [
+        *strategies,
+        call.strategy(S(dim), self=S(dim)).by(lower, exchange_comm(exchange, value)),
+    ]
 
 
-def _repeating(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of pads by the picture's own rows, mirrored or the last one again.
+def _reflection_or_replication_pad(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of reflection and replication pads along a sharded dim.
 
-    Each rank is sent those rows.
+    Each rank receives the source rows of its block of the result.
     """
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
-    value, wide, pads = call.meta("self"), call.result().shape, call["padding"]
-    for at in range(len(pads) // 2):
-        dim = len(wide) - 1 - at
-        bounds = [shard_bounds(wide[dim], parts, rank) for rank in range(parts)]
+    call = Call(node, metas, axis_size)
+    strategies = [*_TABLE_RULES[node.op](node, metas, axis_size)]
+    value, result_shape, pads = call.meta("self"), call.result().shape, call["padding"]
+    for number in range(len(pads) // 2):
+        dim = len(result_shape) - 1 - number
+        bounds = [shard_bounds(result_shape[dim], axis_size, rank) for rank in range(axis_size)]
         mirrored = "reflection" in node.op
-        want = [
-            _joined([_inside(i - pads[2 * at], value.shape[dim], mirrored) for i in range(*rows)])
+        source_rows = [
+            _to_ranges(
+                [
+                    _source_row(i - pads[2 * number], value.shape[dim], mirrored)
+                    for i in range(*rows)
+                ]
+            )
             for rows in bounds
         ]
-        move = RowExchange(dim, blocks(value.shape[dim], parts), tuple(want))
-        rest = [0 if which // 2 == at else pad for which, pad in enumerate(pads)]
-        refused = any(rest) and not all(want)  # the kernel takes no empty block
-        if value.shape[dim] > 1 and move.is_worth_it and not refused:
+        exchange = RowExchange(dim, blocks(value.shape[dim], axis_size), tuple(source_rows))
+        other_pads = [0 if index // 2 == number else pad for index, pad in enumerate(pads)]
+        rejects_empty = any(other_pads) and not all(source_rows)  # the kernel rejects empty blocks
+        if value.shape[dim] > 1 and exchange.is_worth_it and not rejects_empty:
             strategy = call.strategy(S(dim), self=S(dim))
-            strategies.append(strategy.by(_padded_along(move, rest), row_comm(move, value)))
+            strategies.append(
+                strategy.by(_lower_pad(exchange, other_pads), exchange_comm(exchange, value))
+            )
     return strategies
 
 
-def _inside(row: int, size: int, mirrored: bool) -> int:
-    """Return the row that stands for one before the first or behind the last."""
+def _source_row(row: int, size: int, mirrored: bool) -> int:
+    """Return the source row in [0, size) of a row of the padded image.
+
+    Args:
+        row: row relative to the unpadded image; may be negative or beyond ``size``.
+        mirrored: reflection pad; else replication pad.
+    """
     if mirrored:
         row = abs(row)
         return row if row < size else 2 * (size - 1) - row
     return min(max(row, 0), size - 1)
 
 
-def _joined(rows: Sequence[int]) -> Ranges:
-    """Return rows one by one as ranges of those that follow each other."""
+def _to_ranges(rows: Sequence[int]) -> Ranges:
+    """Merge consecutive rows into ranges, in order."""
     ranges: list[Rows] = []
     for row in rows:
         if ranges and ranges[-1][1] == row:
@@ -99,28 +114,30 @@ def _joined(rows: Sequence[int]) -> Ranges:
     return tuple(ranges)
 
 
-def _padded_along(move: RowExchange, rest: Sequence[int]) -> Lowering:
+def _lower_pad(exchange: RowExchange, other_pads: Sequence[int]) -> Lowering:
+    """Return the lowering that exchanges the rows of one dim and pads the other dims."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        rows = build.rows(operands[0], move)
-        return build.rerun(node, [rows], padding=rest) if any(rest) else (rows,)
+        rows = build.rows(operands[0], exchange)
+        return build.rerun(node, [rows], padding=other_pads) if any(other_pads) else (rows,)
 
     return lower
 
 
-# -- convolutions and pools of pictures that are cut along a dim of space --------------------------
+# -- convolutions ----------------------------------------------------------------------------------
 
 
 class _Window(NamedTuple):
-    """Rows that a row of the result reads along one dim of space.
+    """Sliding window of a convolution or pool along one spatial dim.
 
     Attributes:
-        space: number of the dim of space, from 0.
-        size, made: rows of the picture, and of the result.
+        space: number of the spatial dim, from 0.
+        size, result_size: rows of the image, and of the result.
     """
 
     space: int
     size: int
-    made: int
+    result_size: int
     kernel: int
     stride: int
     padding: int
@@ -128,169 +145,200 @@ class _Window(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Its dim in the picture, and in the result."""
+        """Dim in the image and in the result."""
         return self.space + 2
 
     def read(self, rows: Rows) -> Rows:
-        """Return the rows that these of the result read, those of the padding too."""
+        """Return the image rows that ``rows`` of the result read, including padding rows."""
         first = rows[0] * self.stride - self.padding
         reach = (self.kernel - 1) * self.dilation + 1
         return first, (rows[1] - 1) * self.stride - self.padding + reach
 
-    def move(self, parts: int) -> RowExchange | None:
-        """Return the exchange that brings each rank the rows that it reads.
+    def halo_exchange(self, axis_size: int) -> RowExchange | None:
+        """Return the halo exchange: each rank receives the image rows that it reads.
 
-        None where a rank has nothing to make, or reads nothing but padding.
+        None if a rank has no rows of the result, or reads padding only.
         """
-        bounds = [shard_bounds(self.made, parts, rank) for rank in range(parts)]
+        bounds = [shard_bounds(self.result_size, axis_size, rank) for rank in range(axis_size)]
         if any(start >= stop for start, stop in bounds):
             return None
         wanted = [self.inside(self.read(rows)) for rows in bounds]
         if any(first >= last for first, last in wanted):
             return None
-        have = blocks(self.size, parts)
-        return RowExchange(self.dim, have, tuple([(rows,) for rows in wanted]))
+        owned_rows = blocks(self.size, axis_size)
+        return RowExchange(self.dim, owned_rows, tuple([(rows,) for rows in wanted]))
 
     def inside(self, rows: Rows) -> Rows:
-        """Return those of the rows that the picture has."""
+        """Clamp rows to the image, without padding rows."""
         return max(rows[0], 0), min(rows[1], self.size)
 
 
-def _windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
+def _convolution_windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
+    """Return the windows of a convolution per spatial dim; empty if transposed."""
     shape, kernel = call.shape("input"), call.shape("weight")[2:]
     if call["transposed"] or call["groups"] < 1:
         return []
-    steps = [each(call[name], len(kernel)) for name in ("stride", "padding", "dilation")]
-    sizes = zip(shape[2:], result[2:], kernel, *steps, strict=True)
-    return [_Window(space, *each) for space, each in enumerate(sizes)]
+    per_dim_arguments = [
+        per_dim(call[name], len(kernel)) for name in ("stride", "padding", "dilation")
+    ]
+    sizes = zip(shape[2:], result[2:], kernel, *per_dim_arguments, strict=True)
+    return [_Window(space, *sizes_of_dim) for space, sizes_of_dim in enumerate(sizes)]
 
 
-def each(given: Sequence[int], count: int) -> Sequence[int]:
-    """Return one number a dim of space."""
-    return given if len(given) == count else [given[0]] * count
+def per_dim(values: Sequence[int], count: int) -> Sequence[int]:
+    """Expand an argument to one number per spatial dim."""
+    return values if len(values) == count else [values[0]] * count
 
 
 def by_rows(call: Call) -> list[Strategy]:
-    """Return the strategies of a convolution."""
+    """Return the strategies of a convolution sharded along a spatial dim."""
     strategies = []
-    for window in _windows(call, call.result().shape):
-        move = window.move(call.parts)
-        if move is not None:
-            comm = row_comm(move, call.meta("input"))
+    for window in _convolution_windows(call, call.result().shape):
+        exchange = window.halo_exchange(call.axis_size)
+        if exchange is not None:
+            comm = exchange_comm(exchange, call.meta("input"))
             strategy = call.strategy(S(window.dim), input=S(window.dim))
-            strategies.append(strategy.by(_forward(window, move), comm))
+            strategies.append(strategy.by(_lower_forward(window, exchange), comm))
     return strategies
 
 
-def _forward(window: _Window, move: RowExchange) -> Lowering:
+def _lower_forward(window: _Window, exchange: RowExchange) -> Lowering:
+    """Return the lowering of a convolution or average pool: halo exchange, then the op."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        seen = _seen(build, operands[0], window, move)
+        read_rows = _with_halo(build, operands[0], window, exchange)
         padding = bound(node)["padding"] or (0, 0)
-        return build.rerun(node, [seen, *operands[1:]], padding=_unpadded(padding, window))
+        return build.rerun(
+            node, [read_rows, *operands[1:]], padding=_without_padding(padding, window)
+        )
 
     return lower
 
 
-def _seen(build: Builder, value: Ref, window: _Window, move: RowExchange, filled: Arg = 0) -> Ref:
-    """Return the rows that a rank reads, with those of the padding."""
-    rows = build.rows(value, move)
-    before, after = _padded(build, window)
+def _with_halo(
+    build: Builder, value: Ref, window: _Window, exchange: RowExchange, fill_value: Arg = 0
+) -> Ref:
+    """Exchange halos; return the rows that this rank reads, padded at the borders of the image."""
+    rows = build.rows(value, exchange)
+    before, after = _padding_rows(build, window)
     if not (before or after):
         return rows
-    rest = [0, 0] * (len(build.shape(value)) - 1 - window.dim)
-    seen: Ref = build.op("aten.constant_pad_nd.default", rows, (*rest, before, after), filled)
-    return seen
+    trailing_pads = [0, 0] * (len(build.shape(value)) - 1 - window.dim)
+    padded: Ref = build.op(
+        "aten.constant_pad_nd.default", rows, (*trailing_pads, before, after), fill_value
+    )
+    return padded
 
 
-def _padded(build: Builder, window: _Window) -> Rows:
-    """Return the rows of padding that a rank reads before the picture, and behind it."""
-    read = window.read(build.bounds(window.made))
+def _padding_rows(build: Builder, window: _Window) -> Rows:
+    """Return the numbers of padding rows that this rank reads before and after the image."""
+    read = window.read(build.bounds(window.result_size))
     first, last = window.inside(read)
     return first - read[0], read[1] - last
 
 
-def _unpadded(padding: Sequence[int], window: _Window) -> list[int]:
-    spaces = max(len(padding), window.space + 1)
-    return [0 if at == window.space else each for at, each in enumerate(each(padding, spaces))]
+def _without_padding(padding: Sequence[int], window: _Window) -> list[int]:
+    """Return the padding argument with 0 for the sharded dim."""
+    num_spaces = max(len(padding), window.space + 1)
+    return [
+        0 if space == window.space else pad
+        for space, pad in enumerate(per_dim(padding, num_spaces))
+    ]
 
 
 def backward_by_rows(call: Call) -> list[Strategy]:
-    """Return the strategies of a convolution's backward."""
+    """Return the strategies of a convolution's backward sharded along a spatial dim."""
     strategies = []
-    wanted = tuple(call["output_mask"])
-    for window in _windows(call, call.shape("grad_output")):
-        move = window.move(call.parts)
-        if move is None:
+    output_mask = tuple(call["output_mask"])
+    for window in _convolution_windows(call, call.shape("grad_output")):
+        exchange = window.halo_exchange(call.axis_size)
+        if exchange is None:
             continue
         dim = window.dim
-        comm = row_comm(move, call.meta("input"), back=wanted[0])
-        outputs = S(dim) if wanted[0] else R, P, P
+        comm = exchange_comm(exchange, call.meta("input"), reverse_too=output_mask[0])
+        outputs = S(dim) if output_mask[0] else R, P, P
         strategy = call.strategy(outputs, grad_output=S(dim), input=S(dim))
-        strategies.append(strategy.by(_backward(window, move, wanted[0]), comm))
+        strategies.append(strategy.by(_lower_backward(window, exchange, output_mask[0]), comm))
     return strategies
 
 
-def _backward(window: _Window, move: RowExchange, of_input: bool) -> Lowering:
+def _lower_backward(window: _Window, exchange: RowExchange, needs_input_gradient: bool) -> Lowering:
+    """Return the lowering of a convolution backward: halo exchange, op, halo reduction."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         gradient, value, weight = operands
-        seen = _seen(build, value, window, move)
+        read_rows = _with_halo(build, value, window, exchange)
         padding = build.bind(node, operands)["padding"]
         results = list(
-            build.rerun(node, [gradient, seen, weight], padding=_unpadded(padding, window))
+            build.rerun(
+                node, [gradient, read_rows, weight], padding=_without_padding(padding, window)
+            )
         )
-        of_seen = results[0]
-        if of_input and of_seen is not None:
-            results[0] = _back(build, of_seen, window, move)
+        input_gradient = results[0]
+        if needs_input_gradient and input_gradient is not None:
+            results[0] = _reduce_halo_gradient(build, input_gradient, window, exchange)
         return results
 
     return lower
 
 
-def _back(build: Builder, gradient: Ref, window: _Window, move: RowExchange) -> Ref:
-    """Return the gradient of a rank's own rows, summed over the ranks that read them."""
-    (before, after), dim = _padded(build, window), window.dim
+def _reduce_halo_gradient(
+    build: Builder, gradient: Ref, window: _Window, exchange: RowExchange
+) -> Ref:
+    """Return the gradient of this rank's rows: the sum over all ranks that read these rows.
+
+    Args:
+        gradient: gradient of the rows that this rank read, including padding rows.
+    """
+    (before, after), dim = _padding_rows(build, window), window.dim
     if before or after:
         stop = build.shape(gradient)[dim] - after
         gradient = build.op("aten.slice.Tensor", gradient, dim, before, stop)
-    return given_back(build, gradient, move)
+    return reduce_to_owners(build, gradient, exchange)
 
 
-def given_back(build: Builder, value: Ref, move: RowExchange) -> Ref:
-    """Reverse an exchange of rows: add up each rank's values for the rows that it read.
+def reduce_to_owners(build: Builder, value: Ref, exchange: RowExchange) -> Ref:
+    """Reverse a row exchange: send values of received rows to the owners, and sum them there.
 
-    The sums are with the ranks that those rows came from.
+    Args:
+        value: values for the rows that this rank wanted in ``exchange``, such as gradients.
+
+    Returns:
+        The sums for the rows that this rank owns.
     """
-    dim, rank = move.dim, build.index
-    size = sum(last - first for first, last in move.have[rank])
-    parts, away, at = [], [], 0
-    for piece in move.pieces[rank]:
-        rows = build.slice(value, dim, at, piece.rows)
+    dim, rank = exchange.dim, build.index
+    size = sum(last - first for first, last in exchange.have[rank])
+    placed_rows, to_send, start = [], [], 0
+    for piece in exchange.pieces[rank]:
+        rows = build.slice(value, dim, start, piece.rows)
         if piece.source == rank:
-            parts.append((rows, piece.start))
+            placed_rows.append((rows, piece.start))
         else:
-            away.append((piece.source, at, rows))
-        at += piece.rows
-    if move.sent:
-        back = tuple(sorted([(target, source, count) for source, target, count in move.sent]))
-        given = [rows for _, _, rows in sorted(away, key=lambda one: one[:2])]
-        nothing = build.slice(value, dim, 0, 0)
-        come = build.send_recv(build.joined(given or [nothing], dim), dim, back)
-        at = 0
-        for start, count in move.given(rank):
-            parts.append((build.slice(come, dim, at, count), start))
-            at += count
-    parts = parts or [(build.slice(value, dim, 0, 0), 0)]
-    spread = [_among(build, rows, dim, start, size) for rows, start in parts]
-    return reduce(lambda a, b: build.op("aten.add.Tensor", a, b), spread)
+            to_send.append((piece.source, start, rows))
+        start += piece.rows
+    if exchange.sent:
+        reverse_sends = tuple(
+            sorted([(target, source, count) for source, target, count in exchange.sent])
+        )
+        sent_rows = [rows for _, _, rows in sorted(to_send, key=lambda send: send[:2])]
+        empty = build.slice(value, dim, 0, 0)
+        received = build.send_recv(build.joined(sent_rows or [empty], dim), dim, reverse_sends)
+        start = 0
+        for first_row, count in exchange.given(rank):
+            placed_rows.append((build.slice(received, dim, start, count), first_row))
+            start += count
+    placed_rows = placed_rows or [(build.slice(value, dim, 0, 0), 0)]
+    padded = [_zero_padded(build, rows, dim, first_row, size) for rows, first_row in placed_rows]
+    return reduce(lambda a, b: build.op("aten.add.Tensor", a, b), padded)
 
 
-def _among(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
-    """Return rows among zeros."""
+def _zero_padded(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
+    """Zero-pad rows along ``dim`` to ``size`` rows, starting at row ``start``."""
     shape = build.shape(value)
     if shape[dim] == size:
         return value
-    rest = [0, 0] * (len(shape) - 1 - dim)
-    pads = (*rest, start, size - start - shape[dim])
+    trailing_pads = [0, 0] * (len(shape) - 1 - dim)
+    pads = (*trailing_pads, start, size - start - shape[dim])
     padded: Ref = build.op("aten.constant_pad_nd.default", value, pads, 0)
     return padded
 
@@ -299,146 +347,161 @@ def _among(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
 
 
 def _pool_windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
-    """Return the windows of a pool over rows and columns, without rows of the padding alone."""
+    """Return the windows of a 2-d pool per spatial dim; empty for other pools or ``ceil_mode``."""
     shape = call.shape("self")
     if len(shape) != 4 or call["ceil_mode"]:
         return []
-    kernel = each(call["kernel_size"], 2)
-    steps = [each(call[name] or (), 2) if call[name] else None for name in ("stride", "padding")]
-    stride, padding = steps[0] or kernel, steps[1] or [0, 0]
-    dilation = each(call.args.get("dilation") or [1, 1], 2)
+    kernel = per_dim(call["kernel_size"], 2)
+    arguments = [
+        per_dim(call[name] or (), 2) if call[name] else None for name in ("stride", "padding")
+    ]
+    stride, padding = arguments[0] or kernel, arguments[1] or [0, 0]
+    dilation = per_dim(call.args.get("dilation") or [1, 1], 2)
     sizes = zip(shape[2:], result[2:], kernel, stride, padding, dilation, strict=True)
-    return [_Window(space, *each) for space, each in enumerate(sizes)]
+    return [_Window(space, *sizes_of_dim) for space, sizes_of_dim in enumerate(sizes)]
 
 
-def _averages(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+def _avg_pool(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of an average pool."""
+    call = Call(node, metas, axis_size)
+    strategies = [*_TABLE_RULES[node.op](node, metas, axis_size)]
     for window in _pool_windows(call, call.result().shape):
-        move = window.move(parts)
-        if move is not None and _counts_all(call, window):
-            comm = row_comm(move, call.meta("self"))
+        exchange = window.halo_exchange(axis_size)
+        if exchange is not None and _has_constant_divisor(call, window):
+            comm = exchange_comm(exchange, call.meta("self"))
             strategy = call.strategy(S(window.dim), self=S(window.dim))
-            strategies.append(strategy.by(_forward(window, move), comm))
+            strategies.append(strategy.by(_lower_forward(window, exchange), comm))
     return strategies
 
 
-def _counts_all(call: Call, window: _Window) -> bool:
-    """Return whether a mean has one divisor everywhere, however the picture is padded."""
+def _has_constant_divisor(call: Call, window: _Window) -> bool:
+    """Return whether the divisor of an average is independent of padding."""
     return not window.padding or bool(call["count_include_pad"] or call["divisor_override"])
 
 
-def _maxima(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of a maximum pool, with places in the whole picture."""
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
+def _max_pool(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a max pool; its indices count in the full image."""
+    call = Call(node, metas, axis_size)
+    strategies = [*_TABLE_RULES[node.op](node, metas, axis_size)]
     value = call.meta("self")
     for window in _pool_windows(call, call.result().shape):
-        move = window.move(parts)
-        if move is not None and (value.dtype.is_floating_point or not window.padding):
-            comm = row_comm(move, value)
+        exchange = window.halo_exchange(axis_size)
+        if exchange is not None and (value.dtype.is_floating_point or not window.padding):
+            comm = exchange_comm(exchange, value)
             strategy = call.strategy(S(window.dim), self=S(window.dim))
-            strategies.append(strategy.by(_placed(window, move, value.shape[3]), comm))
+            strategies.append(strategy.by(_lower_max_pool(window, exchange, value.shape[3]), comm))
     return strategies
 
 
-def _placed(window: _Window, move: RowExchange, columns: int) -> Lowering:
+def _lower_max_pool(window: _Window, exchange: RowExchange, columns: int) -> Lowering:
+    """Return the lowering of a max pool; ``columns`` is the width of the full image."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        seen = _seen(build, operands[0], window, move, float("-inf"))
-        best, places = build.rerun(node, [seen], padding=_pool_padding(node, window))
-        assert places is not None
-        at = _numbered(build, places, window, build.shape(seen)[3], 1)
-        if window.read(build.bounds(window.made))[0] < 0:
-            # of nothing but -inf the first place within the picture counts, not one before it
-            along = at[window.space]
-            within = build.op("aten.remainder.Scalar", along, window.dilation)
-            is_before = build.op("aten.lt.Scalar", along, 0)
-            at[window.space] = build.op("aten.where.self", is_before, within, along)
-        return best, _number(build, at, columns)
+        read_rows = _with_halo(build, operands[0], window, exchange, float("-inf"))
+        best, indices = build.rerun(node, [read_rows], padding=_pool_padding(node, window))
+        assert indices is not None
+        row_and_column = _to_row_and_column(build, indices, window, build.shape(read_rows)[3], 1)
+        if window.read(build.bounds(window.result_size))[0] < 0:
+            # for a window of -inf only, take the first index inside the image, not in the padding
+            sharded_index = row_and_column[window.space]
+            wrapped = build.op("aten.remainder.Scalar", sharded_index, window.dilation)
+            is_before = build.op("aten.lt.Scalar", sharded_index, 0)
+            row_and_column[window.space] = build.op(
+                "aten.where.self", is_before, wrapped, sharded_index
+            )
+        return best, _to_flat_index(build, row_and_column, columns)
 
     return lower
 
 
 def _pool_padding(node: Node, window: _Window) -> list[int]:
+    """Return a pool's padding argument with 0 for the sharded dim."""
     padding: Sequence[int] = bound(node)["padding"] or (0, 0)
-    return _unpadded(each(padding, 2), window)
+    return _without_padding(per_dim(padding, 2), window)
 
 
-def _numbered(
-    build: Builder, places: Ref, window: _Window, columns: int, towards: int
+def _to_row_and_column(
+    build: Builder, indices: Ref, window: _Window, columns: int, sign: int
 ) -> list[Ref]:
-    """Return row and column of places in rows of so many columns.
+    """Split flat indices into row and column, and shift the sharded one by the first row read.
 
     Args:
-        towards: 1: along the cut dim they become those of the whole picture; -1: those among the
-            rows that this rank reads.
+        columns: number of columns of the image that the indices count in.
+        sign: 1 converts local to global indices; -1 converts global to local ones.
     """
-    row = build.op("aten.div.Scalar_mode", places, columns, rounding_mode="floor")
-    at = [row, build.op("aten.remainder.Scalar", places, columns)]
-    first = window.read(build.bounds(window.made))[0]
-    at[window.space] = build.op("aten.add.Scalar", at[window.space], towards * first)
-    return at
+    row = build.op("aten.div.Scalar_mode", indices, columns, rounding_mode="floor")
+    row_and_column = [row, build.op("aten.remainder.Scalar", indices, columns)]
+    first = window.read(build.bounds(window.result_size))[0]
+    row_and_column[window.space] = build.op(
+        "aten.add.Scalar", row_and_column[window.space], sign * first
+    )
+    return row_and_column
 
 
-def _number(build: Builder, at: Sequence[Ref], columns: int) -> Ref:
-    number: Ref = build.op("aten.add.Tensor", build.op("aten.mul.Scalar", at[0], columns), at[1])
-    return number
+def _to_flat_index(build: Builder, row_and_column: Sequence[Ref], columns: int) -> Ref:
+    """Join row and column to flat indices in an image of ``columns`` columns."""
+    flat: Ref = build.op(
+        "aten.add.Tensor",
+        build.op("aten.mul.Scalar", row_and_column[0], columns),
+        row_and_column[1],
+    )
+    return flat
 
 
-def _backward_of_pool(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of a pool's backward by rows.
+def _pool_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a pool's backward sharded along a spatial dim.
 
-    A rank's gradient of the rows that it read goes back to their owners.
+    Gradients of halo rows are sent back to the owners of the rows and summed there.
     """
-    call = Call(node, metas, parts)
-    strategies = [*_TEXTS[node.op](node, metas, parts)]
-    with_places = call.has("indices")
+    call = Call(node, metas, axis_size)
+    strategies = [*_TABLE_RULES[node.op](node, metas, axis_size)]
+    has_indices = call.has("indices")
     for window in _pool_windows(call, call.shape("grad_output")):
-        move = window.move(parts)
-        if move is None or not (with_places or _counts_all(call, window)):
+        exchange = window.halo_exchange(axis_size)
+        if exchange is None or not (has_indices or _has_constant_divisor(call, window)):
             continue
         dim = window.dim
         placements = {name: S(dim) for name in ("grad_output", "self", "indices") if call.has(name)}
-        lower = _back_to_windows(window, move, call.shape("self")[3])
+        lower = _lower_pool_backward(window, exchange, call.shape("self")[3])
         strategy = call.strategy(S(dim), **placements)
-        comm = row_comm(move, call.meta("self"), back=True)[1:]
+        comm = exchange_comm(exchange, call.meta("self"), reverse_too=True)[1:]
         strategies.append(strategy.by(lower, comm))
     return strategies
 
 
-def _back_to_windows(window: _Window, move: RowExchange, columns: int) -> Lowering:
+def _lower_pool_backward(window: _Window, exchange: RowExchange, columns: int) -> Lowering:
+    """Return the lowering of a pool backward: the op on the rows read, then halo reduction."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        gradient, value, *places = operands
-        like = _read(build, value, window)
-        if places:
-            at = _numbered(build, places[0], window, columns, -1)
-            places = [_number(build, at, build.shape(like)[3])]
+        gradient, value, *indices = operands
+        read_like = _zeros_like_read_rows(build, value, window)
+        if indices:
+            row_and_column = _to_row_and_column(build, indices[0], window, columns, -1)
+            indices = [_to_flat_index(build, row_and_column, build.shape(read_like)[3])]
         padding = _pool_padding(node, window)
-        (of_read,) = build.rerun(node, [gradient, like, *places], padding=padding)
-        assert of_read is not None
-        return (_back(build, of_read, window, move),)
+        (read_gradient,) = build.rerun(node, [gradient, read_like, *indices], padding=padding)
+        assert read_gradient is not None
+        return (_reduce_halo_gradient(build, read_gradient, window, exchange),)
 
     return lower
 
 
-def _read(build: Builder, value: Ref, window: _Window) -> Ref:
-    """Return a value with as many rows as a rank reads: only its shape matters to the op."""
-    first, last = window.read(build.bounds(window.made))
+def _zeros_like_read_rows(build: Builder, value: Ref, window: _Window) -> Ref:
+    """Return zeros in the shape of the rows that this rank reads; the op uses the shape only."""
+    first, last = window.read(build.bounds(window.result_size))
     shape = list(build.shape(value))
     shape[window.dim] = last - first
     return build.full(shape, 0, like=value)
 
 
 RULES: dict[str, Rule] = {
-    **table("avg_pool2d.default", _averages),
-    **table("max_pool2d_with_indices.default", _maxima),
-    **table(
-        "avg_pool2d_backward.default max_pool2d_with_indices_backward.default", _backward_of_pool
-    ),
-    **table("unfold.default unfold_copy.default", _unfolded),
+    **table("avg_pool2d.default", _avg_pool),
+    **table("max_pool2d_with_indices.default", _max_pool),
+    **table("avg_pool2d_backward.default max_pool2d_with_indices_backward.default", _pool_backward),
+    **table("unfold.default unfold_copy.default", _unfold),
     **table(
         "reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default "
         "replication_pad1d.default replication_pad2d.default replication_pad3d.default",
-        _repeating,
+        _reflection_or_replication_pad,
     ),
 }

@@ -1,9 +1,10 @@
-"""Parts of sharding rules: strategies, local programs, and arguments by name.
+"""Building blocks of sharding rules: strategies, local programs, and arguments by name.
 
 A strategy is one way to run one op on the ranks of one mesh axis: the placement of every operand,
-the placement of every result, and the program on the blocks. A rule lists the strategies of an op;
-the strategy with R everywhere always stands and no rule names it. A strategy is right for every
-size of its dims, also where ranks have blocks of other sizes or none; a rule leaves out all others.
+the placement of every result, and the local program that each rank runs on its blocks. A rule lists
+the strategies of an op. Running the op replicated (R everywhere) is always possible, so no rule
+lists that strategy. A listed strategy must be correct for every size of its dims, including uneven
+and empty blocks.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ S = Shard
 
 Metas = Sequence[TensorMeta | None]
 Values = Sequence[Ref | None]
-#: Adds a node's local program; gives its results. ``operands`` are local, in order of refs().
+#: Adds a node's local program; returns its results. ``operands`` are local, in order of refs().
 Lowering = Callable[["Builder", Node, Sequence[Ref]], Values]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalLowering:
-    """Local program that is right for any blocks of the dims that its strategy cuts.
+    """Local program that is correct for any blocks of the dims that its strategy shards.
 
-    It never asks which elements of a dim a rank has, only how many; placements it takes from the
-    strategy.
+    The program depends on the size of a rank's block, never on the block's offset. It reads
+    placements from the strategy.
     """
 
     program: Callable[[Builder, Strategy, Node, Sequence[Ref]], Values]
@@ -73,28 +74,28 @@ class Strategy:
     Attributes:
         inputs: a placement for each of ``node.refs()``; a repeated value counts each time.
         outputs: a placement for each of ``node.results``.
-        lower: adds the local program; None: the same op runs on the blocks.
+        lower: function that adds the local program; None: the same op runs on the blocks.
         comm: the collectives that ``lower`` adds.
-        given: operands for which this is no reason to cut them, or to put them together: it is
-            offered where they come so.
-        share: the part of the arithmetic that the busiest rank does, where placements don't tell.
-            Of several with the same placements the one is offered that takes the least time.
-        beside: in so many turns its collectives are under way while a rank does its work; those of
-            a turn go together. 0: work waits for them.
+        preplaced: numbers of operands that must already have their placement. The strategy is not
+            a reason to reshard these operands.
+        share: fraction of the arithmetic on the busiest rank; None: it follows from the placements.
+            Of several strategies with the same placements the fastest is used.
+        overlapped_turns: number of turns in which collectives overlap with compute. The collectives
+            of one turn run together. 0: compute waits for the collectives.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     lower: Lowering | LocalLowering | None = None
     comm: tuple[Collective, ...] = ()
-    given: tuple[int, ...] = ()
+    preplaced: tuple[int, ...] = ()
     share: float | None = None
-    beside: int = 0
+    overlapped_turns: int = 0
 
     def by(
         self, lower: Lowering | LocalLowering | None, comm: Sequence[Collective] = ()
     ) -> Strategy:
-        """Return the same placements with another local program and the collectives inside it."""
+        """Return a copy with another local program and the collectives inside that program."""
         return replace(self, lower=lower, comm=tuple(comm))
 
     def __str__(self) -> str:
@@ -103,17 +104,17 @@ class Strategy:
         return f"({inputs}) -> ({outputs}){inside}"
 
 
-#: The strategies of one node, besides all R, for an axis of ``parts`` ranks.
+#: (node, metas, axis_size) -> strategies of the node on an axis, without the all-R strategy.
 Rule = Callable[[Node, Metas, int], Sequence[Strategy]]
-#: placement of each operand by its argument's name: one for all tensors of a list, or one each
+#: Placement of an argument or of the results: one for all tensors of a list, or one per tensor.
 Labels = Placement | Sequence[Placement]
 
 
 class Call:
-    """Node with its arguments by name, as its schema names them; defaults filled in."""
+    """Node with its arguments by schema name, defaults filled in."""
 
-    def __init__(self, node: Node, metas: Metas, parts: int) -> None:
-        self.node, self.metas, self.parts = node, metas, parts
+    def __init__(self, node: Node, metas: Metas, axis_size: int) -> None:
+        self.node, self.metas, self.axis_size = node, metas, axis_size
         self.args = bound(node)
 
     def __getitem__(self, name: str) -> Arg:
@@ -135,13 +136,13 @@ class Call:
         return self.meta(name).shape
 
     def dim(self, name: str, rank: int) -> int:
-        """Return a dim argument, counted from the front."""
+        """Return a dim argument as a non-negative dim of a tensor with ``rank`` dims."""
         return int(self.args[name]) % rank if rank else 0
 
-    def result(self, which: int = 0) -> TensorMeta:
-        """Return the global meta of a result."""
-        meta = self.node.results[which]
-        assert meta is not None, f"{self.node.op}: result {which} is undefined"
+    def result(self, number: int = 0) -> TensorMeta:
+        """Return the global meta of result ``number``."""
+        meta = self.node.results[number]
+        assert meta is not None, f"{self.node.op}: result {number} is undefined"
         return meta
 
     def strategy(
@@ -150,33 +151,38 @@ class Call:
         /,
         **placements: Labels,
     ) -> Strategy:
-        """Return a strategy from placements by argument.
+        """Return a strategy from placements by argument name.
 
-        Tensors that are not named are R, undefined results too.
+        Tensor arguments that are not named and undefined results are R.
 
         Args:
-            outputs: one placement for all results, or one each.
+            outputs: one placement for all results, or one per result.
         """
         inputs: list[Placement] = []
         for name, arg in self.args.items():
             refs = numbers(arg)
-            given = placements.get(name, R)
-            inputs += [given] * len(refs) if isinstance(given, Placement) else given
+            label = placements.get(name, R)
+            inputs += [label] * len(refs) if isinstance(label, Placement) else label
         results = self.node.results
-        made = [outputs] * len(results) if isinstance(outputs, Placement) else outputs
-        kept = tuple(
-            R if meta is None else placement for meta, placement in zip(results, made, strict=True)
+        result_placements = [outputs] * len(results) if isinstance(outputs, Placement) else outputs
+        output_placements = tuple(
+            R if meta is None else placement
+            for meta, placement in zip(results, result_placements, strict=True)
         )
-        return Strategy(tuple(inputs), kept)
+        return Strategy(tuple(inputs), output_placements)
 
 
 def shardable_dims(shape: tuple[int, ...]) -> list[int]:
-    """Return the dims that are worth a block a rank: those with more than one element."""
+    """Return the dims that may be sharded: those with more than one element."""
     return [dim for dim, size in enumerate(shape) if size > 1]
 
 
 def table(names: str, rule: Rule) -> Mapping[str, Rule]:
-    """Return one rule for several ops: names without ``aten.``, separated by spaces."""
+    """Map each of several ops to one rule.
+
+    Args:
+        names: op names without ``aten.``, separated by spaces.
+    """
     return {f"aten.{name}": rule for name in names.split()}
 
 
@@ -196,38 +202,42 @@ def lower_strategy(
     return build.rerun(node, operands)
 
 
-def row_comm(move: RowExchange, meta: TensorMeta, back: bool = False) -> list[Collective]:
-    """Return the collectives of an exchange of a value's rows.
+def exchange_comm(
+    exchange: RowExchange, meta: TensorMeta, reverse_too: bool = False
+) -> list[Collective]:
+    """Return the send_recv collectives of a row exchange, for the cost model.
 
-    Nothing where no rows leave their rank.
+    The list is empty if no rows leave their rank.
 
     Args:
-        back: they are given back besides.
+        meta: global meta of the value whose rows along ``exchange.dim`` are sent.
+        reverse_too: whether the reverse exchange (gradients back to the owners) is counted too.
     """
-    row = meta.nbytes // max(meta.shape[move.dim], 1)
-    counts = (move.most, move.most_back) if back else (move.most,)
-    return [Collective("send_recv", count * row) for count in counts] if move.sent else []
+    row_bytes = meta.nbytes // max(meta.shape[exchange.dim], 1)
+    counts = (exchange.most, exchange.most_back) if reverse_too else (exchange.most,)
+    return [Collective("send_recv", count * row_bytes) for count in counts] if exchange.sent else []
 
 
 def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
-    """Return the strategy for a kernel that takes no empty block: ranks with one give zeros.
+    """Return the strategy for a kernel that rejects empty blocks.
 
-    For strategies with results that are S where the block is also empty, or P(sum).
+    A rank with an empty block returns zeros instead of running the kernel. Valid for results that
+    are empty on that rank too, and for partial sums.
     """
-    results, inner = call.node.results, strategy.lower
-    split = [
-        place for place, placement in enumerate(strategy.inputs) if isinstance(placement, Shard)
+    results, kernel_program = call.node.results, strategy.lower
+    sharded_operands = [
+        number for number, placement in enumerate(strategy.inputs) if isinstance(placement, Shard)
     ]
 
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
-        if all(build.meta(operands[place]).numel for place in split):
-            return lower_strategy(build, strategy.by(inner), node, operands)
+        if all(build.meta(operands[number]).numel for number in sharded_operands):
+            return lower_strategy(build, strategy.by(kernel_program), node, operands)
         return [
             None if meta is None else zeros(build, meta, placement)
             for meta, placement in zip(results, strategy.outputs, strict=True)
         ]
 
-    if inner is None or isinstance(inner, LocalLowering):
+    if kernel_program is None or isinstance(kernel_program, LocalLowering):
         return replace(strategy, lower=LocalLowering(program))
     return replace(
         strategy, lower=lambda build, node, operands: program(build, strategy, node, operands)
@@ -235,46 +245,46 @@ def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
 
 
 def partial_by_padding(
-    call: Call, dims: Mapping[str, int], kept: int | None = None
+    call: Call, dims: Mapping[str, int], scatter_dim: int | None = None
 ) -> list[Strategy]:
-    """Return the strategy of an op that only moves elements, along a split dim.
+    """Return the strategy of an op that only moves elements, along a sharded dim.
 
-    Each rank does the op with its blocks among zeros; the result is the sum of those (of bools, the
-    maximum).
+    Each rank pads its blocks with zeros to the global size and runs the op. The result is the sum
+    over ranks (for bools, the maximum).
 
     Args:
-        dims: the dim that is split, of each tensor argument that is.
-        kept: the dim that the result is reduced into blocks of, inside the strategy; None: it is
-            left partial, for a result that is smaller than its operand.
+        dims: the sharded dim of each sharded tensor argument.
+        scatter_dim: dim of the result for a reduce-scatter inside the strategy; None: the result
+            stays partial, which suits a result smaller than its operand.
     """
     metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
     result = call.result()
     if all(meta.shape[dim] < 2 for dim in dims.values() for meta in metas):
         return []
-    if kept is not None and result.shape[kept] < 2:
+    if scatter_dim is not None and result.shape[scatter_dim] < 2:
         return []
     partial = PMAX if result.dtype == torch.bool else P
     placements = {name: S(dim) for name, dim in dims.items()}
-    strategy = call.strategy(partial if kept is None else S(kept), **placements)
-    comm = [] if kept is None else [Collective("reduce_scatter", result.nbytes, partial.op)]
+    strategy = call.strategy(partial if scatter_dim is None else S(scatter_dim), **placements)
+    comm = [] if scatter_dim is None else [Collective("reduce_scatter", result.nbytes, partial.op)]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        wide = [
-            pad_to_global(build, value, given.dim, meta.shape[given.dim])
-            if isinstance(given, Shard)
+        padded = [
+            pad_to_global(build, value, placement.dim, meta.shape[placement.dim])
+            if isinstance(placement, Shard)
             else value
-            for value, given, meta in zip(operands, strategy.inputs, metas, strict=True)
+            for value, placement, meta in zip(operands, strategy.inputs, metas, strict=True)
         ]
-        results = build.rerun(node, wide)
-        if kept is None or results[0] is None:
+        results = build.rerun(node, padded)
+        if scatter_dim is None or results[0] is None:
             return results
-        return (build.reduce_scatter(results[0], kept, partial.op),)
+        return (build.reduce_scatter(results[0], scatter_dim, partial.op),)
 
     return [strategy.by(lower, comm)]
 
 
 def pad_to_global(build: Builder, value: Ref, dim: int, size: int) -> Ref:
-    """Return this rank's block along ``dim``, with zeros for the blocks of the others."""
+    """Pad this rank's block along ``dim`` with zeros to the global ``size`` of the dim."""
     start, stop = build.bounds(size)
     after = [0, 0] * (len(build.shape(value)) - 1 - dim)
     padded: Ref = build.op("aten.constant_pad_nd.default", value, (*after, start, size - stop), 0)
@@ -282,17 +292,19 @@ def pad_to_global(build: Builder, value: Ref, dim: int, size: int) -> Ref:
 
 
 def local_range(build: Builder, size: int, first: int, last: int) -> tuple[int, int]:
-    """Return the part of ``first`` to ``last`` in this rank's block of a dim of ``size``.
+    """Intersect ``[first, last)`` with this rank's block of a dim of ``size``.
 
-    It starts and stops at the same place, in ``first`` to ``last``, where there is none.
+    Returns:
+        Global start and stop. Both are equal, within ``[first, last]``, if the intersection is
+        empty.
     """
-    start, stop = build.bounds(size)
-    a = min(max(first, start), max(first, last))
-    return a, max(a, min(last, stop))
+    block_start, block_stop = build.bounds(size)
+    start = min(max(first, block_start), max(first, last))
+    return start, max(start, min(last, block_stop))
 
 
 def zeros(build: Builder, meta: TensorMeta, placement: Placement) -> Ref:
-    """Return this rank's part of a value of zeros."""
+    """Return this rank's local tensor of a value of zeros with global ``meta``."""
     shape = build.local(meta.shape, placement)
     value: Ref = build.op("aten.zeros.default", shape, dtype=meta.dtype, device=DEVICE)
     return value

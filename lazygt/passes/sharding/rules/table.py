@@ -1,4 +1,4 @@
-"""Ops with strategies in one line of text; ``factors`` has the grammar."""
+"""Sharding rules in the einsum-like notation of ``factors``, one line of text per group of ops."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from functools import partial
 from string import ascii_lowercase
 
 from lazygt.graph.node import Node
-from lazygt.passes.sharding.rules.attention import along_lengths
+from lazygt.passes.sharding.rules.attention import with_length_strategies
 from lazygt.passes.sharding.rules.factors import rule, strategies_by
 from lazygt.passes.sharding.rules.strategy import Call, Metas, Rule, Strategy, table
-from lazygt.passes.sharding.rules.write_back import along_the_index
+from lazygt.passes.sharding.rules.write_back import with_sharded_index_dim
 
-#: For kernels that take no empty block.
-_filled = partial(rule, no_empty=True)
+#: Rule for kernels that reject empty blocks.
+_rejects_empty = partial(rule, no_empty=True)
 
 
-def _trilinear(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of ``_trilinear``: a product of three operands, summed over dims.
+def _trilinear(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ``_trilinear``: a product of three operands, summed over ``sumdim``.
 
-    Each operand has dims of size 1 put in.
+    The ``expand`` arguments insert dims of size 1 into each operand.
     """
-    call = Call(node, metas, parts)
+    call = Call(node, metas, axis_size)
     letters = ascii_lowercase[: len(call.shape("i1")) + len(call["expand1"])]
     operands = ["* " + _letters(letters, without=call[f"expand{number}"]) for number in (1, 2, 3)]
     result = _letters(letters, without=call["sumdim"])
@@ -29,36 +29,34 @@ def _trilinear(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _letters(letters: str, without: Sequence[int]) -> str:
+    """Join letters by spaces, except those at the positions ``without``."""
     return " ".join(letter for dim, letter in enumerate(letters) if dim not in without)
 
 
-def _solve(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of a solve, with vectors on the right in the shape of the rows.
-
-    Else there are matrices on the right.
-    """
-    call = Call(node, metas, parts)
-    matrices, right = call.shape("A"), call.shape("B")
-    vectors = len(right) == 1 or right == matrices[:-1]
-    item = "... !n" if vectors else "... !n !k"
+def _solve(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a linear solve, with batches of vectors or matrices ``B``."""
+    call = Call(node, metas, axis_size)
+    matrices, right_side = call.shape("A"), call.shape("B")
+    has_vectors = len(right_side) == 1 or right_side == matrices[:-1]
+    right_dims = "... !n" if has_vectors else "... !n !k"
     return strategies_by(
-        call, f"... !n !n, {item} -> {item}, ... !n !n, ... !n, ...", no_empty=True
+        call, f"... !n !n, {right_dims} -> {right_dims}, ... !n !n, ... !n, ...", no_empty=True
     )
 
 
-def _isin(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of isin: in some part of the others, or with ``invert`` in none."""
-    call = Call(node, metas, parts)
+def _isin(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of isin: a maximum over blocks of ``test_elements``.
+
+    With ``invert`` the result is a minimum.
+    """
+    call = Call(node, metas, axis_size)
     others = " ".join(ascii_lowercase[: len(call.shape("test_elements"))])
     return strategies_by(call, f"..., {others} -> {'min' if call['invert'] else 'max'} ...")
 
 
-def _scaled_down(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of renorm, which scales slices along ``dim`` by their norms.
-
-    A slice's norm needs all of it.
-    """
-    call = Call(node, metas, parts)
+def _renorm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of renorm: norms need full slices, so no other dim is sharded."""
+    call = Call(node, metas, axis_size)
     rank = len(call.shape("self"))
     dims = [f"!{letter}" for letter in ascii_lowercase[:rank]]
     dims[call["dim"]] = "z"
@@ -66,28 +64,28 @@ def _scaled_down(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return strategies_by(call, f"{text} -> {text}")
 
 
-def _spread(call: Call) -> str:
-    """Return the letters kept whole where torch broadcasts one number as one.
+def _unsharded_addmv(call: Call) -> str:
+    """Return the unsharded letters of addmv with an addend of one element.
 
-    It does so for products of empty blocks, with any number of rows.
+    torch accepts such an addend only with certain local shapes of the product.
     """
     return "ik" if call.meta("self").numel == 1 else ""
 
 
-def _averaged(call: Call) -> str:
-    """Return the letters kept whole in a mean over samples, which counts those of all ranks."""
+def _unsharded_loss(call: Call) -> str:
+    """Return the unsharded letters of a loss: the samples ``n``, if the loss is their mean."""
     return "n" if call["reduction"] == 1 else ""
 
 
-def _unsorted(call: Call) -> str:
-    """Return the letters kept whole with a sorter, which has places of the whole sequence."""
+def _unsharded_search(call: Call) -> str:
+    """Return the unsharded letters of searchsorted: ``s`` with a sorter of global indices."""
     return "s" if call.has("sorter") else ""
 
 
-def _attended(call: Call) -> str:
-    """Return the letters kept whole in an attention.
+def _unsharded_attention(call: Call) -> str:
+    """Return the unsharded letters of an attention.
 
-    Dropout is drawn for the whole; a causal mask counts from the first query.
+    Dropout is drawn for the full tensor. A causal mask depends on the global index of a query.
     """
     if call["dropout_p"] != 0:
         return "bhi"
@@ -102,49 +100,55 @@ _PRODUCTS: dict[str, Rule] = {
     **rule("dot.default vdot.default", "* k, * k ->"),
     **rule("addmm.default addmm_.default", "+ i j, * i k, * k j -> i j"),
     **rule("baddbmm.default baddbmm_.default", "+ b i j, * b i k, * b k j -> b i j"),
-    **rule("addmv.default addmv_.default", "+ i, * i k, * k -> i", keeping=_spread),
+    **rule("addmv.default addmv_.default", "+ i, * i k, * k -> i", unsharded=_unsharded_addmv),
     **rule("addbmm.default addbmm_.default", "+ i j, * b i k, * b k j -> i j"),
     **rule("addr.default addr_.default", "+ i j, * i, * j -> i j"),
     **rule("_addmm_activation.default", "i j, i !k, !k j -> i j"),
     **rule("_int_mm.default", "i k, k j -> i j"),
     **rule("_embedding_bag_per_sample_weights_backward.default", "* !b e, * !v e -> !k"),
     **rule("linalg_cross.default", "* ...@dim, * ...@dim -> ...@dim"),
-    **_filled("_cdist_forward.default _euclidean_dist.default", "... i !m, ... j !m -> ... i j"),
-    **_filled("_cdist_backward.default", "* ... i j, ... i !m, ... j !m, ... i j -> ... i !m"),
+    **_rejects_empty(
+        "_cdist_forward.default _euclidean_dist.default", "... i !m, ... j !m -> ... i j"
+    ),
+    **_rejects_empty(
+        "_cdist_backward.default", "* ... i j, ... i !m, ... j !m, ... i j -> ... i !m"
+    ),
     **table("_trilinear.default", _trilinear),
 }
-#: Batches of matrices: each rank has its own of them. A matrix is never split.
+#: Batches of matrices: sharded along the batch only.
 _BATCHES: dict[str, Rule] = {
-    **_filled("_linalg_det.default", "... !n !n -> ..., ... !n !n, ... !n"),
-    **_filled("_linalg_slogdet.default", "... !n !n -> ..., ..., ... !n !n, ... !n"),
-    **_filled("linalg_inv_ex.default linalg_cholesky_ex.default", "... !n !n -> ... !n !n, ..."),
-    **_filled(
+    **_rejects_empty("_linalg_det.default", "... !n !n -> ..., ... !n !n, ... !n"),
+    **_rejects_empty("_linalg_slogdet.default", "... !n !n -> ..., ..., ... !n !n, ... !n"),
+    **_rejects_empty(
+        "linalg_inv_ex.default linalg_cholesky_ex.default", "... !n !n -> ... !n !n, ..."
+    ),
+    **_rejects_empty(
         "cholesky.default cholesky_inverse.default linalg_matrix_exp.default",
         "... !n !n -> ... !n !n",
     ),
-    **_filled("linalg_qr.default", "... !m !n -> ... !m !p, ... !q !n"),
-    **_filled("linalg_ldl_solve.default", "... !n !n, ... !n, ... !n !k -> ... !n !k"),
-    **_filled(
+    **_rejects_empty("linalg_qr.default", "... !m !n -> ... !m !p, ... !q !n"),
+    **_rejects_empty("linalg_ldl_solve.default", "... !n !n, ... !n, ... !n !k -> ... !n !k"),
+    **_rejects_empty(
         "cholesky_solve.default linalg_solve_triangular.default",
         "... !m !n, ... !p !q -> ... !r !s",
     ),
-    **_filled("_linalg_svd.default", "... !m !n -> ... !m !p, ... !q, ... !r !n"),
-    **_filled("_linalg_eigh.default linalg_eig.default", "... !n !n -> ... !n, ... !n !n"),
-    **_filled("linalg_eigvals.default", "... !n !n -> ... !n"),
-    **_filled("linalg_lu.default", "... !m !n -> ... !m !m, ... !m !p, ... !p !n"),
-    **_filled("linalg_lu_factor_ex.default", "... !m !n -> ... !m !n, ... !p, ..."),
-    **_filled("linalg_ldl_factor_ex.default", "... !n !n -> ... !n !n, ... !n, ..."),
-    **_filled("linalg_lu_solve.default", "... !n !n, ... !n, ... !p !q -> ... !p !q"),
-    **_filled("linalg_householder_product.default", "... !m !n, ... !k -> ... !m !n"),
-    **_filled("linalg_pinv.atol_rtol_tensor", "... !m !n, ..., ... -> ... !n !m"),
-    **_filled("lu_unpack.default", "... !m !n, ... !k -> ... !m !m, ... !m !p, ... !p !n"),
-    **_filled("triangular_solve.default", "... !m !k, ... !m !m -> ... !m !k, ... !m !m"),
-    **_filled("ormqr.default", "... !m !n, ... !k, ... !p !q -> ... !p !q"),
+    **_rejects_empty("_linalg_svd.default", "... !m !n -> ... !m !p, ... !q, ... !r !n"),
+    **_rejects_empty("_linalg_eigh.default linalg_eig.default", "... !n !n -> ... !n, ... !n !n"),
+    **_rejects_empty("linalg_eigvals.default", "... !n !n -> ... !n"),
+    **_rejects_empty("linalg_lu.default", "... !m !n -> ... !m !m, ... !m !p, ... !p !n"),
+    **_rejects_empty("linalg_lu_factor_ex.default", "... !m !n -> ... !m !n, ... !p, ..."),
+    **_rejects_empty("linalg_ldl_factor_ex.default", "... !n !n -> ... !n !n, ... !n, ..."),
+    **_rejects_empty("linalg_lu_solve.default", "... !n !n, ... !n, ... !p !q -> ... !p !q"),
+    **_rejects_empty("linalg_householder_product.default", "... !m !n, ... !k -> ... !m !n"),
+    **_rejects_empty("linalg_pinv.atol_rtol_tensor", "... !m !n, ..., ... -> ... !n !m"),
+    **_rejects_empty("lu_unpack.default", "... !m !n, ... !k -> ... !m !m, ... !m !p, ... !p !n"),
+    **_rejects_empty("triangular_solve.default", "... !m !k, ... !m !m -> ... !m !k, ... !m !m"),
+    **_rejects_empty("ormqr.default", "... !m !n, ... !k, ... !p !q -> ... !p !q"),
     **table("_linalg_solve_ex.default", _solve),
 }
-#: Fused attention: by samples or by heads; on CPUs also by queries. Kernels divide by the number
-#: of blocks.
-_attention = partial(_filled, keeping=_attended)
+#: Fused attention: sharded by samples or heads; on CPUs also by queries. The GPU kernels reject
+#: empty blocks.
+_attention = partial(_rejects_empty, unsharded=_unsharded_attention)
 _Q, _K, _V, _OUT = "b h !i !e", "b h !j !e", "b h !j !f", "b h !i !f"
 _SUMS, _BIAS = "b h !...", "b h !i !j"
 _GRADIENTS = f"{_Q}, {_K}, {_V}"
@@ -186,17 +190,20 @@ _BACKWARD: dict[str, Rule] = {
         "-> b h i !e, b h !j !e, b h !j !f",
     ),
 }
-_ATTENTION = {**along_lengths(_FORWARD), **along_lengths(_BACKWARD, backward=True)}
-#: Pooling, padding, resizing, sampling, patches: samples and channels pass, space stays whole.
-_PICTURES: dict[str, Rule] = {
-    **_filled(
+_ATTENTION = {
+    **with_length_strategies(_FORWARD),
+    **with_length_strategies(_BACKWARD, backward=True),
+}
+#: Pooling, padding, resizing, sampling, patches: sharded by samples or channels, not along space.
+_IMAGES: dict[str, Rule] = {
+    **_rejects_empty(
         "avg_pool1d.default adaptive_avg_pool1d.default reflection_pad1d.default "
         "replication_pad1d.default upsample_nearest1d.default upsample_nearest1d.vec "
         "upsample_linear1d.default upsample_linear1d.vec _upsample_nearest_exact1d.default "
         "_upsample_nearest_exact1d.vec",
         "* ... !w -> ... !w",
     ),
-    **_filled(
+    **_rejects_empty(
         "avg_pool2d.default _adaptive_avg_pool2d.default reflection_pad2d.default "
         "replication_pad2d.default upsample_nearest2d.default upsample_nearest2d.vec "
         "upsample_bilinear2d.default upsample_bilinear2d.vec upsample_bicubic2d.default "
@@ -205,89 +212,91 @@ _PICTURES: dict[str, Rule] = {
         "_upsample_bicubic2d_aa.default _upsample_bicubic2d_aa.vec",
         "* ... !h !w -> ... !h !w",
     ),
-    **_filled(
+    **_rejects_empty(
         "avg_pool3d.default _adaptive_avg_pool3d.default reflection_pad3d.default "
         "replication_pad3d.default upsample_nearest3d.default upsample_nearest3d.vec "
         "upsample_trilinear3d.default upsample_trilinear3d.vec _upsample_nearest_exact3d.default "
         "_upsample_nearest_exact3d.vec",
         "* ... !d !h !w -> ... !d !h !w",
     ),
-    **_filled(
+    **_rejects_empty(
         "reflection_pad1d_backward.default replication_pad1d_backward.default",
         "* ... !w, ... !w -> ... !w",
     ),
-    **_filled(
+    **_rejects_empty(
         "avg_pool2d_backward.default _adaptive_avg_pool2d_backward.default "
         "reflection_pad2d_backward.default replication_pad2d_backward.default",
         "* ... !h !w, ... !h !w -> ... !h !w",
     ),
-    **_filled(
+    **_rejects_empty(
         "avg_pool3d_backward.default _adaptive_avg_pool3d_backward.default "
         "reflection_pad3d_backward.default replication_pad3d_backward.default",
         "* ... !d !h !w, ... !d !h !w -> ... !d !h !w",
     ),
-    **_filled(
+    **_rejects_empty(
         "max_pool2d_with_indices.default adaptive_max_pool2d.default",
         "... !h !w -> ... !h !w, ... !h !w",
     ),
-    **_filled(
+    **_rejects_empty(
         "max_pool3d_with_indices.default adaptive_max_pool3d.default",
         "... !d !h !w -> ... !d !h !w, ... !d !h !w",
     ),
-    **_filled("fractional_max_pool2d.default", "n c !h !w, n c !s -> n c !h !w, n c !h !w"),
-    **_filled(
+    **_rejects_empty("fractional_max_pool2d.default", "n c !h !w, n c !s -> n c !h !w, n c !h !w"),
+    **_rejects_empty(
         "fractional_max_pool3d.default", "n c !d !h !w, n c !s -> n c !d !h !w, n c !d !h !w"
     ),
-    **_filled(
+    **_rejects_empty(
         "max_pool2d_with_indices_backward.default adaptive_max_pool2d_backward.default "
         "fractional_max_pool2d_backward.default",
         "* ... !h !w, ... !h !w, ... !h !w -> ... !h !w",
     ),
-    **_filled(
+    **_rejects_empty(
         "max_pool3d_with_indices_backward.default adaptive_max_pool3d_backward.default "
         "fractional_max_pool3d_backward.default",
         "* ... !d !h !w, ... !d !h !w, ... !d !h !w -> ... !d !h !w",
     ),
-    **_filled("max_unpool2d.default", "* ... !h !w, ... !h !w -> ... !h !w"),
-    **_filled("max_unpool3d.default", "* ... !d !h !w, ... !d !h !w -> ... !d !h !w"),
-    **_filled(
+    **_rejects_empty("max_unpool2d.default", "* ... !h !w, ... !h !w -> ... !h !w"),
+    **_rejects_empty("max_unpool3d.default", "* ... !d !h !w, ... !d !h !w -> ... !d !h !w"),
+    **_rejects_empty(
         "upsample_nearest1d_backward.default _upsample_nearest_exact1d_backward.default "
         "upsample_linear1d_backward.default",
         "* ... !w -> ... !w",
         sizes="input_size",
     ),
-    **_filled(
+    **_rejects_empty(
         "upsample_nearest2d_backward.default _upsample_nearest_exact2d_backward.default "
         "upsample_bilinear2d_backward.default upsample_bicubic2d_backward.default "
         "_upsample_bilinear2d_aa_backward.default _upsample_bicubic2d_aa_backward.default",
         "* ... !h !w -> ... !h !w",
         sizes="input_size",
     ),
-    **_filled(
+    **_rejects_empty(
         "upsample_nearest3d_backward.default _upsample_nearest_exact3d_backward.default "
         "upsample_trilinear3d_backward.default",
         "* ... !d !h !w -> ... !d !h !w",
         sizes="input_size",
     ),
-    **_filled(
+    **_rejects_empty(
         "grid_sampler_2d.default grid_sampler_3d.default cudnn_grid_sampler.default",
         "* n c !..., n !... -> n c !...",
     ),
-    **_filled(
+    **_rejects_empty(
         "cudnn_grid_sampler_backward.default",
         "n c !..., n !..., * n c !... -> n c !..., n !...",
     ),
-    **_filled(
+    **_rejects_empty(
         "grid_sampler_2d_backward.default grid_sampler_3d_backward.default",
         "* n c !..., n c !..., n !... -> n c !..., n !...",
     ),
-    **_filled("affine_grid_generator.default", "* n !... -> n !...", sizes="size"),
-    **_filled("im2col.default", "* ... !c !h !w -> ... !k !l"),
-    **_filled("col2im.default", "* ... !k !l -> ... !c !h !w"),
-    **_filled("channel_shuffle.default native_channel_shuffle.default", "= n !c ... -> n !c ..."),
+    **_rejects_empty("affine_grid_generator.default", "* n !... -> n !...", sizes="size"),
+    **_rejects_empty("im2col.default", "* ... !c !h !w -> ... !k !l"),
+    **_rejects_empty("col2im.default", "* ... !k !l -> ... !c !h !w"),
+    **_rejects_empty(
+        "channel_shuffle.default native_channel_shuffle.default", "= n !c ... -> n !c ..."
+    ),
 }
-#: Along one dim or some all elements are needed; the others pass.
-_ALONG: dict[str, Rule] = {
+#: Ops that need all elements along some dims; only the other dims are sharded.
+_ALONG_DIMS: dict[str, Rule] = {
     **rule(
         "sort.default sort.stable median.dim nanmedian.dim mode.default "
         "cummax.default cummin.default",
@@ -298,36 +307,36 @@ _ALONG: dict[str, Rule] = {
         "index_fill_.int_Tensor cumprod_.default",
         "...@dim -> ...@dim",
     ),
-    **along_the_index(
+    **with_sharded_index_dim(
         rule("index_copy.default index_copy_.default", "...@dim, _, ...@dim -> ...@dim")
     ),
     **rule("index_reduce.default index_reduce_.default", "...@dim, _, ...@dim -> ...@dim"),
     **rule("unfold.default unfold_copy.default", "= ...@dimension -> ...@dimension !w"),
     **rule("unfold_backward.default", "* ...@dim !w -> ...@dim", sizes="input_sizes"),
-    **_filled("_fft_c2c.default _fft_r2c.default _fft_c2r.default", "* ...@dim -> ...@dim"),
+    **_rejects_empty("_fft_c2c.default _fft_r2c.default _fft_c2r.default", "* ...@dim -> ...@dim"),
 }
-_losses = partial(_filled, keeping=_averaged)
-#: Losses of each sample.
+_losses = partial(_rejects_empty, unsharded=_unsharded_loss)
+#: Losses that are computed per sample.
 _SAMPLES: dict[str, Rule] = {
     **_losses("multi_margin_loss.default", "n !c, n -> n"),
     **_losses("multilabel_margin_loss_forward.default", "n !c, n !c -> n, n !c"),
 }
-#: Places of values among others: each rank looks up its own in the whole of the others, or all
-#: in its own block, which gives how many of that are smaller.
+#: Searches: values or sequence sharded. With a sharded sequence each rank counts the smaller
+#: elements of its block, and the counts are summed.
 _SEARCHES: dict[str, Rule] = {
     **rule("bucketize.Tensor", "..., s -> ..."),
-    **rule("searchsorted.Tensor", "... s, ... v, ... s -> ... v", keeping=_unsorted),
+    **rule("searchsorted.Tensor", "... s, ... v, ... s -> ... v", unsharded=_unsharded_search),
     **rule("take.default", "* _, ... -> ..."),
     **table("isin.Tensor_Tensor", _isin),
-    **table("renorm.default renorm_.default", _scaled_down),
+    **table("renorm.default renorm_.default", _renorm),
 }
 
 RULES: dict[str, Rule] = {
     **_PRODUCTS,
     **_BATCHES,
     **_ATTENTION,
-    **_PICTURES,
-    **_ALONG,
+    **_IMAGES,
+    **_ALONG_DIMS,
     **_SAMPLES,
     **_SEARCHES,
 }

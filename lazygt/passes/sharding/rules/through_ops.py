@@ -1,7 +1,7 @@
-"""Propagation of a cut through a decomposition: the strategies of its inner ops in order.
+"""Sharding propagation through a decomposition: one strategy for each inner op, in order.
 
-A factor is all dims that strategies of inner ops cut together. One factor is cut at a time. A
-partial value that an inner op needs whole is reduced where it was made.
+A factor is a set of dims that strategies of inner ops shard together (union-find). One factor is
+sharded at a time. A partial value that an inner op needs in full is all-reduced by its producer.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from lazygt.passes.sharding.rules.strategy import (
     shardable_dims,
 )
 
-#: At most so many ways to cut operands of which one has a dim twice.
-_WAYS = 4
+#: Limit on the candidate shardings per factor; there are several if an operand has a factor twice.
+_MAX_CANDIDATES = 4
 #: The strategies of each inner node.
 Options = Sequence[Sequence[Strategy]]
-#: A dim of a value.
+#: (value number, dim).
 Dim = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Strategies of the inner nodes.
+    """One strategy for each inner node of a decomposition.
 
     Attributes:
-        placements: of every value, as its readers find it.
-        strategies: one for each node.
-        reduced: the values that are reduced where they are made.
-        comm: the collectives of the strategies, and the reductions.
+        placements: placement of every value, after its reduction.
+        strategies: strategy of each node.
+        reduced: numbers of the values that their producers all-reduce.
+        comm: collectives of the strategies, and the all-reduces.
     """
 
     placements: tuple[Placement, ...]
@@ -49,188 +49,243 @@ class Chain:
     comm: tuple[Collective, ...]
 
 
-def chains(made: Decomposition, options: Options) -> Iterator[Chain]:
-    """Yield a chain for each factor that can be cut and each operand that can be partial.
+def chains(decomposed: Decomposition, options: Options) -> Iterator[Chain]:
+    """Yield the chain of each shardable factor and of each operand that can be partial.
 
-    A cut for which an inner op has to gather, and a partial operand that has to be reduced, give
-    none.
+    A factor gives no chain if an inner op would have to gather. A partial operand gives none if it
+    would have to be reduced first.
+
+    Args:
+        options: strategies of each inner node.
     """
-    factors = _Factors(made, options)
-    cut = [
+    factors = _Factors(decomposed, options)
+    strategies_with_factors = [
         [(strategy, factors.of(strategy, values)) for strategy in strategies]
-        for values, strategies in _used(made, options)
+        for values, strategies in _nodes_with_strategies(decomposed, options)
     ]
-    for placements, factor in _starts(made, factors):
+    for placements, factor in _operand_placements(decomposed, factors):
         fitting = [
-            [strategy for strategy, other in strategies if other in (None, factor)]
-            for strategies in cut
+            [
+                strategy
+                for strategy, strategy_factor in strategies
+                if strategy_factor in (None, factor)
+            ]
+            for strategies in strategies_with_factors
         ]
-        chain = _chain(made, fitting, placements)
+        chain = _chain(decomposed, fitting, placements)
         if chain is not None:
             yield chain
 
 
-def _starts(
-    made: Decomposition, factors: _Factors
+def _operand_placements(
+    decomposed: Decomposition, factors: _Factors
 ) -> Iterator[tuple[tuple[Placement, ...], Dim | None]]:
-    """Yield the placements of the operands that are worth a try, with the factor that is cut."""
-    read = made.read()
-    places = range(made.operands)
+    """Yield candidate placements of the operands, with the sharded factor (None: partial)."""
+    read = decomposed.read()
+    operands = range(decomposed.operands)
     dims: dict[Dim, dict[int, list[int]]] = {}
-    for place in places:
-        meta = made.metas[place]
-        for dim in shardable_dims(meta.shape) if meta and place in read else ():
-            dims.setdefault(factors.root((place, dim)), {}).setdefault(place, []).append(dim)
-    for factor, cut in dims.items():
-        for ways in islice(product(*cut.values()), _WAYS):
-            way = dict(zip(cut, ways, strict=True))
-            yield tuple([S(way[place]) if place in way else R for place in places]), factor
-    for partial in read.intersection(places):
-        yield tuple([P if place == partial else R for place in places]), None
+    for operand in operands:
+        meta = decomposed.metas[operand]
+        for dim in shardable_dims(meta.shape) if meta and operand in read else ():
+            dims.setdefault(factors.root((operand, dim)), {}).setdefault(operand, []).append(dim)
+    for factor, dims_of_operand in dims.items():
+        for selected_dims in islice(product(*dims_of_operand.values()), _MAX_CANDIDATES):
+            dim_of_operand = dict(zip(dims_of_operand, selected_dims, strict=True))
+            yield (
+                tuple(
+                    [
+                        S(dim_of_operand[operand]) if operand in dim_of_operand else R
+                        for operand in operands
+                    ]
+                ),
+                factor,
+            )
+    for partial in read.intersection(operands):
+        yield tuple([P if operand == partial else R for operand in operands]), None
 
 
 class _Factors:
-    """Dims of values that strategies cut together (union-find)."""
+    """Dims of values that strategies shard together (union-find)."""
 
-    def __init__(self, made: Decomposition, options: Options) -> None:
-        self._above: dict[Dim, Dim] = {}
-        for values, strategies in _used(made, options):
+    def __init__(self, decomposed: Decomposition, options: Options) -> None:
+        self._parent: dict[Dim, Dim] = {}
+        for values, strategies in _nodes_with_strategies(decomposed, options):
             for strategy in strategies:
-                self._join(_dims(strategy, values))
+                self._join(_sharded_dims(strategy, values))
 
     def root(self, dim: Dim) -> Dim:
-        """Return the one dim that stands for its factor."""
-        while (above := self._above.get(dim, dim)) != dim:
-            dim = above
+        """Return the representative dim of the factor of ``dim`` (find)."""
+        while (parent := self._parent.get(dim, dim)) != dim:
+            dim = parent
         return dim
 
     def of(self, strategy: Strategy, values: Iterable[int]) -> Dim | None:
-        """Return the factor that a strategy cuts, if it cuts any."""
-        dims = _dims(strategy, values)
+        """Return the factor that a strategy shards; None: the strategy shards nothing."""
+        dims = _sharded_dims(strategy, values)
         return self.root(dims[0]) if dims else None
 
     def _join(self, dims: Sequence[Dim]) -> None:
+        """Merge the factors of ``dims`` (union)."""
         for dim in dims[1:]:
-            root, above = self.root(dim), self.root(dims[0])
-            if root != above:
-                self._above[root] = above
+            root, parent = self.root(dim), self.root(dims[0])
+            if root != parent:
+                self._parent[root] = parent
 
 
-def _used(
-    made: Decomposition, options: Options
+def _nodes_with_strategies(
+    decomposed: Decomposition, options: Options
 ) -> Iterator[tuple[tuple[int, ...], Sequence[Strategy]]]:
-    """Yield for each node the values that it takes and gives, and its strategies."""
-    for (node, results), strategies in zip(made.numbered(), options, strict=True):
+    """Yield for each node the numbers of its operands and results, and its strategies."""
+    for (node, results), strategies in zip(decomposed.numbered(), options, strict=True):
         yield (*node.refs(), *results), strategies
 
 
-def _dims(strategy: Strategy, values: Iterable[int]) -> list[Dim]:
-    """Return the dims that a strategy cuts, of the values that its node takes and gives."""
+def _sharded_dims(strategy: Strategy, values: Iterable[int]) -> list[Dim]:
+    """Return the dims of the node's operands and results that a strategy shards."""
     placements = zip(values, (*strategy.inputs, *strategy.outputs), strict=True)
     return [
         (value, placement.dim) for value, placement in placements if isinstance(placement, Shard)
     ]
 
 
-def _chain(made: Decomposition, options: Options, inputs: tuple[Placement, ...]) -> Chain | None:
-    """Return the chain of the best strategy of each inner node for its operands' placements."""
+def _chain(
+    decomposed: Decomposition, options: Options, inputs: tuple[Placement, ...]
+) -> Chain | None:
+    """Choose the best strategy of each inner node; None if that is impossible.
+
+    Repeats until all partial values that an inner node needs in full are reduced (fixed point).
+
+    Args:
+        inputs: placements of the op's operands.
+    """
     reduced: frozenset[int] = frozenset()
     while True:
-        chain, wanted = _attempt(made, options, inputs, reduced)
-        if chain is None or wanted <= reduced:
+        chain, to_reduce = _choose_strategies(decomposed, options, inputs, reduced)
+        if chain is None or to_reduce <= reduced:
             return chain
-        reduced |= wanted
-        if any(value < made.operands for value in reduced):
+        reduced |= to_reduce
+        if any(value < decomposed.operands for value in reduced):
             return None
 
 
-def _attempt(
-    made: Decomposition, options: Options, inputs: tuple[Placement, ...], reduced: frozenset[int]
+def _choose_strategies(
+    decomposed: Decomposition,
+    options: Options,
+    inputs: tuple[Placement, ...],
+    reduced: frozenset[int],
 ) -> tuple[Chain | None, frozenset[int]]:
-    """Return the chain that reduces these values, and all those that it has to reduce."""
+    """Choose strategies in node order, with ``reduced`` as the reduced values.
+
+    Returns:
+        The chain, or None; and the values that it has to reduce.
+    """
     placements, strategies = list(inputs), []
     comm: list[Collective] = []
-    wanted, sources = set(reduced), _Sources(made)
-    for (node, results), choice in zip(made.numbered(), options, strict=True):
-        have = tuple([placements[value] for value in node.refs()])
-        strategy = _best(choice, have, [made.metas[value] for value in node.refs()])
+    to_reduce, sources = set(reduced), _Sources(decomposed)
+    for (node, results), candidates in zip(decomposed.numbered(), options, strict=True):
+        operand_placements = tuple([placements[value] for value in node.refs()])
+        strategy = _cheapest(
+            candidates, operand_placements, [decomposed.metas[value] for value in node.refs()]
+        )
         if strategy is None:
             return None, reduced
-        for value, placement, want in zip(node.refs(), have, strategy.inputs, strict=True):
-            if isinstance(placement, Partial) and placement != want:
-                wanted.add(sources[value])
+        for value, placement, required in zip(
+            node.refs(), operand_placements, strategy.inputs, strict=True
+        ):
+            if isinstance(placement, Partial) and placement != required:
+                to_reduce.add(sources[value])
         strategies.append(strategy)
         comm += strategy.comm
         for value, placement in zip(results, strategy.outputs, strict=True):
             if value in reduced and isinstance(placement, Partial):
-                comm.append(Collective("all_reduce", _nbytes(made.metas[value]), placement.op))
+                comm.append(
+                    Collective("all_reduce", _nbytes(decomposed.metas[value]), placement.op)
+                )
                 placement = R
             placements.append(placement)
         sources.add(
-            node, have, [value for value in results if isinstance(placements[value], Partial)]
+            node,
+            operand_placements,
+            [value for value in results if isinstance(placements[value], Partial)],
         )
-    return Chain(tuple(placements), tuple(strategies), reduced, tuple(comm)), frozenset(wanted)
+    return Chain(tuple(placements), tuple(strategies), reduced, tuple(comm)), frozenset(to_reduce)
 
 
 def _nbytes(meta: TensorMeta | None) -> int:
+    """Return the bytes of a value; 0 if undefined."""
     return meta.nbytes if meta else 0
 
 
 class _Sources:
-    """Values to reduce for a partial value: its source, if that is no larger."""
+    """Map of a partial value to the value to reduce instead: its source, if not larger."""
 
-    def __init__(self, made: Decomposition) -> None:
-        self._made = made
+    def __init__(self, decomposed: Decomposition) -> None:
+        self._decomposed = decomposed
         self._sources: dict[int, int] = {}
 
     def __getitem__(self, value: int) -> int:
+        """Return the value to reduce for ``value``."""
         return self._sources.get(value, value)
 
-    def add(self, node: Node, have: Sequence[Placement], partial: Sequence[int]) -> None:
-        """Note a node's partial results, with its operands' placements."""
+    def add(self, node: Node, placements: Sequence[Placement], partial: Sequence[int]) -> None:
+        """Record the sources of a node's partial results.
+
+        Args:
+            placements: placements of the node's operands.
+            partial: numbers of its partial results.
+        """
         operands = {
             value
-            for value, placement in zip(node.refs(), have, strict=True)
+            for value, placement in zip(node.refs(), placements, strict=True)
             if isinstance(placement, Partial)
         }
         for result in partial:
-            nbytes = _nbytes(self._made.metas[result])
-            if len(operands) == 1 and _nbytes(self._made.metas[min(operands)]) <= nbytes:
+            nbytes = _nbytes(self._decomposed.metas[result])
+            if len(operands) == 1 and _nbytes(self._decomposed.metas[min(operands)]) <= nbytes:
                 self._sources[result] = self[min(operands)]
 
 
-def _best(
-    strategies: Sequence[Strategy], have: tuple[Placement, ...], operands: Metas
+def _cheapest(
+    strategies: Sequence[Strategy], placements: tuple[Placement, ...], operands: Metas
 ) -> Strategy | None:
-    """Return the strategy that exchanges least; of those, one that keeps most as it is."""
-    as_it_is = [
-        strategy for strategy in strategies if strategy.inputs == have and not strategy.comm
+    """Return the cheapest strategy for operands with these placements; None: none fits.
+
+    A strategy without resharding and collectives comes first, then the one that sends least.
+    """
+    unchanged = [
+        strategy for strategy in strategies if strategy.inputs == placements and not strategy.comm
     ]
-    if as_it_is:
-        return min(as_it_is, key=_whole_results)
-    leading = [strategy for strategy in strategies if all(map(_leads, have, strategy.inputs))]
-    return min(leading, key=lambda strategy: _price(strategy, have, operands), default=None)
+    if unchanged:
+        return min(unchanged, key=_num_replicated)
+    reachable = [
+        strategy
+        for strategy in strategies
+        if all(map(_converts_without_gather, placements, strategy.inputs))
+    ]
+    return min(reachable, key=lambda strategy: _cost(strategy, placements, operands), default=None)
 
 
-def _whole_results(strategy: Strategy) -> int:
+def _num_replicated(strategy: Strategy) -> int:
+    """Return the number of replicated results."""
     return strategy.outputs.count(R)
 
 
-def _price(
-    strategy: Strategy, have: tuple[Placement, ...], operands: Metas
+def _cost(
+    strategy: Strategy, placements: tuple[Placement, ...], operands: Metas
 ) -> tuple[int, int, int, int]:
-    moved = [
+    """Return the sort key of a strategy: collectives, bytes, conversions, replicated results."""
+    resharded = [
         (placement, _nbytes(meta))
-        for placement, want, meta in zip(have, strategy.inputs, operands, strict=True)
-        if placement != want
+        for placement, required, meta in zip(placements, strategy.inputs, operands, strict=True)
+        if placement != required
     ]
-    sums = [nbytes for placement, nbytes in moved if isinstance(placement, Partial)]
+    sums = [nbytes for placement, nbytes in resharded if isinstance(placement, Partial)]
     sizes = [*sums, *(collective.nbytes for collective in strategy.comm)]
-    return len(sizes), sum(sizes), len(moved), _whole_results(strategy)
+    return len(sizes), sum(sizes), len(resharded), _num_replicated(strategy)
 
 
-def _leads(have: Placement, want: Placement) -> bool:
-    """Return whether a value gets from the one placement to the other without a gather."""
+def _converts_without_gather(have: Placement, want: Placement) -> bool:
+    """Return whether a value can be converted from ``have`` to ``want`` without a gather."""
     if isinstance(have, Partial):
         return want in (have, R)
     return have == want or (have == R and (isinstance(want, Shard) or want == P))

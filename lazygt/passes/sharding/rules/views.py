@@ -1,7 +1,7 @@
-"""Views that only move dims about, and views that group them anew.
+"""Views: permutations of dims, expand, squeeze, reshape, as_strided.
 
-Elements keep their values, so partial results pass through. Sizes among the arguments become those
-of the blocks.
+Elements keep their values, so partial placements pass through. Size arguments are replaced by the
+local sizes.
 """
 
 from __future__ import annotations
@@ -41,85 +41,94 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
 PARTIALS = (P, PMAX, PMIN)
-#: The place of each dim of the operand in the result; None: it is gone.
+#: Function of a call: the result's dim for each dim of the operand; None: the dim is removed.
 DimMap = Callable[[Call], Sequence[int | None]]
 
 
-def _mapped(dims: DimMap) -> Rule:
-    """Return the rule of a view that has the operand's dims in other places."""
+def _permutation_rule(dims: DimMap) -> Rule:
+    """Return the rule of a view that permutes the operand's dims."""
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        places = dims(call)
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
+        result_dims = dims(call)
         strategies = [
-            call.strategy(S(place), self=S(dim))
+            call.strategy(S(result_dim), self=S(dim))
             for dim in shardable_dims(call.shape("self"))
-            if (place := places[dim]) is not None
+            if (result_dim := result_dims[dim]) is not None
         ]
         return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
     return strategies
 
 
-def _same(call: Call) -> Sequence[int | None]:
+def _identity(call: Call) -> Sequence[int | None]:
+    """Map each dim to itself."""
     return range(len(call.shape("self")))
 
 
-def _conj(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of ``_conj``, which conjugate in memory: sends drop the conj bit."""
+def _conj(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ``_conj``: conjugated copies, since sends drop the conj bit."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return (build.op("aten.conj_physical.default", operands[0]),)
 
-    return [strategy.by(local_lowering(lower)) for strategy in _mapped(_same)(node, metas, parts)]
+    return [
+        strategy.by(local_lowering(lower))
+        for strategy in _permutation_rule(_identity)(node, metas, axis_size)
+    ]
 
 
-def _but_last(call: Call) -> Sequence[int | None]:
+def _without_last(call: Call) -> Sequence[int | None]:
+    """Map each dim to itself; the last one is removed."""
     return [*range(len(call.shape("self")) - 1), None]
 
 
 def _t(call: Call) -> Sequence[int | None]:
+    """Reverse the dims."""
     return range(len(call.shape("self")))[::-1]
 
 
 def _transpose(call: Call) -> Sequence[int | None]:
-    places = list(range(len(call.shape("self"))))
-    if places:
-        a, b = call.dim("dim0", len(places)), call.dim("dim1", len(places))
-        places[a], places[b] = places[b], places[a]
-    return places
+    """Swap ``dim0`` and ``dim1``."""
+    order = list(range(len(call.shape("self"))))
+    if order:
+        a, b = call.dim("dim0", len(order)), call.dim("dim1", len(order))
+        order[a], order[b] = order[b], order[a]
+    return order
 
 
 def _permute(call: Call) -> Sequence[int | None]:
+    """Map the dims by ``dims``."""
     rank = len(call.shape("self"))
     order = [dim % rank for dim in call["dims"]]
     return [order.index(dim) for dim in range(rank)]
 
 
 def _unsqueeze(call: Call) -> Sequence[int | None]:
+    """Shift the dims after the new one."""
     rank = len(call.shape("self"))
-    at = call.dim("dim", rank + 1)
-    return [dim + (dim >= at) for dim in range(rank)]
+    new_dim = call.dim("dim", rank + 1)
+    return [dim + (dim >= new_dim) for dim in range(rank)]
 
 
-def _squeezed(call: Call) -> set[int]:
-    """Return the dims that go: those of global size 1; a block of size 1 stays."""
+def _removed_dims(call: Call) -> set[int]:
+    """Return the dims that squeeze removes: those of global size 1, not of local size 1."""
     shape, dims = call.shape("self"), call.args.get("dim")
     rank = len(shape)
-    given = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
-    return {dim % rank for dim in given if rank and shape[dim % rank] == 1}
+    candidates = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    return {dim % rank for dim in candidates if rank and shape[dim % rank] == 1}
 
 
-def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies with the dims that go by name, since blocks of size 1 must stay."""
-    call = Call(node, metas, parts)
-    gone = _squeezed(call)
+def _squeeze(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of squeeze, lowered with explicit dims so that local size 1 stays."""
+    call = Call(node, metas, axis_size)
+    removed = _removed_dims(call)
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return (build.op("aten.squeeze.dims", operands[0], tuple(sorted(gone))),)
+        return (build.op("aten.squeeze.dims", operands[0], tuple(sorted(removed))),)
 
     strategies = [
-        call.strategy(S(dim - sum(other < dim for other in gone)), self=S(dim)).by(
+        call.strategy(S(dim - sum(other < dim for other in removed)), self=S(dim)).by(
             local_lowering(lower)
         )
         for dim in shardable_dims(call.shape("self"))
@@ -128,10 +137,10 @@ def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
-    """Return a lowering that gives the op its block's sizes of a result of ``shape``.
+    """Return the lowering that passes the local sizes of a result of global ``shape``.
 
     Args:
-        name: the argument with the sizes.
+        name: name of the argument with the sizes.
     """
 
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
@@ -140,74 +149,84 @@ def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
     return LocalLowering(program)
 
 
-def _expand(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
-    have, wide = call.shape("self"), call.result().shape
-    new = len(wide) - len(have)
+def _expand(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of expand."""
+    call = Call(node, metas, axis_size)
+    shape, result_shape = call.shape("self"), call.result().shape
+    new_dims = len(result_shape) - len(shape)
     strategies = [call.strategy(placement, self=placement) for placement in PARTIALS]
-    for dim in shardable_dims(wide):
-        dim_of_self = dim - new
-        placement = S(dim_of_self) if dim_of_self >= 0 and have[dim_of_self] == wide[dim] else R
-        strategies.append(call.strategy(S(dim), self=placement).by(sized(wide)))
+    for dim in shardable_dims(result_shape):
+        dim_of_self = dim - new_dims
+        placement = (
+            S(dim_of_self) if dim_of_self >= 0 and shape[dim_of_self] == result_shape[dim] else R
+        )
+        strategies.append(call.strategy(S(dim), self=placement).by(sized(result_shape)))
     return strategies
 
 
-def _view(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
-    cuts = (view_row(call, S(dim)) for dim in shardable_dims(call.shape("self")))
-    anyhow = [
-        call.strategy(placement, self=placement).by(_reshaped) for placement in (R, *PARTIALS)
+def _view(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of a reshape."""
+    call = Call(node, metas, axis_size)
+    sharded = (view_strategy(call, S(dim)) for dim in shardable_dims(call.shape("self")))
+    unsharded = [
+        call.strategy(placement, self=placement).by(_LOCAL_RESHAPE) for placement in (R, *PARTIALS)
     ]
-    return [*(strategy for strategy in cuts if strategy is not None), *anyhow]
+    return [*(strategy for strategy in sharded if strategy is not None), *unsharded]
 
 
-def view_row(call: Call, placement: Cut) -> Strategy | None:
-    """Return the strategy of a reshape of an operand with a cut.
+def view_strategy(call: Call, placement: Cut) -> Strategy | None:
+    """Return the strategy of a reshape of a sharded operand.
 
-    None where a block is no block of the result.
+    None if no placement of the result has the same elements on each rank.
     """
-    made = viewed(placement, call.shape("self"), call.result().shape, call.parts)
-    return None if made is None else call.strategy(made, self=placement).by(_reshaped)
+    result_placement = viewed(placement, call.shape("self"), call.result().shape, call.axis_size)
+    return (
+        None
+        if result_placement is None
+        else call.strategy(result_placement, self=placement).by(_LOCAL_RESHAPE)
+    )
 
 
 def _reshape(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
-    (made,) = node.results
-    assert made is not None
-    return (build.reshape(operands[0], build.local(made.shape, strategy.outputs[0])),)
+    """Reshape the local tensor to the local shape of the result."""
+    (result,) = node.results
+    assert result is not None
+    return (build.reshape(operands[0], build.local(result.shape, strategy.outputs[0])),)
 
 
-_reshaped = LocalLowering(_reshape)
+_LOCAL_RESHAPE = LocalLowering(_reshape)
 
 
-def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Return the strategies of ops that depend on strides: on memory laid out as recorded.
+def _as_strided(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ops that depend on strides.
 
-    Items of a batch, each viewed in itself alone, may be split.
+    A replicated operand is first copied to its recorded strides. A batch is sharded along dim 0 if
+    every item is viewed separately.
     """
-    call = Call(node, metas, parts)
-    wanted = [metas[number] for number in node.refs()]
+    call = Call(node, metas, axis_size)
+    recorded = [metas[number] for number in node.refs()]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        kept = [
+        restrided = [
             build.restrided(value, meta.stride)
             if meta is not None
             and build.meta(value).stride != meta.stride
             and meta.extent == meta.numel
             else value
-            for value, meta in zip(operands, wanted, strict=True)
+            for value, meta in zip(operands, recorded, strict=True)
         ]
-        return build.rerun(node, kept)
+        return build.rerun(node, restrided)
 
     strategies = [call.strategy(R).by(lower)]
-    if node.op == "aten.as_strided.default" and _sees_items(call):
-        strategies.append(call.strategy(S(0), self=S(0)).by(_seen_items(call.result().shape)))
+    if node.op == "aten.as_strided.default" and _views_items_separately(call):
+        strategies.append(call.strategy(S(0), self=S(0)).by(_lower_item_views(call.result().shape)))
     return strategies
 
 
-def _sees_items(call: Call) -> bool:
-    """Return whether the items of a batch are viewed one by one.
+def _views_items_separately(call: Call) -> bool:
+    """Return whether an as_strided view keeps dim 0 of a row-major operand.
 
-    The first dim is that of a row-major operand, and no item reaches into the next.
+    No item of the view may reach into the memory of the next item.
     """
     meta, view = call.meta("self"), call.result()
     if not meta.plain or not view.numel or call["storage_offset"] is not None:
@@ -217,7 +236,9 @@ def _sees_items(call: Call) -> bool:
     return 1 < count == meta.shape[0] and step == meta.stride[0] > reach
 
 
-def _seen_items(shape: tuple[int, ...]) -> LocalLowering:
+def _lower_item_views(shape: tuple[int, ...]) -> LocalLowering:
+    """Return the lowering of as_strided on a batch sharded along dim 0, with the local ``size``."""
+
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
         size = build.local(shape, strategy.outputs[0])
         return build.rerun(node, [build.contiguous(operands[0])], size=size)
@@ -225,64 +246,75 @@ def _seen_items(shape: tuple[int, ...]) -> LocalLowering:
     return LocalLowering(program)
 
 
-def viewed(placement: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: int) -> Cut | None:
-    """Return the placement that keeps each rank's elements through a reshape, or None.
+def viewed(
+    placement: Cut, old_shape: tuple[int, ...], new_shape: tuple[int, ...], axis_size: int
+) -> Cut | None:
+    """Return the placement of a reshape's result with the same elements on each rank, or None.
 
-    A placement cuts ``[before, size, inside]`` elements along ``size``. So does another one with
-    the same three, and with other ones where the blocks hold the same.
+    A placement views the tensor as ``[before, size, inside]`` and shards ``size``. A placement of
+    the result is equivalent if these three numbers, or the elements of all blocks, are the same.
+
+    Args:
+        old_shape, new_shape: global shapes before and after the reshape.
     """
     if uneven(placement):
-        return _viewed_uneven(placement, have, made, parts)
+        return _viewed_uneven(placement, old_shape, new_shape, axis_size)
     outer, inner = around(placement)
-    before, inside = prod(have[: placement.dim]) * outer, inner * prod(have[placement.dim + 1 :])
-    size = have[placement.dim] // (outer * inner)
+    before, inside = (
+        prod(old_shape[: placement.dim]) * outer,
+        inner * prod(old_shape[placement.dim + 1 :]),
+    )
+    size = old_shape[placement.dim] // (outer * inner)
     dims = [
-        (dim, _times(before, prod(made[:dim])), prod(made[dim + 1 :]))
-        for dim in shardable_dims(made)
+        (dim, _exact_quotient(before, prod(new_shape[:dim])), prod(new_shape[dim + 1 :]))
+        for dim in shardable_dims(new_shape)
     ]
-    for dim, outer, behind in dims:
-        rest = made[dim] // outer if outer and made[dim] % outer == 0 else 0
-        if rest > 1 and _same_blocks(size, inside, rest, behind, parts):
+    for dim, outer, after in dims:
+        group_size = new_shape[dim] // outer if outer and new_shape[dim] % outer == 0 else 0
+        if group_size > 1 and _same_blocks(size, inside, group_size, after, axis_size):
             return S(dim) if outer == 1 else StridedShard(dim, outer)
-    for dim, outer, behind in dims:
-        inner = _times(inside, behind)
-        if outer * size * inner == made[dim]:
+    for dim, outer, after in dims:
+        inner = _exact_quotient(inside, after)
+        if outer * size * inner == new_shape[dim]:
             return StridedShard(dim, outer, inner)
     return None
 
 
 def _viewed_uneven(
-    placement: Cut, have: tuple[int, ...], seen: tuple[int, ...], parts: int
+    placement: Cut, old_shape: tuple[int, ...], new_shape: tuple[int, ...], axis_size: int
 ) -> Cut | None:
-    """Do as ``viewed`` for groups of several sizes.
+    """Return the placement after a reshape for a strided placement with groups of unequal sizes.
 
-    The dim begins where the cut one did, and has as many elements in all.
+    The result's dim must begin where the sharded dim begins, and have as many elements in total.
     """
-    before, inside = prod(have[: placement.dim]), prod(have[placement.dim + 1 :])
+    before, inside = prod(old_shape[: placement.dim]), prod(old_shape[placement.dim + 1 :])
     outer, _ = around(placement)
-    for dim in shardable_dims(seen):
-        if prod(seen[:dim]) != before or seen[dim] % outer:
+    for dim in shardable_dims(new_shape):
+        if prod(new_shape[:dim]) != before or new_shape[dim] % outer:
             continue
-        sizes = [group_sizes(replace(placement, dim=at), shape[at])
-                 for at, shape in ((placement.dim, have), (dim, seen))]  # fmt: skip
-        behind = prod(seen[dim + 1 :])
-        if all(_same_blocks(a, inside, b, behind, parts) for a, b in zip(*sizes, strict=True)):
+        sizes = [group_sizes(replace(placement, dim=old_dim), shape[old_dim])
+                 for old_dim, shape in ((placement.dim, old_shape), (dim, new_shape))]  # fmt: skip
+        after = prod(new_shape[dim + 1 :])
+        if all(_same_blocks(a, inside, b, after, axis_size) for a, b in zip(*sizes, strict=True)):
             return replace(placement, dim=dim)
     return None
 
 
-def _times(large: int, small: int) -> int:
-    """Return ``large / small``; 0 where it is not a whole number."""
+def _exact_quotient(large: int, small: int) -> int:
+    """Return ``large / small``; 0 if it is not an integer."""
     if large == small:
         return 1
     return large // small if small and large % small == 0 else 0
 
 
-def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, parts: int) -> bool:
+def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, axis_size: int) -> bool:
+    """Return whether the blocks of dims ``a`` and ``b``, in elements, are the same on each rank."""
     return all(
         x * inside_a == y * inside_b
-        for rank in range(parts)
-        for x, y in zip(shard_bounds(a, parts, rank), shard_bounds(b, parts, rank), strict=True)
+        for rank in range(axis_size)
+        for x, y in zip(
+            shard_bounds(a, axis_size, rank), shard_bounds(b, axis_size, rank), strict=True
+        )
     )
 
 
@@ -293,15 +325,15 @@ RULES: dict[str, Rule] = {
     **table(
         "detach.default alias.default lift_fresh.default lift.default detach_copy.default "
         "alias_copy.default",
-        _mapped(_same),
+        _permutation_rule(_identity),
     ),
-    **table("t.default t_copy.default", _mapped(_t)),
-    **table("transpose.int transpose_copy.int", _mapped(_transpose)),
-    **table("permute.default permute_copy.default", _mapped(_permute)),
-    **table("unsqueeze.default unsqueeze_copy.default", _mapped(_unsqueeze)),
+    **table("t.default t_copy.default", _permutation_rule(_t)),
+    **table("transpose.int transpose_copy.int", _permutation_rule(_transpose)),
+    **table("permute.default permute_copy.default", _permutation_rule(_permute)),
+    **table("unsqueeze.default unsqueeze_copy.default", _permutation_rule(_unsqueeze)),
     **table("_conj.default", _conj),
-    **table("view_as_real.default", _mapped(_same)),
-    **table("view_as_complex.default", _mapped(_but_last)),
+    **table("view_as_real.default", _permutation_rule(_identity)),
+    **table("view_as_complex.default", _permutation_rule(_without_last)),
     **table("squeeze.default squeeze.dim squeeze.dims", _squeeze),
     **table("expand.default expand_copy.default", _expand),
     **table("as_strided.default as_strided_copy.default view.dtype", _as_strided),

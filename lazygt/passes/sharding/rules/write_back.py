@@ -1,7 +1,9 @@
-"""Writes into a part: ``lazygt.write_back``, ``select_scatter``, ``slice_scatter``.
+"""Writes into a view: ``lazygt.write_back``, ``select_scatter``, ``slice_scatter``, ``index_copy``.
 
-A dim passes when every view of the chain keeps it and names none of its sizes. Along a dim that is
-cut, each rank writes the part in its block of a value that all have.
+``write_back(base, value, chain)`` writes ``value`` into the view of ``base`` that a chain of view
+ops selects. A dim of the base is sharded if no view of the chain selects from the dim or names its
+size; ``value`` is then sharded accordingly. If a view selects from the sharded dim, ``value`` is
+replicated, and each rank writes the rows in its block.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Placement, Shard
 from lazygt.graph.shapes.meta_run import run_on_metas
 from lazygt.passes.sharding.rules import rearrange, slicing, views
-from lazygt.passes.sharding.rules.indexing import own_indices
+from lazygt.passes.sharding.rules.indexing import to_local_indices
 from lazygt.passes.sharding.rules.slicing import partials
 from lazygt.passes.sharding.rules.strategy import (
     Call,
@@ -38,130 +40,146 @@ from lazygt.passes.sharding.rules.strategy import (
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-# -- rows put into a cut dim at run-time places, as into a cache of keys ---------------------------
-# Each rank writes those that lie in its block.
+# -- index_copy along a sharded dim, as into a key/value cache -------------------------------------
+# Each rank writes the rows in its block.
 
 
-def along_the_index(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
-    """Return rules of index_copy with their strategy for blocks of the indexed dim."""
-    return {op: _with_blocks(rule) for op, rule in rules.items()}
+def with_sharded_index_dim(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
+    """Extend index_copy rules by the strategy that shards the indexed dim."""
+    return {op: _with_sharded_index_dim(rule) for op, rule in rules.items()}
 
 
-def _with_blocks(rule: Rule) -> Rule:
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        usual, shape = list(rule(node, metas, parts)), call.shape("self")
+def _with_sharded_index_dim(rule: Rule) -> Rule:
+    """Extend one index_copy rule by the strategy that shards the indexed dim."""
+
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
+        strategies_of_other_dims, shape = list(rule(node, metas, axis_size)), call.shape("self")
         dim = call.dim("dim", len(shape))
         if not shape or shape[dim] < 2:
-            return usual
+            return strategies_of_other_dims
 
         def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
             args = build.bind(node, operands)
             value, index, source = (args[name] for name in ("self", "index", "source"))
             index = build.reshape(index, (build.meta(index).numel,))
-            return (overwritten(build, value, dim, shape[dim], index, source),)
+            return (write_rows(build, value, dim, shape[dim], index, source),)
 
-        return [*usual, call.strategy(S(dim), self=S(dim)).by(lower)]
+        return [*strategies_of_other_dims, call.strategy(S(dim), self=S(dim)).by(lower)]
 
     return strategies
 
 
-def overwritten(build: Builder, block: Ref, dim: int, size: int, index: Ref, given: Ref) -> Ref:
-    """Return a new version of this rank's block, with its rows that an index names.
+def write_rows(build: Builder, block: Ref, dim: int, size: int, index: Ref, rows: Ref) -> Ref:
+    """Write rows into this rank's block at global indices; return the block's new version.
 
     Args:
-        size: of the dim, of all blocks together.
-        index: flat, of the whole dim.
-        given: a row for each index.
+        size: global size of ``dim``.
+        index: 1-d global indices along ``dim``.
+        rows: one row for each index, replicated.
     """
     shape = build.shape(block)
-    count, rows = build.meta(index).numel, shape[dim]
-    local, outside = own_indices(build, index, size)
-    if count == 1 and rows:
-        # the row is written in place; where it is another rank's, by its old contents
+    count, block_size = build.meta(index).numel, shape[dim]
+    local_index, outside = to_local_indices(build, index, size)
+    if count == 1 and block_size:
+        # write in place; a rank that does not own the row rewrites an old row
         outside = build.reshape(outside, [1] * len(shape))
-        before = build.op("aten.index_select.default", block, dim, local)
-        given = build.op("aten.where.self", outside, before, given)
-        written: Ref = build.op("aten.index_copy_.default", block, dim, local, given)
+        before = build.op("aten.index_select.default", block, dim, local_index)
+        rows = build.op("aten.where.self", outside, before, rows)
+        written: Ref = build.op("aten.index_copy_.default", block, dim, local_index, rows)
         return written
-    # rows of others go to one more row, which is dropped
-    dropped = build.op("aten.logical_and.default", outside, build.op("aten.eq.Scalar", local, 0))
-    local = build.op("aten.masked_fill.Scalar", local, dropped, rows)
-    spare = build.full((*shape[:dim], 1, *shape[dim + 1 :]), 0, like=block)
-    wide = build.op("aten.cat.default", (block, spare), dim)
-    wide = build.op("aten.index_copy_.default", wide, dim, local, given)
-    kept = build.op("aten.slice.Tensor", wide, dim, 0, rows)
-    copied: Ref = build.op("aten.copy_.default", block, kept)
+    # rows of other ranks are written to an extra last row, which is dropped
+    dropped = build.op(
+        "aten.logical_and.default", outside, build.op("aten.eq.Scalar", local_index, 0)
+    )
+    local_index = build.op("aten.masked_fill.Scalar", local_index, dropped, block_size)
+    extra_row = build.full((*shape[:dim], 1, *shape[dim + 1 :]), 0, like=block)
+    extended = build.op("aten.cat.default", (block, extra_row), dim)
+    extended = build.op("aten.index_copy_.default", extended, dim, local_index, rows)
+    new_block = build.op("aten.slice.Tensor", extended, dim, 0, block_size)
+    copied: Ref = build.op("aten.copy_.default", block, new_block)
     return copied
 
 
-# -- writes into a part: ``lazygt.write_back``, ``select_scatter``, ``slice_scatter`` --------------
+# -- write_back, select_scatter, slice_scatter -----------------------------------------------------
 
 _VIEWS = {**slicing.RULES, **rearrange.RULES, **views.RULES}
 
 
-def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _write_back(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+    """Return the strategies of ``lazygt.write_back(base, value, chain)``."""
     base, chain = metas[node.args[0].index], node.args[2]
     if base is None:
         return ()
-    strategies = [Strategy((R, R), (R,), _laid_out(base)), Strategy((P, P), (P,), _laid_out(base))]
+    strategies = [
+        Strategy((R, R), (R,), _lower_unsharded(base)),
+        Strategy((P, P), (P,), _lower_unsharded(base)),
+    ]
     steps = _steps(base, chain)
     covered = _covers(steps)
     if covered:
-        strategies.append(Strategy((P, R), (R,), _laid_out(base)))
+        strategies.append(Strategy((P, R), (R,), _lower_unsharded(base)))
     for dim in shardable_dims(base.shape):
-        placement = _through(steps, S(dim), parts)
+        placement = _propagate(steps, S(dim), axis_size)
         if placement is not None:
-            strategies += _by_blocks(dim, placement, _written, covered)
-        elif (reshaped := _reshaped(steps, dim, parts)) is not None:
-            strategies += _by_blocks(dim, reshaped.last, _written_reshaped(reshaped), covered)
-        elif (cut := _cut(steps, dim, parts)) is not None:
-            lower = _part_written(cut) if cut.start is None else _written_anywhere(cut)
+            strategies += _sharded_base(dim, placement, _lower_write, covered)
+        elif (reshaped := _reshaped(steps, dim, axis_size)) is not None:
+            strategies += _sharded_base(dim, reshaped.last, _lower_reshaped(reshaped), covered)
+        elif (selection := _selection(steps, dim, axis_size)) is not None:
+            lower = (
+                _lower_static_selection(selection)
+                if selection.start is None
+                else _lower_run_time_selection(selection)
+            )
             strategies.append(Strategy((S(dim), R), (S(dim),), lower))
     return strategies
 
 
-def _by_blocks(dim: int, value: Placement, lower: Lowering, covered: bool) -> list[Strategy]:
-    """Return the strategies for a base in blocks along ``dim``, and a value in blocks of it."""
+def _sharded_base(dim: int, value: Placement, lower: Lowering, covered: bool) -> list[Strategy]:
+    """Return the strategies of a base sharded along ``dim`` and a value with placement ``value``.
+
+    Args:
+        covered: whether the write overwrites the full base, which may then be partial.
+    """
     strategies = [Strategy((S(dim), value), (S(dim),), lower)]
     if covered:
-        strategies.append(Strategy((P, value), (S(dim),), _written_over(dim, lower)))
+        strategies.append(Strategy((P, value), (S(dim),), _lower_block_of_partial(dim, lower)))
     return strategies
 
 
 def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, TensorMeta, int]]:
-    """Return each view as a node on value 0, the meta of that value, and the result's place.
+    """Convert a chain of views to steps: (node on value 0, meta of value 0, result number).
 
-    The metas of a view with a position that is given at run time are those of some position.
+    For a view with a run-time index, metas are computed with index 1.
     """
     steps = []
-    for op, position, args, kwargs, which in chain:
+    for op, position, args, kwargs, number in chain:
         operands = (*args[:position], Ref(0), *args[position + 1 :])
-        somewhere = map_arg(operands, lambda arg: 1 if type(arg) is Param else arg)
-        results = run_on_metas(facts(overload(op)), somewhere, kwargs, {0: base}, (), "cpu")
+        static_operands = map_arg(operands, lambda arg: 1 if type(arg) is Param else arg)
+        results = run_on_metas(facts(overload(op)), static_operands, kwargs, {0: base}, (), "cpu")
         assert results is not None, f"{op}: a view whose shape depends on values"
-        steps.append((Node(op, operands, kwargs, results[0]), base, which))
-        meta = results[0][which]
+        steps.append((Node(op, operands, kwargs, results[0]), base, number))
+        meta = results[0][number]
         assert meta is not None
         base = meta
     return steps
 
 
-def _through(
-    steps: Sequence[tuple[Node, TensorMeta, int]], placement: Placement, parts: int
+def _propagate(
+    steps: Sequence[tuple[Node, TensorMeta, int]], placement: Placement, axis_size: int
 ) -> Placement | None:
-    """Return the placement behind the views of a value; None when they cut the placement."""
-    for node, meta, which in steps:
+    """Propagate a placement through views; None if a view cannot run on its blocks unchanged."""
+    for node, meta, number in steps:
         rule = _VIEWS.get(node.op)
-        strategies = rule(node, (meta,), parts) if rule else ()
-        same = [
+        strategies = rule(node, (meta,), axis_size) if rule else ()
+        unchanged = [
             strategy
             for strategy in strategies
             if strategy.inputs == (placement,) and strategy.lower is None
         ]
-        if not same:
+        if not unchanged:
             return None
-        placement = same[0].outputs[which]
+        placement = unchanged[0].outputs[number]
     return placement
 
 
@@ -169,8 +187,8 @@ class _Reshaped(NamedTuple):
     """Chain of views that begins with a reshape.
 
     Attributes:
-        shape, first: shape and placement of the reshape's result.
-        last: the placement at the end of the chain.
+        shape, first: global shape and placement of the reshape's result.
+        last: placement of the result of the chain.
     """
 
     shape: tuple[int, ...]
@@ -179,26 +197,26 @@ class _Reshaped(NamedTuple):
 
 
 def _reshaped(
-    steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int
+    steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, axis_size: int
 ) -> _Reshaped | None:
-    """Return a chain with a reshape that moves blocks as they are; else None.
+    """Return the chain's reshape if the chain begins with one that keeps each rank's elements.
 
-    The gradient of a bias has one, for example.
+    An example is the gradient of a bias. None for other chains.
     """
     if not steps or steps[0][0].op != "aten.view.default":
         return None
     node, meta, _ = steps[0]
-    for strategy in _VIEWS[node.op](node, (meta,), parts):
+    for strategy in _VIEWS[node.op](node, (meta,), axis_size):
         if strategy.inputs == (S(dim),):
-            last = _through(steps[1:], strategy.outputs[0], parts)
+            last = _propagate(steps[1:], strategy.outputs[0], axis_size)
             result = node.results[0]
             assert result is not None
             return None if last is None else _Reshaped(result.shape, strategy.outputs[0], last)
     return None
 
 
-#: Views that show every element of their base once.
-_ALL = frozenset(
+#: Views that contain every element of their base exactly once.
+_COMPLETE_VIEWS = frozenset(
     f"aten.{name}"
     for name in ("t.default", "transpose.int", "permute.default", "view.default", "detach.default",
                  "alias.default", "unsqueeze.default", "squeeze.default", "squeeze.dim",
@@ -207,101 +225,132 @@ _ALL = frozenset(
 
 
 def _covers(steps: Sequence[tuple[Node, TensorMeta, int]]) -> bool:
-    """Return whether the whole base is overwritten, so that its old contents do not matter.
+    """Return whether a write through the views overwrites the full base.
 
-    A gradient that is added to through its transpose is: its parts are then summed once.
+    The old contents then do not matter, so a partial base needs no reduction.
     """
-    return all(node.op in _ALL for node, _, _ in steps)
+    return all(node.op in _COMPLETE_VIEWS for node, _, _ in steps)
 
 
-#: Views that keep some of a dim, and which argument says where that begins.
-_CUTS = {"aten.select.int": "index", "aten.slice.Tensor": "start", "aten.narrow.default": "start"}
+#: Views that select from a dim -> the argument with the start.
+_SELECTING_VIEWS = {
+    "aten.select.int": "index",
+    "aten.slice.Tensor": "start",
+    "aten.narrow.default": "start",
+}
 
 
 class _Cut(NamedTuple):
-    """Cut of a split dim by a chain of views: step number ``at`` keeps some of ``dim``.
+    """Selection from a sharded dim by a chain of views.
 
     Attributes:
-        first, last: the kept rows; counted from ``start``, where that is given at run time.
+        step: number of the selecting view in the chain.
+        dim: sharded dim of that view's operand.
+        size: global size of ``dim``.
+        first, last: selected rows ``[first, last)``; relative to ``start`` if that is not None.
+        removed: whether the view removes the dim (select).
+        start: run-time start.
     """
 
-    at: int
+    step: int
     dim: int
     size: int
     first: int
     last: int
-    gone: bool
+    removed: bool
     start: Param | None = None
 
 
-def _cut(steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int) -> _Cut | None:
-    """Return the cut of a split dim by a chain of views; None where it is of no known kind.
+def _selection(
+    steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, axis_size: int
+) -> _Cut | None:
+    """Return the selection from a sharded dim by a chain of views; None if unsupported.
 
-    Known are a select; at the end of the chain, a slice; and there either at a run-time place.
+    Supported are a select; as the last view, a slice with step 1; and as the last view a select or
+    narrow with a run-time start.
     """
     placement: Placement | None = S(dim)
-    for at, step in enumerate(steps):
+    for number, view in enumerate(steps):
         assert isinstance(placement, Shard)
-        passed = _through([step], placement, parts)
+        passed = _propagate([view], placement, axis_size)
         if passed is None:
-            return _cut_by(step, at, placement.dim, last=at + 1 == len(steps))
+            return _selection_by(view, number, placement.dim, last=number + 1 == len(steps))
         placement = passed
     return None
 
 
-def _cut_by(step: tuple[Node, TensorMeta, int], at: int, dim: int, last: bool) -> _Cut | None:
-    node, meta, _ = step
+def _selection_by(
+    view: tuple[Node, TensorMeta, int], number: int, dim: int, last: bool
+) -> _Cut | None:
+    """Return the selection of one view from ``dim``; None if unsupported."""
+    node, meta, _ = view
     call, size = Call(node, (meta,), 1), meta.shape[dim]
-    if node.op not in _CUTS or call.dim("dim", len(meta.shape)) != dim:
+    if node.op not in _SELECTING_VIEWS or call.dim("dim", len(meta.shape)) != dim:
         return None
     if params_in(node.args):
-        start, gone = call[_CUTS[node.op]], node.op == "aten.select.int"
-        known = last and type(start) is Param
-        return _Cut(at, dim, size, 0, 1 if gone else call["length"], gone, start) if known else None
+        start, removed = call[_SELECTING_VIEWS[node.op]], node.op == "aten.select.int"
+        is_supported = last and type(start) is Param
+        return (
+            _Cut(number, dim, size, 0, 1 if removed else call["length"], removed, start)
+            if is_supported
+            else None
+        )
     if node.op == "aten.select.int":
         index = call["index"] % size
-        return _Cut(at, dim, size, index, index + 1, gone=True)
+        return _Cut(number, dim, size, index, index + 1, removed=True)
     if node.op == "aten.narrow.default":
         return None
     start, stop, stride = slice(call["start"], call["end"], call["step"]).indices(size)
-    return _Cut(at, dim, size, start, stop, gone=False) if last and stride == 1 else None
+    return _Cut(number, dim, size, start, stop, removed=False) if last and stride == 1 else None
 
 
-def _part_written(cut: _Cut) -> Lowering:
+def _lower_static_selection(selection: _Cut) -> Lowering:
+    """Return the lowering of a write of the selected rows in this rank's block."""
+
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (base, value), chain = operands, node.args[2]
-        a, b = local_range(build, cut.size, cut.first, cut.last)
-        start = build.rank_offset(cut.size)
-        if cut.gone and a < b:
-            step = view_step("aten.select.int", 0, (None, cut.dim, a - start), (), 0)
-            return _write(build, base, value, (*chain[: cut.at], step, *chain[cut.at + 1 :]))
-        if cut.gone:  # nothing is written, into the memory of the base
-            value = build.full((*_selected_shape(build, base, chain[: cut.at], cut.dim),), 0, base)
+        first, last = local_range(build, selection.size, selection.first, selection.last)
+        start = build.rank_offset(selection.size)
+        if selection.removed and first < last:
+            step = view_step("aten.select.int", 0, (None, selection.dim, first - start), (), 0)
+            return _write(
+                build, base, value, (*chain[: selection.step], step, *chain[selection.step + 1 :])
+            )
+        if selection.removed:  # write an empty value
+            value = build.full(
+                (*_selected_shape(build, base, chain[: selection.step], selection.dim),), 0, base
+            )
         else:
-            value = build.op("aten.slice.Tensor", value, cut.dim, a - cut.first, b - cut.first)
-        ends = (0, 0) if a == b else (a - start, b - start)
-        step = view_step("aten.slice.Tensor", 0, (None, cut.dim, *ends), (), 0)
-        return _write(build, base, value, (*chain[: cut.at], step))
+            value = build.op(
+                "aten.slice.Tensor",
+                value,
+                selection.dim,
+                first - selection.first,
+                last - selection.first,
+            )
+        ends = (0, 0) if first == last else (first - start, last - start)
+        step = view_step("aten.slice.Tensor", 0, (None, selection.dim, *ends), (), 0)
+        return _write(build, base, value, (*chain[: selection.step], step))
 
     return lower
 
 
-def _written_anywhere(cut: _Cut) -> Lowering:
-    """Return a lowering that writes row by row, through the views before the cut."""
+def _lower_run_time_selection(selection: _Cut) -> Lowering:
+    """Return the lowering of a write at a run-time start, through the views before it."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (base, value), chain = operands, node.args[2][: cut.at]
-        part = base
-        for op, position, args, kwargs, which in chain:
-            seen = build.node(op, (*args[:position], part, *args[position + 1 :]), kwargs)[which]
-            assert seen is not None
-            part = seen
-        if cut.gone:
-            value = build.op("aten.unsqueeze.default", value, cut.dim)
-        index = build.op("aten.arange.default", cut.last, dtype=torch.int64, device=DEVICE)
-        index = build.op("aten.add.Tensor", index, cut.start)
-        part = overwritten(build, part, cut.dim, cut.size, index, value)
-        return _write(build, base, part, chain) if chain else (part,)
+        (base, value), chain = operands, node.args[2][: selection.step]
+        view = base
+        for op, position, args, kwargs, number in chain:
+            result = build.node(op, (*args[:position], view, *args[position + 1 :]), kwargs)[number]
+            assert result is not None
+            view = result
+        if selection.removed:
+            value = build.op("aten.unsqueeze.default", value, selection.dim)
+        index = build.op("aten.arange.default", selection.last, dtype=torch.int64, device=DEVICE)
+        index = build.op("aten.add.Tensor", index, selection.start)
+        view = write_rows(build, view, selection.dim, selection.size, index, value)
+        return _write(build, base, view, chain) if chain else (view,)
 
     return lower
 
@@ -309,28 +358,30 @@ def _written_anywhere(cut: _Cut) -> Lowering:
 def _selected_shape(
     build: Builder, base: Ref, chain: Sequence[ViewStepKey], dim: int
 ) -> tuple[int, ...]:
-    """Return the shape of no element along ``dim`` of the view of a local base."""
+    """Return the shape of the view of a local base, with size 0 along ``dim``."""
     shape = build.shape(base)
-    for node, _, which in _steps(build.meta(base), chain):
-        result = node.results[which]
+    for node, _, number in _steps(build.meta(base), chain):
+        result = node.results[number]
         assert result is not None
         shape = result.shape
     return (*shape[:dim], 0, *shape[dim + 1 :])
 
 
 def _write(build: Builder, base: Ref, value: Ref, chain: Sequence[ViewStepKey]) -> Values:
+    """Add a ``lazygt.write_back`` node."""
     return build.add(Node(WRITE_BACK, (base, value, tuple(chain)), (), (build.meta(base),)))
 
 
-def _written(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _lower_write(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Write a local value through the same views."""
     base, value = operands
     return _write(build, base, value, node.args[2])
 
 
-def _written_reshaped(reshaped: _Reshaped) -> Lowering:
-    """Return a lowering with the block's sizes for those of the reshape.
+def _lower_reshaped(reshaped: _Reshaped) -> Lowering:
+    """Return the lowering of a write through a reshape, with the local sizes.
 
-    The reshape asks for a row-major base.
+    The base is copied to row-major memory if needed, since the reshape must be a view.
     """
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -342,8 +393,8 @@ def _written_reshaped(reshaped: _Reshaped) -> Lowering:
     return lower
 
 
-def _written_over(dim: int, written: Lowering) -> Lowering:
-    """Return a lowering on a block of a base that all ranks have in its whole shape."""
+def _lower_block_of_partial(dim: int, written: Lowering) -> Lowering:
+    """Return the lowering for an unsharded (partial) base: take this rank's block, then write."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         base, value = operands
@@ -352,29 +403,33 @@ def _written_over(dim: int, written: Lowering) -> Lowering:
     return lower
 
 
-def _laid_out(meta: TensorMeta) -> Lowering:
-    """Return a lowering on a whole base with the recorded strides, which views may ask for."""
+def _lower_unsharded(meta: TensorMeta) -> Lowering:
+    """Return the lowering for an unsharded base: restore the recorded strides, then write."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         base, value = operands
         if build.meta(base).stride != meta.stride and meta.extent == meta.numel:
             base = build.restrided(base, meta.stride)
-        return _written(build, node, (base, value))
+        return _lower_write(build, node, (base, value))
 
     return lower
 
 
-def _into(gone: bool) -> Rule:
-    """Return the rule of select_scatter and slice_scatter: ``src`` in the place of a cut."""
+def _scatter_rule(removed: bool) -> Rule:
+    """Return the rule of select_scatter (``removed``) or slice_scatter."""
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
+    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+        call = Call(node, metas, axis_size)
         shape = call.shape("self")
         dim = call.dim("dim", len(shape))
-        split = [d for d in shardable_dims(shape) if d != dim]
-        strategies = [call.strategy(S(d), self=S(d), src=S(d - (gone and d > dim))) for d in split]
+        other_dims = [d for d in shardable_dims(shape) if d != dim]
+        strategies = [
+            call.strategy(S(d), self=S(d), src=S(d - (removed and d > dim))) for d in other_dims
+        ]
         if shape[dim] > 1 and call.args.get("step", 1) == 1 and not params_in(node.args):
-            strategies.append(call.strategy(S(dim), self=S(dim)).by(_part_put(call, dim, gone)))
+            strategies.append(
+                call.strategy(S(dim), self=S(dim)).by(_lower_scatter(call, dim, removed))
+            )
         return strategies + [
             call.strategy(placement, self=placement, src=placement) for placement in partials(call)
         ]
@@ -382,26 +437,27 @@ def _into(gone: bool) -> Rule:
     return strategies
 
 
-def _part_put(call: Call, dim: int, gone: bool) -> Lowering:
+def _lower_scatter(call: Call, dim: int, removed: bool) -> Lowering:
+    """Return the lowering of select_scatter or slice_scatter into this rank's block."""
     size = call.shape("self")[dim]
-    index = call["index"] % size if gone else 0
-    ends = (index, index + 1) if gone else slice(call["start"], call["end"]).indices(size)[:2]
+    index = call["index"] % size if removed else 0
+    ends = (index, index + 1) if removed else slice(call["start"], call["end"]).indices(size)[:2]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         value, source = operands
-        (a, b), start = local_range(build, size, *ends), build.rank_offset(size)
-        if a == b:
+        (first, last), start = local_range(build, size, *ends), build.rank_offset(size)
+        if first == last:
             return (build.op("aten.clone.default", value),)
-        if gone:
-            return build.rerun(node, operands, index=a - start)
-        source = build.op("aten.slice.Tensor", source, dim, a - ends[0], b - ends[0])
-        return build.rerun(node, [value, source], start=a - start, end=b - start)
+        if removed:
+            return build.rerun(node, operands, index=first - start)
+        source = build.op("aten.slice.Tensor", source, dim, first - ends[0], last - ends[0])
+        return build.rerun(node, [value, source], start=first - start, end=last - start)
 
     return lower
 
 
 RULES: dict[str, Rule] = {
-    WRITE_BACK: _strategies,
-    **table("select_scatter.default", _into(gone=True)),
-    **table("slice_scatter.default", _into(gone=False)),
+    WRITE_BACK: _write_back,
+    **table("select_scatter.default", _scatter_rule(removed=True)),
+    **table("slice_scatter.default", _scatter_rule(removed=False)),
 }

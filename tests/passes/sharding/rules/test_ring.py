@@ -24,8 +24,8 @@ CUDNN = "_scaled_dot_product_cudnn_attention"
 
 @pytest.fixture(autouse=True)
 def keys_always_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_FEW", -1)
-    monkeypatch.setattr(attention, "_is_worth_it", lambda call: True)
+    monkeypatch.setattr(attention, "_REPLICABLE_BYTES", -1)
+    monkeypatch.setattr(attention, "_may_beat_head_sharding", lambda call: True)
 
 
 def case(op: str, queries: int, keys: int, causal: bool, backward: bool, shared: int = 1) -> Case:
@@ -62,7 +62,7 @@ def rings(made: Case, parts: int) -> list[Strategy]:
     """The strategies that cut queries and keys."""
     return [
         strategy for strategy in made.strategies(parts)
-        if strategy.beside and strategy.inputs.count(S(LENGTH)) >= 3
+        if strategy.overlapped_turns and strategy.inputs.count(S(LENGTH)) >= 3
     ]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def test_parsed_rule_text() -> None:
         Dims(whole=True),
         Dims(),
     )
-    assert text.kept == {"c", "p"}
+    assert text.unsharded == {"c", "p"}
 
 
 @pytest.mark.parametrize(("text", "what", "token"), [
@@ -157,7 +157,7 @@ def test_a_rank_without_a_block_gives_zeros_for_a_kernel_that_takes_none(no_empt
 
 
 def test_letters_may_be_kept_by_a_call() -> None:
-    made = rule("clone.default", "i j -> i j", keeping=lambda call: "i" * (call.parts > 2))
+    made = rule("clone.default", "i j -> i j", unsharded=lambda call: "i" * (call.axis_size > 2))
     case = Case("clone.default", of(4, 4))
     assert len(made[case.node.op](case.node, case.metas, 2)) == 2
     assert len(made[case.node.op](case.node, case.metas, 3)) == 1
