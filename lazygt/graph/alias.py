@@ -97,8 +97,8 @@ def has_effect(node: Node) -> bool:
     """
     if node.body is not None:
         return False
-    met = node.op in COLLECTIVES or node.op in POINT_TO_POINT
-    return node.dynamic or not node.results or met or draws(node)
+    is_collective = node.op in COLLECTIVES or node.op in POINT_TO_POINT
+    return node.dynamic or not node.results or is_collective or draws(node)
 
 
 def draws(node: Node) -> bool:
@@ -111,19 +111,27 @@ def draws(node: Node) -> bool:
 
 def drops_nothing(node: Node) -> bool:
     """Return whether a node is attention, or its backward, without dropout."""
-    place = _dropout_of(node.op) if "attention" in node.op else None
-    if place is None:
+    position = _dropout_of(node.op) if "attention" in node.op else None
+    if position is None:
         return False
-    given = node.args[place] if place < len(node.args) else dict(node.kwargs).get("dropout_p", 0.0)
-    return type(given) is float and given == 0.0
+    probability = (
+        node.args[position]
+        if position < len(node.args)
+        else dict(node.kwargs).get("dropout_p", 0.0)
+    )
+    return type(probability) is float and probability == 0.0
 
 
 @cache
 def _dropout_of(op: str) -> int | None:
     """Return the position of an op's ``dropout_p`` with the default 0; None if it has none."""
     arguments = overload(op)._schema.arguments
-    places = [at for at, argument in enumerate(arguments) if argument.name == "dropout_p"]
-    return places[0] if places and arguments[places[0]].default_value in (0.0, None) else None
+    positions = [
+        position for position, argument in enumerate(arguments) if argument.name == "dropout_p"
+    ]
+    return (
+        positions[0] if positions and arguments[positions[0]].default_value in (0.0, None) else None
+    )
 
 
 class Aliases:
@@ -184,39 +192,43 @@ class Aliases:
 
     def dies(self, value: int) -> bool:
         """Return whether a value's memory is the run's own and is not read after its last use."""
-        home = self.memory[value]
-        ours = home >= len(self.graph.inputs) or home in self.owned
-        return ours and all(self.uses[m] <= self.uses[value] for m in self.members[home])
+        memory = self.memory[value]
+        owned = memory >= len(self.graph.inputs) or memory in self.owned
+        return owned and all(
+            self.uses[member] <= self.uses[value] for member in self.members[memory]
+        )
 
     def lives_until(self, value: int) -> int:
         """Return the last node that reads something in the memory of a value."""
-        return max((self.uses[each] for each in self.members[self.memory[value]]), default=-1)
+        return max((self.uses[member] for member in self.members[self.memory[value]]), default=-1)
 
     def share(self, value: int, other: int) -> None:
         """Place ``value`` in the memory of ``other`` from here on."""
-        home = self.memory[other]
-        self.memory[value] = home
-        self.members[home].append(value)
+        memory = self.memory[other]
+        self.memory[value] = memory
+        self.members[memory].append(value)
 
-    def _read_later(self, value: int, number: int, besides: tuple[int, ...] = ()) -> bool:
+    def _read_later(self, value: int, number: int, exempt: tuple[int, ...] = ()) -> bool:
         """Return whether something in the memory of ``value`` is read after node ``number``."""
-        home = self.memory[value]
-        alive = [member for member in self.members[home] if self.uses[member] > number]
-        self.members[home] = alive
-        return any(member not in besides for member in alive)
+        memory = self.memory[value]
+        alive = [member for member in self.members[memory] if self.uses[member] > number]
+        self.members[memory] = alive
+        return any(member not in exempt for member in alive)
 
     def _write(self, number: int, target: int, version: int) -> str:
         if not self._read_later(target, number):
-            self._keep(target, version)
+            self._reuse_memory(target, version)
             return IN_PLACE
-        back = self._matching_write_back(number, target, version)
-        if back is None:
+        write_back = self._matching_write_back(number, target, version)
+        if write_back is None:
             return COPY
-        base, done = back
-        if self.uses[base] != done or self._read_later(target, number, besides=(base,)):
+        base, write_back_number = write_back
+        if self.uses[base] != write_back_number or self._read_later(
+            target, number, besides=(base,)
+        ):
             return COPY
-        self.done.add(done)
-        self._keep(target, version)
+        self.done.add(write_back_number)
+        self._reuse_memory(target, version)
         return IN_PLACE
 
     def _matching_write_back(
@@ -233,14 +245,14 @@ class Aliases:
                 return (base, later) if same else None
         return None
 
-    def _keep(self, target: int, version: int) -> None:
+    def _reuse_memory(self, target: int, version: int) -> None:
         """Place ``version`` in the memory of ``target``."""
         self.share(version, target)
         if target in self.derived:
             self.derived[version] = self.derived[target]
-        home = self.memory[target]
-        if home < len(self.graph.inputs):
-            self.owned.add(home)
+        memory = self.memory[target]
+        if memory < len(self.graph.inputs):
+            self.owned.add(memory)
 
     def _write_back(self, number: int, node: Node, result: int) -> str:
         base, value = node.args[0].index, node.args[1].index
@@ -250,17 +262,17 @@ class Aliases:
             self.derived[value] = result, node.args[2]
         elif not self._read_later(base, number):
             mode = IN_PLACE
-            self._keep(base, result)
+            self._reuse_memory(base, result)
         else:
             mode = COPY
         return mode
 
     def _outputs(self) -> tuple[int, ...]:
-        copied, seen = [], set()
+        copied, returned = [], set()
         for position, value in enumerate(self.graph.outputs):
-            home = self.memory[value]
-            borrowed = home < len(self.graph.inputs) and home not in self.owned
-            if borrowed or home in seen:
+            memory = self.memory[value]
+            borrowed = memory < len(self.graph.inputs) and memory not in self.owned
+            if borrowed or memory in returned:
                 copied.append(position)
-            seen.add(home)
+            returned.add(memory)
         return tuple(copied)

@@ -32,7 +32,7 @@ _RING = {
 
 _EXCHANGES = COLLECTIVES | POINT_TO_POINT
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
-_OF_ROWS = frozenset({"take_rows", "put_rows"})
+_INDEXED = frozenset({"take_rows", "put_rows"})
 #: The purpose of each for the op that asked for it.
 _PURPOSE = {
     "all_reduce": "adds up what each rank made with",
@@ -141,7 +141,7 @@ def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, 
             _payload(node, values),
             node.args[-1],
             graph.line(number),
-            _why(node, makers, next((users.get(value) for value in results), None)),
+            _reason(node, makers, next((users.get(value) for value in results), None)),
             1 if mesh is None else mesh.size(node.args[-1]),
         )
         for number, (node, results) in enumerate(graph.numbered())
@@ -152,7 +152,7 @@ def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, 
 def _kind(node: Node) -> str:
     if node.op in POINT_TO_POINT:
         return "send_recv"
-    return "all_to_all" if _purpose(node) in _OF_ROWS else _purpose(node)
+    return "all_to_all" if _purpose(node) in _INDEXED else _purpose(node)
 
 
 def _purpose(node: Node) -> str:
@@ -168,12 +168,12 @@ def _reduce_op(node: Node) -> str | None:
 
 
 def _payload(node: Node, values: Sequence[TensorMeta | None]) -> int:
-    if _purpose(node) in _OF_ROWS:
+    if _purpose(node) in _INDEXED:
         return rows_payload([values[value] for value in node.refs()])
     if node.op in _LAUNCHES:
-        return sum(_bytes(node, position, values) for position in range(len(node.args[1])))
-    makes = node.op in (ALL_GATHER, RECV)
-    meta = node.fresh[0] if makes else values[node.args[0].index]
+        return sum(_packed_bytes(node, position, values) for position in range(len(node.args[1])))
+    receives = node.op in (ALL_GATHER, RECV)
+    meta = node.fresh[0] if receives else values[node.args[0].index]
     return 0 if meta is None else meta.nbytes
 
 
@@ -185,11 +185,11 @@ def rows_payload(operands: Sequence[TensorMeta | None]) -> int:
     value, index, *_ = operands
     if value is None or index is None:
         return 0
-    row = math.prod(value.shape[1:]) * value.dtype.itemsize
-    return index.numel * (row + index.dtype.itemsize)
+    row_bytes = math.prod(value.shape[1:]) * value.dtype.itemsize
+    return index.numel * (row_bytes + index.dtype.itemsize)
 
 
-def _bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> int:
+def _packed_bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> int:
     """Return the payload of one of the values that travel together."""
     kind, operands, moves, _, _ = node.args
     meta = values[operands[position].index]
@@ -224,7 +224,7 @@ def _users(graph: Graph) -> dict[int, str]:
     return users
 
 
-def _why(node: Node, makers: Sequence[str], user: str | None) -> str:
+def _reason(node: Node, makers: Sequence[str], user: str | None) -> str:
     if node.op == RECV:
         return f"receives from rank {node.args[0]} of the axis, for {user or 'the result'}"
     operands = node.args[1] if node.op in _LAUNCHES else node.args[:1]
@@ -232,7 +232,7 @@ def _why(node: Node, makers: Sequence[str], user: str | None) -> str:
     if node.op == SEND:
         return f"sends to rank {node.args[1]} of the axis what it made with {maker}"
     others = f" and {len(operands) - 1} more" if len(operands) > 1 else ""
-    others = "" if _purpose(node) in _OF_ROWS else others
+    others = "" if _purpose(node) in _INDEXED else others
     return f"{_PURPOSE[_purpose(node)]} {maker}{others}, for {user or 'the result'}"
 
 
@@ -258,7 +258,7 @@ def slots(
     kind: str,
     shapes: Sequence[Sequence[int]],
     moves: Sequence[Sequence[int]],
-    parts: int,
+    axis_size: int,
     itemsize: int,
 ) -> Slots:
     """Return the slots of one rank's values.
@@ -274,19 +274,19 @@ def slots(
         lengths = tuple([math.prod(shape) for shape in shapes])
     else:
         lengths = tuple([
-            _block(shape, move, parts) for shape, move in zip(shapes, moves, strict=True)
+            _block(shape, move, axis_size) for shape, move in zip(shapes, moves, strict=True)
         ])  # fmt: skip
     if len(lengths) == 1:
         return Slots((0,), lengths, lengths[0])
-    step = max(ALIGN // itemsize, 1)
+    alignment = max(ALIGN // itemsize, 1)
     starts, total = [], 0
     for length in lengths:
         starts.append(total)
-        total += -(-length // step) * step
+        total += -(-length // alignment) * alignment
     return Slots(tuple(starts), lengths, total)
 
 
-def buffer_length(kind: str, parts: int, total: int, count: int = 1) -> int:
+def buffer_length(kind: str, axis_size: int, total: int, count: int = 1) -> int:
     """Return the elements of the buffer that a launch receives into.
 
     Args:
@@ -295,11 +295,11 @@ def buffer_length(kind: str, parts: int, total: int, count: int = 1) -> int:
             result is written over its own block.
     """
     packed = kind == "reduce_scatter" and count > 1
-    return parts * total if kind == "all_gather" or packed else total
+    return axis_size * total if kind == "all_gather" or packed else total
 
 
-def _block(shape: Sequence[int], move: Sequence[int], parts: int) -> int:
+def _block(shape: Sequence[int], move: Sequence[int], axis_size: int) -> int:
     """Return the elements of the largest block of a value gathered or scattered along a dim."""
     dim, *size = move
-    rest = math.prod([each for place, each in enumerate(shape) if place != dim])
-    return rest * block_size(size[0] if size else shape[dim], parts, 0)
+    rest = math.prod([length for position, length in enumerate(shape) if position != dim])
+    return rest * block_size(size[0] if size else shape[dim], axis_size, 0)

@@ -156,13 +156,13 @@ class TransformerStep:
         ranks = self.data * self.context
         if ranks == 1:
             return
-        of_rank = -(-self.params // (self.tensor * self.pipeline))
-        for kind, what, times in self._of_state():
+        rank_params = -(-self.params // (self.tensor * self.pipeline))
+        for kind, what, times in self._state_collectives():
             yield Volume(
-                DATA, ranks, kind, what, times, self.params, self.itemsize, times * of_rank
+                DATA, ranks, kind, what, times, self.params, self.itemsize, times * rank_params
             )
 
-    def _of_state(self) -> Iterator[tuple[str, str, int]]:
+    def _state_collectives(self) -> Iterator[tuple[str, str, int]]:
         """Yield (kind, name of the sent values, times a step)."""
         if self.zero == 0:
             yield _REDUCE, "gradients", 1
@@ -179,28 +179,28 @@ class TransformerStep:
         if self.tensor == 1:
             return
         kinds = (_SCATTER, _GATHER) if self.sequence_parallel else (_REDUCE,)
-        for way in ("forward", "backward"):
+        for direction in ("forward", "backward"):
             for kind in kinds:
                 yield self._layers(
-                    TENSOR, self.tensor, kind, f"activations, {way}", 2, self.activation
+                    TENSOR, self.tensor, kind, f"activations, {direction}", 2, self.activation
                 )
 
     def _expert(self) -> Iterator[Volume]:
         if self.expert == 1:
             return
         tokens = self.experts_per_token * self.activation
-        for way in ("forward", "backward"):
-            yield self._layers(EXPERT, self.expert, _EXCHANGE, f"tokens, {way}", 2, tokens)
+        for direction in ("forward", "backward"):
+            yield self._layers(EXPERT, self.expert, _EXCHANGE, f"tokens, {direction}", 2, tokens)
 
     def _context(self) -> Iterator[Volume]:
         if self.context == 1:
             return
         if self.attention == ULYSSES:
-            for way in ("forward", "backward"):
+            for direction in ("forward", "backward"):
                 for what, elements in (("queries, results", self.activation),
                                        ("keys, values", self.keys)):  # fmt: skip
                     yield self._layers(
-                        CONTEXT, self.context, _EXCHANGE, f"{what}, {way}", 2, elements
+                        CONTEXT, self.context, _EXCHANGE, f"{what}, {direction}", 2, elements
                     )
             return
         for what in ("keys, values, forward", "keys, values, backward", "their gradients"):
@@ -212,11 +212,11 @@ class TransformerStep:
         self, parallelism: str, ranks: int, kind: str, what: str, times: int, elements: int
     ) -> Volume:
         """Return ``times`` collectives a layer; a rank has its stage's layers and sequence part."""
-        of_rank = -(-self.layers // self.pipeline)
+        rank_layers = -(-self.layers // self.pipeline)
         return Volume(
             parallelism, ranks, kind, what, times * self.layers * self.microbatches, elements,
             self.activation_itemsize,
-            times * of_rank * self.microbatches * -(-elements // self.context),
+            times * rank_layers * self.microbatches * -(-elements // self.context),
         )  # fmt: skip
 
     def _pipeline(self) -> Iterator[Volume]:

@@ -48,15 +48,15 @@ _FREE = _UNTOUCHED | _names("wait wait_tensor manual_seed get_rng_state set_rng_
 #: Write their first argument without reading it.
 _OVERWRITES = _names("copy fill zero uniform normal bernoulli exponential random")
 #: Make a tensor in the likeness of another, without reading that.
-_LIKENESSES = _names("""empty_like zeros_like ones_like full_like rand_like randn_like randint_like
-    new_empty new_zeros new_ones new_full""")
+_LIKE_FACTORIES = _names("""empty_like zeros_like ones_like full_like rand_like randn_like
+    randint_like new_empty new_zeros new_ones new_full""")
 #: Read from their first argument only the elements that they return.
-_PICKS = _names("embedding gather index index_select shard take _unsafe_index")
-_MOVES = _names("""arange as_strided block_diag cat clone contiguous copy diag_embed diagonal
+_GATHERS = _names("embedding gather index index_select shard take _unsafe_index")
+_COPIES = _names("""arange as_strided block_diag cat clone contiguous copy diag_embed diagonal
     embedding_dense eye fill first flip full index_copy index_fill index_put _index_put_impl
     linspace masked_select ones repeat roll scalar_tensor select slice split stack tril triu unfold
     _unsafe_index_put write_back zero zeros""")
-_MEMORY = _MOVES | _PICKS | _LIKENESSES | _UNTOUCHED
+_MEMORY = _COPIES | _GATHERS | _LIKE_FACTORIES | _UNTOUCHED
 _REDUCTIONS = _names("""all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod
     cumsum histc kthvalue linalg__powsum logsumexp max mean median min nansum prod std std_mean sum
     trace var var_mean""")
@@ -129,8 +129,8 @@ def family(node: Node) -> str:
         return min((family(member) for member in node.body.nodes), key=FAMILIES.index)
     if node.op in _COLLECTIVES or node.op.startswith("_c10d_functional."):
         return "collective"
-    base, known = base_name(node.op), op_facts(node)
-    if base in _VIEWS or (known is not None and (known.views or known.inplace_view)):
+    base, facts = base_name(node.op), op_facts(node)
+    if base in _VIEWS or (facts is not None and (facts.views or facts.inplace_view)):
         return "view"
     computes = _formula(base) is not None
     return "random" if draws(node) and not computes else _family_of_name(base)
@@ -141,9 +141,9 @@ def _family_of_name(base: str) -> str:
     if _formula(base) is not None or base in _VECTOR_PRODUCTS:
         return "matmul"
     forward = base.removesuffix("_data").removesuffix("_backward")
-    if forward in _MEMORY or any(part in forward for part in _MEMORY_PARTS):
+    if forward in _MEMORY or any(substring in forward for substring in _MEMORY_PARTS):
         return "memory"
-    if forward in _REDUCTIONS or any(part in forward for part in _REDUCTION_PARTS):
+    if forward in _REDUCTIONS or any(substring in forward for substring in _REDUCTION_PARTS):
         return "reduction"
     return "pointwise" if forward in _POINTWISE or _is_tagged_pointwise(forward) else "other"
 
@@ -175,7 +175,7 @@ def member_costs(graph: Graph) -> list[list[Cost]]:
         else:
             flops = [_flops(member, node.body.values) for member in node.body.nodes]
         first, *others = map(Cost, flops)
-        costs.append([first + _moved(node, metas, modes), *others])
+        costs.append([first + _memory_cost(node, metas, modes), *others])
     return costs
 
 
@@ -193,20 +193,22 @@ def by_line(graph: Graph) -> dict[str, Cost]:
     return totals
 
 
-def _moved(node: Node, metas: Metas, modes: Sequence[str]) -> Cost:
+def _memory_cost(node: Node, metas: Metas, modes: Sequence[str]) -> Cost:
     """Return a node's bytes and launches."""
     if DONE in modes or _is_free(node):
         return Cost()
-    read = sum(_stored(metas[value]) for value in set(node.refs()) - _unread(node))
-    written = sum(map(_stored, node.results))
+    read = sum(_distinct_bytes(metas[value]) for value in set(node.refs()) - _unread(node))
+    written = sum(map(_distinct_bytes, node.results))
     targets = node.writes
     if node.op == WRITE_BACK:  # only the region that the view covers
-        read = written = _stored(metas[node.args[1].index])
+        read = written = _distinct_bytes(metas[node.args[1].index])
         targets = (node.args[0].index,)
-    elif base_name(node.op) in _PICKS:
+    elif base_name(node.op) in _GATHERS:
         read += written
     copied = sum(
-        _stored(metas[target]) for target, mode in zip(targets, modes, strict=True) if mode == COPY
+        _distinct_bytes(metas[target])
+        for target, mode in zip(targets, modes, strict=True)
+        if mode == COPY
     )
     return Cost(0, read + copied, written + copied, 1)
 
@@ -219,13 +221,13 @@ def _is_free(node: Node) -> bool:
 def _unread(node: Node) -> set[int]:
     """Return the operands of a node that it does not read, or not entirely."""
     base = base_name(node.op)
-    if base in _LIKENESSES or base in _PICKS or base in _OVERWRITES:
+    if base in _LIKE_FACTORIES or base in _GATHERS or base in _OVERWRITES:
         first = node.args[0] if node.args else None
         return {first.index} if isinstance(first, Ref) else set()
     return set(node.writes) if node.op.endswith("out") else set()
 
 
-def _stored(meta: TensorMeta | None) -> int:
+def _distinct_bytes(meta: TensorMeta | None) -> int:
     """Return the bytes of a tensor's distinct elements; 0 for an unknown meta."""
     if meta is None:
         return 0
@@ -285,10 +287,10 @@ _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
 def product_sizes(node: Node, metas: Metas) -> tuple[int, int, int, int] | None:
     """Return (m, n, k, count) of a node's products of [m, k] and [k, n]; None for another op."""
-    if node.body is not None or (places := _PRODUCTS.get(base_name(node.op))) is None:
+    if node.body is not None or (positions := _PRODUCTS.get(base_name(node.op))) is None:
         return None
     operands = [meta.shape for value in node.refs() if (meta := metas[value]) is not None]
-    if len(operands) <= max(places):
+    if len(operands) <= max(positions):
         return None
-    left, right = (operands[place] for place in places)
+    left, right = (operands[position] for position in positions)
     return left[-2], right[-1], left[-1], math.prod(left[:-2])

@@ -43,25 +43,31 @@ class Flag:
 
 def _switch(default: bool, name: str) -> Flag:
     """Return a flag that ``torch._C`` has a getter and a setter for."""
-    get, put = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
-    return Flag(default, (False, True), get, put)
+    getter, setter = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
+    return Flag(default, (False, True), getter, setter)
 
 
 def _reduction(dtype: str) -> Flag:
     name = f"cublas_allow_{dtype}_reduced_precision_reduction"
-    put = getattr(torch._C, f"_set_{name}")
-    pairs = tuple([(reduced, split) for reduced in (False, True) for split in (False, True)])
-    return Flag((True, True), pairs, getattr(torch._C, f"_get_{name}"), lambda pair: put(*pair))
+    setter = getattr(torch._C, f"_set_{name}")
+    pairs = tuple(
+        [
+            (reduced_precision, split_k)
+            for reduced_precision in (False, True)
+            for split_k in (False, True)
+        ]
+    )
+    return Flag((True, True), pairs, getattr(torch._C, f"_get_{name}"), lambda pair: setter(*pair))
 
 
 def _precision(backend: str, op: str) -> Flag:
-    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    getter, setter = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     default = "tf32" if backend == "cuda" and op in ("conv", "rnn") else "none"
     return Flag(
         default,
         ("none", "ieee", "tf32", "bf16"),
-        lambda: get(backend, op),
-        lambda value: put(backend, op, value),
+        lambda: getter(backend, op),
+        lambda value: setter(backend, op, value),
     )
 
 
@@ -90,26 +96,26 @@ def flushes_denormals() -> bool:
 
 
 def _deterministic() -> Flag:
-    get, warns = (
+    getter, warn_only = (
         torch._C._get_deterministic_algorithms,
         torch._C._get_deterministic_algorithms_warn_only,
     )
-    put = torch._C._set_deterministic_algorithms
+    setter = torch._C._set_deterministic_algorithms
     return Flag(
         "off",
         ("off", "warn", "on"),
-        lambda: ("warn" if warns() else "on") if get() else "off",
-        lambda value: put(value != "off", warn_only=value == "warn"),
+        lambda: ("warn" if warn_only() else "on") if getter() else "off",
+        lambda value: setter(value != "off", warn_only=value == "warn"),
     )
 
 
 def _default_dtype() -> Flag:
-    put = torch._C._set_default_dtype
+    setter = torch._C._set_default_dtype
     return Flag(
         "float32",
         ("float16", "bfloat16", "float32", "float64"),
         lambda: str(torch.get_default_dtype()).removeprefix("torch."),
-        lambda name: put(getattr(torch, name)),
+        lambda name: setter(getattr(torch, name)),
     )
 
 
@@ -171,14 +177,14 @@ def write_flags(flags: Flags, threads: int) -> None:
     Args:
         threads: of kernels, if the flags have no number.
     """
-    given = dict(flags)
+    values = dict(flags)
     for name, flag in TABLE.items():
-        value = given.get(name, flag.default)
+        value = values.get(name, flag.default)
         if name in _LEGACY or flag.get() != value:
             flag.set(value)
-    wanted = given.get(THREADS, threads)
-    if torch.get_num_threads() != wanted:
-        torch._C.set_num_threads(wanted)
+    thread_count = values.get(THREADS, threads)
+    if torch.get_num_threads() != thread_count:
+        torch._C.set_num_threads(thread_count)
 
 
 def check_flags(flags: Flags) -> None:

@@ -128,11 +128,11 @@ class Mesh:
 
         The ranks of a group differ along this axis only.
         """
-        lines: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             others = tuple(self.index(rank, name) for name in self.names if name != axis)
-            lines.setdefault(others, []).append(rank)
-        return [tuple(line) for line in lines.values()]
+            groups.setdefault(others, []).append(rank)
+        return [tuple(group) for group in groups.values()]
 
 
 # -- virtual ranks ---------------------------------------------------------------------------------
@@ -197,18 +197,16 @@ class VirtualMesh:
         for axis in self.workers.names:
             first = self.workers.index(worker, axis) * self.per_worker(axis)
             ranges.append(range(first, first + self.per_worker(axis)))
-        return tuple([self._rank(place) for place in itertools.product(*ranges)])
+        return tuple([self._rank(coordinates) for coordinates in itertools.product(*ranges)])
 
     def holder(self, rank: int, placements: Placements) -> int:
         """Return the first of the ranks of the same worker that have the same block."""
-        place = []
+        coordinates = []
         for axis, placement in zip(self.ranks.names, placements, strict=True):
             index = self.ranks.index(rank, axis)
-            holder = (
-                index if isinstance(placement, Shard) else index - index % self.per_worker(axis)
-            )
-            place.append(holder)
-        return self._rank(tuple(place))
+            first = index if isinstance(placement, Shard) else index - index % self.per_worker(axis)
+            coordinates.append(first)
+        return self._rank(tuple(coordinates))
 
     def holders(self, worker: int, placements: Placements) -> tuple[int, ...]:
         """Return a worker's virtual ranks without those that repeat a block, in order."""
@@ -230,9 +228,9 @@ class VirtualMesh:
     def __str__(self) -> str:
         return f"{self.ranks} on {self.workers}"
 
-    def _rank(self, place: tuple[int, ...]) -> int:
+    def _rank(self, coordinates: tuple[int, ...]) -> int:
         rank = 0
-        for size, index in zip(self.ranks.sizes, place, strict=True):
+        for size, index in zip(self.ranks.sizes, coordinates, strict=True):
             rank = rank * size + index
         return rank
 
@@ -240,16 +238,16 @@ class VirtualMesh:
 def _ranks_of(axis: str, workers: int, invariant: bool | int | Mapping[str, int]) -> int:
     """Return the number of virtual ranks of one axis."""
     if isinstance(invariant, Mapping):
-        wanted = invariant.get(axis, workers)
+        count = invariant.get(axis, workers)
     else:
-        wanted = USUAL if invariant is True else invariant
-    if type(wanted) is not int or wanted < 1 or wanted % workers:
+        count = USUAL if invariant is True else invariant
+    if type(count) is not int or count < 1 or count % workers:
         raise ValueError(
             f"lazygt.session(invariant={invariant!r}): {workers} workers on axis {axis!r} can't "
-            f"share {wanted!r} virtual ranks evenly; take a multiple of {workers}, the same for "
+            f"share {count!r} virtual ranks evenly; take a multiple of {workers}, the same for "
             f"every number of workers that shall give the same numbers"
         )
-    return wanted
+    return count
 
 
 # -- regions of the ranks' blocks in the whole of a placed value -----------------------------------
@@ -263,10 +261,10 @@ def region(mesh: Mesh, placements: Placements, shape: Sequence[int], rank: int) 
     A dim that several axes shard is cut by the first of them, its blocks by the next.
     """
     bounds = [(0, size) for size in shape]
-    for axis, parts, placement in zip(mesh.names, mesh.sizes, placements, strict=True):
+    for axis, axis_size, placement in zip(mesh.names, mesh.sizes, placements, strict=True):
         if isinstance(placement, Shard):
             start, stop = bounds[placement.dim]
-            first, last = shard_bounds(stop - start, parts, mesh.index(rank, axis))
+            first, last = shard_bounds(stop - start, axis_size, mesh.index(rank, axis))
             bounds[placement.dim] = start + first, start + last
     return tuple([slice(start, stop) for start, stop in bounds])
 
@@ -315,7 +313,7 @@ def sent(
 
 def joined(meta: TensorMeta, blocks: Iterable[tuple[Region, torch.Tensor]]) -> torch.Tensor:
     """Return the whole value on the CPU, laid out as ``meta`` says, from its blocks."""
-    whole = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
+    full = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
     for where, block in blocks:
-        whole[where].copy_(block)
-    return whole
+        full[where].copy_(block)
+    return full

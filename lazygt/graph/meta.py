@@ -67,9 +67,9 @@ class TensorMeta:
     nbytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        usual = self.stride == contiguous_stride(self.shape)
+        row_major = self.stride == contiguous_stride(self.shape)
         numel = prod(self.shape)
-        object.__setattr__(self, "plain", usual and not (self.offset or self.conj or self.neg))
+        object.__setattr__(self, "plain", row_major and not (self.offset or self.conj or self.neg))
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "nbytes", numel * self.dtype.itemsize)
 
@@ -94,16 +94,16 @@ class TensorMeta:
     def lies_as(self, stride: Sequence[int]) -> bool:
         """Return whether every element is where ``stride`` has it."""
         return self.numel == 0 or all(
-            size == 1 or have == want
-            for size, have, want in zip(self.shape, self.stride, stride, strict=True)
+            size == 1 or actual == expected
+            for size, actual, expected in zip(self.shape, self.stride, stride, strict=True)
         )
 
     def empty(self, device: str | torch.device) -> torch.Tensor:
         """Return an uninitialised tensor of this meta on ``device``."""
         t = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if self.offset:
-            whole = torch.empty(self.extent, dtype=self.dtype, device=device)
-            t = whole.as_strided(self.shape, self.stride, self.offset)
+            storage = torch.empty(self.extent, dtype=self.dtype, device=device)
+            t = storage.as_strided(self.shape, self.stride, self.offset)
         if self.conj:
             t = torch._conj(t)
         if self.neg:

@@ -284,14 +284,14 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _return_kind(ret: Any) -> str:
-    kind = str(ret.type)
+def _return_kind(returned: Any) -> str:
+    kind = str(returned.type)
     if "Tensor" not in kind:
         return "i" if kind == "int" else "p"
-    listed = "l" if kind.startswith("List") else ""
-    if ret.alias_info is None:
-        return "f" + listed
-    return ("w" if ret.alias_info.is_write else "v") + listed
+    list_mark = "l" if kind.startswith("List") else ""
+    if returned.alias_info is None:
+        return "f" + list_mark
+    return ("w" if returned.alias_info.is_write else "v") + list_mark
 
 
 def facts(func: Overload | Foreign) -> OpFacts:
@@ -312,11 +312,11 @@ def writing_facts(func: Overload) -> OpFacts:
 
 def returned_write(f: OpFacts, position: int) -> int | str:
     """Return the position or keyword of the written argument that a return is."""
-    ret = f.func._schema.returns[position].alias_info
-    assert ret is not None
+    returned = f.func._schema.returns[position].alias_info
+    assert returned is not None
     for i, argument in enumerate(f.func._schema.arguments):
         info = argument.alias_info
-        if info is not None and info.is_write and info.before_set == ret.before_set:
+        if info is not None and info.is_write and info.before_set == returned.before_set:
             return argument.name if argument.kwarg_only else i
     raise AssertionError(f"{f.name}: return {position} aliases no written argument")
 

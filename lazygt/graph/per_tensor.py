@@ -66,11 +66,13 @@ class ForeachForm(NamedTuple):
         self, calls: Sequence[tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]]
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
         """Return the arguments and keywords of ``wide``, from the calls of ``single``."""
-        rows = []
+        argument_lists = []
         for args, kwargs in calls:
-            rows.append((*args, dict(kwargs).get(self.keyword, 1)) if self.keyword else args)
+            argument_lists.append(
+                (*args, dict(kwargs).get(self.keyword, 1)) if self.keyword else args
+            )
         shared = () if self.keyword else calls[0][1]
-        return tuple(zip(*rows, strict=True)), shared
+        return tuple(zip(*argument_lists, strict=True)), shared
 
 
 def _forms() -> list[ForeachForm]:
@@ -166,12 +168,12 @@ def lane_count(node: Node) -> int:
     return len(node.args[0])
 
 
-def part(node: Node, which: int) -> Node:
+def part(node: Node, index: int) -> Node:
     """Return the node on one of a horizontal node's tensors."""
     form = SPLIT[node.op]
-    args, kwargs = form.narrow(node.args, which)
-    return Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[which : which + 1],
-                node.writes[which : which + 1], node.written[which : which + 1])  # fmt: skip
+    args, kwargs = form.narrow(node.args, index)
+    return Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[index : index + 1],
+                node.writes[index : index + 1], node.written[index : index + 1])  # fmt: skip
 
 
 def lanes_of(
@@ -187,26 +189,28 @@ def lanes_of(
         return None
     metas = body.values
     lanes = [_Lane(body, metas, which) for which in range(counts.pop())]
-    wanted: dict[int, None] = {}
-    places = {value: (lane.which, place) for lane in lanes for value, place in lane.numbers.items()}
+    output_positions: dict[int, None] = {}
+    lane_values = {
+        value: (lane.position, number) for lane in lanes for value, number in lane.numbers.items()
+    }
     for value in body.outputs:
-        if value not in places:
+        if value not in lane_values:
             return None
-        wanted.setdefault(places[value][1])
-    graphs = [lane.graph(tuple(wanted)) for lane in lanes]
+        output_positions.setdefault(lane_values[value][1])
+    graphs = [lane.graph(tuple(output_positions)) for lane in lanes]
     first = graphs[0]
     if len({_program(graph) for graph in graphs}) > 1:
         return None
     if not all(is_fusible(node, first.values) for node in first.nodes):
         return None
-    if not all(_is_vectors(graph, row_major) for graph in graphs):
+    if not all(_are_equal_vectors(graph, row_major) for graph in graphs):
         return None
-    order = {place: position for position, place in enumerate(wanted)}
+    order = {number: position for position, number in enumerate(output_positions)}
     return Lanes(
         first,
         tuple(tuple(lane.operands) for lane in lanes),
         tuple(tuple(lane.params) for lane in lanes),
-        tuple((places[value][0], order[places[value][1]]) for value in body.outputs),
+        tuple((lane_values[value][0], order[lane_values[value][1]]) for value in body.outputs),
         sum(graph.inputs[0].numel for graph in graphs) // len(graphs),
     )
 
@@ -214,26 +218,26 @@ def lanes_of(
 class _Lane:
     """One lane: its members, in numbers of its own."""
 
-    def __init__(self, body: Graph, metas: Sequence[TensorMeta | None], which: int) -> None:
-        self.body, self.metas, self.which = body, metas, which
-        self.parts = [part(node, which) for node in body.nodes]
-        self.params = list(dict.fromkeys(p.index for n in self.parts for _, p in numbers_of(n)))
-        results = [values[which] for _, values in body.numbered()]
-        taken = dict.fromkeys(v for n in self.parts for v in (*n.refs(), *n.writes))
-        inner = set(results)
-        self.operands = [value for value in taken if value not in inner]
+    def __init__(self, body: Graph, metas: Sequence[TensorMeta | None], position: int) -> None:
+        self.body, self.metas, self.position = body, metas, position
+        self.nodes = [part(node, position) for node in body.nodes]
+        self.params = list(dict.fromkeys(p.index for n in self.nodes for _, p in numbers_of(n)))
+        results = [values[position] for _, values in body.numbered()]
+        read = dict.fromkeys(v for n in self.nodes for v in (*n.refs(), *n.writes))
+        computed = set(results)
+        self.operands = [value for value in read if value not in computed]
         #: value of the body -> value of the lane
         self.numbers = {value: number for number, value in enumerate([*self.operands, *results])}
 
     def graph(self, outputs: tuple[int, ...]) -> Graph:
         """Return the lane as a graph of its own."""
-        nodes = [_moved(node, self.numbers, self.params.index) for node in self.parts]
+        nodes = [_renumbered(node, self.numbers, self.params.index) for node in self.nodes]
         inputs = tuple(meta for value in self.operands if (meta := self.metas[value]) is not None)
         kinds = tuple(self.body.params[index] for index in self.params)
         return Graph(inputs, kinds, tuple(nodes), outputs)
 
 
-def _moved(node: Node, values: Mapping[int, int], param: Callable[[int], int]) -> Node:
+def _renumbered(node: Node, values: Mapping[int, int], param: Callable[[int], int]) -> Node:
     """Return a node with other numbers for its values and params."""
 
     def leaf(arg: Arg) -> Arg:
@@ -253,7 +257,7 @@ def _program(graph: Graph) -> tuple[object, ...]:
     return graph.params, tuple(nodes), tuple(dtypes), len(graph.inputs)
 
 
-def _is_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) -> bool:
+def _are_equal_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) -> bool:
     """Return whether all tensors of a lane may be taken as vectors of one length."""
     shape = graph.inputs[0].shape
     return 0 not in shape and all(
@@ -275,7 +279,7 @@ def abreast(lane: Graph, count: int, length: int) -> Graph:
                                  *range(count * width + which * members,
                                         count * width + (which + 1) * members)]))  # fmt: skip
         first = which * len(lane.params)
-        nodes += [_moved(node, values, first.__add__) for node in lane.nodes]
+        nodes += [_renumbered(node, values, first.__add__) for node in lane.nodes]
         outputs += [values[value] for value in lane.outputs]
     return vectors(Graph(lane.inputs * count, lane.params * count, tuple(nodes), tuple(outputs)),
                    [length] * count)  # fmt: skip
@@ -307,7 +311,7 @@ def widened(graph: Graph, count: int) -> Graph:
     values = dict(enumerate(range(first)))
     for number in range(len(graph.nodes)):
         values[first + number] = first + number % members * count + number // members
-    nodes = [_moved(node, values, int) for node in graph.nodes]
+    nodes = [_renumbered(node, values, int) for node in graph.nodes]
     wide = tuple(_wide([nodes[n] for n in range(member, len(nodes), members)])
                  for member in range(members))  # fmt: skip
     return Graph(graph.inputs, graph.params, wide, tuple(values[v] for v in graph.outputs))

@@ -196,8 +196,8 @@ def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
     The first blocks have ``ceil(size / parts)`` elements, the later ones the rest, maybe 0.
     """
-    step = -(-size // parts)
-    return min(step * index, size), min(step * (index + 1), size)
+    block = -(-size // parts)
+    return min(block * index, size), min(block * (index + 1), size)
 
 
 def block_size(size: int, parts: int, index: int) -> int:
@@ -206,37 +206,37 @@ def block_size(size: int, parts: int, index: int) -> int:
     return stop - start
 
 
-def held(placement: Cut, size: int, parts: int, index: int) -> int:
+def local_size(placement: Cut, size: int, axis_size: int, index: int) -> int:
     """Return the number of elements of rank ``index`` in a dim of ``size``."""
     if uneven(placement):
-        return sum([block_size(group, parts, index) for group in group_sizes(placement, size)])
+        return sum([block_size(group, axis_size, index) for group in group_sizes(placement, size)])
     count = groups(placement)
-    return count * block_size(size // count, parts, index)
+    return count * block_size(size // count, axis_size, index)
 
 
 def local_shape(
-    shape: tuple[int, ...], placement: Placement, parts: int, index: int
+    shape: tuple[int, ...], placement: Placement, axis_size: int, index: int
 ) -> tuple[int, ...]:
     """Return the shape of rank ``index``'s block of a value of ``shape``."""
     if isinstance(placement, SingleRank) and placement.rank != index:
         return (0,)
     if not isinstance(placement, Cut):
         return shape
-    block = held(placement, shape[placement.dim], parts, index)
+    block = local_size(placement, shape[placement.dim], axis_size, index)
     return (*shape[: placement.dim], block, *shape[placement.dim + 1 :])
 
 
-def local_meta(meta: TensorMeta, placement: Placement, parts: int, index: int) -> TensorMeta:
+def local_meta(meta: TensorMeta, placement: Placement, axis_size: int, index: int) -> TensorMeta:
     """Return the meta of rank ``index``'s block of a value: row-major if a dim is cut."""
     if isinstance(placement, SingleRank) and placement.rank != index:
         return intern((0,), (1,), meta.dtype)
     if not isinstance(placement, Cut):
         return meta
-    shape = local_shape(meta.shape, placement, parts, index)
+    shape = local_shape(meta.shape, placement, axis_size, index)
     return intern(shape, contiguous_stride(shape), meta.dtype, 0, meta.conj, meta.neg)
 
 
-def as_placement(given: Any, dims: int | None = None) -> Placement:
+def as_placement(argument: Any, dims: int | None = None) -> Placement:
     """Return the placement of a user's argument, torch's own or lazygt's.
 
     Args:
@@ -245,29 +245,29 @@ def as_placement(given: Any, dims: int | None = None) -> Placement:
     Raises:
         ValueError: a dim that the tensor does not have, or no placement that lazygt knows.
     """
-    placement = _known(given)
+    placement = _known(argument)
     if dims is None or not isinstance(placement, Shard):
         return placement
     if not -dims <= placement.dim < dims:
-        raise ValueError(f"{given}: a tensor of {dims} dims has no dim {placement.dim}")
+        raise ValueError(f"{argument}: a tensor of {dims} dims has no dim {placement.dim}")
     return Shard(placement.dim % dims)
 
 
-def _known(given: Any) -> Placement:
-    if isinstance(given, Replicate | Shard | Partial):
-        return given
+def _known(argument: Any) -> Placement:
+    if isinstance(argument, Replicate | Shard | Partial):
+        return argument
     # A caller with one of torch's has loaded the module, which takes 0.3 s.
-    torchs = sys.modules.get("torch.distributed.tensor")
-    if torchs is not None and isinstance(given, torchs.Replicate):
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is not None and isinstance(argument, dtensor.Replicate):
         return Replicate()
-    if torchs is not None and type(given) is torchs.Shard:
-        return Shard(given.dim)
-    if torchs is not None and isinstance(given, torchs.Partial):
-        op = {"product": "prod"}.get(given.reduce_op, given.reduce_op)
+    if dtensor is not None and type(argument) is dtensor.Shard:
+        return Shard(argument.dim)
+    if dtensor is not None and isinstance(argument, dtensor.Partial):
+        op = {"product": "prod"}.get(argument.reduce_op, argument.reduce_op)
         if op in REDUCE_OPS:
             return Partial(op)
     raise ValueError(
-        f"{given!r} is no placement that lazygt knows: use Replicate(), Shard(dim) or "
+        f"{argument!r} is no placement that lazygt knows: use Replicate(), Shard(dim) or "
         f"Partial(op) with op one of {', '.join(REDUCE_OPS)}"
     )
 
@@ -276,11 +276,11 @@ def placement_to_torch(placement: Placement) -> Any:
     """Return torch's DTensor placement; ``SingleRank``, which torch lacks, is returned itself."""
     if isinstance(placement, SingleRank):
         return placement
-    torchs = import_module(
+    dtensor = import_module(
         "torch.distributed.tensor"
     )  # takes 0.3 s: only for values that are shown
     if isinstance(placement, Shard):
-        return torchs.Shard(placement.dim)
+        return dtensor.Shard(placement.dim)
     if isinstance(placement, Partial):
-        return torchs.Partial({"prod": "product"}.get(placement.op, placement.op))
-    return torchs.Replicate()
+        return dtensor.Partial({"prod": "product"}.get(placement.op, placement.op))
+    return dtensor.Replicate()

@@ -43,17 +43,19 @@ def sized(op: str) -> frozenset[int | str]:
     facts = None if op.startswith("lazygt.") else op_facts(Node(op, ()))
     if facts is None:
         return frozenset()
-    places = {place for place, data in enumerate(facts.hoist) if not data}
-    return frozenset(places | {name for name, data in facts.hoist_named.items() if not data})
+    positions = {position for position, is_data in enumerate(facts.hoist) if not is_data}
+    return frozenset(
+        positions | {name for name, is_data in facts.hoist_named.items() if not is_data}
+    )
 
 
 def sizes_in(node: Node) -> tuple[int, ...]:
     """Return the sizes that stand in a node's arguments, each once."""
     numbers = node._sizes
     if numbers is None:
-        places = sized(node.op)
-        arguments = [arg for place, arg in enumerate(node.args) if place in places]
-        arguments += [arg for name, arg in node.kwargs if name in places]
+        positions = sized(node.op)
+        arguments = [arg for position, arg in enumerate(node.args) if position in positions]
+        arguments += [arg for name, arg in node.kwargs if name in positions]
         numbers = tuple(dict.fromkeys(size for arg in arguments for size in _numbers(arg)))
         object.__setattr__(node, "_sizes", numbers)  # asked again and again; it changes nothing
     return numbers
@@ -83,7 +85,7 @@ class SymbolicGraph:
         symbols = _SymbolsIn()
         for meta in graph.inputs:
             symbols.meta(meta)
-        self._inside = [symbols.node(node) for node in graph.nodes]
+        self._node_symbols = [symbols.node(node) for node in graph.nodes]
         self._numbers = symbols.numbers
         self.count = len(symbols.numbers)
 
@@ -99,16 +101,18 @@ class SymbolicGraph:
         """Return the graph in these sizes; nodes without a changed size are the first graph's."""
         if self._first is None:
             self._first = sizes, _FromSymbols(sizes).graph(self.graph)
-        before, first = self._first
-        changed = {number for number in range(self.count) if sizes[number] != before[number]}
+        first_sizes, first = self._first
+        changed = {number for number in range(self.count) if sizes[number] != first_sizes[number]}
         if not changed:
             return first
-        write = _FromSymbols(sizes)
+        rewriting = _FromSymbols(sizes)
         nodes = [
-            known if inside.isdisjoint(changed) else write.node(node)
-            for node, known, inside in zip(self.graph.nodes, first.nodes, self._inside, strict=True)
+            first_node if symbols.isdisjoint(changed) else rewriting.node(node)
+            for node, first_node, symbols in zip(
+                self.graph.nodes, first.nodes, self._node_symbols, strict=True
+            )
         ]
-        inputs = tuple([write.meta(meta) for meta in self.graph.inputs])
+        inputs = tuple([rewriting.meta(meta) for meta in self.graph.inputs])
         return replace(first, inputs=inputs, nodes=tuple(nodes))
 
     def check(self) -> None:
@@ -200,9 +204,11 @@ class _ToSymbols(_Rewriting):
         return op, position, args, kwargs, which
 
     def _call(self, op: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        places = sized(op)
-        called = [self._arg(arg) if place in places else arg for place, arg in enumerate(args)]
-        named = [(name, self._arg(arg) if name in places else arg) for name, arg in kwargs]
+        positions = sized(op)
+        called = [
+            self._arg(arg) if position in positions else arg for position, arg in enumerate(args)
+        ]
+        named = [(name, self._arg(arg) if name in positions else arg) for name, arg in kwargs]
         return tuple(called), tuple(named)
 
     def _arg(self, arg: Arg) -> Arg:
@@ -238,9 +244,9 @@ class _FromSymbols(_Rewriting):
 class Resize(_Rewriting):
     """Rewriting of metas with other sizes."""
 
-    def __init__(self, have: Sizes, wanted: Sizes) -> None:
+    def __init__(self, old_sizes: Sizes, new_sizes: Sizes) -> None:
         super().__init__()
-        self._sizes = dict(zip(have, wanted, strict=True))
+        self._sizes = dict(zip(old_sizes, new_sizes, strict=True))
 
     def number(self, number: int) -> int:
         return number if number < LEAST else self._sizes[number]
@@ -255,32 +261,32 @@ class _SymbolsIn:
 
     def node(self, node: Node) -> frozenset[int]:
         """Return the symbols of a node and of its members."""
-        inside: set[int] = set()
+        symbols: set[int] = set()
         for arg in (node.args, *[arg for _, arg in node.kwargs]):
-            self._arg(arg, inside)
+            self._arg(arg, symbols)
         for meta in node.results:
             if meta is not None:
-                inside |= self.meta(meta)
+                symbols |= self.meta(meta)
         if node.body is not None:
             for meta in node.body.inputs:
-                inside |= self.meta(meta)
-            inside.update(*[self.node(member) for member in node.body.nodes])
-        self.numbers |= inside
-        return frozenset(inside)
+                symbols |= self.meta(meta)
+            symbols.update(*[self.node(member) for member in node.body.nodes])
+        self.numbers |= symbols
+        return frozenset(symbols)
 
     def meta(self, meta: TensorMeta) -> frozenset[int]:
         """Return the symbols of a meta."""
-        inside = self._metas.get(id(meta))
-        if inside is None:
+        symbols = self._metas.get(id(meta))
+        if symbols is None:
             numbers = (*meta.shape, *meta.stride, meta.offset)
-            inside = frozenset([number - LEAST for number in numbers if number >= LEAST])
-            self._metas[id(meta)] = inside
-            self.numbers |= inside
-        return inside
+            symbols = frozenset([number - LEAST for number in numbers if number >= LEAST])
+            self._metas[id(meta)] = symbols
+            self.numbers |= symbols
+        return symbols
 
-    def _arg(self, arg: Arg, inside: set[int]) -> None:
+    def _arg(self, arg: Arg, symbols: set[int]) -> None:
         if type(arg) is Size:
-            inside.add(arg.index)
+            symbols.add(arg.index)
         elif type(arg) is tuple:
             for item in arg:
-                self._arg(item, inside)
+                self._arg(item, symbols)

@@ -29,7 +29,7 @@ from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern, t
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 
 
-def _read_spelled(token: str) -> Any:
+def _parse_number(token: str) -> Any:
     """Return the number that ``node`` spelled so."""
     name, _, inner = token.partition("(")
     kind: Any = {"float": float, "complex": complex}[name]
@@ -58,37 +58,37 @@ def parse_graph(text: str) -> Graph:
     Raises:
         ValueError: naming the line that can't be read.
     """
-    rows = iter(text.strip().splitlines()[1:])
-    return _parse_rows(rows)
+    lines = iter(text.strip().splitlines()[1:])
+    return _parse_lines(lines)
 
 
-def _parse_rows(rows: Iterator[str]) -> Graph:
+def _parse_lines(lines: Iterator[str]) -> Graph:
     """Return the graph of the next rows, up to the row that only closes it."""
-    rows_read = _Rows()
-    for raw in rows:
-        body, _, remark = raw.strip().partition("  # ")
+    parsed = _ParsedLines()
+    for text_line in lines:
+        body, _, remark = text_line.strip().partition("  # ")
         if body.startswith("}"):
             break
         if body.startswith("return"):
-            rows_read.outputs = tuple(int(value) for value in re.findall(r"%(\d+)", body))
+            parsed.outputs = tuple(int(value) for value in re.findall(r"%(\d+)", body))
             continue
         left, _, right = body.partition(" = ")
         left = _LABELS.sub("", left)
         if right == "input":
-            rows_read.inputs.append(parse_meta(left.split(": ", 1)[1]))
+            parsed.inputs.append(parse_meta(left.split(": ", 1)[1]))
         elif right == "param":
-            rows_read.params.append(left.split(": ", 1)[1])
+            parsed.params.append(left.split(": ", 1)[1])
         elif right.endswith(" {"):
             node = _parse_node(left, right.removesuffix(" {"), body)
-            inner = _parse_rows(rows)
-            rows_read.add(replace(node, body=inner), inner.lines[-1] if inner.lines else "")
+            inner = _parse_lines(lines)
+            parsed.add(replace(node, body=inner), inner.lines[-1] if inner.lines else "")
         else:
             line = "" if remark.startswith("[") else remark.partition("  [")[0]
-            rows_read.add(_parse_node(left, right, body), line)
-    return rows_read.graph()
+            parsed.add(_parse_node(left, right, body), line)
+    return parsed.graph()
 
 
-class _Rows:
+class _ParsedLines:
     """Rows of a graph that have been read."""
 
     def __init__(self) -> None:
@@ -133,8 +133,8 @@ def _parse_node(left: str, right: str, line: str) -> Node:
     dynamic = rest.endswith("dynamic")
     writes = tuple(int(value) for value in re.findall(r"%(\d+)", rest))
     metas = tuple(
-        None if shown == "none" else parse_meta(shown)
-        for shown in re.findall(r"%\d+: (none|.*?)(?=, %\d+: |$)", left)
+        None if meta_text == "none" else parse_meta(meta_text)
+        for meta_text in re.findall(r"%\d+: (none|.*?)(?=, %\d+: |$)", left)
     )
     fresh = len(metas) - (0 if dynamic else len(writes))
     written = tuple(meta for meta in metas[fresh:] if meta is not None)
@@ -181,7 +181,7 @@ class _Reader:
         if kind == "torch":
             return torch_name(token)
         if kind == "special":
-            return _read_spelled(token)
+            return _parse_number(token)
         if kind == "mark" and token == "[":
             return self._list()
         if kind == "name" and token == "device":

@@ -27,21 +27,21 @@ def _shared() -> bool:
 SHARED = _shared()
 
 
-def take(ours: bool) -> None:
+def select(lazygt_current: bool) -> None:
     """Make lazygt this thread's accelerator, or restore the one that torch has without it."""
     if SHARED:
-        NATIVE.take_accelerator(ours)
+        NATIVE.take_accelerator(lazygt_current)
 
 
 @contextmanager
-def taken(ours: bool) -> Iterator[None]:
+def selected(lazygt_current: bool) -> Iterator[None]:
     """Context in which ``take`` holds.
 
     Raises:
         LazyGTError: CUDA tensors have a backward pass, and torch can't decide by thread.
     """
     if SHARED:
-        before = NATIVE.take_accelerator(ours)
+        before = NATIVE.take_accelerator(lazygt_current)
         try:
             yield
         finally:

@@ -36,30 +36,30 @@ class Recording(Protocol):
         """The earlier trace that this one repeats in other sizes."""
 
 
-def go_ahead(trace: Recording) -> None:
+def prefetch_steps(trace: Recording) -> None:
     """Add the steps that followed the newest step's counterpart, as far as they are clear."""
     repeat, trie = trace.repeat, trace.trie
-    if repeat.here is None or repeat.step is None:
+    if repeat.last_step is None or repeat.counterpart is None:
         return
-    ahead = [(repeat.here, repeat.step)]
-    while len(ahead) <= repeat.wanted:
-        here, before = ahead[-1]
-        if len(before.children) != 1:
+    prefetched = [(repeat.last_step, repeat.counterpart)]
+    while len(prefetched) <= repeat.prefetch_count:
+        last, counterpart = prefetched[-1]
+        if len(counterpart.children) != 1:
             break
-        (old,) = before.children.values()
-        new = _following(trace.inference, repeat, here, old)
+        (old,) = counterpart.children.values()
+        new = _next_counterpart(trace.inference, repeat, last, old)
         if new is None or not trie.add_ahead(new):
             break
         repeat.go_on(new, old)
-        ahead.append((new, old))
-    if len(ahead) > 1:
-        repeat.ahead = ahead
+        prefetched.append((new, old))
+    if len(prefetched) > 1:
+        repeat.prefetched = prefetched
         if NATIVE is not None:
-            NATIVE.add_again(ahead)
+            NATIVE.add_again(prefetched)
 
 
-def _following(
-    inference: Inference, repeat: Repeat, here: TrieNode, old: TrieNode
+def _next_counterpart(
+    inference: Inference, repeat: Repeat, parent: TrieNode, old: TrieNode
 ) -> TrieNode | None:
     """Return the counterpart of ``old`` below ``here``; None: it is left to the trace."""
     node, differences = old.node, repeat.differences
@@ -68,19 +68,19 @@ def _following(
     if node is None:
         assert old.input is not None
         if differences.resized.isdisjoint(old.input.shape):
-            return old.again(here)
+            return old.again(parent)
         meta = _resized(old.input, differences.sizes)
-        return None if meta is None else TrieNode(here, meta, input=meta)
+        return None if meta is None else TrieNode(parent, meta, input=meta)
     if node.dynamic:
         return None
-    called_alike = differences.resized.isdisjoint(sizes_in(node))
-    if called_alike and differences.values.isdisjoint(node.refs()):
-        new = old.again(here)
+    same_call = differences.resized.isdisjoint(sizes_in(node))
+    if same_call and differences.values.isdisjoint(node.refs()):
+        new = old.again(parent)
     else:
-        made = _inferred(inference, repeat, here, old, called_alike)
-        if made is None or counts(made) != counts(old):
+        inferred = _inferred(inference, repeat, parent, old, same_call)
+        if inferred is None or counts(inferred) != counts(old):
             return None
-        new = made
+        new = inferred
     new.forward, new.backward = old.forward, old.backward
     return new
 
@@ -88,9 +88,9 @@ def _following(
 def _inferred(
     inference: Inference,
     repeat: Repeat,
-    here: TrieNode,
+    parent: TrieNode,
     old: TrieNode,
-    called_alike: bool,
+    same_call: bool,
 ) -> TrieNode | None:
     """Return it for an op with perhaps other results; None where no rule is sure of them."""
     node, f = old.node, old.facts
@@ -98,11 +98,11 @@ def _inferred(
     if f is None or old.moves or f.dynamic or f.name in MASKABLE:
         return None
     key, call = old.key, (node.args, node.kwargs)
-    if not called_alike:
-        other = _call(node, key, repeat.differences.sizes)
-        if other is None:
+    if not same_call:
+        resized = _resized_call(node, key, repeat.differences.sizes)
+        if resized is None:
             return None
-        key, call = other
+        key, call = resized
     params = _samples(node, old.key)
     metas = repeat.metas(node)
     if params is None or metas is None:
@@ -110,12 +110,12 @@ def _inferred(
     results = inference.by_rule(f, *call, metas, params)
     if results is None:
         return None
-    if called_alike and results == (node.fresh, node.written, old.numbers):
-        return old.again(here)
-    made = Node(f.name, *call, results.fresh, node.writes, results.written)
-    step = TrieNode(here, key, made, facts=f)
+    if same_call and results == (node.fresh, node.written, old.numbers):
+        return old.again(parent)
+    new_node = Node(f.name, *call, results.fresh, node.writes, results.written)
+    step = TrieNode(parent, key, new_node, facts=f)
     step.numbers = results.ints
-    step.itself = old.itself and made.written == (metas[node.writes[0]],)
+    step.itself = old.itself and new_node.written == (metas[node.writes[0]],)
     if f.views:
         step.make = None
     return step
@@ -129,26 +129,28 @@ def _resized(meta: TensorMeta, sizes: Sizes) -> TensorMeta | None:
     return intern(shape, contiguous_stride(shape), meta.dtype)  # type: ignore[arg-type]
 
 
-def _call(node: Node, key: tuple[Any, ...], sizes: Sizes) -> tuple[tuple[Any, ...], Call] | None:
+def _resized_call(
+    node: Node, key: tuple[Any, ...], sizes: Sizes
+) -> tuple[tuple[Any, ...], Call] | None:
     """Return a node's key and call in other sizes; None where these are not clear."""
-    places = sized(node.op)
-    args, kwargs, said = list(node.args), list(node.kwargs), list(key)
-    for place, arg in enumerate(node.args):
-        new = _argument(arg, sizes) if place in places else arg
+    size_arguments = sized(node.op)
+    args, kwargs, new_key = list(node.args), list(node.kwargs), list(key)
+    for position, arg in enumerate(node.args):
+        new = _argument(arg, sizes) if position in size_arguments else arg
         if new is arg:
             continue
-        if new is None or said[1 + place] != arg:
+        if new is None or new_key[1 + position] != arg:
             return None
-        args[place] = said[1 + place] = new
-    for at, (name, arg) in enumerate(node.kwargs):
-        new = _argument(arg, sizes) if name in places else arg
+        args[position] = new_key[1 + position] = new
+    for number, (name, arg) in enumerate(node.kwargs):
+        new = _argument(arg, sizes) if name in size_arguments else arg
         if new is arg:
             continue
-        place = 1 + len(args) + 2 * at
-        if new is None or said[place : place + 2] != [name, arg]:
+        position = 1 + len(args) + 2 * number
+        if new is None or new_key[position : position + 2] != [name, arg]:
             return None
-        kwargs[at], said[place + 1] = (name, new), new
-    return tuple(said), (tuple(args), tuple(kwargs))
+        kwargs[number], new_key[position + 1] = (name, new), new
+    return tuple(new_key), (tuple(args), tuple(kwargs))
 
 
 def _argument(arg: Arg, sizes: Sizes) -> Arg:
@@ -165,22 +167,22 @@ def _argument(arg: Arg, sizes: Sizes) -> Arg:
 
 def _samples(node: Node, key: tuple[Any, ...]) -> list[Any] | None:
     """Return a sample of each run-time number of an op, by number; None: a kind is unknown."""
-    kinds: dict[int, Any] = {}
-    said = iter(key[1:])
+    types: dict[int, Any] = {}
+    key_items = iter(key[1:])
     for arg in node.args:
-        _note_kinds(arg, next(said, None), kinds)
+        _note_types(arg, next(key_items, None), types)
     for _, arg in node.kwargs:
-        next(said, None)
-        _note_kinds(arg, next(said, None), kinds)
-    if not all(kind in SAMPLES for kind in kinds.values()):
+        next(key_items, None)
+        _note_types(arg, next(key_items, None), types)
+    if not all(python_type in SAMPLES for python_type in types.values()):
         return None
-    count = max(kinds, default=-1) + 1
-    return [SAMPLES[kinds[number]] if number in kinds else None for number in range(count)]
+    count = max(types, default=-1) + 1
+    return [SAMPLES[types[number]] if number in types else None for number in range(count)]
 
 
-def _note_kinds(arg: Arg, said: Any, kinds: dict[int, Any]) -> None:
+def _note_types(arg: Arg, key_item: Any, types: dict[int, Any]) -> None:
     if type(arg) is Param:
-        kinds[arg.index] = said
-    elif type(arg) is tuple and type(said) is tuple:
-        for item, one in zip(arg, said, strict=False):
-            _note_kinds(item, one, kinds)
+        types[arg.index] = key_item
+    elif type(arg) is tuple and type(key_item) is tuple:
+        for item, inner in zip(arg, key_item, strict=False):
+            _note_types(item, inner, types)

@@ -42,23 +42,23 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     It runs on the caller's thread, as for CPU tensors, so the user's frames are on the stack.
     """
     if not (session_stack and any(is_lazy(t) for t in outputs)):
-        with accelerator.taken(False):
+        with accelerator.selected(False):
             return _engine_run_backward(outputs, *args, **kwargs)
-    active = session_stack[-1].recorder
+    session_recorder = session_stack[-1].recorder
     nested = _autograd_node() is not None
     DEFER_INTERRUPT.adopt()
     if not nested:
-        active.before_backward()
+        session_recorder.before_backward()
     try:
-        with torch.autograd.set_multithreading_enabled(False), accelerator.taken(True):
+        with torch.autograd.set_multithreading_enabled(False), accelerator.selected(True):
             result = _engine_run_backward(outputs, *args, **kwargs)
     except RuntimeError:
-        active.raise_backward_error()
+        session_recorder.raise_backward_error()
         raise
-    active.raise_backward_error()
+    session_recorder.raise_backward_error()
     if not nested:
         if kwargs.get("accumulate_grad"):
-            active.after_backward()
+            session_recorder.after_backward()
         DEFER_INTERRUPT.deliver()
     return result
 
@@ -84,7 +84,7 @@ def deferred_error(active: Recorder, error: BaseException) -> Any:
     return type(f"{type(error).__name__}: {error}", (), {})()
 
 
-def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable[..., Any]:
+def _deferring(hook: Callable[..., Any], fallback: Callable[[], Any]) -> Callable[..., Any]:
     """Wrap a hook: under autograd its exceptions are put aside, and ``instead()`` returned."""
 
     if getattr(hook, "is_deferring", False):
@@ -96,12 +96,12 @@ def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable
         if active is None or _autograd_node() is None:
             return hook(*args, **kwargs)
         if active.backward_error is not None:
-            return instead()
+            return fallback()
         try:
             return hook(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - raised again by run_backward
             _defer(active, error)
-            return instead()
+            return fallback()
 
     call.is_deferring = True  # type: ignore[attr-defined]
     return call
@@ -140,7 +140,7 @@ PATCHES = (
 )
 
 
-def hand_on_hooks(t: torch.Tensor) -> None:
+def move_hooks(t: torch.Tensor) -> None:
     """Move the hooks of a tensor that changed its TensorImpl to the new one."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(t, name)

@@ -61,7 +61,7 @@ class Road(IntEnum):
     BLANK = 12
 
 
-_ROADS: dict[Any, Road] = {
+_KINDS: dict[Any, Road] = {
     handlers.copy: Road.BOTH_LAZY,
     handlers.empty: Road.BLANK,
     handlers.empty_strided: Road.BLANK,
@@ -69,7 +69,7 @@ _ROADS: dict[Any, Road] = {
     handlers.same: Road.ITSELF,
     handlers.to_copy: Road.DEVICE,
     handlers.to_other_device: Road.DEVICE,
-    handlers.either: Road.FLAGGED,
+    handlers.flagged: Road.FLAGGED,
     views.same_view: Road.TWIN,
     views.same_shape_view: Road.RESHAPED,
 }
@@ -83,8 +83,8 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
     """
     f = facts(func)
     handler, _ = handlers.handler_of(f)
-    asks = f.dynamic and handler is not handlers.item
-    if asks or (f.random and handler is not None):
+    data_dependent = f.dynamic and handler is not handlers.item
+    if data_dependent or (f.random and handler is not None):
         return Road.PYTHON, 0, f, None
     if func is torch.ops.aten._reshape_alias.default:
         return Road.AS_VIEW, 0, f, None
@@ -92,13 +92,13 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
         return Road.DRAW, 0, f, None
     if handler is None:
         return (Road.MASKED if f.name in MASKABLE else Road.ORDINARY), 0, f, None
-    road = _ROADS.get(handler, Road.PYTHON)
-    if road is Road.DEVICE:
+    kind = _KINDS.get(handler, Road.PYTHON)
+    if kind is Road.DEVICE:
         names = [a.name for a in func._schema.arguments]
-        return road, names.index("device"), f, None
-    if road is Road.FLAGGED:
-        return road, UNDECLARED_WRITES[f.name][1], f, writing_facts(func)
-    return road, 0, f, None
+        return kind, names.index("device"), f, None
+    if kind is Road.FLAGGED:
+        return kind, UNDECLARED_WRITES[f.name][1], f, writing_facts(func)
+    return kind, 0, f, None
 
 
 class NativeTrace(Trace):
@@ -199,7 +199,7 @@ class NativeTrace(Trace):
         living: Living = self._native.alive()
         return living
 
-    def let_go_of_inputs(self) -> Collection[int]:
+    def release_inputs(self) -> Collection[int]:
         """Return the ids of the ended trace's inputs, which C++ has let go of."""
         return self._ids
 
@@ -207,15 +207,15 @@ class NativeTrace(Trace):
         """Return the bytes of this trace's values that handles, autograd's too, still show."""
         return sum(storage.meta.nbytes for storage in self._native.made())
 
-    def rebind(self, kept: Any, living: Any, values: Any, backward: CallSite | None) -> None:
+    def rebind(self, plan: Any, living: Any, values: Any, backward: CallSite | None) -> None:
         """Turn the trace's shown values into outputs of its run."""
         if type(values) is list:  # in blocks
-            super().rebind(kept, living, values, backward)
+            super().rebind(plan, living, values, backward)
             return
         sites = self._call_sites
         if type(sites) is list:
             sites = NATIVE.CallSites(sites)
-        kept.shown.rebind(living, values, sites, backward)
+        plan.shown.rebind(living, values, sites, backward)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -341,10 +341,10 @@ class NativeRecorder(Recorder):
         noted = params[self.trace.step.params :]
         before = len(params)
         key = self._path_key(f, args, kwargs)
-        again = params[before:]
+        recomputed = params[before:]
         del params[before:]
-        if [*map(type, again)] != [*map(type, noted)]:
-            raise LazyGTError(f"{f.name}: C++ noted the numbers {noted}, Python {again}")
+        if [*map(type, recomputed)] != [*map(type, noted)]:
+            raise LazyGTError(f"{f.name}: C++ noted the numbers {noted}, Python {recomputed}")
         step = self.trace.step.children.get(key)
         return on_miss(self.trace, key, f, args, kwargs) if step is None else step
 
@@ -367,19 +367,19 @@ class NativeRecorder(Recorder):
     def _record(
         self, f: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
-        named = kwargs or {}
-        if f.pointwise and self._meets_host(args):
-            result = host_values.compute(self, func, args, named)
+        keywords = kwargs or {}
+        if f.pointwise and self._has_host_number(args):
+            result = host_values.compute(self, func, args, keywords)
             if result is not NotImplemented:
                 return result
-        key = self._path_key(f, args, named)
+        key = self._path_key(f, args, keywords)
         step = self.trace.step.children.get(key)
         if step is None:
-            step = on_miss(self.trace, key, f, args, named)
+            step = on_miss(self.trace, key, f, args, keywords)
         self.trace.reach(step)
-        return self.results(f, args, named)
+        return self.results(f, args, keywords)
 
-    def _meets_host(self, args: tuple[Any, ...]) -> bool:
+    def _has_host_number(self, args: tuple[Any, ...]) -> bool:
         """Return whether an argument is a client's number, or a list that begins with one."""
         for a in args:
             first = a[0] if type(a) is list and a else a
@@ -427,5 +427,5 @@ def new_recorder(
     Args:
         heeds_threads: workers use as many threads as the program has set in torch.
     """
-    kind = Recorder if NATIVE is None else NativeRecorder
-    return kind(trie, worker_device, ship_code, heeds_threads)
+    recorder_class = Recorder if NATIVE is None else NativeRecorder
+    return recorder_class(trie, worker_device, ship_code, heeds_threads)

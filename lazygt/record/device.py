@@ -71,7 +71,7 @@ _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *multip
                   *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
 _IN_SESSIONS = Patches(*swap.IN_SESSIONS, *other_devices.IN_SESSIONS, *flag_changes.IN_SESSIONS)
 #: Lock of the stack of sessions, and of the patches that follow from it.
-_adapting = threading.RLock()
+_patch_lock = threading.RLock()
 
 
 # -- sessions ------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ def open_session(session: OpenSession) -> None:
             it was before.
     """
     try:
-        with DEFER_INTERRUPT, _adapting:
+        with DEFER_INTERRUPT, _patch_lock:
             if session.device_type != "cpu":
                 _prepare_for_gpus()
             session_stack.append(session)
             note_use()
-            _adapt()
+            _update_patches()
         session.recorder.take_flags()
     except BaseException:
         leave_session(session)
@@ -108,31 +108,31 @@ def _prepare_for_gpus() -> None:
 
 def leave_session(session: OpenSession) -> None:
     """Undo the last ``open_session`` of a session."""
-    with DEFER_INTERRUPT, _adapting:
-        for place in reversed(range(len(session_stack))):
-            if session_stack[place] is session:
-                del session_stack[place]
+    with DEFER_INTERRUPT, _patch_lock:
+        for index in reversed(range(len(session_stack))):
+            if session_stack[index] is session:
+                del session_stack[index]
                 break
-        _adapt()
+        _update_patches()
 
 
 def close_session(session: OpenSession) -> None:
     """Undo every ``open_session`` of a session."""
-    with DEFER_INTERRUPT, _adapting:
+    with DEFER_INTERRUPT, _patch_lock:
         session_stack[:] = [other for other in session_stack if other is not session]
-        _adapt()
+        _update_patches()
 
 
-def _adapt() -> None:
+def _update_patches() -> None:
     """Apply the patches of torch that the open sessions need; undo all others."""
     defaulting = any(s.config.default_device for s in session_stack)
     on_cpus = any(s.device_type == "cpu" for s in session_stack)
-    with ExitStack() as rest:  # each is done, though another raises
-        rest.callback(_activate)
-        rest.callback(accelerator.take, bool(session_stack))
-        rest.callback(_IN_SESSIONS.apply if session_stack else _IN_SESSIONS.undo)
-        rest.callback(factories.patch if defaulting else factories.unpatch)
-        rest.callback(host_rng.install if on_cpus else host_rng.uninstall)
+    with ExitStack() as stack:  # each is done, though another raises
+        stack.callback(_activate)
+        stack.callback(accelerator.select, bool(session_stack))
+        stack.callback(_IN_SESSIONS.apply if session_stack else _IN_SESSIONS.undo)
+        stack.callback(factories.patch if defaulting else factories.unpatch)
+        stack.callback(host_rng.install if on_cpus else host_rng.uninstall)
 
 
 def _activate() -> None:
@@ -147,11 +147,11 @@ def _activate() -> None:
 
 def _after_fork() -> None:
     """Drop all sessions in a forked child (a DataLoader's worker): its tensors are on the CPU."""
-    global _adapting
-    _adapting = threading.RLock()  # another thread of the parent may have it
+    global _patch_lock
+    _patch_lock = threading.RLock()  # another thread of the parent may have it
     session_stack.clear()
-    rng.drop()
-    _adapt()
+    rng.discard_worker_state()
+    _update_patches()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -375,11 +375,11 @@ def register() -> None:
     generate_methods_for_privateuse1_backend()
     torch._register_device_module(NAME, module)
     sys.modules[f"torch.{NAME}"] = module
-    everything = torch.library.Library("_", "IMPL")
+    any_namespace = torch.library.Library("_", "IMPL")
     if NATIVE is None:
         torch._C._acc.register_python_privateuseone_hook(_hook)
         torch._C._acc.register_python_privateuseone_device_guard(_guard)
-        everything.fallback(_fallback, "PrivateUse1")
+        any_namespace.fallback(_fallback, "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     kernels: dict[str, Callable[..., Any]] = {
         "_copy_from": _copy_from,
@@ -392,12 +392,12 @@ def register() -> None:
     aten.impl("_pin_memory", _pin_memory, "CPU")
     for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1",
                 "NestedTensorPrivateUse1"):  # fmt: skip
-        everything.fallback(_refuse_layout, key)
+        any_namespace.fallback(_refuse_layout, key)
     sparse = torch.ops.aten._sparse_compressed_tensor_unsafe.default
     # torch would decompose it, and make a sparse tensor of lazy parts
     aten.impl(sparse, functools.partial(_refuse_layout, sparse), "SparseCsrPrivateUse1")
-    autocast.fall_through(everything)
-    _libraries.extend((everything, aten))
+    autocast.fall_through(any_namespace)
+    _libraries.extend((any_namespace, aten))
     _libraries.append(register_decompositions(_fallback if NATIVE is None else None))
     _libraries.append(register_derivatives())
     _libraries.append(register_recurrent())

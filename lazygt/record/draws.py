@@ -34,30 +34,32 @@ def draw_in_client(
 ) -> Any:
     """Run a random op on CPU tensors, and record its results as uploads."""
     written = {id(t) for t in written_tensors(f, args, kwargs)}
-    shaped = f.name.startswith(_SHAPED)
-    twins: dict[int, tuple[torch.Tensor, LazyTensor]] = {}  # id of a twin -> (twin, lazy tensor)
+    reads_shape_only = f.name.startswith(_SHAPED)
+    host_results: dict[
+        int, tuple[torch.Tensor, LazyTensor]
+    ] = {}  # id of a twin -> (twin, lazy tensor)
 
-    def host(a: Any) -> Any:
+    def to_host(a: Any) -> Any:
         if isinstance(a, torch.Generator):
             return host_generator(a)
         if not is_lazy(a):
             return a
-        if id(a) not in written and not shaped:
+        if id(a) not in written and not reads_shape_only:
             return host_copy(a)
-        twin = TensorMeta.of(a).empty("cpu")
+        host_tensor = TensorMeta.of(a).empty("cpu")
         if id(a) in written:
-            twins[id(twin)] = twin, a
-        return twin
+            host_results[id(host_tensor)] = host_tensor, a
+        return host_tensor
 
-    def lazy(result: Any) -> Any:
-        if id(result) in twins:
-            return twins[id(result)][1]
+    def to_user(result: Any) -> Any:
+        if id(result) in host_results:
+            return host_results[id(result)][1]
         return to_lazy(recorder, result) if isinstance(result, torch.Tensor) else result
 
-    host_args, host_kwargs = tree_map(host, (args, kwargs))
+    host_args, host_kwargs = tree_map(to_host, (args, kwargs))
     results = f.func(*host_args, **host_kwargs)
-    for twin, target in twins.values():
-        if twin.shape != target.shape:
-            resize(target, TensorMeta.of(twin))
-        recorder.record(aten.copy_.default, (target, twin), {})
-    return tree_map(lazy, results)
+    for host_tensor, target in host_results.values():
+        if host_tensor.shape != target.shape:
+            resize(target, TensorMeta.of(host_tensor))
+        recorder.record(aten.copy_.default, (target, host_tensor), {})
+    return tree_map(to_user, results)

@@ -48,7 +48,7 @@ def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Call
     def watched(*args: Any, **kwargs: Any) -> Any:
         sessions = tuple(session_stack)
         try:
-            if not _certain(unchanged, args, kwargs):
+            if not _is_certainly_unchanged(unchanged, args, kwargs):
                 for session in sessions:
                     session.recorder.ship_before_flags_change()
         finally:
@@ -62,7 +62,7 @@ def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Call
     return watched
 
 
-def _certain(unchanged: Callable[..., bool], args: Any, kwargs: Any) -> bool:
+def _is_certainly_unchanged(unchanged: Callable[..., bool], args: Any, kwargs: Any) -> bool:
     try:
         return unchanged(*args, **kwargs)
     except (RuntimeError, TypeError):  # torch names no value, or the setter refuses these

@@ -58,8 +58,8 @@ def _kernels() -> dict[Overload, Callable[..., Any]]:
     """Return, for each op that draws on CPU tensors, the kernel that replaces torch's own."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     drawing = [name for name in names if name.startswith("aten::") and _takes_generator(name)]
-    ops = [overload(_full(name)) for name in (*drawing, *_WITHOUT_ARGUMENT)]
-    return {op: _joined(op) for op in ops if facts(op).random}
+    ops = [overload(_overload_name(name)) for name in (*drawing, *_WITHOUT_ARGUMENT)]
+    return {op: _synchronized(op) for op in ops if facts(op).random}
 
 
 def _takes_generator(name: str) -> bool:
@@ -67,20 +67,20 @@ def _takes_generator(name: str) -> bool:
     return any(a.name == "generator" for a in torch._C._get_schema(op, which).arguments)
 
 
-def _full(name: str) -> str:
+def _overload_name(name: str) -> str:
     """Return an overload's name as ``graph.ops.overload`` knows it."""
     name = name.replace("::", ".")
     return name if name.count(".") == 2 else f"{name}.default"
 
 
-def _joined(func: Overload) -> Callable[..., Any]:
-    torchs = torch.library.get_kernel(func, "CPU")
+def _synchronized(func: Overload) -> Callable[..., Any]:
+    torch_kernel = torch.library.get_kernel(func, "CPU")
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
-        if not given or rng.is_default(given[0]):
-            rng.to_client()
-        return torchs.call_boxed(keys, *args, **kwargs)
+        generators = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
+        if not generators or rng.is_default(generators[0]):
+            rng.move_to_client()
+        return torch_kernel.call_boxed(keys, *args, **kwargs)
 
     return kernel
 
@@ -94,16 +94,16 @@ class _Client:
 
     def manual_seed(self, seed: int) -> torch.Generator:
         seeded = torch.default_generator.manual_seed(seed)
-        rng.drop()
+        rng.discard_worker_state()
         return seeded
 
     def seed(self) -> int:
-        chosen = torch.default_generator.seed()
-        rng.drop()
-        return chosen
+        seed = torch.default_generator.seed()
+        rng.discard_worker_state()
+        return seed
 
     def initial_seed(self) -> int:
-        rng.to_client()
+        rng.move_to_client()
         return torch.default_generator.initial_seed()
 
     def get_state(self) -> torch.Tensor:
@@ -111,11 +111,11 @@ class _Client:
 
         Activation checkpointing and ``fork_rng`` get a lazy tensor then, without a sync point.
         """
-        holder = rng.holder()
+        owner = rng.state_owner()
         caller = sys._getframe(2).f_globals.get("__name__")
-        if holder is not None and caller in _RESTORING:
-            return holder.get_state()
-        rng.to_client()
+        if owner is not None and caller in _RESTORING:
+            return owner.get_state()
+        rng.move_to_client()
         return torch.default_generator.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:
@@ -124,4 +124,4 @@ class _Client:
             recorder_of(state).generator.set_state(state)
         else:
             torch.default_generator.set_state(state)
-            rng.drop()
+            rng.discard_worker_state()

@@ -116,38 +116,38 @@ def compute(
     owner: Owner, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Compute an op on single numbers of the host alone; else return NotImplemented."""
-    known: dict[int, LazyTensor] = {}
+    handles: dict[int, LazyTensor] = {}
 
-    def leaf(a: Any) -> Any:
+    def to_host(a: Any) -> Any:
         if is_lazy(a):
             host = storage_of(a).host
             if host is None or view_of(a) is not None:
                 raise _NotHost
-            known[id(host)] = a
+            handles[id(host)] = a
             return host
         if isinstance(a, torch.Tensor) and (a.numel() != 1 or a.device.type != "cpu"):
             raise _NotHost
-        return [leaf(item) for item in a] if isinstance(a, (list, tuple)) else a
+        return [to_host(item) for item in a] if isinstance(a, (list, tuple)) else a
 
     try:
-        host_args = [leaf(a) for a in args]
-        host_kwargs = {name: leaf(a) for name, a in kwargs.items()}
+        host_args = [to_host(a) for a in args]
+        host_kwargs = {name: to_host(a) for name, a in kwargs.items()}
     except _NotHost:
         return NotImplemented
     result = func(*host_args, **host_kwargs)
 
-    def show(r: Any) -> Any:
+    def to_user(r: Any) -> Any:
         if isinstance(r, torch.Tensor):
-            return known.get(id(r)) if id(r) in known else host_tensor(owner, r)
-        return [show(item) for item in r] if isinstance(r, (list, tuple)) else r
+            return handles.get(id(r)) if id(r) in handles else host_tensor(owner, r)
+        return [to_user(item) for item in r] if isinstance(r, (list, tuple)) else r
 
-    return show(result)
+    return to_user(result)
 
 
 # -- CPU tensors among lazy ones -----------------------------------------------------------
 
 
-def foreign(owner: Owner, t: torch.Tensor, f: OpFacts) -> LazyTensor:
+def upload_operand(owner: Owner, t: torch.Tensor, f: OpFacts) -> LazyTensor:
     """Upload a CPU tensor as an op's argument: torch lets 0-dim ones mix, and CPU indices.
 
     Raises:
@@ -172,10 +172,10 @@ def _advice(t: torch.Tensor) -> str:
     source = t if t._base is None else t._base
     if source.is_leaf and (source.requires_grad or isinstance(source, torch.nn.Parameter)):
         return f"it is a model's weight. Before {here}, write\n    model.to('lazygt')"
-    name, place = _name_of(source) or _name_of(t) or ("x", here)
+    name, line = _name_of(source) or _name_of(t) or ("x", here)
     return (
         f"what torch.from_numpy or a DataLoader's worker process makes is on the CPU. Before "
-        f"{place}, write\n    {name} = {name}.to('lazygt')"
+        f"{line}, write\n    {name} = {name}.to('lazygt')"
     )
 
 

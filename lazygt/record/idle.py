@@ -31,19 +31,19 @@ class Idle:
 
     def __init__(self, session: object, default_device: bool) -> None:
         self._default_device = default_device
-        self.entered = self._said = False
+        self.entered = self._warned = False
         #: a tensor was made in the session on a device of torch's own
         self.made_elsewhere = False
         #: number of autograd's nodes on this thread, and of sessions entered in this process, when
         #: this one was entered
         self._nodes = self._sessions = 0
-        self._made = expand(user_call_site(1))
-        self._owner = os.getpid()
+        self._created_at = expand(user_call_site(1))
+        self._pid = os.getpid()
         self._session = weakref.ref(session)
         #: number of steps of optimizers in one place since the last in the other
         self._steps = 0
-        self._here = True
-        self._end = weakref.finalize(session, self.close)
+        self._on_cpu = True
+        self._finalizer = weakref.finalize(session, self.close)
 
     def enter(self) -> None:
         """Note that the session is entered, maybe once more."""
@@ -54,10 +54,10 @@ class Idle:
 
     def ended_unused(self) -> None:
         """Warn, if need be, of a session that ended well and neither recorded nor uploaded."""
-        alone = Idle.sessions == self._sessions  # else nodes may be of the other one's ops
-        graded = alone and _autograd._get_sequence_nr() > self._nodes
-        if self._default_device and (self.made_elsewhere or graded):
-            self._say(
+        only_session = Idle.sessions == self._sessions  # else nodes may be of the other one's ops
+        has_gradients = only_session and _autograd._get_sequence_nr() > self._nodes
+        if self._default_device and (self.made_elsewhere or has_gradients):
+            self._warn(
                 f"the session made at {self._made} has ended and has recorded nothing: what was "
                 f"computed meanwhile was computed by this process. A device of torch's own, as of "
                 f"`'cuda' if torch.cuda.is_available() else 'cpu'`, is not the session's. Write "
@@ -69,7 +69,7 @@ class Idle:
     def used(self) -> None:
         """Warn, unless the session was entered, of a method that makes sense in one only."""
         if not self.entered:
-            self._say(
+            self._warn(
                 f"the session made at {self._made} was never entered: nothing goes to its workers, "
                 f"all is done by this process. Write `with lazygt.session() as s:` around the work."
             )
@@ -77,20 +77,20 @@ class Idle:
     def close(self) -> None:
         """Note that the session ends, or is collected."""
         self.used()
-        self._end.detach()
+        self._finalizer.detach()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note an optimizer's step; return whether the watch has ended."""
         if self._session() is None or not self._default_device:
             return True
-        here = all(p.device.type == "cpu" for p in optimizer.param_groups[0]["params"][:1])
-        self._steps = self._steps + 1 if here == self._here else 1
-        self._here = here
+        on_cpu = all(p.device.type == "cpu" for p in optimizer.param_groups[0]["params"][:1])
+        self._steps = self._steps + 1 if on_cpu == self._on_cpu else 1
+        self._on_cpu = on_cpu
         if not self.entered:
             self.used()
             return False
-        if here and self._steps == _MOST_STEPS:
-            self._say(
+        if on_cpu and self._steps == _MOST_STEPS:
+            self._warn(
                 f"the optimizer that stepped at {expand(user_call_site(1))} trains parameters on "
                 f"the CPU of this process, not on the workers of the session made at {self._made}. "
                 f"Make the model in the session, or move it with .to('lazygt') before the "
@@ -99,7 +99,7 @@ class Idle:
             )
         return self._steps >= _MOST_STEPS
 
-    def _say(self, text: str) -> None:
-        said, self._said = self._said, True
-        if not said and os.getpid() == self._owner:
+    def _warn(self, text: str) -> None:
+        warned, self._warned = self._warned, True
+        if not warned and os.getpid() == self._pid:
             warnings.warn(text, IdleWarning, stacklevel=2)

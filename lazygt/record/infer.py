@@ -36,7 +36,7 @@ class Inference:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._shapes = Shapes()
-        self._seen: OrderedDict[Any, Results | None] = OrderedDict()
+        self._cache: OrderedDict[Any, Results | None] = OrderedDict()
         #: corrections by workers; the same signature is never corrected twice
         self._corrected: dict[Any, Results] = {}
         self.quick = self.runs = 0
@@ -60,21 +60,21 @@ class Inference:
             Exception: torch's own, when the op does not take such arguments. It names the user's
                 line; on CPU workers it is the one that eager torch raises.
         """
-        quick = self.by_rule(f, args, kwargs, metas, params)
-        if quick is not None:
-            return quick
+        by_rule = self.by_rule(f, args, kwargs, metas, params)
+        if by_rule is not None:
+            return by_rule
         key = _key(f, args, kwargs, metas, params)
-        if key in self._seen:
-            self._seen.move_to_end(key)
-            return self._seen[key]
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
         self.runs += 1
-        inferred = self._run(f, args, kwargs, metas, params)
-        self._seen[key] = inferred
-        if inferred is not None:
-            self._shapes.learn(f, args, kwargs, metas, params, inferred)
-        if len(self._seen) > _LIMIT:
-            self._seen.popitem(last=False)
-        return inferred
+        results = self._run(f, args, kwargs, metas, params)
+        self._cache[key] = results
+        if results is not None:
+            self._shapes.learn(f, args, kwargs, metas, params, results)
+        if len(self._cache) > _LIMIT:
+            self._cache.popitem(last=False)
+        return results
 
     def by_rule(
         self,
@@ -86,12 +86,12 @@ class Inference:
     ) -> Results | None:
         """Return the same if no meta kernel has to run for it, else None. Raise nothing."""
         if self._corrected:
-            known = self._corrected.get(_key(f, args, kwargs, metas, params))
-            if known is not None:
-                return known
-        quick = self._shapes.results(f, args, kwargs, metas, params)
-        self.quick += quick is not None
-        return quick
+            corrected = self._corrected.get(_key(f, args, kwargs, metas, params))
+            if corrected is not None:
+                return corrected
+        results = self._shapes.results(f, args, kwargs, metas, params)
+        self.quick += results is not None
+        return results
 
     def correct(self, node: Node, graph: Graph, strides: Mapping[int, tuple[int, ...]]) -> bool:
         """Note the strides that a kernel gave to results of a node.
@@ -111,16 +111,16 @@ class Inference:
         key = _key(f, node.args, node.kwargs, metas, params)
         if key in self._corrected:
             return False
-        known = self.results(f, node.args, node.kwargs, metas, params)
-        if known is None:
+        inferred = self.results(f, node.args, node.kwargs, metas, params)
+        if inferred is None:
             return False
-        fresh = list(known.fresh)
-        for place, stride in strides.items():
-            meta = fresh[place]
+        results = list(inferred.fresh)
+        for position, stride in strides.items():
+            meta = results[position]
             if meta is not None:
-                fresh[place] = intern(meta.shape, stride, meta.dtype)
-        self._corrected[key] = known._replace(fresh=tuple(fresh))
-        return tuple(fresh) != known.fresh
+                results[position] = intern(meta.shape, stride, meta.dtype)
+        self._corrected[key] = inferred._replace(fresh=tuple(results))
+        return tuple(results) != inferred.fresh
 
     def _run(
         self,

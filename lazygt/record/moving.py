@@ -10,7 +10,7 @@ from lazygt.graph.node import Node, params_in
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record.infer import Inference
-from lazygt.record.positions import NARROW, SAMPLE, Key, Moved, moved
+from lazygt.record.positions import NARROW, SAMPLE, Key, Moved, hoist_position
 from lazygt.record.repeats import Repeat
 from lazygt.record.trie import TraceTrie, TrieNode
 
@@ -42,7 +42,9 @@ class StepTaker(Protocol):
         """Make all agree with the step that was reached, after an exception."""
 
 
-def moving(trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
+def hoist_varying_position(
+    trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None
+) -> Moved | None:
     """Return an op that has no step here in the form with its position as a number.
 
     None: it is not recorded so, since there was but one position so far.
@@ -51,14 +53,14 @@ def moving(trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None) ->
         key: key of the step that it has otherwise.
         source: meta of its first argument.
     """
-    op = moved(f, key, source)
+    op = hoist_position(f, key, source)
     if op is None or op.key in trace.step.children or f is NARROW:
         return op
-    what = op.facts, *op.key[1 + op.tensors :]
-    return op if changes(trace, what, op.numbers) else None
+    call = op.facts, *op.key[1 + op.tensors :]
+    return op if position_varies(trace, call, op.numbers) else None
 
 
-def changes(trace: StepTaker, what: Key, numbers: tuple[int, ...]) -> bool:
+def position_varies(trace: StepTaker, call: Key, numbers: tuple[int, ...]) -> bool:
     """Return whether the op being recorded is called with positions that change.
 
     A place is the user's line and the number of ops before it: a loop that is recorded as one trace
@@ -67,11 +69,11 @@ def changes(trace: StepTaker, what: Key, numbers: tuple[int, ...]) -> bool:
     Args:
         what: the op, and its arguments besides tensors and positions.
     """
-    place = user_call_site(1), trace.step.ops - trace.split, what
-    return trace.trie.places.change(place, numbers)
+    program_point = user_call_site(1), trace.step.ops - trace.split, call
+    return trace.trie.places.change(program_point, numbers)
 
 
-def known_step(trace: StepTaker, op: Moved) -> TrieNode | None:
+def existing_step(trace: StepTaker, op: Moved) -> TrieNode | None:
     """Return the step of such an op, if any; its numbers are the trace's from here on."""
     trace.params.extend(op.numbers)
     return trace.step.children.get(op.key)
@@ -91,7 +93,7 @@ def new_step(trace: StepTaker, op: Moved, metas: Mapping[int, TensorMeta]) -> Tr
     results = trace.inference.results(f, args, (), dict(metas), samples)
     assert results is not None, f"{f.name}: its results' shapes depend on values"
     trace.note_miss(op.key, f, user_call_site(1))
-    trace.trie.superseded += _single(trace.step, op, source)
+    trace.trie.superseded += _fixed_position_steps(trace.step, op, source)
     step = TrieNode(trace.step, op.key, Node(f.name, args, (), results.fresh), facts=f)
     step.moves = True
     if f.views:
@@ -100,15 +102,15 @@ def new_step(trace: StepTaker, op: Moved, metas: Mapping[int, TensorMeta]) -> Tr
     return step
 
 
-def _single(parent: TrieNode, op: Moved, source: TensorMeta) -> list[TrieNode]:
+def _fixed_position_steps(parent: TrieNode, op: Moved, source: TensorMeta) -> list[TrieNode]:
     """Return the steps after ``parent`` that do the same at one position."""
     steps = []
     for key, child in parent.children.items():
         f, node = child.facts, child.node
         if f is None or f.position is None or node is None or params_in(node.args):
             continue
-        alike = moved(f, key, source) if key[1] == op.key[1] else None
-        if alike is not None and alike.key == op.key:
+        hoisted = hoist_position(f, key, source) if key[1] == op.key[1] else None
+        if hoisted is not None and hoisted.key == op.key:
             steps.append(child)
     return steps
 

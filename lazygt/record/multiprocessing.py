@@ -38,22 +38,22 @@ from lazygt.record.tensor import DEVICE_0, LazyTensor, is_lazy
 # the dataset is, as those of a loader without processes do.
 
 _iterator: Any = dataloader._MultiProcessingDataLoaderIter
-_start: Any = _iterator.__init__
+_original_init: Any = _iterator.__init__
 _process_data: Any = _iterator._process_data
 #: Number of objects searched for lazy tensors; a dataset holds them near its top.
 _MOST_OBJECTS = 100_000
-_ENDS = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
+_LEAF_TYPES = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
 
 
-def _starting(self: Any, loader: DataLoader[Any]) -> None:
+def _init_iterator(self: Any, loader: DataLoader[Any]) -> None:
     roots = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
-    held = lazy_tensors(roots) if session_stack else []
-    self._is_of_session = bool(held)
-    with on_host(held):
-        _start(self, loader)
+    lazy = lazy_tensors(roots) if session_stack else []
+    self._is_of_session = bool(lazy)
+    with on_host(lazy):
+        _original_init(self, loader)
 
 
-def _processing(self: Any, data: Any, worker_id: int) -> Any:
+def _process_batch(self: Any, data: Any, worker_id: int) -> Any:
     batch = _process_data(self, data, worker_id)
     if self._is_of_session and session_stack:
         return tree_map_only(torch.Tensor, lambda t: t.to(DEVICE_0), batch)
@@ -62,36 +62,36 @@ def _processing(self: Any, data: Any, worker_id: int) -> Any:
 
 def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
     """Return the lazy tensors that objects hold, by any attributes, lists and closures."""
-    lazy, seen, waiting = [], {id(root) for root in roots}, deque(roots)
-    while waiting and len(seen) < _MOST_OBJECTS:
-        for held in _held_by(waiting.popleft()):
-            if id(held) in seen:
+    lazy, seen, pending = [], {id(root) for root in roots}, deque(roots)
+    while pending and len(seen) < _MOST_OBJECTS:
+        for referent in _referents(pending.popleft()):
+            if id(referent) in seen:
                 continue
-            seen.add(id(held))
-            if is_lazy(held):
-                lazy.append(held)
-            elif not isinstance(held, _ENDS):
-                waiting.append(held)
+            seen.add(id(referent))
+            if is_lazy(referent):
+                lazy.append(referent)
+            elif not isinstance(referent, _LEAF_TYPES):
+                pending.append(referent)
     return lazy
 
 
-def _held_by(something: Any) -> list[Any]:
-    if isinstance(something, FunctionType):  # not its globals
-        return [something.__closure__, something.__defaults__, something.__kwdefaults__]
-    return gc.get_referents(something)
+def _referents(obj: Any) -> list[Any]:
+    if isinstance(obj, FunctionType):  # not its globals
+        return [obj.__closure__, obj.__defaults__, obj.__kwdefaults__]
+    return gc.get_referents(obj)
 
 
 _NO_SESSION = "a loader's worker process has no session, and inherits the dataset"
 _LOADER_PATCHES = (
-    Patch(_iterator, "__init__", _starting, _NO_SESSION),
-    Patch(_iterator, "_process_data", _processing, _NO_SESSION),
+    Patch(_iterator, "__init__", _init_iterator, _NO_SESSION),
+    Patch(_iterator, "_process_data", _process_batch, _NO_SESSION),
 )
 
 
 # -- lazy tensors sent by ``multiprocessing``: they arrive as CPU tensors with their values --------
 
 #: Process that is being started -> the CPU tensors among its arguments.
-_handed_on: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
+_sent_copies: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def register_reducers() -> None:
@@ -111,9 +111,11 @@ def _reduce(t: torch.Tensor) -> Any:
         )
     warn_if_has_hooks(t)
     copy = saved_form(t)
-    starting = get_spawning_popen()
-    if starting is not None:  # it hands on descriptors of the memory when it has pickled all
-        _handed_on.setdefault(starting, []).append(copy)
+    starting_process = get_spawning_popen()
+    if (
+        starting_process is not None
+    ):  # it hands on descriptors of the memory when it has pickled all
+        _sent_copies.setdefault(starting_process, []).append(copy)
     return reduce_tensor(copy)
 
 
@@ -144,12 +146,12 @@ def _sendable(queue: Any, item: Any) -> Any:
         raise
 
 
-def _putting(cls: Any) -> Callable[..., None]:
-    own = cls.put
+def _checking_put(cls: Any) -> Callable[..., None]:
+    original = cls.put
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def put(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-        own(self, _sendable(self, obj), *args, **kwargs)
+        original(self, _sendable(self, obj), *args, **kwargs)
 
     return put
 
@@ -158,7 +160,7 @@ _IN_A_THREAD = "an error of the thread that pickles reaches nobody"
 PATCHES = (
     *_LOADER_PATCHES,
     *(
-        Patch(cls, "put", _putting(cls), _IN_A_THREAD)
+        Patch(cls, "put", _checking_put(cls), _IN_A_THREAD)
         for cls in (queues.Queue, queues.JoinableQueue)
     ),
 )

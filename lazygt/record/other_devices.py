@@ -26,7 +26,7 @@ _CUDA = (
 
 
 @functools.wraps(_init_cuda)
-def _init_cuda_or_say() -> None:
+def _init_cuda_or_explain() -> None:
     """Initialise CUDA (``torch.cuda._lazy_init``); an error names the session's device."""
     try:
         _init_cuda()
@@ -54,7 +54,7 @@ def _is_inline(session: OpenSession) -> bool:
     return session.config.launcher == "inline"
 
 
-def _refusing(wrapper: Any) -> Any:
+def _refusing_lazy_modules(wrapper: Any) -> Any:
     """Wrap ``__init__`` of DataParallel or DDP: it refuses lazy modules."""
     init = wrapper.__init__
 
@@ -80,10 +80,17 @@ def _would_be_lazy(wrapper: Any, module: nn.Module) -> bool:
 
 _WRAPPERS: tuple[Any, ...] = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 IN_SESSIONS = (
-    Patch(torch.cuda, "_lazy_init", _init_cuda_or_say, "its error knows torch's own devices alone"),
+    Patch(
+        torch.cuda, "_lazy_init", _init_cuda_or_explain, "its error knows torch's own devices alone"
+    ),
     Patch(torch.cuda, "synchronize", _synchronize_workers, "it knows this process's work alone"),
     *(
-        Patch(wrapper, "__init__", _refusing(wrapper), "it knows torch's own devices alone")
+        Patch(
+            wrapper,
+            "__init__",
+            _refusing_lazy_modules(wrapper),
+            "it knows torch's own devices alone",
+        )
         for wrapper in _WRAPPERS
     ),
 )

@@ -28,7 +28,7 @@ class Outline:
     def __init__(self, steps: Steps) -> None:
         self._steps = [step.input if step.node is None else step.node for step in steps]
         self._sizes = [() if step.node is None else sizes_in(step.node) for step in steps]
-        self._inside = [_inside(step) for step in self._steps]
+        self._all_sizes = [_all_sizes(step) for step in self._steps]
 
     def resized(self, steps: Steps) -> dict[int, int] | None:
         """Return this trace's sizes -> the other's; None: it is another program.
@@ -38,43 +38,43 @@ class Outline:
         Args:
             steps: the other trace, with the same ``outline_key``.
         """
-        match = _Match()
-        for mine, sizes, inside, step in zip(
-            self._steps, self._sizes, self._inside, steps, strict=True
+        match = _SizeMatch()
+        for old, sizes, all_sizes, step in zip(
+            self._steps, self._sizes, self._all_sizes, steps, strict=True
         ):
             node = step.node
-            if mine is node:
-                fits = match.unchanged(inside)
-            elif type(mine) is TensorMeta:
-                fits = match.meta(mine, step.input)
+            if old is node:
+                matches = match.unchanged(all_sizes)
+            elif type(old) is TensorMeta:
+                matches = match.meta(old, step.input)
             else:
-                assert isinstance(mine, Node)
-                fits = node is not None and match.node(mine, sizes, node)
-            if not fits:
+                assert isinstance(old, Node)
+                matches = node is not None and match.node(old, sizes, node)
+            if not matches:
                 return None
         if len(set(match.sizes.values())) < len(match.sizes):
-            now = [step.input if step.node is None else step.node for step in steps]
-            if _told_apart(now) != _told_apart(self._steps):
+            new_steps = [step.input if step.node is None else step.node for step in steps]
+            if _distinct_count(new_steps) != _distinct_count(self._steps):
                 return None
         return match.sizes
 
 
-def _told_apart(steps: Sequence[TensorMeta | Node | None]) -> int:
+def _distinct_count(steps: Sequence[TensorMeta | Node | None]) -> int:
     nodes = [step for step in steps if isinstance(step, Node)]
     metas = [step for step in steps if isinstance(step, TensorMeta)]
     return told_apart(metas, nodes)
 
 
-def _inside(step: TensorMeta | Node | None) -> frozenset[int]:
+def _all_sizes(step: TensorMeta | Node | None) -> frozenset[int]:
     """Return all sizes in a node, or none of an input."""
     if not isinstance(step, Node):
         return frozenset()
     metas = [meta for meta in step.results if meta is not None]
-    shown = [size for meta in metas for size in (*meta.shape, *meta.stride, meta.offset)]
-    return frozenset([*sizes_in(step), *[size for size in shown if size >= LEAST]])
+    result_sizes = [size for meta in metas for size in (*meta.shape, *meta.stride, meta.offset)]
+    return frozenset([*sizes_in(step), *[size for size in result_sizes if size >= LEAST]])
 
 
-class _Match:
+class _SizeMatch:
     """Match of old sizes to new ones, one and the same everywhere.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Match:
         if old.args is new.args and old.kwargs is new.kwargs:
             alike = all(map(self.size, sizes, sizes))
         else:
-            alike = self._arguments(old, new)
+            alike = self._match_arguments(old, new)
         return (
             alike
             and old.op == new.op
@@ -137,19 +137,19 @@ class _Match:
             and all(map(self.meta, old.results, new.results))
         )
 
-    def _arguments(self, old: Node, new: Node) -> bool:
+    def _match_arguments(self, old: Node, new: Node) -> bool:
         if len(old.args) != len(new.args) or len(old.kwargs) != len(new.kwargs):
             return False
-        places = sized(old.op)
-        for place, (a, b) in enumerate(zip(old.args, new.args, strict=True)):
-            if not self._argument(a, b, place in places):
+        size_arguments = sized(old.op)
+        for position, (old_arg, new_arg) in enumerate(zip(old.args, new.args, strict=True)):
+            if not self._match_argument(old_arg, new_arg, position in size_arguments):
                 return False
         return all(
-            name == other and self._argument(a, b, name in places)
-            for (name, a), (other, b) in zip(old.kwargs, new.kwargs, strict=True)
+            name == other and self._match_argument(old_arg, new_arg, name in size_arguments)
+            for (name, old_arg), (other, new_arg) in zip(old.kwargs, new.kwargs, strict=True)
         )
 
-    def _argument(self, old: Arg, new: Arg, sizes: bool) -> bool:
+    def _match_argument(self, old: Arg, new: Arg, sizes: bool) -> bool:
         kind = type(old)
         if kind is not type(new):
             return False
@@ -157,7 +157,7 @@ class _Match:
             return bool(old.index == new.index)
         if kind is tuple:
             return len(old) == len(new) and all(
-                self._argument(a, b, sizes) for a, b in zip(old, new, strict=True)
+                self._match_argument(a, b, sizes) for a, b in zip(old, new, strict=True)
             )
         if kind is int and sizes:
             return self.size(old, new)

@@ -24,7 +24,7 @@ Key = tuple[Any, ...]
 #: Position that inference assumes for all.
 SAMPLE = 1
 #: Number of places with remembered positions.
-_MOST_PLACES = 20_000
+_MOST_POINTS = 20_000
 
 
 class Moved(NamedTuple):
@@ -62,17 +62,17 @@ class Places:
         #: place -> the first positions there, or None: several were
         self._seen: dict[Key, tuple[int, ...] | None] = {}
 
-    def change(self, place: Key, numbers: tuple[int, ...]) -> bool:
+    def change(self, program_point: Key, numbers: tuple[int, ...]) -> bool:
         """Note positions; return whether others have been at that place."""
-        if len(self._seen) >= _MOST_PLACES:
+        if len(self._seen) >= _MOST_POINTS:
             self._seen.clear()
-        first = self._seen.setdefault(place, numbers)
+        first = self._seen.setdefault(program_point, numbers)
         if first is not None and first != numbers:
-            first = self._seen[place] = None
+            first = self._seen[program_point] = None
         return first is None
 
 
-def moved(f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
+def hoist_position(f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
     """Return an op in the form that takes its position at run time; None if there is none.
 
     There is none if the position is out of range, or the only one possible.
@@ -87,14 +87,14 @@ def moved(f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
 
 def _index(f: OpFacts, key: Key, sizes: tuple[int, ...], tensors: int) -> Moved | None:
     assert f.position is not None
-    at = f.position + 1
-    dim, index = key[at - 1 : at + 1]
+    slot = f.position + 1
+    dim, index = key[slot - 1 : slot + 1]
     if not -len(sizes) <= dim < len(sizes):
         return None
     size = sizes[dim]
     if size < 2 or not -size <= index < size:
         return None
-    return Moved(f, (*key[:at], int, *key[at + 1 :]), (index % size,), tensors)
+    return Moved(f, (*key[:slot], int, *key[slot + 1 :]), (index % size,), tensors)
 
 
 def _select(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
@@ -110,7 +110,7 @@ def _select_backward(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
 
 
 def _slice(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
-    dim, start, end, step = (*key[2:], *_WHOLE[len(key) - 2 :])
+    dim, start, end, step = (*key[2:], *_SLICE_DEFAULTS[len(key) - 2 :])
     if step != 1 or not -len(source.shape) <= dim < len(source.shape):
         return None
     size = source.shape[dim]
@@ -132,7 +132,7 @@ def _roll(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
 
 
 #: Defaults of a slice's dim, start, end and step.
-_WHOLE: Key = (0, None, None, 1)
+_SLICE_DEFAULTS: Key = (0, None, None, 1)
 #: Recorded by lazygt only: torch dispatches ``narrow`` as a ``slice``.
 NARROW = facts(torch.ops.aten.narrow.default)
 _RULES: dict[str, Callable[[OpFacts, Key, TensorMeta], Moved | None]] = {

@@ -236,8 +236,8 @@ class Recorder:
 
     def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None, str | None]:
         f = facts(func)
-        known = self._known[id(func)] = f, *handler_of(f)
-        return known
+        entry = self._known[id(func)] = f, *handler_of(f)
+        return entry
 
     def _key(self, a: Any, hoist: int, f: OpFacts) -> Any:
         """Return one argument's part of a step's key."""
@@ -261,22 +261,22 @@ class Recorder:
 
     def _upload_argument(self, t: torch.Tensor, f: OpFacts) -> int:
         """Upload a CPU tensor among an op's arguments; a miss takes the same upload."""
-        lazy = host_values.foreign(self, t, f)
+        lazy = host_values.upload_operand(self, t, f)
         index = self.trace.index_of(lazy)
         self.trace.uploaded[id(t)] = index, graph_meta(lazy)
         return index
 
     def _list_key(self, items: Any, hoist: int, f: OpFacts) -> tuple[Any, ...]:
         """Return a list argument's part of a step's key; a schema's list is all of one kind."""
-        first = type(items[0]) if items else None
+        first_type = type(items[0]) if items else None
         if hoist == 2:
             kinds = tuple(map(type, items))
             if NUMBERS.issuperset(kinds):
                 self.trace.params.extend(items)
                 return kinds
-        elif first is int or first is bool:
+        elif first_type is int or first_type is bool:
             return tuple(items)
-        elif first is LazyTensor:
+        elif first_type is LazyTensor:
             serial = self.trace.serial
             return tuple(
                 [

@@ -30,7 +30,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 #: The generator of the session with the stream's state on its CPU workers; none: the client has it.
-_holders: list[SessionGenerator] = []
+_owners: list[SessionGenerator] = []
 
 
 def is_state(meta: TensorMeta | None) -> bool:
@@ -55,7 +55,7 @@ class SessionGenerator:
         self._on_cpu = device_type == "cpu"
         self.holds = False
         #: the state that the workers were handed last
-        self._taken: torch.Tensor | None = None
+        self._sent_state: torch.Tensor | None = None
 
     def before_draw(self, args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:
         """Hand the state to the workers, if need be, before a draw is recorded.
@@ -64,35 +64,35 @@ class SessionGenerator:
             The draw's arguments, without a generator that the client's draws would use anyway.
         """
         if not self.holds:
-            self.take()
+            self.hand_to_workers()
         if torch.Generator in map(type, args):
             args = tuple([None if type(a) is torch.Generator and self.is_own(a) else a
                           for a in args])  # fmt: skip
-        if kwargs and (given := kwargs.get("generator")) is not None and self.is_own(given):
+        if kwargs and (generator := kwargs.get("generator")) is not None and self.is_own(generator):
             kwargs = {name: a for name, a in kwargs.items() if name != "generator"}
         return args, kwargs
 
     def is_elsewhere(self, args: Args, kwargs: Kwargs | None) -> bool:
         """Return whether a draw goes through a generator that is not the session's."""
-        given = kwargs.get("generator") if kwargs else None
-        if given is None and torch.Generator in map(type, args):
-            given = next(a for a in args if type(a) is torch.Generator)
-        return given is not None and not self.is_own(given)
+        generator = kwargs.get("generator") if kwargs else None
+        if generator is None and torch.Generator in map(type, args):
+            generator = next(a for a in args if type(a) is torch.Generator)
+        return generator is not None and not self.is_own(generator)
 
-    def take(self) -> None:
+    def hand_to_workers(self) -> None:
         """Hand the state to the workers, before a lazy draw."""
         if self._on_cpu:
-            to_client()
-            self._taken = torch.default_generator.get_state()
-            self._record_state(self._taken)
+            move_to_client()
+            self._sent_state = torch.default_generator.get_state()
+            self._record_state(self._sent_state)
         else:
             self.manual_seed(torch.initial_seed())
 
     def take_back(self) -> None:
         """Take the state back: the op that hands it to the workers is undone."""
-        if self._on_cpu and self._taken is not None:
-            torch.default_generator.set_state(self._taken)
-            drop()
+        if self._on_cpu and self._sent_state is not None:
+            torch.default_generator.set_state(self._sent_state)
+            discard_worker_state()
         self.holds = False
 
     def manual_seed(self, seed: int) -> None:
@@ -103,7 +103,7 @@ class SessionGenerator:
         """
         if self._on_cpu:
             torch.default_generator.manual_seed(seed)
-            drop()
+            discard_worker_state()
             return
         checked = torch.Generator().manual_seed(seed).initial_seed()
         with self._owner.lock:
@@ -116,7 +116,7 @@ class SessionGenerator:
         owner = self._owner
         with owner.lock:
             if not self.holds:
-                self.take()
+                self.hand_to_workers()
             size = torch.default_generator.get_state().numel() if self._on_cpu else _GPU_STATE_BYTES
             meta: TensorMeta = intern((size,), (1,), torch.uint8)
             index = owner.internal((_GET,), Node(_GET, (DEVICE,), (), (meta,)))
@@ -126,7 +126,7 @@ class SessionGenerator:
         """Set the state; no sync point, whether the new one is lazy or on the CPU."""
         if self._on_cpu and state.device.type == "cpu":
             torch.default_generator.set_state(state)
-            drop()
+            discard_worker_state()
         else:
             with self._owner.lock:
                 self._record_state(state)
@@ -137,8 +137,8 @@ class SessionGenerator:
         index = owner.index_of(lazy)  # type: ignore[arg-type]
         owner.internal((_SET, index), Node(_SET, (DEVICE, Ref(index))))
         if self._on_cpu:
-            drop()
-            _holders.append(self)
+            discard_worker_state()
+            _owners.append(self)
         self.holds = True
 
     def restore_host_state(self) -> None:
@@ -149,19 +149,19 @@ class SessionGenerator:
             try:
                 state = self._owner.fetch(self.get_state(), "generator")
             except (WorkerDied, WorkerFrozen):
-                drop()  # the state is lost: this call raises, later draws need not
+                discard_worker_state()  # the state is lost: this call raises, later draws need not
                 raise
             torch.default_generator.set_state(state)
-            drop()
+            discard_worker_state()
 
     def close(self) -> None:
         """Drop the workers' state with the workers."""
-        if self in _holders:
-            drop()
+        if self in _owners:
+            discard_worker_state()
 
-    def is_own(self, given: torch.Generator) -> bool:
+    def is_own(self, generator: torch.Generator) -> bool:
         """Return whether an argument ``generator=`` is as good as none."""
-        return self._on_cpu and is_default(given)
+        return self._on_cpu and is_default(generator)
 
     def is_recording(self) -> bool:
         """Return whether this thread is at work for the session, not for the user."""
@@ -169,37 +169,37 @@ class SessionGenerator:
         return owned
 
 
-def is_default(given: torch.Generator) -> bool:
+def is_default(generator: torch.Generator) -> bool:
     """Return whether a generator is the client's default; torch makes new objects for it."""
-    host: Any = host_generator(given)
+    host: Any = host_generator(generator)
     same: bool = host._cdata == torch.default_generator._cdata  # type: ignore[attr-defined]
     return same
 
 
-def host_generator(given: torch.Generator) -> torch.Generator:
+def host_generator(generator: torch.Generator) -> torch.Generator:
     """Return the CPU generator that a generator draws by: beneath a lazygt one, its own."""
-    if given.device.type != "lazygt":
-        return given
-    host: torch.Generator = NATIVE.host_generator(given)
+    if generator.device.type != "lazygt":
+        return generator
+    host: torch.Generator = NATIVE.host_generator(generator)
     return host
 
 
-def holder() -> SessionGenerator | None:
+def state_owner() -> SessionGenerator | None:
     """Return the generator of the session with the state, where the user may ask for it."""
-    for generator in _holders:
+    for generator in _owners:
         return None if generator.is_recording() else generator
     return None
 
 
-def to_client() -> None:
+def move_to_client() -> None:
     """Let the client's CPU generator go on where the workers stopped."""
-    generator = holder()
+    generator = state_owner()
     if generator is not None:
         generator.restore_host_state()
 
 
-def drop() -> None:
+def discard_worker_state() -> None:
     """Invalidate the workers' state of the stream."""
-    for generator in _holders:
+    for generator in _owners:
         generator.holds = False
-    _holders.clear()
+    _owners.clear()

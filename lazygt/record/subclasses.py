@@ -21,7 +21,7 @@ _make_subclass = _tensor._make_subclass
 _as_subclass = _tensor.as_subclass
 _new_parameter = Parameter.__new__
 #: Methods of nn.Parameter that a lazy one overrides.
-_OURS = ("__deepcopy__", "__repr__", "__reduce_ex__")
+_OVERRIDDEN = ("__deepcopy__", "__repr__", "__reduce_ex__")
 
 
 class Subclassed(LazyTensor):
@@ -38,9 +38,9 @@ def is_convertible(cls: type) -> bool:
 
     It must leave its ops to torch, and keep its own attributes in the tensor's ``__dict__``.
     """
-    ops: Any = cls
-    layout = cls.__basicsize__ == torch.Tensor.__basicsize__
-    return layout and ops.__torch_dispatch__ is _tensor.__torch_dispatch__
+    user_class: Any = cls
+    same_layout = cls.__basicsize__ == torch.Tensor.__basicsize__
+    return same_layout and user_class.__torch_dispatch__ is _tensor.__torch_dispatch__
 
 
 def _host_class(cls: Any) -> type:
@@ -65,15 +65,15 @@ def lazy_class(cls: type) -> type[torch.Tensor]:
             f"a lazygt tensor can't be of class {cls.__name__}: a class for it derives from "
             f"torch.Tensor and defines neither __torch_dispatch__ nor __slots__"
         )
-    return cls if NATIVE is not None else _joined(cls)
+    return cls if NATIVE is not None else _lazy_subclass(cls)
 
 
 @functools.cache
-def _joined(cls: type) -> type[LazyTensor]:
-    theirs = [base for base in cls.__mro__ if base not in LazyTensor.__mro__]
-    defined = {name for base in theirs if base is not Parameter for name in vars(base)}
+def _lazy_subclass(cls: type) -> type[LazyTensor]:
+    user_bases = [base for base in cls.__mro__ if base not in LazyTensor.__mro__]
+    defined = {name for base in user_bases if base is not Parameter for name in vars(base)}
     members: dict[str, Any] = {
-        name: vars(LazyTensor)[name] for name in _OURS if name not in defined
+        name: vars(LazyTensor)[name] for name in _OVERRIDDEN if name not in defined
     }
     members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
     members["_host_class"] = cls
@@ -81,9 +81,9 @@ def _joined(cls: type) -> type[LazyTensor]:
         members["__setattr__"] = _set_attribute
     if not issubclass(cls, Parameter):
         members["__new__"] = _new
-    joined: Any = type(cls)(cls.__name__, (cls, Subclassed), members)
-    joined.__torch_function__ = inspect.getattr_static(cls, "__torch_function__")
-    lazy: type[LazyTensor] = joined
+    subclass: Any = type(cls)(cls.__name__, (cls, Subclassed), members)
+    subclass.__torch_function__ = inspect.getattr_static(cls, "__torch_function__")
+    lazy: type[LazyTensor] = subclass
     return lazy
 
 
@@ -92,7 +92,7 @@ def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return cls._host_class(*args, **kwargs)
 
 
-def become(t: torch.Tensor, cls: type) -> None:
+def set_class(t: torch.Tensor, cls: type) -> None:
     """Set the class of a tensor with lazy values (``t.__class__ = cls``)."""
     object.__setattr__(t, "__class__", lazy_class(cls))
     if issubclass(cls, Parameter):
@@ -101,7 +101,7 @@ def become(t: torch.Tensor, cls: type) -> None:
 
 def _set_attribute(self: torch.Tensor, name: str, value: Any) -> None:
     if name == "__class__":
-        become(self, value)
+        set_class(self, value)
     else:
         object.__setattr__(self, name, value)
 
@@ -110,9 +110,9 @@ def as_subclass(self: torch.Tensor, cls: type) -> Any:
     """Return the same values as class ``cls``; autograd goes through it (``as_subclass``)."""
     if not is_lazy(self):
         return _as_subclass(self, _host_class(cls))
-    twin = torch.ops.aten.alias.default(self)
-    become(twin, cls)
-    return twin
+    alias = torch.ops.aten.alias.default(self)
+    set_class(alias, cls)
+    return alias
 
 
 def make_subclass(*args: Any, **kwargs: Any) -> Any:
@@ -124,10 +124,10 @@ def make_subclass(*args: Any, **kwargs: Any) -> Any:
     if not is_lazy(data):
         return _make_subclass(_host_class(cls), *args[1:], **kwargs)
     needs_grad = args[2] if len(args) > 2 else kwargs.get("require_grad", False)
-    twin = data.detach()
-    twin.requires_grad = needs_grad  # torch.vmap refuses requires_grad_()
-    become(twin, cls)
-    return twin
+    tensor = data.detach()
+    tensor.requires_grad = needs_grad  # torch.vmap refuses requires_grad_()
+    set_class(tensor, cls)
+    return tensor
 
 
 def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:

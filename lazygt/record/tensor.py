@@ -500,9 +500,9 @@ def _ship_pending(t: LazyTensor, reason: str) -> None:
         storage.owner.flush(reason)
 
 
-def _is_values(given: Any) -> bool:
+def _is_values(argument: Any) -> bool:
     """Return whether a parameter can be made of an argument."""
-    return given is None or isinstance(given, torch.Tensor)
+    return argument is None or isinstance(argument, torch.Tensor)
 
 
 #: Attributes that only a lazy tensor has in its ``__dict__``.
@@ -517,8 +517,8 @@ STRIDED = torch.strided
 def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyTensor:
     """Return a new handle."""
     if NATIVE is not None:
-        shown: LazyTensor = NATIVE.handle(meta, storage, view)
-        return shown
+        handle: LazyTensor = NATIVE.handle(meta, storage, view)
+        return handle
     # by position: torch takes twice as long to read keywords
     if meta.plain:
         t = make_wrapper(LazyTensor, meta.shape, None, None, None, meta.dtype, STRIDED, DEVICE_0)

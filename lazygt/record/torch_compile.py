@@ -63,14 +63,14 @@ class _WhenLoaded(MetaPathFinder):
         return spec
 
 
-def _of_calls(eval_frame: Any) -> Patches:
+def _eval_frame_patches(eval_frame: Any) -> Patches:
     callback_from_stance = eval_frame._callback_from_stance
 
-    def callback(given: Any) -> Any:
+    def callback(compiler: Any) -> Any:
         """Return the compiler of the next frames, or None."""
         if not session_stack:
-            return callback_from_stance(given)
-        if given not in (None, False):
+            return callback_from_stance(compiler)
+        if compiler not in (None, False):
             _warn()
         return None
 
@@ -86,7 +86,7 @@ def _of_calls(eval_frame: Any) -> Patches:
     )
 
 
-def _of_flex_attention(module: Any) -> Patches:
+def _flex_attention_patches(module: Any) -> Patches:
     validate_device = module._validate_device
 
     def validate(*operands: torch.Tensor) -> None:
@@ -105,24 +105,24 @@ def _of_flex_attention(module: Any) -> Patches:
     return Patches(Patch(module, "_validate_device", validate, "it knows devices by their names"))
 
 
-def _of_frames(module: Any) -> Patches:
+def _convert_frame_patches(module: Any) -> Patches:
     module.trace_rules.add("lazygt.session")
     convert = module.CatchErrorsWrapper.__call__
 
-    def convert_unless_lazy(self: Any, frame: Any, *more: Any) -> Any:
+    def convert_unless_lazy(self: Any, frame: Any, *args: Any) -> Any:
         """Leave frames unconverted that a compiled function calls to open a session, or in it."""
         if session_stack or frame.f_code.co_filename.startswith(PACKAGE):
             return module.ConvertFrameReturn(apply_to_code=False)
-        return convert(self, frame, *more)
+        return convert(self, frame, *args)
 
     return Patches(Patch(module.CatchErrorsWrapper, "__call__", convert_unless_lazy, _NO_CODE))
 
 
 #: module -> its patches
 _PATCHES: dict[str, Callable[[Any], Patches]] = {
-    "torch._dynamo.convert_frame": _of_frames,
-    "torch._dynamo.eval_frame": _of_calls,
-    "torch.nn.attention.flex_attention": _of_flex_attention,
+    "torch._dynamo.convert_frame": _convert_frame_patches,
+    "torch._dynamo.eval_frame": _eval_frame_patches,
+    "torch.nn.attention.flex_attention": _flex_attention_patches,
 }
 
 

@@ -18,7 +18,7 @@ from lazygt.graph.node import DEVICE, Node, Param
 from lazygt.graph.ops import OpFacts, facts, returned_write
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import chains
-from lazygt.record.ahead import go_ahead
+from lazygt.record.ahead import prefetch_steps
 from lazygt.record.infer import Inference
 from lazygt.record.repeats import Repeat
 from lazygt.record.tensor import (
@@ -86,12 +86,12 @@ class Shown:
     @property
     def values(self) -> list[Storage | None]:
         """Storages of the values; None: it is gone, or there was none."""
-        return [None if shown_by is None else shown_by() for shown_by in self._values]
+        return [None if reference is None else reference() for reference in self._values]
 
     @property
     def inputs(self) -> list[Storage | None]:
         """Storages of the inputs; None: it is gone."""
-        return [entered() for entered in self._inputs]
+        return [reference() for reference in self._inputs]
 
 
 class TraceOwner(Owner, Protocol):
@@ -198,7 +198,7 @@ class Trace:
             step = TrieNode(self.step, key, input=meta)
             self.repeat.follow(step, self.repeat.input(self.step, key, meta))
             self.trie.add(step)
-            go_ahead(self)
+            prefetch_steps(self)
         return step
 
     def check(self, storage: Storage) -> None:
@@ -220,7 +220,7 @@ class Trace:
         """Take a view again, after a write to its storage or in a new trace."""
         base = index = storage.index
         meta, first = storage.meta, len(self.params)
-        numbers, taken = iter(view.numbers), []
+        numbers, new_steps = iter(view.numbers), []
         try:
             for op in view.ops:
                 number = 0 if op.pitch is None else next(numbers)
@@ -230,12 +230,12 @@ class Trace:
                 index, result = step.first + op.which, step.node.fresh[op.which]
                 assert result is not None
                 meta = result
-                taken.append(step)
+                new_steps.append(step)
         except BaseException:
             self.settle()
             raise
         if len(self.params) > first:
-            chains.take_note(self, view, taken, first)
+            chains.update_chain(self, view, new_steps, first)
         view.index, view.base, view.serial = index, base, self.serial
 
     def step_again(
@@ -247,8 +247,8 @@ class Trace:
             number: its position, if that is a run-time number; it is added to the trace's.
             meta: meta of the value.
         """
-        at = op.position + 1
-        key = (*op.key[:at], index, *op.key[at + 1 :])
+        slot = op.position + 1
+        key = (*op.key[:slot], index, *op.key[slot + 1 :])
         if op.pitch is not None:
             self.params.append(number)
         step = self.step.children.get(key)
@@ -276,7 +276,7 @@ class Trace:
                 step = TrieNode(self.step, key, node, facts=f)
                 self.repeat.follow(step, self.repeat.internal(self.step, key, node))
                 self.trie.add(step)
-                go_ahead(self)
+                prefetch_steps(self)
             self.reach(step)
         except BaseException:
             self.settle()
@@ -331,8 +331,8 @@ class Trace:
         """Return the trace's values that handles still show."""
         storages, indices = [], []
         serial = self.serial
-        for index, shown_by in enumerate(self.storages):
-            storage = shown_by() if shown_by is not None else None
+        for index, reference in enumerate(self.storages):
+            storage = reference() if reference is not None else None
             if storage is not None and storage.index == index and storage.serial == serial:
                 storages.append(storage)
                 indices.append(index)
@@ -345,34 +345,41 @@ class Trace:
         garbage collector decides when a value dies, and this must not cost a miss.
         """
         step = self.step
-        kept = step.plans.get(outputs)
-        if kept is None:
+        plan = step.plans.get(outputs)
+        if plan is None:
             needed = set(outputs)
-            kept = next((p for have, p in step.plans.items() if needed.issubset(have)), None)
-        if kept is not None:
-            self.trie.touch(id(kept))
-        return kept
+            plan = next(
+                (
+                    candidate
+                    for available, candidate in step.plans.items()
+                    if needed.issubset(available)
+                ),
+                None,
+            )
+        if plan is not None:
+            self.trie.touch(id(plan))
+        return plan
 
-    def let_go_of_inputs(self) -> Collection[int]:
+    def release_inputs(self) -> Collection[int]:
         """End the trace's hold of its inputs: one that nobody else holds is freed with its run.
 
         Returns:
             The ids of all their blocks.
         """
-        held, self.inputs = self.inputs, []
-        self.shown = Shown(self.storages, [storage for storage, _ in held])
-        for storage, _ in held:
+        released, self.inputs = self.inputs, []
+        self.shown = Shown(self.storages, [storage for storage, _ in released])
+        for storage, _ in released:
             entered = storage()
             if entered is not None and entered.serial == self.serial and entered.index < 0:
                 entered.serial = 0
         ids: list[int] = []
-        for _, remote in held:
+        for _, remote in released:
             ids.append(remote.id)
             ids += [block.id for block in remote.rest]
         return ids
 
     def rebind(
-        self, kept: Any, living: Living, values: Iterable[Any], backward: CallSite | None
+        self, plan: Any, living: Living, values: Iterable[Any], backward: CallSite | None
     ) -> None:
         """Turn the trace's shown values into outputs of its run.
 
@@ -383,10 +390,10 @@ class Trace:
         """
         outputs = list(values)
         for storage, index in zip(living.storages, living.numbers, strict=True):
-            position = kept.positions[index]
+            position = plan.positions[index]
             value = outputs[position]
-            value.sharding = kept.shardings[position]
-            value.call_site = self.call_sites[kept.makers[position]] or backward
+            value.sharding = plan.shardings[position]
+            value.call_site = self.call_sites[plan.makers[position]] or backward
             storage.set_remote(value)
 
     def bytes_alive(self) -> int:
@@ -411,8 +418,8 @@ class Trace:
         seen = Counter(
             (step.facts, call_site) for step, call_site in zip(ops, self.call_sites, strict=True)
         )
-        repeated = [place for place, times in seen.items() if times > 1]
-        return min(repeated, key=lambda place: seen[place], default=None)
+        repeated = [point for point, count in seen.items() if count > 1]
+        return min(repeated, key=lambda point: seen[point], default=None)
 
 
 def written_tensors(f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -438,24 +445,24 @@ def returned(
     """Return an op's result, made of its fresh handles, written tensors and ints."""
     if f.outputs == ("fl",):
         return fresh
-    out: list[Any] = []
+    results: list[Any] = []
     numbers = iter(ints)
     single = sum(kind != "fl" for kind in f.outputs)
     for position, kind in enumerate(f.outputs):
         if kind[0] == "w":
-            which = returned_write(f, position)
-            out.append(kwargs[which] if isinstance(which, str) else args[which])
+            argument = returned_write(f, position)
+            results.append(kwargs[argument] if isinstance(argument, str) else args[argument])
         elif kind == "i":
-            out.append(next(numbers))
+            results.append(next(numbers))
         elif kind == "fl":
-            taken = len(fresh) - (single - len(out))
-            out.append(fresh[:taken])
-            fresh = fresh[taken:]
+            length = len(fresh) - (single - len(results))
+            results.append(fresh[:length])
+            fresh = fresh[length:]
         else:
-            out.append(fresh.pop(0))
-    if not out:
+            results.append(fresh.pop(0))
+    if not results:
         return None
-    return out[0] if len(out) == 1 else tuple(out)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def closed_error() -> NoSession:

@@ -86,8 +86,8 @@ class TrieNode:
             self.ops += 1
             self.values += len(node.fresh) + len(node.written)
             # a write through a view takes numbers that the view has taken
-            taken = params_in((node.args, node.kwargs))
-            self.params = max([self.params, *[number + 1 for number in taken]])
+            used = params_in((node.args, node.kwargs))
+            self.params = max([self.params, *[number + 1 for number in used]])
             single = facts is not None and facts.outputs == ("f",)
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
@@ -180,9 +180,9 @@ class TraceTrie:
         assert step.parent is not None
         fresh = () if step.node is None else step.node.fresh
         nbytes = sum(meta.nbytes for meta in fresh if meta is not None)
-        step.nbytes += self._on_a_rank(step, nbytes)
+        step.nbytes += self._per_rank(step, nbytes)
         if alive is not None and step.nbytes >= self.max_bytes:
-            step.nbytes = self._on_a_rank(step, alive() + nbytes)
+            step.nbytes = self._per_rank(step, alive() + nbytes)
         step.full = step.depth >= self.max_depth or step.nbytes >= self.max_bytes
         step.parent.children[step.key] = step
         self.steps += 1
@@ -211,22 +211,22 @@ class TraceTrie:
         ahead, self._ahead = self._ahead, []
         if not ahead:
             return
-        at = step.depth - ahead[0].depth
-        count = at + 1 if 0 <= at < len(ahead) and ahead[at] is step else 0
-        for top in ahead[count : count + 1]:
-            assert top.parent is not None
-            if top.parent.children.get(top.key) is top:
-                top.parent.forget(top)
-                self._forget(top)
+        position = step.depth - ahead[0].depth
+        count = position + 1 if 0 <= position < len(ahead) and ahead[position] is step else 0
+        for unreached in ahead[count : count + 1]:
+            assert unreached.parent is not None
+            if unreached.parent.children.get(unreached.key) is unreached:
+                unreached.parent.forget(unreached)
+                self._uncount(unreached)
 
     def half_full(self, step: TrieNode, alive: Callable[[], int]) -> bool:
         """Return whether a trace that ends here is at least half as long as one may be."""
         if 2 * step.depth >= self.max_depth:
             return True
-        perhaps = 2 * step.nbytes >= self.max_bytes
-        return perhaps and 2 * self._on_a_rank(step, alive()) >= self.max_bytes
+        may_be = 2 * step.nbytes >= self.max_bytes
+        return may_be and 2 * self._per_rank(step, alive()) >= self.max_bytes
 
-    def _on_a_rank(self, step: TrieNode, nbytes: int) -> int:
+    def _per_rank(self, step: TrieNode, nbytes: int) -> int:
         """Return a rank's share of so many bytes.
 
         In a trace that is placed on the mesh they count as sharded among all ranks: the placement
@@ -242,61 +242,61 @@ class TraceTrie:
         """Store a plan of so many bytes; return the plans that were dropped to make room."""
         self.reached(step)
         step.plans[outputs] = plan
-        forgotten = self._recent.keep(id(plan), (step, outputs), nbytes)
-        dropped = [self._drop(place, step) for _, place in forgotten]
-        dropped += self._forget_superseded(step)
+        evicted = self._recent.keep(id(plan), (step, outputs), nbytes)
+        dropped = [self._remove_plan(location, step) for _, location in evicted]
+        dropped += self._remove_superseded(step)
         while len(self._recent) > 1 and self.steps > self._max_steps:
-            _, place = self._recent.oldest()
-            dropped.append(self._drop(place, step))
+            _, location = self._recent.oldest()
+            dropped.append(self._remove_plan(location, step))
         return dropped
 
     def cut(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
         """Remove the steps for which ``stale`` holds, and all below; return their plans."""
-        todo, dropped = [*self._roots.values()], []
-        while todo:
-            step = todo.pop()
+        pending, dropped = [*self._roots.values()], []
+        while pending:
+            step = pending.pop()
             for child in list(step.children.values()):
                 if stale(child):
                     step.forget(child)
-                    dropped += self._forget(child)
+                    dropped += self._uncount(child)
                 else:
-                    todo.append(child)
+                    pending.append(child)
         return dropped
 
-    def _forget_superseded(self, keep: TrieNode) -> list[Any]:
+    def _remove_superseded(self, current: TrieNode) -> list[Any]:
         """Remove the superseded steps, except for the path to ``keep``; return their plans."""
-        way = {id(keep), *map(id, keep.path())}
+        on_path = {id(current), *map(id, current.path())}
         superseded, self.superseded = self.superseded, []
         dropped = []
         for step in superseded:
             assert step.parent is not None
-            if step.parent.children.get(step.key) is step and id(step) not in way:
+            if step.parent.children.get(step.key) is step and id(step) not in on_path:
                 step.parent.forget(step)
-                dropped += self._forget(step)
+                dropped += self._uncount(step)
         return dropped
 
-    def _forget(self, top: TrieNode) -> list[Any]:
+    def _uncount(self, removed: TrieNode) -> list[Any]:
         """Subtract a removed step, and all below it, from the counts; return their plans."""
-        todo, dropped = [top], []
-        while todo:
-            step = todo.pop()
+        pending, dropped = [removed], []
+        while pending:
+            step = pending.pop()
             self.steps -= 1
             for plan in step.plans.values():
                 self._recent.drop(id(plan))
                 dropped.append(plan)
             step.plans.clear()
-            todo += step.children.values()
+            pending += step.children.values()
         return dropped
 
-    def _drop(self, place: tuple[TrieNode, tuple[int, ...]], keep: TrieNode) -> Any:
+    def _remove_plan(self, location: tuple[TrieNode, tuple[int, ...]], current: TrieNode) -> Any:
         """Remove a plan, and the steps that led to it alone; return it."""
-        step, outputs = place
+        step, outputs = location
         plan = step.plans.pop(outputs)
-        self._prune(step, keep)
+        self._prune(step, current)
         return plan
 
-    def _prune(self, step: TrieNode, keep: TrieNode) -> None:
-        while step.parent is not None and step is not keep:
+    def _prune(self, step: TrieNode, current: TrieNode) -> None:
+        while step.parent is not None and step is not current:
             if step.children or step.plans:
                 return
             step.parent.forget(step)
@@ -419,11 +419,11 @@ def line_of(step: TrieNode) -> str:
     below = [step]
     while below:
         step_below = below.pop()
-        for kept in step_below.plans.values():
-            for plan, made_of in zip(kept.entry.plans, kept.origins, strict=True):
-                origins = made_of or range(len(plan.steps.graph.nodes))
+        for plan in step_below.plans.values():
+            for rank_plan, recorded_ops in zip(plan.entry.plans, plan.origins, strict=True):
+                origins = recorded_ops or range(len(rank_plan.steps.graph.nodes))
                 if number in origins:
-                    line: str = plan.steps.graph.line(origins.index(number))
+                    line: str = rank_plan.steps.graph.line(origins.index(number))
                     return line
         below.extend(step_below.children.values())
     return "?"

@@ -73,7 +73,7 @@ class _Addresses:
         self._lock = threading.Lock()
         self._free = _FIRST
 
-    def take(self, nbytes: int) -> AddressRange:
+    def allocate(self, nbytes: int) -> AddressRange:
         with self._lock:
             first = self._free
             self._free += (nbytes // _ALIGNMENT + 1) * _ALIGNMENT
@@ -85,7 +85,7 @@ _ADDRESSES = _Addresses()
 
 def new_range(nbytes: int) -> AddressRange:
     """Return addresses for so many bytes, which nothing else has or will have."""
-    return _ADDRESSES.take(nbytes)
+    return _ADDRESSES.allocate(nbytes)
 
 
 def untyped_storage_of(t: torch.Tensor, addresses: AddressRange) -> LazyStorage:

@@ -79,11 +79,11 @@ def handle(trace: Trace, step: TrieNode, args: tuple[Any, ...]) -> LazyTensor:
     trace.reserve(step)
     op = ops[0]
     source: LazyTensor = args[op.position]
-    storage, shown = source._storage, source._view
-    if op.pitch is not None or (shown is not None and shown.numbers):
-        chain = chains.longer(trace, shown, storage, op, step.first)
+    storage, view = source._storage, source._view
+    if op.pitch is not None or (view is not None and view.numbers):
+        chain = chains.extended(trace, view, storage, op, step.first)
         return wrapper(chain.meta, storage, chain)
-    viewed = ops if shown is None else shown.ops + ops
+    viewed = ops if view is None else view.ops + ops
     return wrapper(op.meta, storage, ViewChain(viewed, trace.serial, storage.index, step.first))
 
 
@@ -94,14 +94,16 @@ def handles(trace: Trace, f: OpFacts, step: TrieNode, args: tuple[Any, ...]) -> 
         ops = chains.view_ops(step)
     source: LazyTensor = args[viewed_argument(f)]
     storage, serial, first = source._storage, trace.serial, step.first
-    shown = source._view
-    if shown is not None and shown.numbers:
-        viewed = [chains.longer(trace, shown, storage, op, first + op.which) for op in ops]
-        return [wrapper(chain.meta, storage, chain) for chain in viewed]
-    before = shown.ops if shown is not None else ()
+    view = source._view
+    if view is not None and view.numbers:
+        chains_of_views = [
+            chains.extended(trace, view, storage, op, first + op.which) for op in ops
+        ]
+        return [wrapper(chain.meta, storage, chain) for chain in chains_of_views]
+    prefix = view.ops if view is not None else ()
     return [
         wrapper(op.meta, storage,
-                ViewChain((*before, op), serial, storage.index, first + op.which))
+                ViewChain((*prefix, op), serial, storage.index, first + op.which))
         for op in ops
     ]  # fmt: skip
 

@@ -59,9 +59,9 @@ def sampled_dtype(
 
     # of several dtypes torch's kernels and their meta kernels do not always make the same
     condition = {torch.bool} if f.name == "aten.where.self" else set()
-    several = len({meta.dtype for meta in metas.values()} - condition) > 1
-    far = DEVICE in (*args, *[arg for _, arg in kwargs])
-    if several or far or any(len(meta.shape) > _MOST_DIMS for meta in metas.values()):
+    mixed_dtypes = len({meta.dtype for meta in metas.values()} - condition) > 1
+    names_device = DEVICE in (*args, *[arg for _, arg in kwargs])
+    if mixed_dtypes or names_device or any(len(meta.shape) > _MOST_DIMS for meta in metas.values()):
         return None
     try:
         with undispatched(), torch.no_grad():
@@ -115,11 +115,11 @@ class Shapes:
                 return None
         rule = RULES.get(f.name)
         if rule is not None:
-            answer = _ask(rule, args, kwargs, metas, params)
+            answer = _apply_rule(rule, args, kwargs, metas, params)
             return None if answer is None else Results(answer)
         rule = WRITING_RULES.get(f.name)
         if rule is not None:
-            answer = _ask(rule, args, kwargs, metas, params)
+            answer = _apply_rule(rule, args, kwargs, metas, params)
             return None if answer is None else Results((), answer)  # type: ignore[arg-type]
         key = _pointwise_key(f, args, kwargs, metas, params)
         if key is None:
@@ -147,11 +147,11 @@ class Shapes:
         if key is None or key in self._learned:
             return
         result = (results.fresh or results.written)[0]
-        right = result is not None and _pointwise(f, args, metas, result.dtype) == results
-        self._learned[key] = result.dtype if result is not None and right else None
+        is_pointwise = result is not None and _pointwise(f, args, metas, result.dtype) == results
+        self._learned[key] = result.dtype if result is not None and is_pointwise else None
 
 
-def _ask(
+def _apply_rule(
     rule: Rule,
     args: tuple[Arg, ...],
     kwargs: Named,
@@ -222,7 +222,7 @@ def _pointwise_key(
     return tuple(key)
 
 
-def _alike(operands: list[TensorMeta]) -> bool:
+def _have_one_shape(operands: list[TensorMeta]) -> bool:
     """Return whether both are tensors of one shape; to torch a number is one without dims."""
     return len(operands) == 2 and operands[0].shape == operands[1].shape
 
@@ -235,7 +235,7 @@ def _pointwise(
     shape = broadcast([meta.shape for meta in operands])
     if shape is None:
         return None
-    if not all(map(is_contiguous, operands)) and not _alike(operands):
+    if not all(map(is_contiguous, operands)) and not _have_one_shape(operands):
         return None
     if f.outputs == ("f",):
         return Results((contiguous(shape, dtype),))

@@ -93,8 +93,8 @@ def _layer_norm_backward(
     if forward != (contiguous(grad.shape, grad.dtype), mean, rstd) or not is_contiguous(grad):
         return None
     shapes = (grad.shape, shape, shape)
-    absent = (False, weight is None, bias is None)
-    if any(wanted and gone for wanted, gone in zip(mask, absent, strict=True)):
+    missing = (False, weight is None, bias is None)
+    if any(wanted and is_missing for wanted, is_missing in zip(mask, missing, strict=True)):
         return None
     pairs = zip(mask, shapes, strict=True)
     return tuple(contiguous(size, grad.dtype) if wanted else None for wanted, size in pairs)

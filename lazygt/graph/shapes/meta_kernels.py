@@ -51,7 +51,7 @@ def relaid(
     return metas
 
 
-def _rows(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
+def _row_major(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
     """Return row-major strides, for any operands."""
     return contiguous_stride(shape)
 
@@ -64,11 +64,11 @@ def _iterated(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strid
     """
     if len(operands) < 3:
         other = operands[-1] if len(operands) > 1 else torch.empty((), device="meta")
-        return torch.ne(_single(operands[0]), _single(other)).stride()
+        return torch.ne(_halves_as_floats(operands[0]), _halves_as_floats(other)).stride()
     return torch.lerp(*map(_floats, operands)).stride()
 
 
-def _single(t: torch.Tensor) -> torch.Tensor:
+def _halves_as_floats(t: torch.Tensor) -> torch.Tensor:
     """Return halves in single precision: meta kernels convert halves, and lose strides of 0."""
     return _floats(t) if t.dtype in (torch.float16, torch.bfloat16) else t
 
@@ -130,10 +130,10 @@ def _convolved(*positions: int) -> Layout:
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         forms = [suggest_memory_format(operands[position]) for position in positions]
-        last = next((form for form in forms if form != torch.contiguous_format), None)
-        if last is None or operands[0].dtype == torch.float64:
+        channels_last = next((form for form in forms if form != torch.contiguous_format), None)
+        if channels_last is None or operands[0].dtype == torch.float64:
             return contiguous_stride(shape)
-        return torch.empty(shape, device="meta", memory_format=last).stride()
+        return torch.empty(shape, device="meta", memory_format=channels_last).stride()
 
     return layout
 
@@ -167,7 +167,7 @@ _EVERYWHERE = _table(
         true_divide.Tensor where.self xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor""",
     ),
     (
-        (_rows,),
+        (_row_major,),
         """_foreach_pow.ScalarAndTensor _weight_norm_interface.default isin.Tensor_Scalar
         isin.Tensor_Tensor pow.Scalar renorm.default tril.default triu.default""",
     ),
@@ -189,13 +189,13 @@ _EVERYWHERE = _table(
 
 _ON_CPU = _table(
     (
-        (_rows,),
+        (_row_major,),
         """_log_softmax_backward_data.default huber_loss_backward.default
         mse_loss_backward.default normal.Tensor_Tensor smooth_l1_loss_backward.default""",
     ),
     ((_like(0),), "log_sigmoid_backward.default"),
-    ((_rows, _rows), "log_sigmoid_forward.default"),
-    ((_rows, _rows, _rows), "native_layer_norm_backward.default"),
+    ((_row_major, _row_major), "log_sigmoid_forward.default"),
+    ((_row_major, _row_major, _row_major), "native_layer_norm_backward.default"),
     (
         (_format_of(0),),
         """_batch_norm_no_update.default _batch_norm_with_update.default
@@ -410,10 +410,10 @@ def _cudnn_rnn(
 def _check_same_dtype(x: torch.Tensor, tensors: Sequence[torch.Tensor | None], name: str) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.dtype != x.dtype:
-            expected, given = (_TYPE_NAMES.get(t.dtype, str(t.dtype)) for t in (x, tensor))
+            expected, actual = (_TYPE_NAMES.get(t.dtype, str(t.dtype)) for t in (x, tensor))
             raise RuntimeError(
                 f"Input and {name} tensors are not the same dtype, found input tensor with "
-                f"{expected} and {name} tensor with {given}"
+                f"{expected} and {name} tensor with {actual}"
             )
 
 

@@ -91,9 +91,9 @@ def run_on_metas(
     fallback = not f.foreign and device_type == "cpu"
     mode = fake_tensors(fallback) if by_device else nullcontext()
     with undispatched(), torch.no_grad(), nondeterministic(), mode:
-        margs, mkwargs = with_tensors(args, kwargs, empty, metas, params, device)
+        meta_args, meta_kwargs = with_tensors(args, kwargs, empty, metas, params, device)
         try:
-            returned = META_KERNELS.get(f.name, f.func)(*margs, **mkwargs)
+            returned = META_KERNELS.get(f.name, f.func)(*meta_args, **meta_kwargs)
         except NotImplementedError:
             # a foreign op that has no fake kernel is not one of those that resize their outputs
             only_writes = f.foreign and all(kind[0] == "w" for kind in f.outputs)
@@ -103,13 +103,13 @@ def run_on_metas(
     if f.name in _ONE_DTYPE:
         _check_one_dtype(f, tensors)
     elif f.name in _KEEPING_DTYPE:
-        _check_cast(f, margs)
-    results = _described(f, returned, margs, mkwargs)
+        _check_cast(f, meta_args)
+    results = _described(f, returned, meta_args, meta_kwargs)
     fresh = _corrected(f, list(results.fresh), tensors, device_type)
-    wide = _widened(metas) if f.pointwise and f.outputs == ("f",) else None
-    if wide is not None:
-        again = run_on_metas(f, args, kwargs, wide, params, device_type)
-        fresh = [_with_strides(fresh[0], again)]
+    float32_metas = _halves_in_float32(metas) if f.pointwise and f.outputs == ("f",) else None
+    if float32_metas is not None:
+        float32_results = run_on_metas(f, args, kwargs, float32_metas, params, device_type)
+        fresh = [_with_strides(fresh[0], float32_results)]
     return results._replace(fresh=tuple(fresh))
 
 
@@ -147,7 +147,7 @@ def _described(
         if kind[0] in "fv":
             fresh.extend(None if t is None else TensorMeta.of(t) for t in _flat([item]))
     return Results(
-        tuple(_rooted(f, fresh)),
+        tuple(_without_offset(f, fresh)),
         tuple(TensorMeta.of(t) for t in _flat(written) if t is not None),
         tuple(int(item) for kind, item in zip(f.outputs, items, strict=True) if kind == "i"),
     )
@@ -187,7 +187,7 @@ def _by_device(f: OpFacts, metas: Mapping[int, TensorMeta], device_type: str) ->
     return f.name in BY_DEVICE and (device_type == "cpu" or f.name not in _NORMS)
 
 
-def _widened(metas: Mapping[int, TensorMeta]) -> Mapping[int, TensorMeta] | None:
+def _halves_in_float32(metas: Mapping[int, TensorMeta]) -> Mapping[int, TensorMeta] | None:
     """Return the operands in single precision if an expanded one is of half precision.
 
     torch's meta kernels convert such operands first, and the converted ones are row-major; its
@@ -241,7 +241,7 @@ def _no_buffer(operands: list[torch.Tensor], buffer: TensorMeta | None) -> Tenso
     return TensorMeta((0,), (1,), operands[0].dtype)
 
 
-def _single_norms(operands: list[torch.Tensor], norms: TensorMeta | None) -> TensorMeta | None:
+def _float32_norms(operands: list[torch.Tensor], norms: TensorMeta | None) -> TensorMeta | None:
     """Return the norms' meta: GPUs keep norms of half precision in single precision."""
     if norms is None or norms.dtype != torch.float16:
         return norms
@@ -253,7 +253,7 @@ _OTHER_ON_GPUS: Mapping[
     str, Callable[[list[torch.Tensor], TensorMeta | None], TensorMeta | None]
 ] = {
     "aten.log_sigmoid_forward.default": _no_buffer,
-    "aten._weight_norm_interface.default": _single_norms,
+    "aten._weight_norm_interface.default": _float32_norms,
 }
 
 #: The input's gradient has the input's dtype; torch's meta kernel promotes it with the weights'.
@@ -276,7 +276,7 @@ def _mixed_statistics(tensors: list[torch.Tensor], fresh: list[TensorMeta | None
             fresh[i] = TensorMeta(m.shape, m.stride, torch.float32)
 
 
-def _rooted(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:
+def _without_offset(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:
     """Return the metas with offset 0: fresh results own their memory."""
     if f.views:
         return metas
@@ -308,14 +308,14 @@ _CHECK_FIRST = frozenset(
     for name in ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "convolution")
 )
 #: Refusals of values, which are zeros here, and of memory.
-_OF_OTHER_KIND: tuple[type[Exception], ...] = (
+_OTHER_ERRORS: tuple[type[Exception], ...] = (
     torch.linalg.LinAlgError,  # type: ignore[attr-defined]
     MemoryError,
     OSError,
     OverflowError,  # operands that no address space holds
 )
 #: The same by their texts, and refusals for want of a kernel.
-_OTHER_REASONS = ("Could not run ", "DefaultCPUAllocator", "[enforce fail")
+_OTHER_ERROR_TEXTS = ("Could not run ", "DefaultCPUAllocator", "[enforce fail")
 _MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 
 
@@ -341,10 +341,10 @@ def cpu_error(
         with undispatched(), torch.no_grad(), nondeterministic():
             operands = with_tensors(args, kwargs, _zeros, metas, params, torch.device("cpu"))
             f.func(*operands[0], **operands[1])
-    except _OF_OTHER_KIND:
+    except _OTHER_ERRORS:
         return None
     except Exception as error:  # noqa: BLE001 - any error of the kernel is the answer
-        return None if str(error).startswith(_OTHER_REASONS) else error
+        return None if str(error).startswith(_OTHER_ERROR_TEXTS) else error
     return None
 
 

@@ -86,7 +86,9 @@ def same_float(*metas: TensorMeta) -> bool:
     return dtype in FLOATS and all(m.dtype is dtype for m in metas)
 
 
-def seen(source: TensorMeta, shape: Iterable[int], stride: Iterable[int], offset: int) -> Metas:
+def view_meta(
+    source: TensorMeta, shape: Iterable[int], stride: Iterable[int], offset: int
+) -> Metas:
     """Return the meta of a view of ``source``."""
     return (intern(tuple(shape), tuple(stride), source.dtype, offset),)
 
@@ -149,11 +151,11 @@ def _stack(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
 
 
 def _isin(elements: TensorMeta, among: TensorMeta, **flags: Any) -> Metas | None:
-    numbers = _WHOLE.issuperset((elements.dtype, among.dtype))
-    return (contiguous(elements.shape, torch.bool),) if numbers else None
+    are_integers = _INDEX_DTYPES.issuperset((elements.dtype, among.dtype))
+    return (contiguous(elements.shape, torch.bool),) if are_integers else None
 
 
-_WHOLE = frozenset({torch.int32, torch.int64})
+_INDEX_DTYPES = frozenset({torch.int32, torch.int64})
 
 
 def _copied_into(
@@ -200,14 +202,14 @@ def _reduced(
     rank = len(source.shape)
     if not is_contiguous(source) or source.dtype not in FLOATS or dtype not in (None, source.dtype):
         return None
-    wanted = dims if isinstance(dims, tuple) and dims else range(rank)
-    gone = {position(dim, rank) for dim in wanted}
-    if None in gone or len(gone) != len(wanted):
+    reduced_dims = dims if isinstance(dims, tuple) and dims else range(rank)
+    reduced = {position(dim, rank) for dim in reduced_dims}
+    if None in reduced or len(reduced) != len(reduced_dims):
         return None
     if keepdim:
-        shape = tuple(1 if d in gone else size for d, size in enumerate(source.shape))
+        shape = tuple(1 if d in reduced else size for d, size in enumerate(source.shape))
     else:
-        shape = tuple(size for d, size in enumerate(source.shape) if d not in gone)
+        shape = tuple(size for d, size in enumerate(source.shape) if d not in reduced)
     return (contiguous(shape, source.dtype),)
 
 
@@ -253,7 +255,7 @@ def _permute(source: TensorMeta, dims: tuple[int, ...]) -> Metas | None:
     if sorted(order) != list(range(rank)):
         return None
     shape = [source.shape[d] for d in order]
-    return seen(source, shape, [source.stride[d] for d in order], source.offset)
+    return view_meta(source, shape, [source.stride[d] for d in order], source.offset)
 
 
 def _transpose(source: TensorMeta, dim0: int, dim1: int) -> Metas | None:
@@ -268,26 +270,28 @@ def _transpose(source: TensorMeta, dim0: int, dim1: int) -> Metas | None:
 def _t(source: TensorMeta) -> Metas | None:
     if len(source.shape) != 2:
         return None
-    return seen(source, source.shape[::-1], source.stride[::-1], source.offset)
+    return view_meta(source, source.shape[::-1], source.stride[::-1], source.offset)
 
 
 def _view(source: TensorMeta, shape: Shape) -> Metas | None:
     if not is_contiguous(source):
         return None
-    sizes = _with_guess(shape, source.numel)
-    return None if sizes is None else seen(source, sizes, contiguous_stride(sizes), source.offset)
+    sizes = _infer_size(shape, source.numel)
+    return (
+        None if sizes is None else view_meta(source, sizes, contiguous_stride(sizes), source.offset)
+    )
 
 
 def _unsafe_view(source: TensorMeta, shape: Shape) -> Metas | None:
     return _view(source, shape) if not source.offset else None
 
 
-def _with_guess(shape: Shape, numel: int) -> Shape | None:
+def _infer_size(shape: Shape, numel: int) -> Shape | None:
     """Return the shape with its one -1 replaced; None if it does not hold ``numel`` elements."""
-    known = math.prod(size for size in shape if size != -1)
-    if any(size < -1 for size in shape) or shape.count(-1) > 1 or known == 0:
+    known_numel = math.prod(size for size in shape if size != -1)
+    if any(size < -1 for size in shape) or shape.count(-1) > 1 or known_numel == 0:
         return None
-    sizes = tuple(numel // known if size == -1 else size for size in shape)
+    sizes = tuple(numel // known_numel if size == -1 else size for size in shape)
     return sizes if math.prod(sizes) == numel else None
 
 
@@ -298,12 +302,12 @@ def _expand(source: TensorMeta, shape: Shape, *, implicit: bool = False) -> Meta
         return None
     pairs = zip(shape[new:], source.shape, source.stride, strict=True)
     sizes, steps = list(shape[:new]), [0] * new
-    for size, have, step in pairs:
-        if size not in (-1, have) and (have != 1 or size < 1):
+    for size, old_size, step in pairs:
+        if size not in (-1, old_size) and (old_size != 1 or size < 1):
             return None
-        sizes.append(have if size == -1 else size)
-        steps.append(step if size in (-1, have) else 0)
-    return seen(source, sizes, steps, source.offset)
+        sizes.append(old_size if size == -1 else size)
+        steps.append(step if size in (-1, old_size) else 0)
+    return view_meta(source, sizes, steps, source.offset)
 
 
 def _slice(
@@ -323,7 +327,7 @@ def _slice(
     shape[at] = (last - first + step - 1) // step
     offset = source.offset + first * stride[at]
     stride[at] *= step
-    return seen(source, shape, stride, offset)
+    return view_meta(source, shape, stride, offset)
 
 
 def _narrow(source: TensorMeta, dim: int, start: int, length: int) -> Metas | None:
@@ -341,7 +345,7 @@ def _select(source: TensorMeta, dim: int, index: int) -> Metas | None:
     if which is None:
         return None
     offset = source.offset + which * source.stride[at]
-    return seen(source, without(source.shape, at), without(source.stride, at), offset)
+    return view_meta(source, without(source.shape, at), without(source.stride, at), offset)
 
 
 def _unbind(source: TensorMeta, dim: int = 0) -> Metas | None:
@@ -361,22 +365,22 @@ def _unsqueeze(source: TensorMeta, dim: int) -> Metas | None:
         return None
     step = source.shape[at] * source.stride[at] if at < rank else 1
     shape = (*source.shape[:at], 1, *source.shape[at:])
-    return seen(source, shape, (*source.stride[:at], step, *source.stride[at:]), source.offset)
+    return view_meta(source, shape, (*source.stride[:at], step, *source.stride[at:]), source.offset)
 
 
 def _squeeze(source: TensorMeta, dims: int | Shape | None = None) -> Metas | None:
     rank = len(source.shape)
-    wanted = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
-    gone = {position(dim, rank) for dim in wanted}
-    if None in gone or len(gone) != len(wanted):
+    candidates = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    squeezed = {position(dim, rank) for dim in candidates}
+    if None in squeezed or len(squeezed) != len(candidates):
         return None
-    kept = [d for d in range(rank) if d not in gone or source.shape[d] != 1]
-    shape, stride = [source.shape[d] for d in kept], [source.stride[d] for d in kept]
-    return seen(source, shape, stride, source.offset)
+    remaining = [d for d in range(rank) if d not in squeezed or source.shape[d] != 1]
+    shape, stride = [source.shape[d] for d in remaining], [source.stride[d] for d in remaining]
+    return view_meta(source, shape, stride, source.offset)
 
 
 def _detach(source: TensorMeta) -> Metas:
-    return seen(source, source.shape, source.stride, source.offset)
+    return view_meta(source, source.shape, source.stride, source.offset)
 
 
 #: Op -> rule.

@@ -48,27 +48,27 @@ def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...],
         CodeError: a part of it can't be pickled.
     """
     main = pickled(value, title, module, _reduced)
-    inner: dict[str, bytes] = {}
+    inner_ops: dict[str, bytes] = {}
     modules: dict[str, None] = {}
-    todo = [main]
-    while todo:
-        for func in _named_in(todo.pop()):
+    pending = [main]
+    while pending:
+        for func in _ops_named_in(pending.pop()):
             qualname = func.name()
-            if qualname in inner:
+            if qualname in inner_ops:
                 continue
             source = source_of(func, "cpu")
             if source.can_be_imported:
                 modules.update(dict.fromkeys(source.modules))
             else:
-                inner[qualname] = pickled(
-                    _inner(func), qualname, ", ".join(source.modules), _reduced
+                inner_ops[qualname] = pickled(
+                    _inner_op(func), qualname, ", ".join(source.modules), _reduced
                 )
-                todo.append(inner[qualname])
+                pending.append(inner_ops[qualname])
     libraries = sorted(torch.ops.loaded_libraries) if b"ops" in main else []
-    return pickle.dumps(Bundle(main, tuple(inner.items()))), tuple(modules), tuple(libraries)
+    return pickle.dumps(Bundle(main, tuple(inner_ops.items()))), tuple(modules), tuple(libraries)
 
 
-def _named_in(text: bytes) -> Iterator[OpOverload]:
+def _ops_named_in(text: bytes) -> Iterator[OpOverload]:
     """Yield the ops defined in Python that are named in pickled code: it may call them."""
     for qualname in {**dict(OPDEFS), **defined()}:
         space, _, name = qualname.partition("::")
@@ -79,7 +79,7 @@ def _named_in(text: bytes) -> Iterator[OpOverload]:
                 yield overload
 
 
-def _inner(func: OpOverload) -> InnerOp:
+def _inner_op(func: OpOverload) -> InnerOp:
     schema = str(func._schema)
     defined = OPDEFS.get(func.name())
     backward = None if defined is None else defined._backward_fn
@@ -151,13 +151,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.by_value: list[ModuleType] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
+        cls = type(obj)
         if is_lazy(obj):
             raise _Refused(
                 f"it refers to a lazygt tensor ({list(obj.shape)}, {obj.dtype}): give that to it "
                 f"as an argument"
             )
-        if kind in _OPERATIONS:
+        if cls in _OPERATIONS:
             return self._operation(obj)
         if (fn := kernel_function(obj)) is not None:
             if is_imported(obj):
@@ -165,15 +165,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             options = {name: value for name in OPTIONS if (value := getattr(obj, name, None))}
             lines, first = inspect.getsourcelines(fn)
             return jitted, (fn, tuple(lines), first, options)
-        if kind is FunctionType or issubclass(kind, type):
-            self._look_at(obj.__module__)
+        if cls is FunctionType or issubclass(cls, type):
+            self._pickle_module_by_value(obj.__module__)
         elif isinstance(obj, ModuleType):
-            self._look_at(obj.__name__)
-            if kind is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            self._pickle_module_by_value(obj.__name__)
+            if cls is not ModuleType and sys.modules.get(obj.__name__) is obj:
                 return import_module, (obj.__name__,)  # torch.ops, and others that are objects
         return super().reducer_override(obj)
 
-    def _look_at(self, name: str | None) -> None:
+    def _pickle_module_by_value(self, name: str | None) -> None:
         """Pickle a module's objects by value if workers can't import it."""
         module = sys.modules.get(name or "")
         if module is None or name == "__main__" or importable(module.__name__):
@@ -205,7 +205,7 @@ class Witness:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Witness):
             return NotImplemented
-        return _same(self._seen, other._seen)
+        return _identical(self._seen, other._seen)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -220,76 +220,76 @@ class Witness:
     def holds(self) -> bool:
         """Return whether the function still refers to the same objects."""
         try:
-            return _same(_seen(self._value), self._seen)
+            return _identical(_seen(self._value), self._seen)
         except _Mutable:
             return False
 
 
-def _same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
+def _identical(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def _seen(value: Any) -> list[Any]:
-    seen: list[Any] = []
-    _walk(value, seen, set())
-    seen.append(registry.count())  # a small number is one object, a new one is another
-    return seen
+    objects: list[Any] = []
+    _collect(value, objects, set())
+    objects.append(registry.count())  # a small number is one object, a new one is another
+    return objects
 
 
-def _walk(value: Any, seen: list[Any], known: set[int]) -> None:
-    kind = type(value)
-    if kind not in (FunctionType, tuple) or id(value) in known:
-        seen.append(value)  # of a function its parts say more than its identity
-    if kind in _ATOMS or id(value) in known:
+def _collect(value: Any, objects: list[Any], visited: set[int]) -> None:
+    cls = type(value)
+    if cls not in (FunctionType, tuple) or id(value) in visited:
+        objects.append(value)  # of a function its parts say more than its identity
+    if cls in _ATOMS or id(value) in visited:
         return
-    known.add(id(value))
-    if kind is FunctionType:
-        _walk_function(value, seen, known)
-    elif kind is tuple:
-        seen.append(len(value))
-        _walk_all(value, seen, known)
-    elif kind is ModuleType:
+    visited.add(id(value))
+    if cls is FunctionType:
+        _collect_function(value, objects, visited)
+    elif cls is tuple:
+        objects.append(len(value))
+        _collect_all(value, objects, visited)
+    elif cls is ModuleType:
         if not importable(value.__name__):
             raise _Mutable
-        seen.append(value.__spec__)
+        objects.append(value.__spec__)
     elif isinstance(value, type):
         if not is_imported(value):
             raise _Mutable
-        seen.append(sys.modules[value.__module__].__spec__)
+        objects.append(sys.modules[value.__module__].__spec__)
     elif (kernel := kernel_function(value)) is not None:
-        _walk(kernel, seen, known)
-    elif kind is CustomOpDef:
-        _walk_all((*value._backend_fns.values(), value._backward_fn), seen, known)
-    elif kind not in (OpOverload, OpOverloadPacket):
+        _collect(kernel, objects, visited)
+    elif cls is CustomOpDef:
+        _collect_all((*value._backend_fns.values(), value._backward_fn), objects, visited)
+    elif cls not in (OpOverload, OpOverloadPacket):
         raise _Mutable
 
 
-def _walk_function(fn: FunctionType, seen: list[Any], known: set[int]) -> None:
-    seen.append(fn.__code__)
+def _collect_function(fn: FunctionType, objects: list[Any], visited: set[int]) -> None:
+    objects.append(fn.__code__)
     if is_imported(fn):
-        seen.append(sys.modules[fn.__module__].__spec__)
+        objects.append(sys.modules[fn.__module__].__spec__)
         return
-    _walk_all(fn.__defaults__ or (), seen, known)
-    _walk_all((fn.__kwdefaults__ or {}).values(), seen, known)
+    _collect_all(fn.__defaults__ or (), objects, visited)
+    _collect_all((fn.__kwdefaults__ or {}).values(), objects, visited)
     for cell in fn.__closure__ or ():
         try:
             contents = cell.cell_contents
         except ValueError:  # its variable is defined later
-            seen.append(cell)
+            objects.append(cell)
         else:
-            _walk(contents, seen, known)
+            _collect(contents, objects, visited)
     for name, value in vars(fn).items():
-        seen.append(name)
-        _walk(value, seen, known)
+        objects.append(name)
+        _collect(value, objects, visited)
     space = fn.__globals__
     for name in _names(fn.__code__):
         if name in space:
-            _walk(space[name], seen, known)
+            _collect(space[name], objects, visited)
 
 
-def _walk_all(values: Iterable[Any], seen: list[Any], known: set[int]) -> None:
+def _collect_all(values: Iterable[Any], objects: list[Any], visited: set[int]) -> None:
     for value in values:
-        _walk(value, seen, known)
+        _collect(value, objects, visited)
 
 
 @lru_cache(maxsize=4096)

@@ -199,21 +199,21 @@ def source_of(func: Any, device_type: str) -> Source:
     All parts are empty where nobody knows it; ``ForeignOps.facts`` raises CodeError then.
     """
     qualname = func.name()
-    note, defined = noted(qualname), OPDEFS.get(qualname)
+    registrations, defined = noted(qualname), OPDEFS.get(qualname)
     kernels = inner_kernels(func)
     kernel = kernels.get(device_type) or kernels.get(None)
     if defined is not None:
-        by_name = note.modules or [defined._init_fn.__module__]
-        by_name = [*by_name, *([kernel.__module__] if kernel else [])]
-        return Source(kernel, tuple(dict.fromkeys(by_name)), again=note.times > 1)
-    modules = list(note.modules)
+        names = registrations.modules or [defined._init_fn.__module__]
+        names = [*names, *([kernel.__module__] if kernel else [])]
+        return Source(kernel, tuple(dict.fromkeys(names)), again=registrations.times > 1)
+    modules = list(registrations.modules)
     if kernel is None and not modules and qualname in torch.library._defs:
         modules = _registered_by(qualname)
     loaded = () if kernel else libraries_with(func.namespace, _opname(func))
     by_module = [(module_of(path), path) for path in loaded]
     modules += [name for name, _ in by_module if name and name not in modules]
-    alone = tuple(path for name, path in by_module if not name)
-    return Source(kernel, tuple(modules), alone, again=note.times > 1)
+    standalone = tuple(path for name, path in by_module if not name)
+    return Source(kernel, tuple(modules), standalone, again=registrations.times > 1)
 
 
 def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
@@ -233,22 +233,24 @@ def _opname(func: Any) -> str:
 
 def _plain(kernel: Any) -> Any:
     """Return the user's function inside the wrapper of ``CustomOpDef.register_kernel``."""
-    inner = getattr(kernel, "__wrapped__", kernel)
-    names = getattr(inner, "__code__", None)
-    if names is None or "fn" not in names.co_freevars:
+    function = getattr(kernel, "__wrapped__", kernel)
+    code = getattr(function, "__code__", None)
+    if code is None or "fn" not in code.co_freevars:
         return kernel
-    return inner.__closure__[names.co_freevars.index("fn")].cell_contents
+    return function.__closure__[code.co_freevars.index("fn")].cell_contents
 
 
 def _registered_by(qualname: str) -> list[str]:
     """Return modules that registered an op before lazygt's import, as far as torch tells."""
     files = _REGISTERED_AT.findall(torch._C._dispatch_dump(qualname))
-    ours = {file for file in files if not file.startswith(_TORCH)}
-    holder = fake_kernels.find(qualname).fake_impl.kernel
-    if holder is not None:
-        ours.add(str(holder.source).rpartition(":")[0])
-    known = {getattr(module, "__file__", None): name for name, module in sys.modules.items()}
-    return [known[file] for file in ours if file in known]
+    user_files = {file for file in files if not file.startswith(_TORCH)}
+    fake_kernel = fake_kernels.find(qualname).fake_impl.kernel
+    if fake_kernel is not None:
+        user_files.add(str(fake_kernel.source).rpartition(":")[0])
+    modules_by_file = {
+        getattr(module, "__file__", None): name for name, module in sys.modules.items()
+    }
+    return [modules_by_file[file] for file in user_files if file in modules_by_file]
 
 
 # -- shared libraries ------------------------------------------------------------------------
@@ -256,8 +258,8 @@ def _registered_by(qualname: str) -> list[str]:
 
 def libraries_with(namespace: str, op: str) -> tuple[str, ...]:
     """Return the loaded libraries, besides torch's own, that contain these names."""
-    wanted = namespace.encode(), op.encode()
-    return tuple(path for path in _loaded() if _linked(path) and _names_all(path, wanted))
+    names = namespace.encode(), op.encode()
+    return tuple(path for path in _loaded() if _linked(path) and _names_all(path, names))
 
 
 def module_of(path: str) -> str:
@@ -305,18 +307,18 @@ def importable(name: str) -> bool:
     spec = getattr(module, "__spec__", None)
     if module is None or name == "__main__" or spec is None:
         return False
-    known = _modules.get(name)
-    if known is None:
-        known = _modules[name] = spec, _is_found(name, module)
-    return known[1] and known[0] is spec
+    first_seen = _modules.get(name)
+    if first_seen is None:
+        first_seen = _modules[name] = spec, _is_found(name, module)
+    return first_seen[1] and first_seen[0] is spec
 
 
 def is_imported(obj: Any) -> bool:
     """Return whether workers get a function, class or kernel by an import and its name."""
-    reached: Any = sys.modules.get(obj.__module__)
+    resolved: Any = sys.modules.get(obj.__module__)
     for name in obj.__qualname__.split("."):
-        reached = getattr(reached, name, None)
-    return reached is obj and importable(obj.__module__)
+        resolved = getattr(resolved, name, None)
+    return resolved is obj and importable(obj.__module__)
 
 
 def _is_found(name: str, module: ModuleType) -> bool:
@@ -325,8 +327,8 @@ def _is_found(name: str, module: ModuleType) -> bool:
     parent = name.rpartition(".")[0]
     if parent and not importable(parent):
         return False
-    above = sys.modules.get(parent)
-    path = getattr(above, "__path__", None)
+    parent_module = sys.modules.get(parent)
+    path = getattr(parent_module, "__path__", None)
     for finder in sys.meta_path:  # not importlib.util.find_spec: that asks the module itself
         spec = finder.find_spec(name, path, None)
         if spec is not None:

@@ -49,11 +49,11 @@ class Call(NamedTuple):
         mask = self.mask
         if mask is None or mask.dtype != torch.bool:
             return mask
-        kept, left = (
+        zero, minus_infinity = (
             torch.scalar_tensor(number, dtype=self.query.dtype, device=self.query.device)
             for number in (0.0, float("-inf"))
         )
-        return torch.where(mask, kept, left)
+        return torch.where(mask, zero, minus_infinity)
 
 
 def attention(
@@ -156,8 +156,10 @@ def _mask_fits(call: Call) -> bool:
     mask.size(-2)  # a mask of one dim is torch's own IndexError
     if mask.requires_grad or mask.dim() not in (2, 4):
         return False
-    wanted = (*call.query.shape[:3], call.key.shape[2])[-mask.dim() :]
-    return all(size in (1, want) for size, want in zip(mask.shape, wanted, strict=True))
+    score_shape = (*call.query.shape[:3], call.key.shape[2])[-mask.dim() :]
+    return all(
+        size in (1, score_size) for size, score_size in zip(mask.shape, score_shape, strict=True)
+    )
 
 
 def _rows_are_dense(call: Call) -> bool:
@@ -225,7 +227,7 @@ def _fits_cudnn(call: Call, gpu: Gpu) -> bool:
         and _shapes_fit(call, gqa=True)
         and _mask_fits(call)
         and not _must_be_deterministic()
-        and _is_filled(call)
+        and _has_elements(call)
         and _rows_are_dense_on_gpus(call, singles=True)
         and max(query.shape[3], value.shape[3]) <= 128
         and query.shape[3] % 8 == value.shape[3] % 8 == 0
@@ -260,7 +262,7 @@ def _fits_flash(call: Call, gpu: Gpu) -> bool:
         and _shapes_fit(call, gqa=True)
         and query.shape[3] == key.shape[3] == value.shape[3] <= 256
         and not (call.is_causal and query.shape[2] != key.shape[2])
-        and _is_filled(call)
+        and _has_elements(call)
         and _rows_are_dense_on_gpus(call, singles=True)
         and _flash_differentiates(call, gpu)
     )
@@ -282,34 +284,34 @@ def _flash(call: Call) -> torch.Tensor:
     """Run the flash kernel, with heads padded to a multiple of 8, and the scale kept."""
     size = call.query.shape[3]
     scale = 1 / math.sqrt(size) if call.scale is None else call.scale
-    filled = [_filled_up(t, -size % 8) for t in call.operands]
+    padded = [_zero_padded(t, -size % 8) for t in call.operands]
     result: torch.Tensor = aten._scaled_dot_product_flash_attention.default(
-        *filled, call.dropout_p, call.is_causal, False, scale=scale
+        *padded, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
     return result if size % 8 == 0 else result[..., :size]
 
 
-def _filled_up(t: torch.Tensor, count: int) -> torch.Tensor:
+def _zero_padded(t: torch.Tensor, count: int) -> torch.Tensor:
     return torch.nn.functional.pad(t, (0, count)) if count else t
 
 
 def _fits_efficient(call: Call, gpu: Gpu) -> bool:
     query, key, value = call.operands
-    recent = gpu.capability >= (8, 0)
-    step = _step(query.dtype, gpu.capability)
+    ampere = gpu.capability >= (8, 0)
+    alignment = _alignment(query.dtype, gpu.capability)
     return (
         (5, 0) <= gpu.capability <= (12, 1)
-        and _of_dtypes(call, _EFFICIENT if recent else _EFFICIENT - {torch.bfloat16})
+        and _of_dtypes(call, _EFFICIENT if ampere else _EFFICIENT - {torch.bfloat16})
         and _shapes_fit(call, gqa=False)
         and query.shape[3] == key.shape[3]
         and 0 not in (query.shape[3], value.shape[3])
-        and query.shape[3] % step == value.shape[3] % step == 0
-        and _is_filled(call)
+        and query.shape[3] % alignment == value.shape[3] % alignment == 0
+        and _has_elements(call)
         and _rows_are_dense_on_gpus(call, singles=False)
     )
 
 
-def _step(dtype: torch.dtype, capability: tuple[int, int]) -> int:
+def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
     """Return the number of elements that efficient attention's matmuls read at once."""
     half = dtype in _HALVES
     if capability >= (8, 0) or (capability >= (7, 0) and half):
@@ -320,7 +322,7 @@ def _step(dtype: torch.dtype, capability: tuple[int, int]) -> int:
 def _efficient(call: Call) -> torch.Tensor:
     return aten._scaled_dot_product_efficient_attention.default(
         *call.operands,
-        _expanded(call),
+        _expanded_mask(call),
         call.differentiates,
         call.dropout_p,
         call.is_causal,
@@ -328,18 +330,18 @@ def _efficient(call: Call) -> torch.Tensor:
     )[0]
 
 
-def _expanded(call: Call) -> torch.Tensor | None:
+def _expanded_mask(call: Call) -> torch.Tensor | None:
     """Return the mask of all scores, with rows aligned for the kernel to read 8 elements."""
     mask, query = call.additive, call.query
     if mask is None:
         return None
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
         length = mask.shape[-1]
-        mask = _filled_up(mask, 8 - length % 8)[..., :length]
+        mask = _zero_padded(mask, 8 - length % 8)[..., :length]
     return mask.expand(*query.shape[:3], call.key.shape[2])
 
 
-def _is_filled(call: Call) -> bool:
+def _has_elements(call: Call) -> bool:
     return 0 not in (t.numel() for t in call.operands)
 
 

@@ -27,12 +27,12 @@ _KEYS = torch._C.DispatchKeySet(_KEY.AutocastPrivateUse1)
 # -- policies --------------------------------------------------------------------------------
 
 
-def _lower(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _to_lower_precision(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Compute in autocast's dtype (``lower_precision_fp``)."""
     return _call_in(torch.get_autocast_dtype(NAME), overload, args, kwargs)
 
 
-def _single(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _to_float32(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Compute in float32 (``fp32``)."""
     return _call_in(torch.float32, overload, args, kwargs)
 
@@ -45,24 +45,24 @@ def _promote(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any
     return overload(*args, **kwargs)
 
 
-def _single_result(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _float32_result(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Ask for a float32 result where no dtype is asked for (``fp32_set_opt_dtype``)."""
-    place = [argument.name for argument in overload._schema.arguments].index("dtype")
-    given = args[place] if place < len(args) else kwargs.get("dtype")
-    if given is None and _is_cast(args[0]):
-        args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
+    position = [argument.name for argument in overload._schema.arguments].index("dtype")
+    dtype = args[position] if position < len(args) else kwargs.get("dtype")
+    if dtype is None and _is_cast(args[0]):
+        args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
     return overload(*args, **kwargs)
 
 
-def _norm_in_single(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _float32_norm(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Ask for a float32 result by the overload with a dtype (``fp32_append_dtype``)."""
     if not _is_cast(args[0]):
         return overload(*args, **kwargs)
     norm = torch.ops.aten.norm
     if overload is norm.Scalar:
         return norm.ScalarOpt_dtype(*args, **kwargs, dtype=torch.float32)
-    whole = (*args, False)[:4]  # with keepdim, which may be left out
-    return norm.ScalarOpt_dim_dtype(*whole, **kwargs, dtype=torch.float32)
+    full_args = (*args, False)[:4]  # with keepdim, which may be left out
+    return norm.ScalarOpt_dim_dtype(*full_args, **kwargs, dtype=torch.float32)
 
 
 def _refuse(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -121,14 +121,14 @@ def _table(*rows: tuple[Policy, str]) -> dict[str, Policy]:
 TABLES = {
     "cpu": _table(
         (
-            _lower,
+            _to_lower_precision,
             """_addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm
             baddbmm bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc
             conv_transpose1d conv_transpose2d.input conv_transpose3d.input linalg_vecdot linear
             matmul mkldnn_rnn_layer mm prelu scaled_dot_product_attention""",
         ),
         (
-            _single,
+            _to_float32,
             """_grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d
             avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky
             cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss
@@ -153,7 +153,7 @@ TABLES = {
     ),
     "cuda": _table(
         (
-            _lower,
+            _to_lower_precision,
             """_convolution _convolution.deprecated _scaled_dot_product_flash_attention
             _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm
             chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -162,7 +162,7 @@ TABLES = {
             rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention""",
         ),
         (
-            _single,
+            _to_float32,
             """_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
             _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin
             binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
@@ -176,11 +176,11 @@ TABLES = {
             upsample_nearest3d upsample_trilinear3d""",
         ),
         (
-            _single_result,
+            _float32_result,
             """cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm
             log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList""",
         ),
-        (_norm_in_single, "norm.Scalar norm.ScalarOpt_dim"),
+        (_float32_norm, "norm.Scalar norm.ScalarOpt_dim"),
         (
             _promote,
             """addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add
@@ -225,8 +225,10 @@ def torchs_own(name: str, device: str) -> bool:
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
-    packet, _, which = name.partition(".")
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), which or "default")
+    packet, _, overload_name = name.partition(".")
+    overload: torch._ops.OpOverload = getattr(
+        getattr(torch.ops.aten, packet), overload_name or "default"
+    )
     return overload
 
 

@@ -90,7 +90,7 @@ def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
-        if not _is_taken(x):
+        if not _uses_cudnn(x):
             return steps(x, hx, params, has_biases, num_layers, dropout, train, bidirectional,
                          batch_first)  # fmt: skip
         first = _states(hx)
@@ -117,7 +117,7 @@ def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
         train: bool,
         bidirectional: bool,
     ) -> Any:
-        if not _is_taken(data):
+        if not _uses_cudnn(data):
             return steps(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train,
                          bidirectional)  # fmt: skip
         first, sizes = _states(hx), batch_sizes.tolist()
@@ -129,15 +129,17 @@ def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
     return op
 
 
-def _is_taken(x: torch.Tensor) -> bool:
+def _uses_cudnn(x: torch.Tensor) -> bool:
     """Return whether eager torch would take cuDNN; False in transforms: it has no rules."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if workers_device() != "cuda" or not torch.backends.cudnn.enabled or transformed:
         return False
-    return x.numel() != 0 and (x.dtype in _DTYPES or (x.dtype == torch.bfloat16 and _bfloat16()))
+    return x.numel() != 0 and (
+        x.dtype in _DTYPES or (x.dtype == torch.bfloat16 and _supports_bfloat16())
+    )
 
 
-def _bfloat16() -> bool:
+def _supports_bfloat16() -> bool:
     gpu = workers_gpu()
     return gpu.cudnn >= _BFLOAT16 and gpu.capability >= _AMPERE
 
@@ -164,15 +166,15 @@ def _stack(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor,
     """Return output and last states; one op does all layers without dropout between them."""
     if not layers.drops:
         return _fused(x, first, layers)
-    ends = []
+    last_states = []
     for number in range(layers.num_layers):
         if number:
             x = torch.dropout(x, layers.dropout, True)
-        begin = number * layers.directions
-        states = tuple(state[begin : begin + layers.directions] for state in first)
-        x, end = _fused(x, states, layers.layer(number))
-        ends.append(end)
-    return x, tuple(torch.cat(parts, 0) for parts in zip(*ends, strict=True))
+        start = number * layers.directions
+        states = tuple(state[start : start + layers.directions] for state in first)
+        x, last = _fused(x, states, layers.layer(number))
+        last_states.append(last)
+    return x, tuple(torch.cat(states, 0) for states in zip(*last_states, strict=True))
 
 
 def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
@@ -218,13 +220,15 @@ class _Cudnn(torch.autograd.Function):
         grad_cy: torch.Tensor | None = None,
     ) -> Any:
         x, packed, hx, cx, out, reserve, *params = ctx.saved_tensors
-        needed = ctx.needs_input_grad
-        wanted = [*needed[:3], any(needed[5:])]
+        needs_grad = ctx.needs_input_grad
+        wanted = [*needs_grad[:3], any(needs_grad[5:])]
         if grad_out is None and grad_hy is None and grad_cy is None:
-            return (None,) * len(needed)
+            return (None,) * len(needs_grad)
         dx, dhx, dcx, weights = aten._cudnn_rnn_backward.default(
             x, params, ctx.per_layer, packed, hx, cx, out, grad_out, grad_hy, grad_cy,
             *ctx.settings, reserve, wanted,
         )  # fmt: skip
-        made = (dx, dhx, dcx, None, None, *(weights or [None] * len(params)))
-        return tuple(grad if need else None for grad, need in zip(made, needed, strict=True))
+        grads = (dx, dhx, dcx, None, None, *(weights or [None] * len(params)))
+        return tuple(
+            grad if needed else None for grad, needed in zip(grads, needs_grad, strict=True)
+        )

@@ -33,7 +33,7 @@ def register_decompositions(record: Callable[..., Any] | None) -> torch.library.
     """
     library = _library(DECOMPOSED)
     if record is not None:
-        _record_whole(library, KERNELS_OF_THEIR_OWN, record)
+        _record_undecomposed(library, KERNELS_OF_THEIR_OWN, record)
     return library
 
 
@@ -45,7 +45,7 @@ def register_for_gpus(record: Callable[..., Any] | None) -> torch.library.Librar
     """
     library = _library({"rms_norm": _rms_norm, "grid_sampler": _grid_sampler})
     if record is not None:
-        _record_whole(library, KERNELS_ON_GPUS, record)
+        _record_undecomposed(library, KERNELS_ON_GPUS, record)
     return library
 
 
@@ -57,7 +57,7 @@ def _library(choices: Mapping[str, Callable[..., Any]]) -> torch.library.Library
     return library
 
 
-def _record_whole(
+def _record_undecomposed(
     library: torch.library.Library, names: Sequence[str], record: Callable[..., Any]
 ) -> None:
     for name in names:

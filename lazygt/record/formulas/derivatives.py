@@ -39,11 +39,11 @@ _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 def register_optimizers() -> None:
     """Let optimizers and gradient clipping take foreach formulas, as on any accelerator."""
-    for asked in (optimizer, _foreach_utils):
-        asked._foreach_supported_types.append(LazyTensor)
+    for module in (optimizer, _foreach_utils):
+        module._foreach_supported_types.append(LazyTensor)
 
 
-def _choosing(
+def _preferring_loop(
     update: Callable[..., None],
     differs: Callable[[dict[str, Any]], bool],
 ) -> Callable[..., None]:
@@ -52,28 +52,28 @@ def _choosing(
 
     @functools.wraps(update)
     def chosen(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        arguments = given.arguments
+        bound = signature.bind(*args, **kwargs)
+        arguments = bound.arguments
         lazy = any(is_lazy(p) for p in arguments["params"])
         if lazy and arguments.get("foreach") is None and workers_device() == "cpu":
             arguments["foreach"] = False if differs(arguments) else None
-        update(*given.args, **given.kwargs)
+        update(*bound.args, **bound.kwargs)
 
     return chosen
 
 
-_everywhere: Any = swa_utils._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]
+_foreach_devices: Any = swa_utils._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]
 
 
-@functools.wraps(_everywhere)
+@functools.wraps(_foreach_devices)
 def _averaging_devices() -> list[str]:
     """Return the devices on which ``AveragedModel`` (SWA) uses a horizontal lerp."""
-    return [d for d in _everywhere() if d != NAME or workers_device() != "cpu"]
+    return [d for d in _foreach_devices() if d != NAME or workers_device() != "cpu"]
 
 
 def _patch(name: str, differs: Callable[[dict[str, Any]], bool]) -> Patch:
     module = importlib.import_module(f"torch.optim.{name}")
-    return Patch(module, name, _choosing(getattr(module, name), differs), _BITS)
+    return Patch(module, name, _preferring_loop(getattr(module, name), differs), _BITS)
 
 
 _BITS = "on CPU workers the loop has eager torch's bits, and torch asks only for the device's type"
@@ -93,7 +93,7 @@ def register_derivatives() -> torch.library.Library:
     """Register the formulas."""
     library = torch.library.Library("aten", "IMPL")
     for op in (aten.max, aten.min, aten.median, aten.nanmedian):
-        _register(library, op.default, _extreme(op.default))
+        _register(library, op.default, _minmax(op.default))
     _register(library, aten.prod.default, _product)
     _register(library, aten.prod.dim_int, _product_along)
 
@@ -131,8 +131,8 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
 # -- the largest, the smallest and the middle element ---------------------------------------------
 
 
-def _extreme(op: Any) -> _Kernel:
-    class Extreme(torch.autograd.Function):
+def _minmax(op: Any) -> _Kernel:
+    class MinMax(torch.autograd.Function):
         """Reduction with a gradient that all elements equal to the result share."""
 
         @staticmethod
@@ -147,7 +147,7 @@ def _extreme(op: Any) -> _Kernel:
             mask = (x == result).logical_or_(x.isnan().logical_and_(result.isnan()))
             return grad.new_zeros(x.shape).masked_fill_(mask, grad / mask.sum())
 
-    return Extreme.apply
+    return MinMax.apply
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -198,15 +198,15 @@ def _product_gradient(
     if x.numel() == 0:
         return quotient
     if dim is not None:
-        others = _products_of_others(grad, x, dim)
+        others = _leave_one_out_products(grad, x, dim)
     else:
-        others = _products_of_others(grad, x.contiguous().view(-1), 0).view_as(x)
+        others = _leave_one_out_products(grad, x.contiguous().view(-1), 0).view_as(x)
         if not torch.is_grad_enabled():
             others = torch.where(zeros.sum() > 1, 0, others)
     return torch.where(zeros.any().logical_not(), quotient, others)
 
 
-def _products_of_others(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+def _leave_one_out_products(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return for each element the product of those before it times that of those behind."""
     size = x.shape[dim]
     if size == 1:

@@ -231,12 +231,12 @@ def _simple_rnn(
 # -- packed sequences ----------------------------------------------------------------------
 
 
-def _join(states: list[State]) -> State:
-    return tuple(torch.cat(parts, 0) for parts in zip(*states, strict=True))
+def _concatenated(states: list[State]) -> State:
+    return tuple(torch.cat(tensors, 0) for tensors in zip(*states, strict=True))
 
 
-def _cut(state: State, start: int, end: int) -> State:
-    return tuple(part[start:end] for part in state)
+def _batch_slice(state: State, start: int, end: int) -> State:
+    return tuple(tensor[start:end] for tensor in state)
 
 
 def _forwards(
@@ -245,13 +245,13 @@ def _forwards(
     """Run the steps forwards; put samples that end aside with their last state."""
     outs, ended, state = [], [], first
     for gate in gates:
-        left, before = gate.shape[0], state[0].shape[0]
-        if left < before:
-            ended.append(_cut(state, left, before))
-            state = _cut(state, 0, left)
+        remaining, active = gate.shape[0], state[0].shape[0]
+        if remaining < active:
+            ended.append(_batch_slice(state, remaining, active))
+            state = _batch_slice(state, 0, remaining)
         state = cell(gate, state)
         outs.append(state[0])
-    return outs, _join([state, *reversed(ended)])
+    return outs, _concatenated([state, *reversed(ended)])
 
 
 def _backwards(
@@ -259,11 +259,11 @@ def _backwards(
 ) -> tuple[list[torch.Tensor], State]:
     """Run the steps backwards; samples that begin come with their first state."""
     outs: list[torch.Tensor] = []
-    state = _cut(first, 0, gates[-1].shape[0])
+    state = _batch_slice(first, 0, gates[-1].shape[0])
     for gate in reversed(gates):
-        now, before = gate.shape[0], state[0].shape[0]
-        if now > before:
-            state = _join([state, _cut(first, before, now)])
+        active, previous = gate.shape[0], state[0].shape[0]
+        if active > previous:
+            state = _concatenated([state, _batch_slice(first, previous, active)])
         state = cell(gate, state)
         outs.append(state[0])
     return outs[::-1], state
@@ -290,11 +290,11 @@ def _layers(
         w_ih, w_hh, *others = weights[index]
         biases, rest = (others[:2], others[2:]) if has_biases else ((None, None), others)
         b_ih, b_hh = biases
-        whole = torch.nn.functional.linear(steps, w_ih, b_ih)
+        all_gates = torch.nn.functional.linear(steps, w_ih, b_ih)
         gates = [
-            whole.narrow(0, end - n, n) for n, end in zip(sizes, accumulate(sizes), strict=True)
+            all_gates.narrow(0, end - n, n) for n, end in zip(sizes, accumulate(sizes), strict=True)
         ]
-        state_before = tuple(part[index] for part in first)
+        state_before = tuple(tensor[index] for tensor in first)
         run = _backwards if reverse else _forwards
         outs, state = run(
             gates, state_before, lambda gate, state: cell(gate, state, [w_hh, b_hh, *rest])
@@ -303,7 +303,7 @@ def _layers(
 
     directions = 2 if bidirectional else 1
     out, states = _stack(data, layer, num_layers, directions, dropout, train, False)
-    return out, tuple(torch.stack(parts, 0) for parts in zip(*states, strict=True))
+    return out, tuple(torch.stack(tensors, 0) for tensors in zip(*states, strict=True))
 
 
 def _lstm_cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
