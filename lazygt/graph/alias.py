@@ -223,9 +223,7 @@ class Aliases:
         if write_back is None:
             return COPY
         base, write_back_number = write_back
-        if self.uses[base] != write_back_number or self._read_later(
-            target, number, besides=(base,)
-        ):
+        if self.uses[base] != write_back_number or self._read_later(target, number, exempt=(base,)):
             return COPY
         self.done.add(write_back_number)
         self._reuse_memory(target, version)

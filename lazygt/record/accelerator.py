@@ -20,7 +20,7 @@ _ASSERT = "opt_ready_stream && opt_parent_stream"
 
 
 def _shared() -> bool:
-    """Make torch decide by thread; return False where it can't, or has no CUDA."""
+    """Make torch choose its accelerator by thread; return False if it can't, or has no CUDA."""
     return bool(torch.backends.cuda.is_built() and NATIVE and NATIVE.share_accelerator())
 
 
@@ -28,14 +28,18 @@ SHARED = _shared()
 
 
 def select(lazygt_current: bool) -> None:
-    """Make lazygt this thread's accelerator, or restore the one that torch has without it."""
+    """Set this thread's accelerator: lazygt, or the one that torch has without lazygt.
+
+    Args:
+        lazygt_current: True for lazygt.
+    """
     if SHARED:
         NATIVE.take_accelerator(lazygt_current)
 
 
 @contextmanager
 def selected(lazygt_current: bool) -> Iterator[None]:
-    """Context in which ``take`` holds.
+    """Context in which ``select(lazygt_current)`` holds; the earlier choice is restored after it.
 
     Raises:
         LazyGTError: CUDA tensors have a backward pass, and torch can't decide by thread.

@@ -1,10 +1,10 @@
-"""Steps added to the trie ahead of the trace, by an earlier trace in other sizes.
+"""Prefetch of trie steps: a trace that repeats an earlier one gets its next steps in one go.
 
-A trace that repeats an earlier one in other sizes (``record.repeats``) most likely goes on like it.
-So the steps that followed there are added here in one go: called with the corresponding sizes, and
-with results by the rules of ``graph.shapes``. Recording would make the same steps; and nothing is
-assumed, since each is reached by its own key alone. Steps that the trace does not reach are removed
-again (``TraceTrie.reached``).
+A trace that repeats an earlier one in other sizes (``record.repeats``) most likely continues like
+it. So the steps that followed in the earlier trace are added to the trie ahead of time, with the
+sizes substituted and the results inferred by the rules of ``graph.shapes``. The steps equal those
+that recording would add, and each is reached only by its own key, so a wrong guess is harmless.
+Steps that the trace does not reach are removed again (``TraceTrie.reached``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ class Recording(Protocol):
 
 
 def prefetch_steps(trace: Recording) -> None:
-    """Add the steps that followed the newest step's counterpart, as far as they are clear."""
+    """Add the steps that followed the counterpart of the trace's last step in the earlier trace.
+
+    The prefetch ends at a fork, at a step with uncertain results, and after
+    ``prefetch_count`` steps.
+    """
     repeat, trie = trace.repeat, trace.trie
     if repeat.last_step is None or repeat.counterpart is None:
         return
@@ -61,7 +65,7 @@ def prefetch_steps(trace: Recording) -> None:
 def _next_counterpart(
     inference: Inference, repeat: Repeat, parent: TrieNode, old: TrieNode
 ) -> TrieNode | None:
-    """Return the counterpart of ``old`` below ``here``; None: it is left to the trace."""
+    """Return the copy of step ``old`` below ``parent``; None: only recording can tell."""
     node, differences = old.node, repeat.differences
     if old.placed:
         return None
@@ -92,7 +96,7 @@ def _inferred(
     old: TrieNode,
     same_call: bool,
 ) -> TrieNode | None:
-    """Return it for an op with perhaps other results; None where no rule is sure of them."""
+    """Return the copy of an op whose results may differ, inferred by rule; None: none applies."""
     node, f = old.node, old.facts
     assert node is not None
     if f is None or old.moves or f.dynamic or f.name in MASKABLE:
@@ -122,7 +126,7 @@ def _inferred(
 
 
 def _resized(meta: TensorMeta, sizes: Sizes) -> TensorMeta | None:
-    """Return a tensor's meta in other sizes; None where these are not clear."""
+    """Return a tensor's meta with new sizes substituted; None if a size is ambiguous."""
     shape = tuple([sizes.get(size, size) for size in meta.shape])
     if None in shape or not meta.plain:
         return None
@@ -132,7 +136,12 @@ def _resized(meta: TensorMeta, sizes: Sizes) -> TensorMeta | None:
 def _resized_call(
     node: Node, key: tuple[Any, ...], sizes: Sizes
 ) -> tuple[tuple[Any, ...], Call] | None:
-    """Return a node's key and call in other sizes; None where these are not clear."""
+    """Return a node's (key, (args, kwargs)) with new sizes; None if a size is ambiguous.
+
+    Args:
+        key: the key of the node's step: (facts, *args, name, value, ...).
+        sizes: old size -> new size.
+    """
     size_arguments = sized(node.op)
     args, kwargs, new_key = list(node.args), list(node.kwargs), list(key)
     for position, arg in enumerate(node.args):
@@ -154,7 +163,7 @@ def _resized_call(
 
 
 def _argument(arg: Arg, sizes: Sizes) -> Arg:
-    """Return an argument in other sizes, itself if it has none; None where they are unclear."""
+    """Return an argument with new sizes, itself if it has none; None if a size is ambiguous."""
     if type(arg) is int:
         return sizes.get(arg, arg)
     if type(arg) is not tuple or not any(type(item) is int and item in sizes for item in arg):
@@ -166,7 +175,7 @@ def _argument(arg: Arg, sizes: Sizes) -> Arg:
 
 
 def _samples(node: Node, key: tuple[Any, ...]) -> list[Any] | None:
-    """Return a sample of each run-time number of an op, by number; None: a kind is unknown."""
+    """Return a sample value for each run-time number of an op; None if a type is unknown."""
     types: dict[int, Any] = {}
     key_items = iter(key[1:])
     for arg in node.args:
@@ -181,6 +190,7 @@ def _samples(node: Node, key: tuple[Any, ...]) -> list[Any] | None:
 
 
 def _note_types(arg: Arg, key_item: Any, types: dict[int, Any]) -> None:
+    """Add the Python type of each run-time number of an argument: number -> type."""
     if type(arg) is Param:
         types[arg.index] = key_item
     elif type(arg) is tuple and type(key_item) is tuple:

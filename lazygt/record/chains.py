@@ -1,4 +1,4 @@
-"""Chains of view ops, from a storage to a handle: extended, and taken again."""
+"""Chains of view ops from a storage to a handle: extension, and replay in a new trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lazygt.record.trie import TrieNode
 
 
 def view_ops(step: TrieNode) -> tuple[ViewOp, ...]:
-    """Return the ops that handles of a view op's results keep; made once a step."""
+    """Return the operand-free view ops of a step's results; computed once for each step."""
     if step.view_ops is None:
         node, f = step.node, step.facts
         assert node is not None
@@ -39,7 +39,12 @@ def view_ops(step: TrieNode) -> tuple[ViewOp, ...]:
 def extended(
     trace: StepTaker, prefix: ViewChain | None, storage: Storage, op: ViewOp, index: int
 ) -> ViewChain:
-    """Return a chain of views with one op more, with value ``index`` as its result."""
+    """Return a view chain with one more op.
+
+    Args:
+        before: the chain of the op's operand; None: the storage itself.
+        index: number of the op's result in the trace.
+    """
     chain = ViewChain((), trace.serial, storage.index, index)
     if prefix is not None:
         chain.ops, chain.numbers = prefix.ops, prefix.numbers
@@ -49,7 +54,7 @@ def extended(
 
 
 def _append(chain: ViewChain, op: ViewOp, trace: StepTaker, param: int) -> None:
-    """Append an op; its position, if it has one, is the trace's number ``param``."""
+    """Append an op to a chain; run-time number ``param`` of the trace is its position, if any."""
     chain.ops = (*chain.ops, op)
     if op.pitch is not None:
         number = trace.params[param]
@@ -60,7 +65,7 @@ def _append(chain: ViewChain, op: ViewOp, trace: StepTaker, param: int) -> None:
 
 
 def steps(view: ViewChain) -> tuple[ViewStepKey, ...]:
-    """Return the chain as it stands in a graph of the trace in which it was taken last."""
+    """Return the chain as arguments of a ``write_back`` node, in the trace of its last replay."""
     params = iter(view.params)
 
     def step(op: ViewOp) -> ViewStepKey:
@@ -71,14 +76,14 @@ def steps(view: ViewChain) -> tuple[ViewStepKey, ...]:
 
 
 def _with_param(args: tuple[Arg, ...], param: Param) -> tuple[Arg, ...]:
-    """Return the arguments with another run-time number."""
+    """Return the arguments with ``param`` in place of their run-time number."""
     return tuple([param if type(arg) is Param else arg for arg in args])
 
 
 def missing_step(
     trace: StepTaker, view: ViewChain, op: ViewOp, key: Key, index: int, meta: TensorMeta
 ) -> TrieNode:
-    """Add the step of a view op of value ``index`` that the trie lacks under this key."""
+    """Add the step of a view op on value ``index``, which the trie lacks; return the step."""
     f, metas, hoisted = op.facts, {index: meta}, None
     if op.pitch is None and not any(earlier.facts.beginning_matters for earlier in view.ops):
         hoisted = hoist_varying_position(trace, f, key, meta)
@@ -100,7 +105,7 @@ def missing_step(
 
 
 def _add_step(trace: StepTaker, step: TrieNode) -> TrieNode:
-    """Add a new step to the trie."""
+    """Add a new step to the trie, follow its counterpart, and prefetch the next steps."""
     assert step.node is not None
     trace.repeat.follow(step, trace.repeat.internal(trace.step, step.key, step.node))
     trace.trie.add(step)
@@ -109,7 +114,7 @@ def _add_step(trace: StepTaker, step: TrieNode) -> TrieNode:
 
 
 def update_chain(trace: StepTaker, view: ViewChain, new_steps: list[TrieNode], first: int) -> None:
-    """Update a chain to the steps taken, with the trace's numbers from ``first`` on."""
+    """Update a chain to its replayed steps; their run-time numbers begin at ``first``."""
     updated = ViewChain((), trace.serial, 0, 0)
     for op, step in zip(view.ops, new_steps, strict=True):
         _append(updated, view_ops(step)[op.which], trace, first)

@@ -33,7 +33,7 @@ _used = False
 
 
 def note_use() -> None:
-    """Note that this process has opened a session."""
+    """Record that this process has opened a session."""
     global _used
     _used = True
 

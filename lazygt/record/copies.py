@@ -48,7 +48,7 @@ def deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
 
 
 def saved_form(t: LazyTensor) -> torch.Tensor:
-    """Return an ordinary CPU tensor of the same class, with the attributes the user has set."""
+    """Return a CPU tensor with the class, values and user-set attributes of ``t``, for pickling."""
     host_tensor: torch.Tensor = _make_subclass(host_class(t), host_copy(t), t.requires_grad)
     host_tensor.__dict__.update(attributes(t))
     host_tensor.__dict__.pop("_is_param", None)
@@ -56,7 +56,7 @@ def saved_form(t: LazyTensor) -> torch.Tensor:
 
 
 def _copied(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
-    """Return a handle like ``t`` on a copied storage; handles of one storage share the copy."""
+    """Return a handle like ``t`` on a copied storage; ``memo`` maps a storage's id to its copy."""
     storage = storage_of(t)
     copied_storage = memo.get(id(storage))
     if copied_storage is None:

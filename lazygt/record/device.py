@@ -78,7 +78,7 @@ _patch_lock = threading.RLock()
 
 
 def open_session(session: OpenSession) -> None:
-    """Direct ops to a session; it may be opened inside itself once more.
+    """Make a session the target of ops; a session may be opened again inside itself.
 
     Raises:
         BaseException: Ctrl-C, or an error of a module in which factories are replaced. Torch is as
@@ -99,7 +99,7 @@ def open_session(session: OpenSession) -> None:
 
 @functools.cache
 def _prepare_for_gpus() -> None:
-    """Register the parts that only sessions on GPUs need, once in a process."""
+    """Register the kernels that only sessions on GPUs need, once in a process."""
     _libraries.append(register_for_gpus(_fallback if NATIVE is None else None))
     if NATIVE is not None:
         for name in KERNELS_ON_GPUS:
@@ -136,7 +136,7 @@ def _update_patches() -> None:
 
 
 def _activate() -> None:
-    """Set the recorder that C++ sends ops to, and torch's way back through views."""
+    """Set the recorder that C++ sends ops to, and autograd's view replay on a mesh."""
     if NATIVE is not None:
         session = session_stack[-1] if session_stack else None
         recorder: Any = session and session.recorder
@@ -146,7 +146,7 @@ def _activate() -> None:
 
 
 def _after_fork() -> None:
-    """Drop all sessions in a forked child (a DataLoader's worker): its tensors are on the CPU."""
+    """Drop all sessions in a forked child, such as a DataLoader's worker."""
     global _patch_lock
     _patch_lock = threading.RLock()  # another thread of the parent may have it
     session_stack.clear()
@@ -164,7 +164,7 @@ def _torch_dispatch(
     cls: type, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Record an op on a LazyTensor, on any thread: ``__torch_dispatch__``."""
+    """Record an op on a LazyTensor, on any thread (implements ``__torch_dispatch__``)."""
     if not session_stack:
         if func in _NEEDS_NO_SESSION:
             return args[0]
@@ -187,12 +187,12 @@ def _torch_dispatch(
 def _dispatch(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    """Record an op that reaches lazygt in another way."""
+    """Record an op that reaches lazygt by another path than ``__torch_dispatch__``."""
     return _torch_dispatch(LazyTensor, func, (), args, kwargs)
 
 
 def _without_session(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle an op from C++ while no session is open."""
+    """Handle an op from C++ while no session is open: most raise NoSession."""
     if not any(map(is_lazy, tree_leaves((args, kwargs)))):
         recorder()
     return _dispatch(func, args, kwargs)
@@ -202,14 +202,14 @@ _NEEDS_NO_SESSION = frozenset({torch.ops.aten.detach_.default})
 
 
 def _fallback(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Record an op without a LazyTensor among its arguments: a factory."""
+    """Record an op without a LazyTensor among its arguments, such as a factory."""
     recorder()
     return _dispatch(func, args, kwargs)
 
 
 def _zero_tensor(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
                  pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    """Return zeros with memory: those without work only with all of torch's dispatcher on."""
+    """Return zeros with memory; torch's own, without memory, need the full dispatcher."""
     return torch.zeros(size, dtype=dtype, device=device or tensor.DEVICE_0)
 
 
@@ -225,23 +225,26 @@ def _empty_permuted(size: Any, physical_layout: Any, *, dtype: Any = None, layou
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+    """Record ``target.copy_(source)`` between devices."""
     return _dispatch(torch.ops.aten.copy_.default, (target, source), {})
 
 
 def _pin_memory(source: torch.Tensor, device: Any = None) -> torch.Tensor:
     """Return a CPU tensor itself for ``pin_memory()``.
 
-    Uploads go through shared memory, so pinning would gain nothing; torch itself would ask this
-    device for an allocator of pinned memory, and Python can't provide one.
+    Uploads go through shared memory, so pinning would gain nothing. torch would request an
+    allocator of pinned memory from this device, and Python can't provide one.
     """
     return source
 
 
 def _refuse_layout(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Raise NotImplementedError for an op on sparse, quantized or nested tensors."""
     return refuse_layout(None, func, args, kwargs)
 
 
 def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
+    """Record ``target.copy_(source)``; a lazy target keeps its shape."""
     return _copy_from(source, target)
 
 
@@ -351,7 +354,7 @@ class _LoadedStorage(torch.UntypedStorage):
 
 
 def _deserialize(storage: Any, location: str) -> Any:
-    """Take a storage for lazygt if its location says so, else return None: for torch.load."""
+    """Prepare a storage for upload if ``location`` is lazygt, else return None (``torch.load``)."""
     if location != NAME and not location.startswith(f"{NAME}:"):
         return None
     recorder()
@@ -361,7 +364,7 @@ def _deserialize(storage: Any, location: str) -> Any:
 
 
 def _no_tag(storage: Any) -> str | None:
-    """Return no tag: nothing is saved as lying on lazygt, checkpoints have CPU tensors."""
+    """Return None: no storage is saved as lying on lazygt, since checkpoints have CPU tensors."""
     return None
 
 

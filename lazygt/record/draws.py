@@ -1,8 +1,8 @@
-"""Draws through a user's own generator: in the client, by the CPU's kernels, and uploaded.
+"""Random ops with a user's generator: run on the client's CPU, and uploaded.
 
-Such a generator is an object of this process that other code may draw from, set and read at any
-time, so its stream stays here. Operands that an op reads are fetched, which is a sync point; ops
-that only fill a tensor (``normal_``, ``randperm``) read none.
+The generator is an object of this process that other code may draw from, set and read at any time,
+so its stream stays here. Operands that an op reads are fetched, which is a sync point; ops that
+only fill a tensor (``normal_``, ``randperm``) read none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHAPED = ("aten.rand_like", "aten.randn_like", "aten.randint_like")
 def draw_in_client(
     recorder: OpRecorder, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a random op on CPU tensors, and record its results as uploads."""
+    """Run a random op on CPU copies of its operands, and record its results as uploads."""
     written = {id(t) for t in written_tensors(f, args, kwargs)}
     reads_shape_only = f.name.startswith(_SHAPED)
     host_results: dict[

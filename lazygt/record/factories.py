@@ -70,6 +70,7 @@ def patch() -> None:
 
 
 def _patch(owner: ModuleType, name: str, function: Callable[..., Any]) -> None:
+    """Replace a factory of a module, and register the replacement with ``torch.jit``."""
     builtin_name = _builtins._find_builtin(getattr(owner, name))
     if builtin_name is not None:  # else torch.jit.script would try to compile the factory's Python
         _builtins._register_builtin(function, builtin_name)
@@ -77,6 +78,7 @@ def _patch(owner: ModuleType, name: str, function: Callable[..., Any]) -> None:
 
 
 def _replace(namespace: dict[Any, Any], name: Any, standin: Any) -> None:
+    """Replace one entry of a namespace, and remember the original."""
     _replaced.append((namespace, name, namespace[name], standin))
     namespace[name] = standin
 
@@ -107,6 +109,7 @@ def _dict_search() -> Callable[[list[dict[str, Any]], list[Any]], list[dict[str,
 
 
 def _dicts_with(namespaces: list[dict[str, Any]], wanted: list[Any]) -> list[dict[str, Any]]:
+    """Return the dicts that have one of some objects as a value; objects compare by identity."""
     ids = set(map(id, wanted))
     return [names for names in namespaces if not ids.isdisjoint(map(id, list(names.values())))]
 
@@ -122,6 +125,7 @@ def unpatch() -> None:
 
 @functools.cache
 def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a factory: a call that names no device gets the session's."""
     converts = function.__name__ in ("as_tensor", "asarray")
 
     @functools.wraps(function)
@@ -155,7 +159,7 @@ def _defaulting_normal(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uploaded(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Upload a constructor's tensor, unless it shows the memory of its argument."""
+    """Upload a constructor's tensor, unless it shares the memory of its argument."""
     shares_memory = isinstance(args[0], torch.Tensor | torch.UntypedStorage) if args else False
     if shares_memory or kwargs or not _is_device_unspecified({}):
         return tensor
@@ -193,7 +197,7 @@ class _Typed(type):
 
 @functools.cache
 def _tensor_types() -> dict[str, Any]:
-    """Return stand-ins for the tensor types of ``torch``, by their names there."""
+    """Return the stand-ins for ``torch.FloatTensor`` and the like: name -> stand-in."""
     standins = {}
     for name in _TYPES:
         torch_type = getattr(torch, f"{name}Tensor")
@@ -205,7 +209,7 @@ def _tensor_types() -> dict[str, Any]:
 
 
 def _set_default_type(tensor_type: Any) -> None:
-    """Set the default tensor type: torch's function knows its own types only."""
+    """Set the default tensor type; replaces torch's setter, which knows only torch's types."""
     resolved = (
         _tensor_types().get(tensor_type.removeprefix("torch."), tensor_type)
         if isinstance(tensor_type, str)
@@ -215,7 +219,7 @@ def _set_default_type(tensor_type: Any) -> None:
 
 
 def _note_device(device: Any) -> None:
-    """Note that the program asks for a tensor on the CPU or a GPU while a session is open."""
+    """Note that the program requested a CPU or CUDA tensor while a session is open."""
     device_type = device.type if isinstance(device, torch.device) else str(device)
     if session_stack and device_type.startswith(("cpu", "cuda")):
         session: Any = session_stack[-1]
@@ -227,7 +231,7 @@ def _note_device(device: Any) -> None:
 
 
 def _is_device_unspecified(kwargs: dict[str, Any]) -> bool:
-    """Return whether nothing else decides the new tensor's device."""
+    """Return whether a factory's call leaves the device open, so that the session's applies."""
     if not session_stack:  # a module that was imported in a session keeps its stand-ins
         return False
     lock: Any = session_stack[-1].recorder.lock
@@ -243,7 +247,7 @@ def _is_device_unspecified(kwargs: dict[str, Any]) -> bool:
 
 
 def _inner_device_context() -> bool:
-    """Return whether the user has set a default device (``with torch.device("cpu")``)."""
+    """Return whether a device context of the user's (``with torch.device("cpu")``) is active."""
     return any(
         isinstance(torch._C._get_function_stack_at(i), torch.utils._device.DeviceContext)
         for i in range(torch._C._len_torch_function_stack())

@@ -38,7 +38,7 @@ _WHY = "what was recorded before a flag changes runs under the flags that it was
 
 
 def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Callable[..., Any]:
-    """Wrap a setter: the open sessions ship first, and then heed the new flags.
+    """Wrap a setter of a flag: sessions ship their ops before, and read the flags after.
 
     Args:
         unchanged: predicate of the setter's arguments: the flag has this value already.
@@ -63,6 +63,7 @@ def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Call
 
 
 def _is_certainly_unchanged(unchanged: Callable[..., bool], args: Any, kwargs: Any) -> bool:
+    """Return ``unchanged(*args, **kwargs)``; False if torch can't tell."""
     try:
         return unchanged(*args, **kwargs)
     except (RuntimeError, TypeError):  # torch names no value, or the setter refuses these
@@ -70,7 +71,7 @@ def _is_certainly_unchanged(unchanged: Callable[..., bool], args: Any, kwargs: A
 
 
 def _has(getter: Callable[[], Any]) -> Callable[..., bool]:
-    """Return a predicate: the getter returns the setter's arguments."""
+    """Return a predicate: the getter's value equals the setter's arguments."""
     return lambda *args: bool(getter() == (args[0] if len(args) == 1 else args))
 
 
@@ -88,6 +89,7 @@ def _never(*args: Any) -> bool:
 
 
 def _patch(owner: Any, name: str, unchanged: Callable[..., bool]) -> Patch:
+    """Return the patch of one setter."""
     return Patch(owner, name, _watched(getattr(owner, name), unchanged), _WHY)
 
 

@@ -1,4 +1,4 @@
-"""Handlers of ops that move values, or change the view that a handle shows.
+"""Handlers of ops with special recording: transfers, view changes, device choices.
 
 A handler gets (recorder, op, args, kwargs) and returns the user's result, or NotImplemented for the
 op to be recorded in the ordinary way.
@@ -80,12 +80,12 @@ def shows_full_storage(t: Any) -> bool:
 
 
 def flagged(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return NotImplemented, for an op that writes more only when a flag is set."""
+    """Return NotImplemented: handler of ops that write more arguments when a flag is set."""
     return NotImplemented
 
 
 def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Record an op of the user's or of a library; its definition may change between calls."""
+    """Record a custom op; its definition may change between calls."""
     f = recorder.definitions.facts(func)
     if f.beginning_matters:
         args = tuple([pieces.fix_position(recorder, a) for a in args])
@@ -93,11 +93,12 @@ def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any
 
 
 def refuse_layout(recorder: OpRecorder | None, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Raise NotImplementedError with the remedy, on the user's line."""
     raise NotImplementedError(with_line(f"{func}: {_REMEDIES[_unsupported_kind(func)]}"))
 
 
 def _unsupported_kind(func: Any) -> str:
-    """Return the kind of tensors that an op is for, if lazygt has none of it; else ""."""
+    """Return the kind of tensors (sparse, quantized, nested) that an op needs; "" for none."""
     name = str(func)
     return next(
         (kind for kind, begins in _UNSUPPORTED_PREFIXES.items() if name.startswith(begins)), ""
@@ -136,11 +137,13 @@ _REMEDIES = {
 
 
 def item(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the value of a one-element tensor (``t.item()``): a sync point."""
     value = recorder.fetch(args[0], "item", as_number=True)
     return func(value) if isinstance(value, torch.Tensor) else value
 
 
 def to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Record or run ``_to_copy``: upload, fetch, or conversion on the workers."""
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
         return NotImplemented if is_lazy(args[0]) else _from_host(recorder, args[0], kwargs)
@@ -167,7 +170,7 @@ def _from_host(recorder: OpRecorder, source: torch.Tensor, kwargs: Kwargs) -> An
 
 
 def to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the result on another device: ``zeros_like(x, device="cpu")``."""
+    """Create a result on another device than lazygt: ``zeros_like(x, device="cpu")``."""
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
         return NotImplemented
@@ -182,6 +185,7 @@ def to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs)
 
 
 def _arange(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Create a range on another device, or record it with a run-time start."""
     other_device = to_other_device(recorder, func, args, kwargs)
     return (
         pieces.arange(recorder, func, args, kwargs)
@@ -191,6 +195,7 @@ def _arange(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Record ``target.copy_(source)`` between CPU and lazygt tensors."""
     target, source = args[0], args[1]
     if not is_lazy(target):
         target.copy_(recorder.fetch(source, "copy to CPU"))
@@ -209,9 +214,10 @@ def copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Pack padded sequences: runs of steps with equally many samples, concatenated.
+    """Pack padded sequences (``pack_padded_sequence``) into one tensor of steps.
 
-    The lengths are on the client, as with CUDA; lazy ones are fetched.
+    Consecutive steps with equally many samples are one slice; the slices are concatenated. The
+    lengths are on the client, as with CUDA; lazy ones are fetched.
     """
     source, lengths, batch_first = args
     if is_lazy(lengths):
@@ -233,7 +239,7 @@ def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
 
 
 def empty(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make uninitialised memory (``torch.empty``): no step until an op uses it."""
+    """Create uninitialised memory (``torch.empty``); no step is recorded until an op uses it."""
     layout, memory_format = kwargs.get("layout"), kwargs.get("memory_format")
     if layout not in (None, torch.strided):
         raise RuntimeError(f"device 'lazygt' has strided tensors only, not {layout}")
@@ -244,12 +250,12 @@ def empty(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def empty_strided(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make uninitialised memory with strides (``torch.empty_strided``)."""
+    """Create uninitialised memory with strides (``torch.empty_strided``)."""
     return _uninitialized(recorder, args[0], args[1], kwargs.get("dtype"))
 
 
 def _uninitialized(recorder: OpRecorder, shape: Any, stride: Any, dtype: torch.dtype | None) -> Any:
-    """Make memory; recorded at once where torch fills it (``fill_uninitialized_memory``)."""
+    """Create uninitialised memory; recorded at once if torch fills it (deterministic mode)."""
     t = blank(recorder, shape, stride, dtype)
     if fills_new_memory():
         recorder.trace.enter(storage_of(t))
@@ -260,11 +266,12 @@ def _uninitialized(recorder: OpRecorder, shape: Any, stride: Any, dtype: torch.d
 
 
 def same(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the first argument: handler of ops that change nothing."""
     return args[0]
 
 
 def _inplace_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the handle a view of its former value: ``t_``, ``squeeze_`` ..."""
+    """Make the handle a view of its former value (``t_``, ``squeeze_``)."""
     target = args[0]
     view = recorder.record(_out_of_place(func), args, kwargs)
     rebind(target, TensorMeta.of(view), storage_of(view), view_of(view))
@@ -283,6 +290,7 @@ def _out_of_place(func: Any) -> Any:
 
 
 def _resize(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the tensor if it has the size already; raise NotImplementedError otherwise."""
     t, size = args[0], tuple(args[1])
     if tuple(t.shape) == size:
         return t
@@ -294,6 +302,7 @@ def _resize(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _set_source(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the target show the storage and view of another tensor (``set_``)."""
     target, source = args[0], args[1]
     if not is_lazy(source):
         source = to_lazy(recorder, source)
@@ -325,10 +334,12 @@ def _set_storage(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
 def _uploaded(
     recorder: OpRecorder, source: Any, flat: torch.Tensor, shown: torch.Tensor
 ) -> Storage:
-    """Return a CPU storage's counterpart in the session; tensors that share one share both.
+    """Return a CPU storage's upload, cached on the storage so that tensors share it.
 
-    It has the shape of the first tensor if that shows the storage from end to end in order: nearly
-    all do, and are no views then.
+    Args:
+        flat: the full storage as a vector.
+        shown: the first tensor on it. If it covers the storage in order, the upload gets its shape,
+            and the tensor is no view.
     """
     uploaded = getattr(source, "_lazygt_storages", None)
     if uploaded is None:
@@ -346,7 +357,7 @@ def _uploaded(
 
 
 def _histc(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Count whole numbers as float64 on CPUs: torch counts them itself on GPUs only."""
+    """Count integers as float64 on CPUs: torch's CPU kernel takes floats only."""
     dtype = args[0].dtype
     if recorder.worker_device != "cpu" or dtype not in _INTEGER_DTYPES:
         return NotImplemented
@@ -359,7 +370,7 @@ _INTEGER_DTYPES = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, 
 
 
 def _group_norm(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Note the input's layout by the statistics: the backward formula makes all row-major."""
+    """Record a group norm, and note its input's memory format for the backward."""
     results = recorder.record_plain(func, args, kwargs)
     memory_format = suggest_memory_format(args[0])
     if recorder.worker_device == "cpu" and memory_format != torch.contiguous_format:
@@ -368,7 +379,7 @@ def _group_norm(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _group_norm_backward(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Compute the gradient in the layout of the norm's input, as torch does on a CPU."""
+    """Compute the gradient in the memory format of the norm's input, as torch does on a CPU."""
     grad, source, mean, *rest = args
     memory_format = _CHANNELS_LAST.get(storage_of(mean))
     if memory_format is None:
@@ -390,7 +401,7 @@ _CHANNELS_LAST: WeakKeyDictionary[Storage, torch.memory_format] = WeakKeyDiction
 def data_dependent(
     recorder: OpRecorder, trace: Trace, f: OpFacts, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Ship the trace and wait for results that only the values can tell."""
+    """Ship the trace and wait for an op's results, whose shapes only the values determine."""
     reply = recorder.sink.submit(trace, f"data-dependent: {f.name}", None, True)
     targets = list(written_tensors(f, args, kwargs))
     results = sum(kind[0] != "w" for kind in f.outputs)
@@ -419,7 +430,7 @@ def data_dependent(
 
 
 def _received(recorder: OpRecorder, item: Any) -> Any:
-    """Return a result of a dynamic op: a tensor (meta and value), a list, or a value."""
+    """Return a received result: a handle for (meta, value), a list of these, or a plain value."""
     if isinstance(item, list):
         return [_received(recorder, element) for element in item]
     if isinstance(item, tuple):

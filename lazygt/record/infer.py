@@ -1,6 +1,7 @@
-"""Inference of an op's results: by rule, or by a run on meta tensors.
+"""Inference of an op's results: by a shape rule, or by a run on meta tensors.
 
-Rules are in ``graph.shapes``, runs in ``graph.shapes.meta_run``: one a signature.
+Rules are in ``graph.shapes``. A run (``graph.shapes.meta_run``) happens once for each signature;
+an LRU cache keeps its results.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
-        """Return the same if no meta kernel has to run for it, else None. Raise nothing."""
+        """Return the results if no meta kernel has to run for them, else None; raise nothing."""
         if self._corrected:
             corrected = self._corrected.get(_key(f, args, kwargs, metas, params))
             if corrected is not None:
@@ -130,6 +131,7 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
+        """Run the op on meta tensors; an exception is torch's own, with the user's line."""
         call = f, args, kwargs, metas, params
         try:
             return run_on_metas(*call, self._device_type)
@@ -161,6 +163,7 @@ def _key(
 
 
 def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:
+    """Return an argument in a cache key: a Ref's meta, a Param's type, else the constant."""
     kind = type(arg)
     if kind is Ref:
         return metas[arg.index]
@@ -193,10 +196,10 @@ class _Stale(NamedTuple):
 def learn(
     inference: Inference, trie: TraceTrie, reports: Iterable[tuple[Graph, Iterable[Relaid]]]
 ) -> list[Any]:
-    """Take in the workers' reports; only while nothing is recorded.
+    """Apply the workers' reports of strides; called only while nothing is recorded.
 
     Returns:
-        The plans that are useless now.
+        The plans that are invalid now.
     """
     stale: set[_Stale] = set()
     for graph, results in reports:
@@ -214,7 +217,7 @@ def learn(
 
 
 def _corrected(inference: Inference, graph: Graph, results: Iterable[Relaid]) -> set[_Stale]:
-    """Correct the inference of a plan's nodes; return the results that were recorded wrong."""
+    """Correct the inference of a plan's nodes; return the results recorded with wrong strides."""
     by_node: dict[int, dict[int, tuple[int, ...]]] = {}
     for number, position, strides in results:
         by_node.setdefault(number, {})[position] = strides

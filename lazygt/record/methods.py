@@ -38,6 +38,7 @@ _ONLY_LAZY = ("placements", "_repr_html_", "_repr_mimebundle_")
 
 
 def _either(cls: type, name: str) -> Any:
+    """Return the method of LazyTensor for lazy tensors, and of ``cls`` for all others."""
     lazy_method, torch_method = vars(LazyTensor)[name], getattr(cls, name)
 
     @functools.wraps(torch_method)
@@ -48,6 +49,7 @@ def _either(cls: type, name: str) -> Any:
 
 
 def _only_lazy(name: str) -> Any:
+    """Return a property of lazy tensors that raises AttributeError on others."""
     lazy_attribute = vars(LazyTensor)[name]
 
     def attribute(self: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Misses: an op that the trie does not know at this place becomes a new step."""
+"""Trie misses: inference of an op that the trie lacks, and its new step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def on_miss(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> TrieNode:
-    """Infer an op's results, and add a step below the one that the trace has reached.
+    """Add the step of an op that the trie lacks below the trace's current step; return the step.
+
+    Tried in order: the step with its position as a run-time number, a copy of the step of an
+    earlier trace in other sizes, inference.
 
     Raises:
         Exception: torch's own, when the op can't take such arguments.
@@ -81,6 +84,7 @@ def _recorded_step(
     kwargs: dict[str, Any],
     counterpart: TrieNode | None,
 ) -> TrieNode:
+    """Return a new step with inferred results; raise torch's error for bad arguments."""
     resized = (
         None if counterpart is None else _resized_node(trace, key, f, counterpart, args, kwargs)
     )
@@ -103,10 +107,10 @@ def _resized_node(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Node, tuple[int, ...]] | None:
-    """Return the same as ``_node`` for an op known in other sizes; None: it must be inferred.
+    """Return the result of ``_node`` from an op recorded in other sizes; None: not possible.
 
     Args:
-        step: the counterpart of this op in other sizes.
+        step: the op's step in an earlier trace with other sizes.
     """
     old_node, call = counterpart.node, call_of(counterpart, key)
     if old_node is None or call is None:
@@ -127,7 +131,10 @@ def _resized_node(
 def _node(
     trace: Trace, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Node, tuple[int, ...]]:
-    """Return the op with its results' metas, and its ints; dynamic where only values tell."""
+    """Return the op's node with its results' metas, and the ints that it returns.
+
+    The node is dynamic if only values determine its results' shapes.
+    """
     metas: dict[int, TensorMeta] = {}
     params = itertools.count(trace.step.params)
 
@@ -157,14 +164,14 @@ def _node(
 
 
 def _link_backward(forward: dict[int, int], number: int) -> int:
-    """Tie a forward op to its autograd node, or a backward op to its forward op.
+    """Link forward and backward ops by autograd's sequence numbers.
 
     Args:
-        forward: autograd's sequence number -> op of the trace.
+        forward: autograd's sequence number -> op of the trace; a forward op is added to it.
         number: the op's number.
 
     Returns:
-        The forward op of a backward op, or -1.
+        For a backward op the number of its forward op; -1 for any other op.
     """
     autograd_node = torch._C._current_autograd_node()
     if autograd_node is None:

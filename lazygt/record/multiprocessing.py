@@ -1,8 +1,8 @@
 """Lazy tensors sent by ``multiprocessing``: they arrive as CPU tensors with their values.
 
 Another process has no part in the session, so the values are fetched when a tensor is pickled: a
-sync point. A queue pickles in a thread of its own, where an error is lost and the reader waits for
-good; so ``put`` itself pickles objects that hold lazy tensors.
+sync point. A queue pickles in its own thread, where an error is lost and the reader waits forever;
+so ``put`` itself pickles objects that hold lazy tensors.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _LEAF_TYPES = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, 
 
 
 def _init_iterator(self: Any, loader: DataLoader[Any]) -> None:
+    """Start a loader's worker processes with the dataset's lazy tensors as CPU tensors."""
     roots = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
     lazy = lazy_tensors(roots) if session_stack else []
     self._is_of_session = bool(lazy)
@@ -54,6 +55,7 @@ def _init_iterator(self: Any, loader: DataLoader[Any]) -> None:
 
 
 def _process_batch(self: Any, data: Any, worker_id: int) -> Any:
+    """Return the loader's next batch, uploaded if the dataset is in the session."""
     batch = _process_data(self, data, worker_id)
     if self._is_of_session and session_stack:
         return tree_map_only(torch.Tensor, lambda t: t.to(DEVICE_0), batch)
@@ -61,7 +63,7 @@ def _process_batch(self: Any, data: Any, worker_id: int) -> Any:
 
 
 def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
-    """Return the lazy tensors that objects hold, by any attributes, lists and closures."""
+    """Return the lazy tensors reachable from objects: breadth-first search of references."""
     lazy, seen, pending = [], {id(root) for root in roots}, deque(roots)
     while pending and len(seen) < _MOST_OBJECTS:
         for referent in _referents(pending.popleft()):
@@ -76,6 +78,7 @@ def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
 
 
 def _referents(obj: Any) -> list[Any]:
+    """Return the objects that an object refers to directly; of a function not its globals."""
     if isinstance(obj, FunctionType):  # not its globals
         return [obj.__closure__, obj.__defaults__, obj.__kwdefaults__]
     return gc.get_referents(obj)
@@ -101,6 +104,7 @@ def register_reducers() -> None:
 
 
 def _reduce(t: torch.Tensor) -> Any:
+    """Reduce a tensor for ``ForkingPickler``; a lazy one as its CPU copy."""
     if not is_lazy(t):
         return reduce_tensor(t)
     if t.requires_grad and not t.is_leaf:
@@ -120,7 +124,7 @@ def _reduce(t: torch.Tensor) -> Any:
 
 
 class _Pickled:
-    """Object that was pickled already; unpickling gives the object itself."""
+    """Object that is pickled already; unpickling returns the object itself."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -130,10 +134,10 @@ class _Pickled:
 
 
 def _sendable(queue: Any, item: Any) -> Any:
-    """Return an item for the thread of a queue to send.
+    """Return an item for a queue's thread to send, pickled if it holds lazy tensors.
 
     Raises:
-        Exception: the item can't be pickled, and the queue would tell nobody.
+        Exception: the item can't be pickled, and the queue would report this to nobody.
     """
     if not was_used() or not lazy_tensors(((item,),)):
         return item
@@ -147,6 +151,7 @@ def _sendable(queue: Any, item: Any) -> Any:
 
 
 def _checking_put(cls: Any) -> Callable[..., None]:
+    """Wrap a queue's ``put``: items with lazy tensors are pickled by the caller."""
     original = cls.put
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Outlines: comparison of traces that differ in sizes, without building their graphs."""
+"""Shape-polymorphic comparison of traces: equality up to a mapping of sizes, without graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def outline_key(steps: Steps) -> tuple[Any, ...]:
 
 
 class Outline:
-    """Planned trace, to be compared with others."""
+    """Planned trace, to be matched with traces that differ in sizes only."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = [step.input if step.node is None else step.node for step in steps]
@@ -31,9 +31,9 @@ class Outline:
         self._all_sizes = [_all_sizes(step) for step in self._steps]
 
     def resized(self, steps: Steps) -> dict[int, int] | None:
-        """Return this trace's sizes -> the other's; None: it is another program.
+        """Return the mapping from this trace's sizes to the other's; None: another program.
 
-        Two of this one's may have become equal, if that makes no two tensors or calls equal.
+        Two sizes may map to one, if no two tensors or calls become equal by that.
 
         Args:
             steps: the other trace, with the same ``outline_key``.
@@ -60,13 +60,14 @@ class Outline:
 
 
 def _distinct_count(steps: Sequence[TensorMeta | Node | None]) -> int:
+    """Return the number of distinct metas and nodes, as ``told_apart`` counts them."""
     nodes = [step for step in steps if isinstance(step, Node)]
     metas = [step for step in steps if isinstance(step, TensorMeta)]
     return told_apart(metas, nodes)
 
 
 def _all_sizes(step: TensorMeta | Node | None) -> frozenset[int]:
-    """Return all sizes in a node, or none of an input."""
+    """Return all sizes in a node's arguments and results; an empty set for an input."""
     if not isinstance(step, Node):
         return frozenset()
     metas = [meta for meta in step.results if meta is not None]
@@ -75,7 +76,7 @@ def _all_sizes(step: TensorMeta | Node | None) -> frozenset[int]:
 
 
 class _SizeMatch:
-    """Match of old sizes to new ones, one and the same everywhere.
+    """Consistent mapping of old sizes to new ones, built step by step (first-order matching).
 
     Attributes:
         sizes: old -> new.
@@ -88,20 +89,20 @@ class _SizeMatch:
         self._same: set[int] = set()
 
     def unchanged(self, sizes: frozenset[int]) -> bool:
-        """Return whether these sizes may match themselves."""
+        """Map each of these sizes to itself; return whether the mapping stays consistent."""
         if sizes <= self._same:
             return True
         self._same |= sizes
         return all(map(self.size, sizes, sizes))
 
     def size(self, old: int, new: int) -> bool:
-        """Return whether a number may stand in another's place."""
+        """Map a size to another; return whether the mapping stays consistent."""
         if old < LEAST or new < LEAST:
             return old == new
         return self.sizes.setdefault(old, new) == new
 
     def meta(self, old: TensorMeta | None, new: TensorMeta | None) -> bool:
-        """Return whether a tensor may stand in another's place."""
+        """Match the sizes of two metas; return whether they agree in all else."""
         if old is None or new is None:
             return old is new
         known = self._metas.get(id(old))
@@ -118,7 +119,7 @@ class _SizeMatch:
         )
 
     def node(self, old: Node, sizes: tuple[int, ...], new: Node) -> bool:
-        """Return whether a node may stand in another's place.
+        """Match the sizes of two nodes; return whether they agree in all else.
 
         Args:
             sizes: sizes in the old node's arguments.
@@ -138,6 +139,7 @@ class _SizeMatch:
         )
 
     def _match_arguments(self, old: Node, new: Node) -> bool:
+        """Match the arguments of two calls; return whether they agree but for sizes."""
         if len(old.args) != len(new.args) or len(old.kwargs) != len(new.kwargs):
             return False
         size_arguments = sized(old.op)
@@ -150,6 +152,7 @@ class _SizeMatch:
         )
 
     def _match_argument(self, old: Arg, new: Arg, sizes: bool) -> bool:
+        """Match two arguments; ``sizes``: whether ints in them are sizes."""
         kind = type(old)
         if kind is not type(new):
             return False

@@ -1,7 +1,7 @@
-"""Ops rewritten so that a changing position is one run-time number.
+"""Ops rewritten so that their varying position is one run-time number.
 
-Their own position is two numbers, or decides their validity. They are rewritten only where
-positions change (``moving.changes``); elsewhere they are recorded as they are.
+The position of these ops is two numbers, or decides their validity. They are rewritten only where
+the position varies (``moving.position_varies``); elsewhere they are recorded as they are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PieceRecorder(TraceOwner, Protocol):
 
 
 def arange(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Record ``arange(i, i + 4)`` as a range from 0, plus ``i``."""
+    """Record ``arange(i, i + 4)`` as a range from 0, plus the run-time number ``i``."""
     numbers = (0, *args) if len(args) == 1 else args
     start, end, step = (*numbers, 1)[:3]
     integral = all(type(n) is int and abs(n) < _EXACT for n in (start, end, step))
@@ -63,7 +63,7 @@ def arange(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> An
 
 
 def slice_backward(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Record the gradient of a slice as a copy into zeros."""
+    """Record the gradient of a slice as a copy into a slice of zeros."""
     grad, sizes, *slice_args = args
     region = _varying_slice(recorder, func, tuple(sizes), *slice_args)
     if region is None:
@@ -74,7 +74,7 @@ def slice_backward(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwarg
 
 
 def slice_scatter(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Record a copy with a piece of it replaced."""
+    """Record a clone with one slice overwritten."""
     target, source, *slice_args = args
     if not is_lazy(target) or not target.is_contiguous():
         return NotImplemented
@@ -99,7 +99,7 @@ def _varying_slice(
     end: int | None = None,
     step: int = 1,
 ) -> tuple[int, int, int] | None:
-    """Return dim, start and length of a piece with a changing start; None for any other."""
+    """Return (dim, start, length) of a slice with a varying start; None for any other."""
     if step != 1 or not -len(sizes) <= dim < len(sizes):
         return None
     dim %= len(sizes)
@@ -114,16 +114,17 @@ def _varying_slice(
 def _write_slice(
     recorder: PieceRecorder, target: Any, region: tuple[int, int, int], source: Any
 ) -> Any:
+    """Record a copy of ``source`` into a slice (dim, start, length) of ``target``; return that."""
     view = recorder.record(aten.narrow.default, (target, *region), None)
     recorder.record(aten.copy_.default, (view, source), None)
     return target
 
 
 def as_strided(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Record a part of a storage: strides are over all of it, not over a view of it.
+    """Record a strided view of a storage; strides and offset count in the full storage.
 
-    A backward pass through a write into a part asks for that part so. If its offset changes, the
-    elements from there on are taken by ``narrow``, and windows of them by ``unfold``, a dim each.
+    A backward pass through a write into a view uses such views. If the offset varies, the elements
+    from there on are selected by ``narrow``, and the strides by one ``unfold`` for each dim.
     """
     t, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else None
@@ -144,7 +145,7 @@ def as_strided(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -
 def _extent(
     storage_meta: TensorMeta, size: Sequence[int], stride: Sequence[int], start: int
 ) -> int:
-    """Return the number of elements that a part of a row-major tensor spans; 0: no such part."""
+    """Return the number of elements that a strided view spans; 0 if the view does not exist."""
     if not storage_meta.plain or 0 in size or 0 in stride:
         return 0
     extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
@@ -152,7 +153,7 @@ def _extent(
 
 
 def _full_storage(t: Any) -> Any:
-    """Return a handle for the whole storage, if it has the dtype of ``t``; else ``t``."""
+    """Return a handle for the full storage if it has the dtype of ``t``; else ``t``."""
     storage = storage_of(t)
     if view_of(t) is None or storage.meta.dtype != t.dtype:
         return t
@@ -161,14 +162,14 @@ def _full_storage(t: Any) -> Any:
 
 @contextmanager
 def _counted_as(trace: Trace, count: int = 1) -> Iterator[None]:
-    """Context that counts the ops recorded within as ``count``, for telling places apart."""
+    """Context in which the recorded ops count as ``count`` ops of the program point."""
     before = trace.step.ops
     yield
     trace.split += trace.step.ops - before - count
 
 
 def at_fixed_position(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Record a view op that depends on its operand's offset: a step for each position."""
+    """Record a view op that depends on its operand's offset, with a constant offset."""
     t = args[0]
     fixed = fix_position(recorder, t)
     if fixed is t:
@@ -177,7 +178,7 @@ def at_fixed_position(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kw
 
 
 def fix_position(recorder: PieceRecorder, t: Any) -> Any:
-    """Return the same view with its position part of the step; ``t`` itself if it is so."""
+    """Return the same view with a constant offset in its step; ``t`` itself if it has one."""
     view = view_of(t) if is_lazy(t) else None
     if view is None:
         return t

@@ -1,10 +1,10 @@
-"""Repeats: traces that do the ops of an earlier one in other sizes.
+"""Traces that repeat an earlier one in other sizes, followed step by step.
 
-Where the ints of one call differ from those of every call before (a smaller batch, a longer
-sequence), the trie has nothing below it, though most of the rest is known: the same ops take the
-same values. So a trace that has come to a new step follows the earlier one that goes on like it.
-The calls of ops are taken over; the metas of their results are inferred anew, unless all operands
-of an op have the same metas as there: then the step is the same.
+Where the ints of a call differ from those of every earlier call (a smaller batch, a longer
+sequence), the trie has nothing below the new step, though most of the rest is known: the same ops
+take the same values. So a trace that adds a step follows an earlier trace with the same ops. The
+ops' calls are copied from there; the metas of their results are inferred again, unless all operands
+of an op have the same metas as in the earlier trace: then the step is copied too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Differences:
 
     Attributes:
         values: numbers of the values with other metas.
-        sizes: size in their shapes there -> here; None: it corresponds to several.
-        resized: those of these sizes that are others here, or several.
+        sizes: old size -> new size in the shapes of these values; None: several new sizes.
+        resized: the old sizes that have another new size, or several.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Differences:
         self.resized: set[int] = set()
 
     def note(self, new: TrieNode, old: TrieNode) -> None:
-        """Add the differences of a new step."""
+        """Add the differences between a new step and its counterpart."""
         if new.node is None:
             self._note_value(-new.inputs, new.input, old.input)
         elif new.node is not old.node:
@@ -58,6 +58,7 @@ class Differences:
     def _note_value(
         self, number: int, new_meta: TensorMeta | None, old_meta: TensorMeta | None
     ) -> None:
+        """Add the differences between the metas of one value in the new and the old trace."""
         if new_meta is old_meta or new_meta == old_meta:
             return
         self.values.add(number)
@@ -74,11 +75,11 @@ class Repeat:
     """Earlier trace that a new one repeats in other sizes, followed step by step.
 
     Attributes:
-        here: the last step of this trace that was followed.
-        step: its counterpart in the earlier trace; None: there is none.
+        last_step: the last step of this trace that was followed.
+        counterpart: the step of the earlier trace that ``last_step`` repeats; None: there is none.
         differences: differences from the earlier trace.
-        ahead: (here, step) of the step from which others were added ahead, and of these.
-        wanted: number of steps to add.
+        prefetched: (step, counterpart) of the step that others were prefetched after, and of these.
+        prefetch_count: number of steps to prefetch.
     """
 
     __slots__ = (
@@ -97,21 +98,21 @@ class Repeat:
         self._metas: dict[int, TensorMeta | None] | None = None
 
     def op(self, parent: TrieNode, key: tuple[Any, ...], f: OpFacts) -> TrieNode | None:
-        """Return the counterpart, in other sizes, of a new op below ``parent``."""
+        """Return the earlier trace's step that a new op below ``parent`` repeats, or None."""
         return self._next(
             parent, key, lambda step: step.facts is f and call_of(step, key) is not None
         )
 
     def input(self, parent: TrieNode, key: Any, meta: TensorMeta) -> TrieNode | None:
-        """Return the counterpart, in other sizes, of a new input below ``parent``."""
+        """Return the earlier trace's step that a new input below ``parent`` repeats, or None."""
         return self._next(parent, key, lambda step: _has_same_rank_and_dtype(step, meta))
 
     def internal(self, parent: TrieNode, key: Any, node: Node) -> TrieNode | None:
-        """Return the likely counterpart of an op that the user did not write."""
+        """Return the step that an op which the user did not write most likely repeats, or None."""
         return self._next(parent, key, lambda step: _has_same_op(step, node))
 
     def same(self, parent: TrieNode, key: tuple[Any, ...], step: TrieNode) -> TrieNode | None:
-        """Return the new step, if all its operands have the metas of ``step``'s; else None.
+        """Return a copy of ``step`` below ``parent`` if its operands' metas are equal; else None.
 
         Args:
             step: the result of ``op``.
@@ -123,14 +124,14 @@ class Repeat:
         return step.again(parent)
 
     def follow(self, new: TrieNode, step: TrieNode | None) -> None:
-        """Note a new step of this trace with its counterpart ``step`` in the earlier one."""
+        """Set the last step of this trace and its counterpart, if both have equal counts."""
         if step is None or counts(new) != counts(step):
             self.last_step, self.counterpart = new, None
         else:
             self.go_on(new, step)
 
     def go_on(self, new: TrieNode, step: TrieNode) -> None:
-        """Do so for steps with equal counts of values, numbers and inputs."""
+        """Set the last step of this trace and its counterpart, which has equal counts."""
         self.last_step, self.counterpart = new, step
         if new.node is not step.node or new.input is not step.input:
             self.differences.note(new, step)
@@ -138,7 +139,7 @@ class Repeat:
             _add_results(new, self._metas)
 
     def metas(self, node: Node) -> dict[int, TensorMeta] | None:
-        """Return the metas of a node's operands in this trace; None: one has none."""
+        """Return the metas of a node's operands in this trace; None if one is unknown."""
         if self._metas is None:
             assert self.last_step is not None
             self._metas = {}
@@ -150,6 +151,7 @@ class Repeat:
         return metas  # type: ignore[return-value]
 
     def _next(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
+        """Return the counterpart of a new step, in the followed trace or in another."""
         self._trie.reached(parent)
         self._advance_to(parent)
         if self.last_step is parent:
@@ -161,7 +163,10 @@ class Repeat:
         return self._search_last_fork(parent, key, fits)
 
     def _advance_to(self, parent: TrieNode) -> None:
-        """Note that this trace has come to a step, perhaps by some that were added ahead."""
+        """Note that this trace has come to ``parent``, perhaps by prefetched steps.
+
+        The number of steps to prefetch doubles if all were reached, and is quartered otherwise.
+        """
         if not self.prefetched:
             return
         all_reached = self.last_step is parent
@@ -176,7 +181,7 @@ class Repeat:
         self.prefetched = []
 
     def _search_last_fork(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
-        """Search, at the last fork, for an earlier trace that goes on like this one."""
+        """Search the trie's last fork for another earlier trace, and return the counterpart."""
         path: list[TrieNode] = []
         fork = parent
         while fork.parent is not None and len(fork.children) <= len(path[-1:]):
@@ -204,10 +209,10 @@ def _candidates(fork: TrieNode, excluded: list[TrieNode]) -> Iterator[TrieNode]:
 
 
 def _follow_path(step: TrieNode, path: list[TrieNode], differences: Differences) -> TrieNode | None:
-    """Return the end of the path that begins with ``step`` and is ``way`` in other sizes.
+    """Return the end of the path from ``step`` that is ``path`` in other sizes, or None.
 
     Args:
-        differences: filled with the differences.
+        differences: receives the differences between the paths.
     """
     other: TrieNode | None = step
     for number, expected in enumerate(path):
@@ -223,7 +228,7 @@ def _follow_path(step: TrieNode, path: list[TrieNode], differences: Differences)
 
 
 def _matching_child(step: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
-    """Return the step below one that has this key, or else one that fits."""
+    """Return the step below ``step`` with this key, else one that satisfies ``fits``, or None."""
     exact = step.children.get(key)
     if exact is not None:
         return exact
@@ -231,7 +236,7 @@ def _matching_child(step: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
 
 
 def _counterpart_predicate(new: TrieNode) -> Fits:
-    """Return a predicate: a step is, perhaps, the counterpart of ``own`` in other sizes."""
+    """Return a predicate of steps: the step may be the counterpart of ``new``."""
     node, meta = new.node, new.input
     if node is not None:
         return lambda step: _has_same_op(step, node)
@@ -240,10 +245,12 @@ def _counterpart_predicate(new: TrieNode) -> Fits:
 
 
 def _has_same_op(step: TrieNode, node: Node) -> bool:
+    """Return whether a step is a call of the node's op."""
     return step.node is not None and step.node.op == node.op
 
 
 def _has_same_rank_and_dtype(step: TrieNode, meta: TensorMeta) -> bool:
+    """Return whether a step is an input with the meta's number of dims and dtype."""
     input_meta = step.input
     return (
         input_meta is not None
@@ -266,7 +273,7 @@ def _add_results(step: TrieNode, metas: dict[int, TensorMeta | None]) -> None:
 
 
 def call_of(step: TrieNode, key: tuple[Any, ...]) -> Call | None:
-    """Return the call of an op with this key, if a step equals it but for ints; else None."""
+    """Return the call with this key if it differs from the step's in ints only; else None."""
     return None if step.node is None else _call(step.node, step.key, key)
 
 
@@ -285,6 +292,7 @@ def metas_of(
 
 
 def _add_metas(arg: Arg, value: Any, metas: dict[int, TensorMeta]) -> bool:
+    """Add the metas of an argument's tensors; return False for a CPU tensor."""
     kind = type(arg)
     if kind is Ref:
         if not is_lazy(value):
@@ -297,7 +305,7 @@ def _add_metas(arg: Arg, value: Any, metas: dict[int, TensorMeta]) -> bool:
 
 
 def _call(node: Node, known: tuple[Any, ...], key: tuple[Any, ...]) -> Call | None:
-    """Return a node's arguments with the ints of another key; None if more differs.
+    """Return a node's (args, kwargs) with the ints of another key; None if more than ints differs.
 
     Args:
         known: the node's own key.
@@ -322,10 +330,10 @@ _MISMATCH = object()
 
 
 def _argument(arg: Arg, old: Any, new: Any) -> Arg:
-    """Return an argument with the ints of a new key; ``_OTHER``: more than ints differs.
+    """Return an argument with the ints of a new key; ``_MISMATCH``: more than ints differs.
 
     Args:
-        old: the argument's part of its own key.
+        old, new: the argument's elements of the old and the new key.
     """
     if type(old) is type(new) and old == new:
         return arg
