@@ -37,7 +37,7 @@ class Idle:
         #: number of autograd's nodes on this thread, and of sessions entered in this process, when
         #: this one was entered
         self._nodes = self._sessions = 0
-        self._created_at = expand(user_call_site(1))
+        self._site = expand(user_call_site(1))
         self._pid = os.getpid()
         self._session = weakref.ref(session)
         #: number of steps of optimizers in one place since the last in the other
@@ -58,7 +58,7 @@ class Idle:
         has_gradients = only_session and _autograd._get_sequence_nr() > self._nodes
         if self._default_device and (self.made_elsewhere or has_gradients):
             self._warn(
-                f"the session made at {self._created_at} has ended and has recorded nothing: what was "
+                f"the session made at {self._site} has ended and has recorded nothing: what was "
                 f"computed meanwhile was computed by this process. A device of torch's own, as of "
                 f"`'cuda' if torch.cuda.is_available() else 'cpu'`, is not the session's. Write "
                 f"device='lazygt', or leave the device out, and move what was made before the "
@@ -70,7 +70,7 @@ class Idle:
         """Warn of a session method that is called before the session was ever entered."""
         if not self.entered:
             self._warn(
-                f"the session made at {self._created_at} was never entered: nothing goes to its workers, "
+                f"the session made at {self._site} was never entered: nothing goes to its workers, "
                 f"all is done by this process. Write `with lazygt.session() as s:` around the work."
             )
 
@@ -92,7 +92,7 @@ class Idle:
         if on_cpu and self._steps == _MOST_STEPS:
             self._warn(
                 f"the optimizer that stepped at {expand(user_call_site(1))} trains parameters on "
-                f"the CPU of this process, not on the workers of the session made at {self._created_at}. "
+                f"the CPU of this process, not on the workers of the session made at {self._site}. "
                 f"Make the model in the session, or move it with .to('lazygt') before the "
                 f"optimizer is made; tell a framework the device (docs/frameworks.md). If it is "
                 f"meant so, open the session with default_device=False."

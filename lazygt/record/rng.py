@@ -1,8 +1,9 @@
-"""Random stream: the draws of the CPU and of a session are one stream, as in eager torch.
+"""Random stream shared by the CPU and a session's workers, as one stream in eager torch.
 
-Its state is in one place at a time: the client's CPU generator has it, or the workers of a session
-have. The first lazy draw takes it to the workers, which costs no sync point. A draw on a CPU tensor
-(see ``host_rng``), a read of the state, and a session that ends well bring it back, which does.
+The stream's state is in one place at a time: the client's CPU generator has it, or the workers of a
+session have it. The first lazy draw hands it to the workers, which costs no sync point. A draw on a
+CPU tensor (see ``host_rng``), a read of the state, and the regular end of a session fetch it back,
+which is a sync point.
 
 Workers on GPUs have a stream of their own, as GPUs do.
 """
@@ -44,7 +45,7 @@ def _state_shape() -> tuple[int, ...]:
 
 
 class SessionGenerator:
-    """Session's part in the stream: seeding, reading and setting the state.
+    """Session's generator: draws, seeding, and the state of the stream.
 
     Attributes:
         holds: True if the workers have the state that the next draw starts from.
@@ -58,10 +59,10 @@ class SessionGenerator:
         self._sent_state: torch.Tensor | None = None
 
     def before_draw(self, args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:
-        """Hand the state to the workers, if need be, before a draw is recorded.
+        """Hand the state to the workers if they lack it, before a draw is recorded.
 
         Returns:
-            The draw's arguments, without a generator that the client's draws would use anyway.
+            The draw's arguments, without a generator that equals the client's default.
         """
         if not self.holds:
             self.hand_to_workers()
@@ -80,7 +81,7 @@ class SessionGenerator:
         return generator is not None and not self.is_own(generator)
 
     def hand_to_workers(self) -> None:
-        """Hand the state to the workers, before a lazy draw."""
+        """Record the upload of the client's state; on GPUs, seed the workers' own stream."""
         if self._on_cpu:
             move_to_client()
             self._sent_state = torch.default_generator.get_state()
@@ -89,14 +90,14 @@ class SessionGenerator:
             self.manual_seed(torch.initial_seed())
 
     def take_back(self) -> None:
-        """Take the state back: the op that hands it to the workers is undone."""
+        """Restore the client's state: the op that handed it to the workers is rolled back."""
         if self._on_cpu and self._sent_state is not None:
             torch.default_generator.set_state(self._sent_state)
             discard_worker_state()
         self.holds = False
 
     def manual_seed(self, seed: int) -> None:
-        """Begin a stream; no sync point. The seed is data, not part of a plan.
+        """Seed the stream; no sync point. The seed is data, not part of a plan.
 
         Raises:
             RuntimeError: torch's own, when the seed does not fit into 64 bits.
@@ -132,6 +133,7 @@ class SessionGenerator:
                 self._record_state(state)
 
     def _record_state(self, state: torch.Tensor) -> None:
+        """Record the op that sets the workers' state."""
         owner = self._owner
         lazy = state if state.device.type == "lazygt" else to_lazy(owner, state)
         index = owner.index_of(lazy)  # type: ignore[arg-type]
@@ -142,7 +144,7 @@ class SessionGenerator:
         self.holds = True
 
     def restore_host_state(self) -> None:
-        """Bring the state to the client's CPU generator; a sync point if the workers have it."""
+        """Fetch the state into the client's CPU generator; a sync point if the workers have it."""
         with self._owner.lock:
             if not (self.holds and self._on_cpu):
                 return
@@ -155,29 +157,29 @@ class SessionGenerator:
             discard_worker_state()
 
     def close(self) -> None:
-        """Drop the workers' state with the workers."""
+        """Discard the workers' state of the stream, when the workers end."""
         if self in _owners:
             discard_worker_state()
 
     def is_own(self, generator: torch.Generator) -> bool:
-        """Return whether an argument ``generator=`` is as good as none."""
+        """Return whether ``generator=`` names the stream that is drawn from without it."""
         return self._on_cpu and is_default(generator)
 
     def is_recording(self) -> bool:
-        """Return whether this thread is at work for the session, not for the user."""
+        """Return whether this thread works for the session, not for the user."""
         owned: bool = self._owner.lock._is_owned()  # type: ignore[attr-defined]
         return owned
 
 
 def is_default(generator: torch.Generator) -> bool:
-    """Return whether a generator is the client's default; torch makes new objects for it."""
+    """Return whether a generator is the client's default; torch creates new objects for it."""
     host: Any = host_generator(generator)
     same: bool = host._cdata == torch.default_generator._cdata  # type: ignore[attr-defined]
     return same
 
 
 def host_generator(generator: torch.Generator) -> torch.Generator:
-    """Return the CPU generator that a generator draws by: beneath a lazygt one, its own."""
+    """Return the CPU generator behind a generator of device lazygt; a CPU one itself."""
     if generator.device.type != "lazygt":
         return generator
     host: torch.Generator = NATIVE.host_generator(generator)
@@ -185,14 +187,14 @@ def host_generator(generator: torch.Generator) -> torch.Generator:
 
 
 def state_owner() -> SessionGenerator | None:
-    """Return the generator of the session with the state, where the user may ask for it."""
+    """Return the generator of the session with the state; None inside that session's own work."""
     for generator in _owners:
         return None if generator.is_recording() else generator
     return None
 
 
 def move_to_client() -> None:
-    """Let the client's CPU generator go on where the workers stopped."""
+    """Fetch the state from the workers, if they have it: CPU draws continue the stream."""
     generator = state_owner()
     if generator is not None:
         generator.restore_host_state()

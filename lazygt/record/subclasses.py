@@ -25,7 +25,7 @@ _OVERRIDDEN = ("__deepcopy__", "__repr__", "__reduce_ex__")
 
 
 class Subclassed(LazyTensor):
-    """Base joined with users' classes: their ``super().__torch_function__`` is torch's."""
+    """Base of lazy classes of users: ``super().__torch_function__`` in them is torch's."""
 
 
 # here, because torch turns off that of a class with __torch_dispatch__ when it is made
@@ -44,6 +44,7 @@ def is_convertible(cls: type) -> bool:
 
 
 def _host_class(cls: Any) -> type:
+    """Return the user's class behind a lazy class; any other class itself."""
     host: type = cls._host_class if issubclass(cls, LazyTensor) else cls
     return host
 
@@ -70,6 +71,7 @@ def lazy_class(cls: type) -> type[torch.Tensor]:
 
 @functools.cache
 def _lazy_subclass(cls: type) -> type[LazyTensor]:
+    """Return a new subclass of both ``cls`` and LazyTensor."""
     user_bases = [base for base in cls.__mro__ if base not in LazyTensor.__mro__]
     defined = {name for base in user_bases if base is not Parameter for name in vars(base)}
     members: dict[str, Any] = {
@@ -88,18 +90,19 @@ def _lazy_subclass(cls: type) -> type[LazyTensor]:
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a tensor of the user's own class, for ``type(t)(values)``."""
+    """Create a tensor of the user's own class, for ``type(t)(values)``."""
     return cls._host_class(*args, **kwargs)
 
 
 def set_class(t: torch.Tensor, cls: type) -> None:
-    """Set the class of a tensor with lazy values (``t.__class__ = cls``)."""
+    """Set the class of a lazy tensor (``t.__class__ = cls``) to the lazy one for ``cls``."""
     object.__setattr__(t, "__class__", lazy_class(cls))
     if issubclass(cls, Parameter):
         t._is_param = True
 
 
 def _set_attribute(self: torch.Tensor, name: str, value: Any) -> None:
+    """Set an attribute; ``__class__`` becomes the lazy class."""
     if name == "__class__":
         set_class(self, value)
     else:
@@ -116,9 +119,9 @@ def as_subclass(self: torch.Tensor, cls: type) -> Any:
 
 
 def make_subclass(*args: Any, **kwargs: Any) -> Any:
-    """Make a tensor of a subclass, of lazy data too (``Tensor._make_subclass``).
+    """Create a tensor of a subclass, also of lazy data (``Tensor._make_subclass``).
 
-    Its arguments have no names, because torch._dynamo compares them with its own.
+    The arguments have no names, because torch._dynamo compares them with its own.
     """
     cls, data = args[:2]
     if not is_lazy(data):
@@ -131,7 +134,7 @@ def make_subclass(*args: Any, **kwargs: Any) -> Any:
 
 
 def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
-    """Make a parameter; of lazy values it is of the user's class too."""
+    """Create a parameter; lazy values may have a user's class."""
     if is_lazy(data) and cls is not Parameter:
         return make_subclass(cls, data, requires_grad)
     parameter: Any = _new_parameter(_host_class(cls), data, requires_grad)

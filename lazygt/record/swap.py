@@ -1,8 +1,8 @@
-"""Moves of tensors to the workers and back that keep the Python object, as with CUDA.
+"""Moves of tensors between client and workers that keep the Python object, as with CUDA.
 
-``module.to("lazygt")``, ``.cpu()`` and ``p.data = value`` put another TensorImpl under the same
-Python object: weights that are shared stay shared, and optimizers, hooks and weak references made
-before stay valid. ``IN_SESSIONS`` are the patches that hold only while a session is open.
+``module.to("lazygt")``, ``.cpu()`` and ``p.data = value`` swap the TensorImpl under the Python
+object: weights that are shared stay shared, and optimizers, hooks and weak references made before
+stay valid. ``IN_SESSIONS`` are the patches that hold only while a session is open.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _compatible: Any = torch._has_compatible_shallow_copy_type
 
 class _Applying(threading.local):
     #: inside ``_apply`` of a TorchScript module
+    """Thread-local flag: ``_apply`` of a TorchScript module is running."""
+
     scripted = False
 
 
@@ -47,10 +49,10 @@ _applying = _Applying()
 
 
 def has_compatible_type(*args: Any) -> bool:
-    """Return whether ``t.data = value`` can be done.
+    """Return whether ``t.data = value`` is possible.
 
-    ``nn.Module._apply`` calls it (``torch._has_compatible_shallow_copy_type``), and makes a new
-    Parameter if it is False. Its arguments have no names, because torch._dynamo compares them with
+    ``nn.Module._apply`` calls it (``torch._has_compatible_shallow_copy_type``), and creates a new
+    Parameter if it is False. The arguments have no names, because torch._dynamo compares them with
     its own.
     """
     t, value = args
@@ -68,7 +70,7 @@ def _is_movable(t: torch.Tensor) -> bool:
 
 
 def _apply_scripted(self: ScriptModule, fn: Any, recurse: bool = True) -> Any:
-    """Apply to a TorchScript module: it holds TensorImpls, no objects, so it gets new ones."""
+    """Apply to a TorchScript module; its TensorImpls have no objects, so it gets new ones."""
     before, _applying.scripted = _applying.scripted, True
     try:
         return Module._apply(self, fn, recurse)
@@ -91,6 +93,7 @@ def _get_data(t: torch.Tensor) -> torch.Tensor:
 
 
 def _set_any_data(t: torch.Tensor, value: torch.Tensor) -> None:
+    """Set ``t.data = value`` of any tensor."""
     if is_lazy(t):
         _lazy_data.__set__(t, value)
     else:
@@ -98,7 +101,7 @@ def _set_any_data(t: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def move_to_host(t: LazyTensor, value: torch.Tensor) -> bool:
-    """Set a lazy tensor's data to a value of the host; return False if it can't be done."""
+    """Set a lazy tensor's data to a CPU or CUDA value; return False if that is not possible."""
     if not (t.is_leaf and _is_movable(value)):
         return False
     _to_host(t, value)
@@ -106,7 +109,7 @@ def move_to_host(t: LazyTensor, value: torch.Tensor) -> bool:
 
 
 def _check(t: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise for a move that can't be done, before anything is moved."""
+    """Raise for a move that is not possible, before anything is moved."""
     if t.grad is not None and not _is_movable(t.grad):
         raise NotImplementedError(
             f"a tensor of shape {list(t.shape)} can't be moved to {value.device} with its gradient "
@@ -118,6 +121,7 @@ def _check(t: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
+    """Make a CPU tensor's object lazy, with the values of ``value``."""
     _check(t, value)
     grad = None if t.grad is None else t.grad.to(DEVICE_0)
     replacement = blank(storage_of(value).owner, t.size(), None, t.dtype)
@@ -132,6 +136,7 @@ def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
 
 
 def _to_host(t: LazyTensor, value: torch.Tensor) -> None:
+    """Make a lazy tensor's object a CPU or CUDA tensor, with the values of ``value``."""
     _check(t, value)
     grad = None if t.grad is None else t.grad.to(value.device)
     # shape and dtype of the gradient, for a moment
@@ -175,7 +180,7 @@ def _swap(t: torch.Tensor, other: torch.Tensor, cls: type) -> None:
 def _exchange(
     t: torch.Tensor, replacement: torch.Tensor, cls: type, moved_grad: torch.Tensor | None
 ) -> None:
-    """Put ``twin``'s TensorImpl under ``t``, and keep its gradient, requires_grad and hooks."""
+    """Put ``replacement``'s TensorImpl under ``t``; keep gradient, requires_grad and hooks."""
     grad, needs_grad = t.grad, t.requires_grad
     _swap(t, replacement, cls)
     t.requires_grad, replacement.grad = needs_grad, None
@@ -190,6 +195,7 @@ def _exchange(
 
 
 def _raise_moved_after_forward(grad: torch.Tensor) -> None:
+    """Raise: the graph's leaf was moved between forward and backward (a gradient hook)."""
     raise RuntimeError(
         "a parameter was moved between lazygt and the host after the forward pass that this "
         "backward() belongs to; call backward() before module.to(...)"

@@ -64,6 +64,7 @@ class _WhenLoaded(MetaPathFinder):
 
 
 def _eval_frame_patches(eval_frame: Any) -> Patches:
+    """Return the patches that make dynamo's callbacks inactive inside sessions."""
     callback_from_stance = eval_frame._callback_from_stance
 
     def callback(compiler: Any) -> Any:
@@ -87,6 +88,7 @@ def _eval_frame_patches(eval_frame: Any) -> Patches:
 
 
 def _flex_attention_patches(module: Any) -> Patches:
+    """Return the patch of flex_attention's device check, for lazy operands."""
     validate_device = module._validate_device
 
     def validate(*operands: torch.Tensor) -> None:
@@ -106,6 +108,7 @@ def _flex_attention_patches(module: Any) -> Patches:
 
 
 def _convert_frame_patches(module: Any) -> Patches:
+    """Return the patch that leaves frames uncompiled inside sessions."""
     module.trace_rules.add("lazygt.session")
     convert = module.CatchErrorsWrapper.__call__
 

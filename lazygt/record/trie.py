@@ -1,9 +1,9 @@
 """Trie of recorded steps: shape cache, plan cache and guard in one.
 
 Each node is one step of a trace: an input that enters, or an op. Its key has all that is
-structural: the op, the earlier results that feed it, its int and flag arguments, the *types* of its
+structural: the op, the numbers of its operands, its int and flag arguments, the *types* of its
 Python numbers. Since Python really runs every step, reaching a node proves that the program up to
-there is the one that was seen before.
+there is one that was recorded before.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from lazygt.record.tensor import NATIVE, ViewOp
 
 
 class TrieNode:
-    """Recorded step.
+    """Recorded step of a trace.
 
     Attributes:
         make: the meta of the result, for the common op that returns one new tensor.
-        itself: it writes its first argument, keeps its shape, and returns it.
-        view_ops: for an op that returns views: its part of their chains, once some were made.
-        pitch: of a view with a run-time position: bytes from one position to the next.
-        full: the trace is so long here that it has to be flushed.
+        itself: the op writes its first argument, keeps the shape, and returns it.
+        view_ops: for an op that returns views, the view ops of their chains, once computed.
+        pitch: bytes between neighbouring positions, for a view with a run-time position.
+        full: a trace that reaches this step has to be flushed: it has its maximum length.
         node: the op with Ref numbers as in the trace (inputs negative); None for an input.
         numbers: ints that the op returns besides tensors.
         input: the meta of the input that enters here; None for an op.
-        key: see above; of a root the flags under which traces begin there.
+        key: see the module; for a root, the flags under which traces begin there.
         forward: for a backward op, the number of the forward op in the same trace, or -1.
-        backward: autograd ran it.
-        nbytes: bytes that the values made up to here may hold on a rank, including those of handles
-            that are gone since the last count.
+        backward: autograd ran the op.
+        nbytes: bytes on a rank of the values up to here, including those of handles that died since
+            the last count.
         placed: a value up to here is placed on the mesh.
-        moves: its position is a run-time number.
-        native: the same step in the native recorder, once it has been there.
+        moves: the op's position is a run-time number.
+        native: the same step in the native recorder, once it has reached the step.
         first: number of the op's first result.
         ops, values, params, inputs: number of each up to here, this step included.
     """
@@ -93,7 +93,7 @@ class TrieNode:
                 self.make = node.fresh[0]
 
     def again(self, parent: TrieNode) -> TrieNode:
-        """Return the same op below another step, with operands of the same metas there."""
+        """Return a copy of this step below another one, where its operands have the same metas."""
         before = self.parent
         assert before is not None
         # without ``__init__``, which would compute known values again: many are made at a time
@@ -113,7 +113,7 @@ class TrieNode:
         return step
 
     def forget(self, child: TrieNode) -> None:
-        """Remove a step below this one."""
+        """Remove a child step, here and in the native recorder."""
         del self.children[child.key]
         if NATIVE is not None:
             NATIVE.forget(self, child)
@@ -130,7 +130,7 @@ class TrieNode:
 
 
 class TraceTrie:
-    """Steps, with plans where traces ended; bounded, with least recently used plans evicted.
+    """Trie of steps, with plans where traces ended. An LRU policy evicts plans.
 
     Args:
         max_plans, max_plan_bytes: limits of all plans together.
@@ -167,15 +167,14 @@ class TraceTrie:
         self.touch = self._recent.touch
 
     def begin_under(self, flags: Flags) -> None:
-        """Make traces begin at the root for these flags."""
+        """Set the root for traces under these flags of torch."""
         self.root = self._roots.setdefault(flags, TrieNode(None, flags))
 
     def add(self, step: TrieNode, alive: Callable[[], int] | None = None) -> TrieNode:
-        """Add a step below its parent.
+        """Add a step below its parent, and count its bytes.
 
         Args:
-            alive: function that counts the bytes of the trace's earlier values that handles still
-                show.
+            alive: function that returns the bytes of the trace's earlier values that live handles show.
         """
         assert step.parent is not None
         fresh = () if step.node is None else step.node.fresh
@@ -189,9 +188,9 @@ class TraceTrie:
         return step
 
     def add_ahead(self, step: TrieNode) -> bool:
-        """Add a step that the trace has not reached, below the last such one or the trace's.
+        """Add a prefetched step below the previous one; return False for one that is not added.
 
-        Return False, and add nothing, if the trace might have to be flushed there.
+        A step is not added if the trace might have to be flushed there.
         """
         parent, node = step.parent, step.node
         assert parent is not None
@@ -207,7 +206,7 @@ class TraceTrie:
         return True
 
     def reached(self, step: TrieNode) -> None:
-        """Note that a trace is at this step; remove the steps ahead that it did not reach."""
+        """Note that a trace is at ``step``; remove the prefetched steps that it did not reach."""
         ahead, self._ahead = self._ahead, []
         if not ahead:
             return
@@ -220,14 +219,14 @@ class TraceTrie:
                 self._uncount(unreached)
 
     def half_full(self, step: TrieNode, alive: Callable[[], int]) -> bool:
-        """Return whether a trace that ends here is at least half as long as one may be."""
+        """Return whether a trace that ends here has at least half the maximum length."""
         if 2 * step.depth >= self.max_depth:
             return True
         may_be = 2 * step.nbytes >= self.max_bytes
         return may_be and 2 * self._per_rank(step, alive()) >= self.max_bytes
 
     def _per_rank(self, step: TrieNode, nbytes: int) -> int:
-        """Return a rank's share of so many bytes.
+        """Return a rank's share of ``nbytes`` bytes.
 
         In a trace that is placed on the mesh they count as sharded among all ranks: the placement
         of each value is decided only when the trace is planned.
@@ -239,7 +238,7 @@ class TraceTrie:
         return [step.plans[outputs] for _, (step, outputs) in self._recent.items()]
 
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
-        """Store a plan of so many bytes; return the plans that were dropped to make room."""
+        """Store a plan of ``nbytes`` bytes at the step where its trace ends; return the evicted plans."""
         self.reached(step)
         step.plans[outputs] = plan
         evicted = self._recent.keep(id(plan), (step, outputs), nbytes)
@@ -251,7 +250,7 @@ class TraceTrie:
         return dropped
 
     def cut(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
-        """Remove the steps for which ``stale`` holds, and all below; return their plans."""
+        """Remove the steps for which ``stale`` holds, with their subtrees; return their plans."""
         pending, dropped = [*self._roots.values()], []
         while pending:
             step = pending.pop()
@@ -264,7 +263,7 @@ class TraceTrie:
         return dropped
 
     def _remove_superseded(self, current: TrieNode) -> list[Any]:
-        """Remove the superseded steps, except for the path to ``keep``; return their plans."""
+        """Remove the superseded steps, except on the path to ``current``; return their plans."""
         on_path = {id(current), *map(id, current.path())}
         superseded, self.superseded = self.superseded, []
         dropped = []
@@ -276,7 +275,7 @@ class TraceTrie:
         return dropped
 
     def _uncount(self, removed: TrieNode) -> list[Any]:
-        """Subtract a removed step, and all below it, from the counts; return their plans."""
+        """Subtract a removed subtree from the counts; return its plans."""
         pending, dropped = [removed], []
         while pending:
             step = pending.pop()
@@ -289,13 +288,14 @@ class TraceTrie:
         return dropped
 
     def _remove_plan(self, location: tuple[TrieNode, tuple[int, ...]], current: TrieNode) -> Any:
-        """Remove a plan, and the steps that led to it alone; return it."""
+        """Remove a plan and the steps that led only to it, up to ``current``; return the plan."""
         step, outputs = location
         plan = step.plans.pop(outputs)
         self._prune(step, current)
         return plan
 
     def _prune(self, step: TrieNode, current: TrieNode) -> None:
+        """Remove a step and its ancestors that have neither children nor plans."""
         while step.parent is not None and step is not current:
             if step.children or step.plans:
                 return
@@ -312,7 +312,7 @@ def _is_placed(node: Node | None, key: Any) -> bool:
 def build_graph(
     steps: list[TrieNode], outputs: tuple[int, ...], lines: tuple[str, ...], kinds: tuple[str, ...]
 ) -> Graph:
-    """Build the graph of a path through the trie: inputs first, then the ops' results."""
+    """Build the graph of a path through the trie; values are numbered inputs first, then results."""
     inputs = tuple([step.input for step in steps if step.input is not None])
     recorded = [step.node for step in steps if step.node is not None]
     shift, results = len(inputs), sum([len(node.results) for node in recorded])
@@ -331,7 +331,7 @@ def flags_of(steps: list[TrieNode]) -> Flags:
 
 
 def makers(steps: list[TrieNode]) -> list[int]:
-    """Return, for each value that a trace's ops make, the number of the op."""
+    """Return, for each value that a trace's ops make, the number of its op."""
     nodes = [step.node for step in steps if step.node is not None]
     return [number for number, node in enumerate(nodes) for _ in node.results]
 
@@ -341,7 +341,7 @@ def makers(steps: list[TrieNode]) -> list[int]:
 
 @dataclass(slots=True)  # not frozen: it is made in every flush
 class Provenance:
-    """Recorded op and user's line of each step of a run; expanded only for an error."""
+    """Map from a run's steps to recorded ops and the user's lines, used when an error is raised."""
 
     step: TrieNode
     call_sites: Sequence[CallSite | None]
@@ -364,6 +364,7 @@ class Provenance:
             ) from None
 
     def _origins(self, rank: int) -> tuple[int, ...]:
+        """Return the origins of a rank's plan."""
         return self.origins[rank if len(self.origins) > 1 else 0]
 
     def lines(self, rank: int) -> tuple[str, ...]:
@@ -373,6 +374,7 @@ class Provenance:
         return tuple(lines[origin] for origin in origins) if origins else lines
 
     def __call__(self, number: int, rank: int) -> tuple[str, tuple[str, ...], str]:
+        """Return a step's op, its arguments as text, and the user's line: for an error."""
         number = self.op_of(number, rank)
         steps = self.step.path()
         lines = lines_of(steps, self.call_sites, self.backward)
@@ -412,7 +414,7 @@ def lines_of(
 
 
 def line_of(step: TrieNode) -> str:
-    """Return the user's line of a step recorded earlier, from some kept plan, or "?"."""
+    """Return the user's line of a step recorded earlier, from any cached plan below it, or "?"."""
     if step.node is None:
         return "?"
     number = sum(passed.node is not None for passed in step.path()) - 1

@@ -67,13 +67,14 @@ class LazyStorage(torch.UntypedStorage):
 
 
 class _Addresses:
-    """Allocator of address ranges, one after the other; none is reused."""
+    """Bump allocator of address ranges; none is reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = _FIRST
 
     def allocate(self, nbytes: int) -> AddressRange:
+        """Return the next range of ``nbytes`` bytes, aligned."""
         with self._lock:
             first = self._free
             self._free += (nbytes // _ALIGNMENT + 1) * _ALIGNMENT
@@ -84,7 +85,7 @@ _ADDRESSES = _Addresses()
 
 
 def new_range(nbytes: int) -> AddressRange:
-    """Return addresses for so many bytes, which nothing else has or will have."""
+    """Return an unused address range of ``nbytes`` bytes."""
     return _ADDRESSES.allocate(nbytes)
 
 

@@ -27,7 +27,7 @@ from lazygt.record.trie import TrieNode
 def results(
     trace: Trace, step: TrieNode, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the user's results of a step that is not just one fresh tensor."""
+    """Return the user's results of a step: handles, written tensors, lists and ints."""
     node = step.node
     assert node is not None
     trace.reserve(step)
@@ -50,12 +50,15 @@ def results(
 
 
 def resize(t: LazyTensor, meta: TensorMeta) -> None:
-    """Give a tensor of ``out=`` another shape: it shows a storage of its own from here on."""
+    """Give a tensor of ``out=`` another shape, with a new storage."""
     rebind(t, meta, new_storage(storage_of(t).owner, 0, 0, meta), None)
 
 
 def write(trace: Trace, t: LazyTensor, index: int) -> None:
-    """Note that a handle was written: its new version is value ``index``."""
+    """Note that an op has written a handle; value ``index`` is its new version.
+
+    For a view, a ``write_back`` of the new version into the view's storage is recorded.
+    """
     storage, view = storage_of(t), view_of(t)
     if view is None:
         trace.own(storage, index)
@@ -72,7 +75,7 @@ def write(trace: Trace, t: LazyTensor, index: int) -> None:
 
 
 def handle(trace: Trace, step: TrieNode, args: tuple[Any, ...]) -> LazyTensor:
-    """Return the handle of an op with one view as its result."""
+    """Return the handle of an op whose one result is a view."""
     ops = step.view_ops
     if ops is None:
         ops = chains.view_ops(step)
@@ -88,7 +91,7 @@ def handle(trace: Trace, step: TrieNode, args: tuple[Any, ...]) -> LazyTensor:
 
 
 def handles(trace: Trace, f: OpFacts, step: TrieNode, args: tuple[Any, ...]) -> list[LazyTensor]:
-    """Return the handles of an op with a list of views as its result."""
+    """Return the handles of an op whose result is a list of views."""
     ops = step.view_ops
     if ops is None:
         ops = chains.view_ops(step)
@@ -109,7 +112,7 @@ def handles(trace: Trace, f: OpFacts, step: TrieNode, args: tuple[Any, ...]) -> 
 
 
 def same_view(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return another handle for the same, without a step (``detach``, ``alias``)."""
+    """Return another handle of the same view, without a step (``detach``, ``alias``)."""
     return alias(args[0])
 
 

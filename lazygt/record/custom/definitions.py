@@ -1,8 +1,8 @@
-"""Definitions of ops that torch alone does not have, for the workers.
+"""Definitions of custom ops, sent to the workers.
 
 A worker imports the modules that define the op, if it can; else the op's kernel is pickled by
-value. Its content is checked whenever the op is recorded: an op that is defined anew, or that
-refers to a changed object, is another op.
+value. Its code is checked whenever the op is recorded: an op that is defined again, or that refers
+to a changed object, is another op.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _DATA_DEPENDENT = (
 
 @dataclass(slots=True)
 class _Known:
-    """Op as it was recorded last.
+    """Custom op as it was recorded last.
 
     Attributes:
         modules: modules that workers import for it; None: its code is sent.
-        witness: dependencies of that code; None: one of them may change unnoticed.
+        fingerprint: objects that its code refers to; None: one of them may change unnoticed.
     """
 
     func: Any
@@ -56,7 +56,7 @@ class _Known:
 
 
 class ForeignOps:
-    """Foreign ops of a session.
+    """Custom ops of a session.
 
     Args:
         ship_code: True if code may be pickled for the workers.
@@ -69,10 +69,10 @@ class ForeignOps:
         self.functions: dict[Any, tuple[Witness, Foreign]] = {}
 
     def facts(self, func: Any) -> OpFacts:
-        """Return the facts of a foreign op as it is defined now.
+        """Return the facts of a custom op as it is defined now.
 
         Raises:
-            CodeError: the op's code can't be brought to the workers.
+            CodeError: the op's code can't be sent to the workers.
         """
         known = self._known.get(id(func))
         if known is None or not known.is_current():
@@ -91,6 +91,7 @@ class ForeignOps:
             )
 
     def _define(self, func: Any) -> _Known:
+        """Return the op's current definition: its modules, or its pickled code."""
         source = source_of(func, self.device_type)
         fake = _fake_kernel(func)
         title, schema = str(func), str(func._schema)
@@ -116,6 +117,7 @@ class ForeignOps:
 
 
 def _no_kernel(title: str, module: str, device_type: str) -> Exception:
+    """Return the error for an op without a Python kernel on the workers' device."""
     if module:
         return NotImplementedError(f"{title} (defined in {module}) has no kernel for {device_type}")
     return CodeError(
@@ -146,7 +148,7 @@ def _fake_kernel(func: Any) -> Any:
 
 
 def known_op(definition: Definition, infer: Callable[..., Any] | None) -> Foreign:
-    """Return the op of a definition in graphs: the known one, or a new one."""
+    """Return the graph op of a definition: the registered one if it is equal, else a new one."""
     try:
         known: Foreign = overload(definition.name)
     except KeyError:
@@ -167,6 +169,7 @@ class _Infer:
     fake: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the fake kernel; NotImplementedError if only values determine the results."""
         try:
             return self.func(*args, **kwargs)
         except _DATA_DEPENDENT as error:

@@ -1,4 +1,4 @@
-"""Plain Python functions run on the workers' tensors, as one op of the graph."""
+"""``lazygt.apply``: plain Python functions run on the workers' tensors, as one op of the graph."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Structure:
-    """Structure of a function's result: a pytree with tensors left out.
+    """Structure of a function's result: a pytree with metas in place of tensors.
 
     Attributes:
         leaves: metas of the tensors, and the other values, in order.
@@ -88,7 +88,7 @@ class Structure:
     spec: Any
 
     def put_together(self, tensors: Sequence[Any]) -> Any:
-        """Return the value with these tensors in it."""
+        """Return the result with ``tensors`` in place of the metas."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(x, TensorMeta) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -107,7 +107,7 @@ class _Call:
     identity: tuple[Any, ...]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Structure]:
-        """Record the call; return the resulting tensors and the structure around them."""
+        """Record the call; return the resulting tensors and the result's structure."""
         session_recorder = self.active
         with session_recorder.lock:
             op = self._op()
@@ -125,13 +125,18 @@ class _Call:
         return [x for x in leaves if is_lazy(x)], Structure(metas_or_values, spec)
 
     def gradient(self, wanted: tuple[bool, ...], present: tuple[bool, ...]) -> _Call:
-        """Return the call of the backward pass."""
+        """Return the call of the backward pass.
+
+        Args:
+            wanted: for each tensor, whether its gradient is needed.
+            present: for each result, whether its gradient is an argument.
+        """
         assert isinstance(self.plain, PlainFunction)
         plain = Gradient(self.plain, wanted, present)
         return _Call(self.active, plain, (*self.identity, wanted, present))
 
     def _op(self) -> Foreign:
-        """Return the function's op in graphs: one op for one content."""
+        """Return the function's op; equal functions, by fingerprint or code, share one."""
         definitions, plain = self.active.definitions, self.plain
         definitions.check_shipping(plain.name, plain.module)
         key = type(plain), getattr(self.identity[0], "__code__", None)
@@ -154,7 +159,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Results:
-    """Results of a function for tensors without values, cached by signature and flags.
+    """Inference of a function's results by fake tensors, cached by signature and flags.
 
     Attributes:
         name: unique name of the function in graphs.
@@ -168,7 +173,7 @@ class _Results:
     )
 
     def structure(self, metas: Metas) -> Structure | None:
-        """Return the structure of the function's result; None: only values can tell."""
+        """Return the structure of the function's result; None: only values determine it."""
         key = recorder().flags, metas
         if key not in self._cached:
             if len(self._cached) >= _SIGNATURES:
@@ -177,6 +182,7 @@ class _Results:
         return self._cached[key]
 
     def _infer(self, metas: Metas) -> Structure | None:
+        """Run the function on fake tensors; None if that fails."""
         plain = self.plain
         if isinstance(plain, Gradient):
             pairs = zip(metas[1:], plain.wanted, strict=False)
@@ -208,11 +214,12 @@ def _meta(value: torch.Tensor) -> TensorMeta:
 
 
 def _row_major(meta: TensorMeta) -> TensorMeta:
+    """Return the row-major meta of the same shape and dtype."""
     return TensorMeta(meta.shape, contiguous_stride(meta.shape), meta.dtype)
 
 
 class _Differentiable(torch.autograd.Function):
-    """Function with a backward pass that runs it again."""
+    """Autograd function whose backward pass runs the Python function again."""
 
     @staticmethod
     def forward(

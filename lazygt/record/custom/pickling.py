@@ -1,4 +1,4 @@
-"""Pickling of code: functions that no worker can import by value, with the ops they call."""
+"""Pickling of code for workers, by value where no worker can import it, with the ops it calls."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from lazygt.runtime.custom_ops import (
 
 
 def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...], tuple[str, ...]]:
-    """Pickle ``value`` with the ops that it may call.
+    """Pickle ``value`` with the custom ops that it may call, found transitively.
 
     Returns:
-        The pickle, and the modules and shared libraries that define other such ops.
+        The pickle, and the modules and shared libraries that define other custom ops.
 
     Raises:
         CodeError: a part of it can't be pickled.
@@ -69,7 +69,7 @@ def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...],
 
 
 def _ops_named_in(text: bytes) -> Iterator[OpOverload]:
-    """Yield the ops defined in Python that are named in pickled code: it may call them."""
+    """Yield the ops defined in Python whose names occur in pickled code."""
     for qualname in {**dict(OPDEFS), **defined()}:
         space, _, name = qualname.partition("::")
         if space.encode() in text and name.encode() in text and space not in ("prims", "aten"):
@@ -80,6 +80,7 @@ def _ops_named_in(text: bytes) -> Iterator[OpOverload]:
 
 
 def _inner_op(func: OpOverload) -> InnerOp:
+    """Return an op's schema, kernels and backward, for a worker to define it."""
     schema = str(func._schema)
     defined = OPDEFS.get(func.name())
     backward = None if defined is None else defined._backward_fn
@@ -88,7 +89,7 @@ def _inner_op(func: OpOverload) -> InnerOp:
 
 
 def _reduced(operation: Any) -> Any:
-    """Return the reduction of a torch op, or a namespace of them, in pickled code."""
+    """Return the pickle reduction of a torch op, or of a namespace of ops."""
     if isinstance(operation, OpOverload):
         return NamedOp, (operation.name(), operation._overloadname)
     if isinstance(operation, OpOverloadPacket):
@@ -141,16 +142,19 @@ _OPERATIONS = (CustomOpDef, OpOverload, OpOverloadPacket, _OpNamespace)
 
 
 class _Refused(Exception):
-    """Refusal to pickle an object, with the reason."""
+    """Reason why an object is not pickled."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickler with reductions for torch ops, Triton kernels and unimportable modules."""
+
     def __init__(self, file: io.BytesIO, operation: Callable[[Any], Any]) -> None:
         super().__init__(file)
         self._operation = operation
         self.by_value: list[ModuleType] = []
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return an object's reduction; raise ``_Refused`` for a lazy tensor."""
         cls = type(obj)
         if is_lazy(obj):
             raise _Refused(
@@ -174,7 +178,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _pickle_module_by_value(self, name: str | None) -> None:
-        """Pickle a module's objects by value if workers can't import it."""
+        """Register a module for pickling by value if workers can't import it."""
         module = sys.modules.get(name or "")
         if module is None or name == "__main__" or importable(module.__name__):
             return
@@ -197,7 +201,7 @@ class _Mutable(Exception):
 
 
 class Witness:
-    """Objects that a function was seen to refer to, in order."""
+    """Fingerprint of a function: the objects that its code refers to, compared by identity."""
 
     def __init__(self, value: Any, seen: list[Any]) -> None:
         self._value, self._seen = value, seen
@@ -211,7 +215,7 @@ class Witness:
 
     @staticmethod
     def of(value: Any) -> Witness | None:
-        """Return a function's witness; None if an object that it refers to is mutable."""
+        """Return a function's fingerprint; None if it refers to a mutable object."""
         try:
             return Witness(value, _seen(value))
         except _Mutable:
@@ -226,10 +230,12 @@ class Witness:
 
 
 def _identical(first: list[Any], second: list[Any]) -> bool:
+    """Return whether two lists have the same objects, by identity."""
     return len(first) == len(second) and all(map(is_, first, second))
 
 
 def _seen(value: Any) -> list[Any]:
+    """Return the objects that a value's code refers to, and the count of op registrations."""
     objects: list[Any] = []
     _collect(value, objects, set())
     objects.append(registry.count())  # a small number is one object, a new one is another
@@ -237,6 +243,7 @@ def _seen(value: Any) -> list[Any]:
 
 
 def _collect(value: Any, objects: list[Any], visited: set[int]) -> None:
+    """Append the objects that a value refers to, depth first; raise ``_Mutable`` for a mutable one."""
     cls = type(value)
     if cls not in (FunctionType, tuple) or id(value) in visited:
         objects.append(value)  # of a function its parts say more than its identity
@@ -265,6 +272,7 @@ def _collect(value: Any, objects: list[Any], visited: set[int]) -> None:
 
 
 def _collect_function(fn: FunctionType, objects: list[Any], visited: set[int]) -> None:
+    """Append a function's code, defaults, closure, attributes and used globals."""
     objects.append(fn.__code__)
     if is_imported(fn):
         objects.append(sys.modules[fn.__module__].__spec__)
@@ -288,13 +296,14 @@ def _collect_function(fn: FunctionType, objects: list[Any], visited: set[int]) -
 
 
 def _collect_all(values: Iterable[Any], objects: list[Any], visited: set[int]) -> None:
+    """Append the objects that each of some values refers to."""
     for value in values:
         _collect(value, objects, visited)
 
 
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Return all names in a function and in those inside; some are attributes, no globals."""
+    """Return the names used in a function and in the functions inside: globals and attributes."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType)
              for name in _names(const)]  # fmt: skip
     return tuple(dict.fromkeys((*code.co_names, *inner)))

@@ -1,7 +1,7 @@
-"""Registry of ops that torch alone does not have: their modules, functions and libraries.
+"""Registry of custom ops: the modules, functions and libraries that define them.
 
-torch keeps such functions in C++, out of Python's reach, so they are noted as they are registered:
-from lazygt's import on.
+torch keeps an op's functions in C++, out of Python's reach. So registrations are noted as they
+occur, from lazygt's import on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Noted:
     times: int = 0
 
     def by(self, module: str) -> None:
-        """Note a registration by a module."""
+        """Add a registering module."""
         global _count
         _count += 1
         if module not in self.modules:
@@ -99,12 +99,12 @@ def note_defined() -> None:
 
 
 def _foreign(qualname: str) -> bool:
-    """Return whether an op is none of torch's own."""
+    """Return whether an op is in none of torch's own namespaces."""
     return qualname.partition("::")[0] not in _TORCHS_OWN
 
 
 def _record_whole(qualname: str) -> None:
-    """Make C++ record an op that torch would run there by its kernel for any device."""
+    """Make C++ record a custom op as one op, where torch would decompose it by its kernel."""
     if NATIVE is not None and _foreign(qualname):
         space, _, op = qualname.partition("::")
         NATIVE.record_whole(space, op)
@@ -112,6 +112,7 @@ def _record_whole(qualname: str) -> None:
 
 @functools.wraps(_define)
 def _noting_define(self: Library, schema: str, *args: Any, **kwargs: Any) -> Any:
+    """Define an op, and note the registering module (replaces ``Library.define``)."""
     result = _define(self, schema, *args, **kwargs)
     qualname = _qualname(self, schema.split("(")[0])
     _noted[qualname] = note = Noted(times=noted(qualname).times + 1)
@@ -123,6 +124,7 @@ def _noting_define(self: Library, schema: str, *args: Any, **kwargs: Any) -> Any
 def _noting_impl(
     self: Library, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **kwargs: Any
 ) -> Any:
+    """Register a kernel, and note it with its module (replaces ``Library.impl``)."""
     result = _impl(self, op_name, fn, dispatch_key, **kwargs)
     key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
     if key in _BEFORE_FALLBACK:
@@ -142,6 +144,7 @@ PATCHES = (
 
 
 def _qualname(library: Library, op: Any) -> str:
+    """Return ``namespace::op`` or ``namespace::op.overload``."""
     name = str(op._schema.name) if isinstance(op, torch._ops.OpOverload) else str(op)
     which = op._schema.overload_name if isinstance(op, torch._ops.OpOverload) else ""
     name = name.split("::")[-1].strip().removesuffix(".default")
@@ -149,7 +152,7 @@ def _qualname(library: Library, op: Any) -> str:
 
 
 def _registering_module() -> str:
-    """Return the module that is being run: importing it registers the op again."""
+    """Return the module that is being imported: its import registers the op again."""
     frame = sys._getframe(2)
     while frame.f_code.co_name != "<module>" and frame.f_back is not None:
         frame = frame.f_back
@@ -160,7 +163,7 @@ def _registering_module() -> str:
 
 
 def is_foreign(func: Any) -> bool:
-    """Return whether an overload exists only after somebody has defined it."""
+    """Return whether an overload belongs to a custom op: torch alone does not define it."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCHS_OWN:
         return False
     qualname = func.name()
@@ -194,9 +197,9 @@ class Source:
 
 
 def source_of(func: Any, device_type: str) -> Source:
-    """Return the source of a foreign op's code.
+    """Return the source of a custom op's code.
 
-    All parts are empty where nobody knows it; ``ForeignOps.facts`` raises CodeError then.
+    All parts are empty for an unknown source; ``ForeignOps.facts`` raises CodeError then.
     """
     qualname = func.name()
     registrations, defined = noted(qualname), OPDEFS.get(qualname)
@@ -217,7 +220,7 @@ def source_of(func: Any, device_type: str) -> Source:
 
 
 def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
-    """Return the Python functions that compute an op, by type of device; None: on any."""
+    """Return the Python kernels of an op by device type; None: a kernel for any device."""
     defined = OPDEFS.get(func.name())
     if defined is not None:
         return {kind: _plain(kernel) for kind, kernel in defined._backend_fns.items()}
@@ -228,6 +231,7 @@ def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
 
 
 def _opname(func: Any) -> str:
+    """Return an overload's bare op name."""
     return str(func._schema.name).split("::")[1]
 
 
@@ -272,6 +276,7 @@ def module_of(path: str) -> str:
 
 
 def _loaded() -> list[str]:
+    """Return the loaded shared libraries of this process, without torch's."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line}
     return sorted(p for p in paths - _of_torch() if os.path.isfile(p))
@@ -286,10 +291,12 @@ def _of_torch() -> frozenset[str]:
 
 @cache
 def _linked(path: str) -> bool:
+    """Return whether a library is linked with torch's."""
     return any(_names_all(path, (name,)) for name in _LINKED)
 
 
 def _names_all(path: str, names: tuple[bytes, ...]) -> bool:
+    """Return whether a file contains all these byte strings."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return all(data.find(name) >= 0 for name in names)
 
@@ -298,10 +305,10 @@ def _names_all(path: str, names: tuple[bytes, ...]) -> bool:
 
 
 def importable(name: str) -> bool:
-    """Return whether workers that import a module get the same as the client has.
+    """Return whether workers that import a module get the same one as the client.
 
-    They do not for a script, for a module that was made by hand, and for one that has been loaded
-    again since its first use: its file may have changed in between.
+    False for a script, a module created by hand, and one that was reloaded since its first use: its
+    file may have changed in between.
     """
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
@@ -314,7 +321,7 @@ def importable(name: str) -> bool:
 
 
 def is_imported(obj: Any) -> bool:
-    """Return whether workers get a function, class or kernel by an import and its name."""
+    """Return whether workers can get a function, class or kernel by importing its name."""
     resolved: Any = sys.modules.get(obj.__module__)
     for name in obj.__qualname__.split("."):
         resolved = getattr(resolved, name, None)
@@ -322,6 +329,7 @@ def is_imported(obj: Any) -> bool:
 
 
 def _is_found(name: str, module: ModuleType) -> bool:
+    """Return whether an import would find the module's own file."""
     if name.partition(".")[0] in sys.stdlib_module_names or name in sys.builtin_module_names:
         return True
     parent = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""``torch.autocast``: policies that give each op its precision, by the workers' device.
+"""``torch.autocast``: policies that cast each op's arguments, by the workers' device.
 
 The tables are those of ``ATen/autocast_mode.cpp`` for CPU and CUDA. An op that the installed torch
 does not cast on a device is not cast here either.
@@ -46,7 +46,7 @@ def _promote(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any
 
 
 def _float32_result(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Ask for a float32 result where no dtype is asked for (``fp32_set_opt_dtype``)."""
+    """Set a float32 result dtype if the call has none (``fp32_set_opt_dtype``)."""
     position = [argument.name for argument in overload._schema.arguments].index("dtype")
     dtype = args[position] if position < len(args) else kwargs.get("dtype")
     if dtype is None and _is_cast(args[0]):
@@ -55,7 +55,7 @@ def _float32_result(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs)
 
 
 def _float32_norm(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Ask for a float32 result by the overload with a dtype (``fp32_append_dtype``)."""
+    """Call the norm's overload with a float32 result dtype (``fp32_append_dtype``)."""
     if not _is_cast(args[0]):
         return overload(*args, **kwargs)
     norm = torch.ops.aten.norm
@@ -66,6 +66,7 @@ def _float32_norm(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -
 
 
 def _refuse(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Raise RuntimeError: the op is unsafe to autocast."""
     raise RuntimeError(
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: "
         "use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss, which are safe"
@@ -75,12 +76,13 @@ def _refuse(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def _call_in(
     dtype: torch.dtype, overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs
 ) -> Any:
+    """Call an op with its floating-point arguments cast to a dtype."""
     cast = [_cast(a, dtype) for a in args]
     return overload(*cast, **{name: _cast(a, dtype) for name, a in kwargs.items()})
 
 
 def as_cudnn(layers: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap recurrent layers: under cuDNN autocast computes in float16, whatever its dtype."""
+    """Wrap recurrent layers: under cuDNN, autocast computes in float16 for any autocast dtype."""
 
     @wraps(layers)
     def op(x: torch.Tensor, *args: Any) -> Any:
@@ -94,13 +96,14 @@ def as_cudnn(layers: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast(arg: Any, dtype: torch.dtype) -> Any:
+    """Return an argument with autocast's tensors in it cast to a dtype."""
     if isinstance(arg, torch.Tensor):
         return arg.to(dtype) if _is_cast(arg) and arg.dtype != dtype else arg
     return [_cast(item, dtype) for item in arg] if _is_list(arg) else arg
 
 
 def _is_cast(t: Any) -> bool:
-    """Return whether autocast changes a tensor, not of float64 nor of another device."""
+    """Return whether autocast casts a tensor: a float one of the workers, not float64."""
     if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
         return False
     return t.device.type == NAME or workers_device() == "cpu"
@@ -114,6 +117,7 @@ def _is_list(a: Any) -> bool:
 
 
 def _table(*rows: tuple[Policy, str]) -> dict[str, Policy]:
+    """Return op -> policy from pairs of a policy and op names."""
     return {name: policy for policy, names in rows for name in names.split()}
 
 
@@ -225,6 +229,7 @@ def torchs_own(name: str, device: str) -> bool:
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
+    """Return the overload ``name`` or ``name.overload`` of aten."""
     packet, _, overload_name = name.partition(".")
     overload: torch._ops.OpOverload = getattr(
         getattr(torch.ops.aten, packet), overload_name or "default"
@@ -233,6 +238,8 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 
 def _casting(overload: torch._ops.OpOverload, policies: dict[str, Policy]) -> Callable[..., Any]:
+    """Return the Autocast kernel of an op: it applies the policy of the workers' device."""
+
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = policies.get(workers_device())
         if policy is None:  # as a fallthrough: ops that it calls are cast
@@ -253,7 +260,7 @@ _init, _enter, _exit = _autocast.__init__, _autocast.__enter__, _autocast.__exit
 
 @wraps(_init)
 def _begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-    """Make a context; one of CUDA is of lazy tensors alone where the client has no GPU."""
+    """Create an autocast context; a CUDA one is for lazy tensors if the client has no GPU."""
     if device_type == "cuda" == _device_in_session() and not torch.cuda.is_available():
         device_type = NAME
     _init(self, device_type, *args, **kwargs)
@@ -261,6 +268,7 @@ def _begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
 
 @wraps(_enter)
 def _enter_both(self: Any) -> Any:
+    """Enter the context, and with it one for lazy tensors if it is for the workers' device."""
     inner = None
     if self.device == _device_in_session():
         inner = _autocast(NAME, self.fast_dtype, self._enabled, self._cache_enabled)
@@ -273,6 +281,7 @@ def _enter_both(self: Any) -> Any:
 
 @wraps(_exit)
 def _exit_both(self: Any, *error: Any) -> Any:
+    """Exit the context, and the one for lazy tensors."""
     entered = vars(self).get("_lazygt")  # none, if lazygt was imported in the block
     inner = entered.pop() if entered else None
     if inner is not None:
@@ -281,6 +290,7 @@ def _exit_both(self: Any, *error: Any) -> Any:
 
 
 def _device_in_session() -> str:
+    """Return the workers' device type inside a session; "" outside."""
     return workers_device() if session_stack else ""
 
 

@@ -1,10 +1,10 @@
-"""Recurrent layers on GPUs: cuDNN's op for all layers at once, where eager CUDA takes it.
+"""Recurrent layers on GPUs: cuDNN's op for all layers at once, where eager CUDA uses it.
 
 The op's reserve and packed weights are of sizes that cuDNN alone knows, and its backward writes
-into the reserve. Workers give it a copy (``runtime.cudnn_rnn``), so the op is pure here: a second
+into the reserve. Workers pass it a copy (``runtime.cudnn_rnn``), so the op is pure here: a second
 backward pass and a repeated run find the reserve as the forward left it.
 
-cuDNN's dropout draws from a state that no seed sets again. Layers with dropout between them are an
+cuDNN's dropout draws from a state that no seed resets. So layers with dropout between them are one
 op each, with torch's dropout in between.
 """
 
@@ -76,7 +76,7 @@ class Layers(NamedTuple):
 
 
 def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op on whole sequences: by cuDNN, or by ``steps``."""
+    """Return an op on dense sequences: by cuDNN where eager torch uses it, else by ``steps``."""
 
     @wraps(steps)
     def op(
@@ -103,7 +103,7 @@ def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op on packed sequences: by cuDNN, or by ``steps``."""
+    """Return an op on packed sequences: by cuDNN where eager torch uses it, else by ``steps``."""
 
     @wraps(steps)
     def op(
@@ -130,7 +130,7 @@ def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uses_cudnn(x: torch.Tensor) -> bool:
-    """Return whether eager torch would take cuDNN; False in transforms: it has no rules."""
+    """Return whether eager torch would use cuDNN; False in transforms, which cuDNN lacks."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if workers_device() != "cuda" or not torch.backends.cudnn.enabled or transformed:
         return False
@@ -140,6 +140,7 @@ def _uses_cudnn(x: torch.Tensor) -> bool:
 
 
 def _supports_bfloat16() -> bool:
+    """Return whether cuDNN and the GPU compute layers in bfloat16."""
     gpu = workers_gpu()
     return gpu.cudnn >= _BFLOAT16 and gpu.capability >= _AMPERE
 
@@ -163,7 +164,7 @@ def _states(hx: Any) -> State:
 
 
 def _stack(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
-    """Return output and last states; one op does all layers without dropout between them."""
+    """Return output and last states of stacked layers, with dropout between them if any."""
     if not layers.drops:
         return _fused(x, first, layers)
     last_states = []
@@ -178,7 +179,7 @@ def _stack(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor,
 
 
 def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
-    """Return output and last states by one op."""
+    """Return output and last states by one cuDNN op."""
     hx, cx = first if len(first) == 2 else (first[0], None)
     tensors = (x, *first, *layers.params)
     settings = layers.settings(first)
@@ -192,7 +193,7 @@ def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor,
 
 
 class _Cudnn(torch.autograd.Function):
-    """torch's own formula, except that it never clones the reserve, of unknown size here."""
+    """torch's own derivative of cuDNN's op, without the clone of the reserve."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Gradients of ops with two formulas in torch: for plain tensors, and for all others.
+"""Autograd formulas of ops with two formulas in torch: for plain tensors, and for all others.
 
-torch's autograd tests for a plain tensor where the quicker formula needs its values, and takes
+torch's autograd tests for a plain tensor where the quicker formula needs its values, and uses
 another formula for a device written in Python. That one rounds differently, so the plain one is
-written here once more. It needs no values: the workers choose where torch would look.
+repeated here. It needs no values: the workers choose where torch would read them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def register_optimizers() -> None:
-    """Let optimizers and gradient clipping take foreach formulas, as on any accelerator."""
+    """Let optimizers and gradient clipping use foreach formulas, as on any accelerator."""
     for module in (optimizer, _foreach_utils):
         module._foreach_supported_types.append(LazyTensor)
 
@@ -47,7 +47,7 @@ def _preferring_loop(
     update: Callable[..., None],
     differs: Callable[[dict[str, Any]], bool],
 ) -> Callable[..., None]:
-    """Wrap an optimizer's function: it loops where foreach would round differently."""
+    """Wrap an optimizer's function: it loops over parameters if foreach rounds differently."""
     signature = inspect.signature(update)
 
     @functools.wraps(update)
@@ -67,11 +67,12 @@ _foreach_devices: Any = swa_utils._get_foreach_kernels_supported_devices  # type
 
 @functools.wraps(_foreach_devices)
 def _averaging_devices() -> list[str]:
-    """Return the devices on which ``AveragedModel`` (SWA) uses a horizontal lerp."""
+    """Return the devices on which ``AveragedModel`` (SWA) uses a foreach lerp."""
     return [d for d in _foreach_devices() if d != NAME or workers_device() != "cpu"]
 
 
 def _patch(name: str, differs: Callable[[dict[str, Any]], bool]) -> Patch:
+    """Return the patch of one optimizer's function."""
     module = importlib.import_module(f"torch.optim.{name}")
     return Patch(module, name, _preferring_loop(getattr(module, name), differs), _BITS)
 
@@ -90,7 +91,7 @@ _Kernel = Callable[..., torch.Tensor]
 
 
 def register_derivatives() -> torch.library.Library:
-    """Register the formulas."""
+    """Register the formulas for max, min, median, prod and masked_fill."""
     library = torch.library.Library("aten", "IMPL")
     for op in (aten.max, aten.min, aten.median, aten.nanmedian):
         _register(library, op.default, _minmax(op.default))
@@ -132,6 +133,8 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
 
 
 def _minmax(op: Any) -> _Kernel:
+    """Return the differentiable function of max, min or median over all elements."""
+
     class MinMax(torch.autograd.Function):
         """Reduction with a gradient that all elements equal to the result share."""
 
@@ -154,12 +157,14 @@ def _minmax(op: Any) -> _Kernel:
 
 
 def _product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """Return the product of all elements, with its formula."""
     return _Product.apply(x, None, False, dtype)  # type: ignore[no-untyped-call]
 
 
 def _product_along(
     x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
+    """Return the product along a dim, with its formula."""
     return _Product.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
 
 
@@ -191,6 +196,7 @@ class _Product(torch.autograd.Function):
 def _product_gradient(
     grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int | None
 ) -> torch.Tensor:
+    """Return the gradient of a product: result / x, or leave-one-out products if x has zeros."""
     zeros = x == 0
     # the divisor is x itself unless the other formula is taken; its second gradient must not
     # meet a division by zero
@@ -207,7 +213,7 @@ def _product_gradient(
 
 
 def _leave_one_out_products(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return for each element the product of those before it times that of those behind."""
+    """Return grad times, for each element, the product of the others: prefix times suffix product."""
     size = x.shape[dim]
     if size == 1:
         return grad

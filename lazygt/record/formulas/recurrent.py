@@ -1,7 +1,7 @@
-"""Recurrent layers: by step or fused, as torch's CPU kernels, or by cuDNN on GPUs.
+"""Recurrent layers: step by step or fused, as torch's CPU kernels, or by cuDNN on GPUs.
 
-Over packed sequences fewer samples are left at each step, or more in the reverse direction. The
-client has the numbers of samples (``PackedSequence.batch_sizes`` is a CPU tensor on every device).
+Packed sequences have fewer samples at each later step, or more in the reverse direction. The client
+has the numbers of samples (``PackedSequence.batch_sizes`` is a CPU tensor on every device).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def _lstm_cell_op(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Record ``aten::lstm_cell``."""
     gates = torch.nn.functional.linear(x, w_ih, b_ih)
     return _lstm_step(gates, hx[0], hx[1], w_hh, b_hh, None)
 
@@ -58,6 +59,7 @@ def _lstm_step(
     b_hh: torch.Tensor | None,
     w_hr: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (h, c) after one LSTM step; ``gates`` has the input's share of the gates."""
     total = torch.nn.functional.linear(h, w_hh, b_hh).add_(gates)
     i, f, g, o = aten.unsafe_chunk.default(total, 4, 1)
     c = f.sigmoid_().mul(c).add_(i.sigmoid_().mul(g.tanh_()))
@@ -75,12 +77,14 @@ def _gru_cell_op(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Record ``aten::gru_cell``."""
     return _gru_step(torch.nn.functional.linear(x, w_ih, b_ih), h, w_hh, b_hh)
 
 
 def _gru_step(
     gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
 ) -> torch.Tensor:
+    """Return h after one GRU step; ``gates`` has the input's share of the gates."""
     chunked_x = aten.unsafe_chunk.default(gates, 3, 1)
     chunked_h = aten.unsafe_chunk.default(torch.nn.functional.linear(h, w_hh, b_hh), 3, 1)
     reset = chunked_h[0].add_(chunked_x[0]).sigmoid_()
@@ -165,6 +169,7 @@ def _onednn_lstm(
     train: bool,
     bidirectional: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Run one LSTM layer and direction by oneDNN's fused kernel."""
     b_ih, b_hh = weights[2:4] if has_biases else (torch.zeros_like(weights[0]),) * 2
     if not has_biases:
         b_ih = b_hh = torch.zeros(weights[0].shape[0], dtype=h.dtype, device=h.device)
@@ -185,6 +190,7 @@ def _lstm_layer(
     has_biases: bool,
     projected: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Run one LSTM layer and direction step by step, with one matmul for all inputs."""
     b_ih, b_hh = weights[2:4] if has_biases else (None, None)
     w_hr = weights[-1] if projected else None
     gates = torch.nn.functional.linear(steps, weights[0], b_ih).unbind(0)
@@ -207,7 +213,7 @@ def _simple_rnn(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run layers of one state, step by step, with one matmul for all inputs, as on a CPU."""
+    """Run layers with one state tensor step by step, with one matmul for all inputs."""
     size = 2 + 2 * has_biases
     weights = [params[i : i + size] for i in range(0, len(params), size)]
     before = hx.unbind(0)
@@ -232,17 +238,19 @@ def _simple_rnn(
 
 
 def _concatenated(states: list[State]) -> State:
+    """Concatenate states along the batch."""
     return tuple(torch.cat(tensors, 0) for tensors in zip(*states, strict=True))
 
 
 def _batch_slice(state: State, start: int, end: int) -> State:
+    """Return the states of samples ``start`` to ``end``."""
     return tuple(tensor[start:end] for tensor in state)
 
 
 def _forwards(
     gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
 ) -> tuple[list[torch.Tensor], State]:
-    """Run the steps forwards; put samples that end aside with their last state."""
+    """Run the steps forwards; samples that end leave the batch with their last state."""
     outs, ended, state = [], [], first
     for gate in gates:
         remaining, active = gate.shape[0], state[0].shape[0]
@@ -257,7 +265,7 @@ def _forwards(
 def _backwards(
     gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
 ) -> tuple[list[torch.Tensor], State]:
-    """Run the steps backwards; samples that begin come with their first state."""
+    """Run the steps backwards; samples that begin join the batch with their first state."""
     outs: list[torch.Tensor] = []
     state = _batch_slice(first, 0, gates[-1].shape[0])
     for gate in reversed(gates):
@@ -282,7 +290,7 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[torch.Tensor, State]:
-    """Return the layers' output and last states; ``first`` has the states of all layers."""
+    """Run layers over packed sequences; return output and last states of all layers."""
     sizes = batch_sizes.tolist()
     weights = [params[i : i + per_layer] for i in range(0, len(params), per_layer)]
 
@@ -307,6 +315,7 @@ def _layers(
 
 
 def _lstm_cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
+    """Return the LSTM's state after one step of a packed sequence."""
     w_hh, b_hh, *projection = weights
     return _lstm_step(gate, state[0], state[1], w_hh, b_hh, projection[0] if projection else None)
 
@@ -319,6 +328,7 @@ def _lstm(
     has_biases: bool,
     *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Record ``aten::lstm.data``."""
     per_layer = 2 + 2 * has_biases + (hx[0].shape[2] != hx[1].shape[2])
     out, (h, c) = _layers(
         _lstm_cell, data, batch_sizes, (hx[0], hx[1]), params, per_layer, has_biases, *rest
@@ -327,6 +337,8 @@ def _lstm(
 
 
 def _one_state(step: Step) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return the packed op of layers with one state tensor."""
+
     def cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
         return (step(gate, state[0], weights[0], weights[1]),)
 
@@ -348,12 +360,14 @@ def _one_state(step: Step) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 def _tanh_step(
     gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
 ) -> torch.Tensor:
+    """Return h after one step of a tanh RNN."""
     return torch.tanh(torch.nn.functional.linear(h, w_hh, b_hh).add_(gates))
 
 
 def _relu_step(
     gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
 ) -> torch.Tensor:
+    """Return h after one step of a ReLU RNN."""
     return torch.relu(torch.nn.functional.linear(h, w_hh, b_hh).add_(gates))
 
 
