@@ -174,7 +174,7 @@ class TraceTrie:
         """Add a step below its parent, and count its bytes.
 
         Args:
-            alive: function that returns the bytes of the trace's earlier values that live handles show.
+            alive: function that returns the bytes of the trace's earlier values that handles show.
         """
         assert step.parent is not None
         fresh = () if step.node is None else step.node.fresh
@@ -238,7 +238,7 @@ class TraceTrie:
         return [step.plans[outputs] for _, (step, outputs) in self._recent.items()]
 
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
-        """Store a plan of ``nbytes`` bytes at the step where its trace ends; return the evicted plans."""
+        """Store a plan of ``nbytes`` bytes at the last step of its trace; return evicted plans."""
         self.reached(step)
         step.plans[outputs] = plan
         evicted = self._recent.keep(id(plan), (step, outputs), nbytes)
@@ -312,7 +312,7 @@ def _is_placed(node: Node | None, key: Any) -> bool:
 def build_graph(
     steps: list[TrieNode], outputs: tuple[int, ...], lines: tuple[str, ...], kinds: tuple[str, ...]
 ) -> Graph:
-    """Build the graph of a path through the trie; values are numbered inputs first, then results."""
+    """Build the graph of a path through the trie; values are renumbered, inputs first."""
     inputs = tuple([step.input for step in steps if step.input is not None])
     recorded = [step.node for step in steps if step.node is not None]
     shift, results = len(inputs), sum([len(node.results) for node in recorded])

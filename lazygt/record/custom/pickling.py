@@ -243,7 +243,7 @@ def _seen(value: Any) -> list[Any]:
 
 
 def _collect(value: Any, objects: list[Any], visited: set[int]) -> None:
-    """Append the objects that a value refers to, depth first; raise ``_Mutable`` for a mutable one."""
+    """Append the objects that a value refers to, depth first; raise ``_Mutable`` if one is."""
     cls = type(value)
     if cls not in (FunctionType, tuple) or id(value) in visited:
         objects.append(value)  # of a function its parts say more than its identity

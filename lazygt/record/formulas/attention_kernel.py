@@ -70,7 +70,7 @@ def attention(
     """Record a fused kernel where eager torch would choose one, else plain matmuls.
 
     Raises:
-        RuntimeError: both a mask and ``is_causal`` are passed, or all fitting kernels are switched off.
+        RuntimeError: both a mask and ``is_causal`` are passed, or all fitting kernels are off.
     """
     if attn_mask is not None and is_causal:
         raise RuntimeError(

@@ -145,7 +145,7 @@ def _kaiser_window(size: int, periodic: bool = True, beta: float = 12.0, *, dtyp
 
 
 def _eigvals(a: torch.Tensor) -> torch.Tensor:
-    """Return eigenvalues; eigenvectors are computed only for a gradient, as they change the bits."""
+    """Return eigenvalues; eigenvectors are computed only for a gradient: they change the bits."""
     if torch.is_grad_enabled() and a.requires_grad:
         return aten.linalg_eig.default(a)[0]
     return aten._linalg_eigvals.default(a)

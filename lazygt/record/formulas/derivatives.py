@@ -213,7 +213,7 @@ def _product_gradient(
 
 
 def _leave_one_out_products(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return grad times, for each element, the product of the others: prefix times suffix product."""
+    """Return grad times the product of all other elements, by prefix and suffix products."""
     size = x.shape[dim]
     if size == 1:
         return grad
