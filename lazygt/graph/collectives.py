@@ -1,4 +1,4 @@
-"""The collectives of a rank's graph, counted and explained; and their flat buffers."""
+"""Collectives of a rank's graph: their payloads, their reasons, and their flat buffers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
 
 
 def ring_limit(kind: str, nbytes: int) -> int:
-    """Return the limit of ``ring_bytes`` for very many ranks: (N - 1) / N is left out."""
+    """Return the limit of ``ring_bytes`` for many ranks, where (N - 1) / N is 1."""
     return _RING.get(kind, 1) * nbytes
 
 
@@ -110,8 +110,8 @@ def socket_bytes(kind: str, nbytes: int, ranks: int) -> float:
 def goes_by_sockets(kind: str, nbytes: int, ranks: int) -> bool:
     """Return whether ranks exchange the values through sockets; else through shared memory.
 
-    In shared memory each rank reduces its part, and the parts are gathered, which is no more than
-    in a ring. All ranks have to choose alike.
+    In shared memory each rank reduces its share, and the shares are gathered, which is no more than
+    in a ring. All ranks must make the same choice.
     """
     sent = socket_bytes(kind, nbytes, ranks)
     extra = sent - ring_bytes(kind, nbytes, ranks)
@@ -128,7 +128,7 @@ def communications(graph: Graph, mesh: Mesh | None = None) -> tuple[Communicatio
 
 
 def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, Communication]:
-    """Return the same, each by the number of the node that launches it."""
+    """Return the collectives by the number of the node that launches each."""
     if all(node.op not in _EXCHANGES for node in graph.nodes):
         return {}
     values = graph.values
@@ -150,16 +150,19 @@ def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, 
 
 
 def _kind(node: Node) -> str:
+    """Return the kind of a collective as ``Communication`` has it."""
     if node.op in POINT_TO_POINT:
         return "send_recv"
     return "all_to_all" if _purpose(node) in _INDEXED else _purpose(node)
 
 
 def _purpose(node: Node) -> str:
+    """Return the collective's name without ``lazygt.``; of a launch, its kind."""
     return str(node.args[0]) if node.op in _LAUNCHES else node.op.removeprefix("lazygt.")
 
 
 def _reduce_op(node: Node) -> str | None:
+    """Return the collective's reduction, or None."""
     if node.op in _LAUNCHES:
         return None if node.args[3] is None else str(node.args[3])
     if node.op == ALL_REDUCE:
@@ -168,6 +171,7 @@ def _reduce_op(node: Node) -> str | None:
 
 
 def _payload(node: Node, values: Sequence[TensorMeta | None]) -> int:
+    """Return the payload in bytes, as ``Communication`` counts it."""
     if _purpose(node) in _INDEXED:
         return rows_payload([values[value] for value in node.refs()])
     if node.op in _LAUNCHES:
@@ -178,9 +182,9 @@ def _payload(node: Node, values: Sequence[TensorMeta | None]) -> int:
 
 
 def rows_payload(operands: Sequence[TensorMeta | None]) -> int:
-    """Return the bytes of an exchange of rows, for a rank, from its operands.
+    """Return a rank's bytes in an exchange of rows by index, from its operands.
 
-    Each row that the index names counts with its place.
+    Each row that the index names counts with its index.
     """
     value, index, *_ = operands
     if value is None or index is None:
@@ -190,7 +194,7 @@ def rows_payload(operands: Sequence[TensorMeta | None]) -> int:
 
 
 def _packed_bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> int:
-    """Return the payload of one of the values that travel together."""
+    """Return the payload of one of the values that one launch sends together."""
     kind, operands, moves, _, _ = node.args
     meta = values[operands[position].index]
     if meta is None or kind != "all_gather":
@@ -225,6 +229,7 @@ def _users(graph: Graph) -> dict[int, str]:
 
 
 def _reason(node: Node, makers: Sequence[str], user: str | None) -> str:
+    """Return the text of ``Communication.why``."""
     if node.op == RECV:
         return f"receives from rank {node.args[0]} of the axis, for {user or 'the result'}"
     operands = node.args[1] if node.op in _LAUNCHES else node.args[:1]
@@ -247,7 +252,7 @@ ALIGN = 64
 
 
 class Slots(NamedTuple):
-    """Elements: start of each slot, length of its value, and total of all slots."""
+    """Slots of a flat buffer, in elements: starts, lengths of the values, and the total."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -299,7 +304,7 @@ def buffer_length(kind: str, axis_size: int, total: int, count: int = 1) -> int:
 
 
 def _block(shape: Sequence[int], move: Sequence[int], axis_size: int) -> int:
-    """Return the elements of the largest block of a value gathered or scattered along a dim."""
+    """Return the elements of the largest block of a value sharded along a dim (the first block)."""
     dim, *size = move
     rest = math.prod([length for position, length in enumerate(shape) if position != dim])
     return rest * block_size(size[0] if size else shape[dim], axis_size, 0)

@@ -54,7 +54,7 @@ RING, ULYSSES = "ring", "ulysses"
 
 
 def parallelism_of(axis: str) -> str:
-    """Return the kind of parallelism that an axis is named for; empty if it is none."""
+    """Return the kind of parallelism that an axis' name stands for; "" for an unknown name."""
     return _BY_AXIS.get(axis.lower(), "")
 
 
@@ -153,6 +153,7 @@ class TransformerStep:
         return self.batch * self.sequence * (self.kv_hidden or self.hidden)
 
     def _data(self) -> Iterator[Volume]:
+        """Yield the volumes of data parallelism."""
         ranks = self.data * self.context
         if ranks == 1:
             return
@@ -163,7 +164,7 @@ class TransformerStep:
             )
 
     def _state_collectives(self) -> Iterator[tuple[str, str, int]]:
-        """Yield (kind, name of the sent values, times a step)."""
+        """Yield (kind, name of the sent values, times a step) of gradients and weights."""
         if self.zero == 0:
             yield _REDUCE, "gradients", 1
             return
@@ -176,6 +177,7 @@ class TransformerStep:
             yield _GATHER, "new weights", 1
 
     def _tensor(self) -> Iterator[Volume]:
+        """Yield the volumes of tensor parallelism."""
         if self.tensor == 1:
             return
         kinds = (_SCATTER, _GATHER) if self.sequence_parallel else (_REDUCE,)
@@ -186,6 +188,7 @@ class TransformerStep:
                 )
 
     def _expert(self) -> Iterator[Volume]:
+        """Yield the volumes of expert parallelism."""
         if self.expert == 1:
             return
         tokens = self.experts_per_token * self.activation
@@ -193,6 +196,7 @@ class TransformerStep:
             yield self._layers(EXPERT, self.expert, _EXCHANGE, f"tokens, {direction}", 2, tokens)
 
     def _context(self) -> Iterator[Volume]:
+        """Yield the volumes of context parallelism."""
         if self.context == 1:
             return
         if self.attention == ULYSSES:
@@ -211,7 +215,7 @@ class TransformerStep:
     def _layers(
         self, parallelism: str, ranks: int, kind: str, what: str, times: int, elements: int
     ) -> Volume:
-        """Return ``times`` collectives a layer; a rank has its stage's layers and sequence part."""
+        """Return the volume of ``times`` collectives in each layer."""
         rank_layers = -(-self.layers // self.pipeline)
         return Volume(
             parallelism, ranks, kind, what, times * self.layers * self.microbatches, elements,
@@ -220,6 +224,7 @@ class TransformerStep:
         )  # fmt: skip
 
     def _pipeline(self) -> Iterator[Volume]:
+        """Yield the volumes of pipeline parallelism."""
         if self.pipeline == 1:
             return
         for what in ("activations, forward", "gradients, backward"):

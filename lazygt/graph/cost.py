@@ -103,19 +103,20 @@ class Cost:
 
 
 def base_name(op: str) -> str:
-    """Return an op's bare name, without in-place mark: ``add`` for ``aten.add_.Tensor``."""
+    """Return an op's bare name: ``add`` for ``aten.add_.Tensor``."""
     name = op.split(".")[1]
     return name if name.endswith("__") else name.removesuffix("_")
 
 
 def _grouped_flops(matrix: torch.Tensor, other: torch.Tensor, *_: object, **__: object) -> int:
-    """Return the flops of products of groups of rows: each row, or column, is in one group."""
+    """Return the flops of a grouped product: each row, or column, is in one group."""
     groups = matrix.shape[0] if (matrix.dim(), other.dim()) == (3, 2) else 1
     return 2 * matrix.numel() * other.shape[-1] // groups
 
 
 @cache
 def _formula(base: str) -> Callable[..., int] | None:
+    """Return torch's flop formula of an op, or None."""
     if base == "_grouped_mm":
         return _grouped_flops
     # torch has attention's formulas under the names of the kernels for GPUs only
@@ -138,6 +139,7 @@ def family(node: Node) -> str:
 
 @cache
 def _family_of_name(base: str) -> str:
+    """Return the family of an op that is neither a view nor a collective, by its bare name."""
     if _formula(base) is not None or base in _VECTOR_PRODUCTS:
         return "matmul"
     forward = base.removesuffix("_data").removesuffix("_backward")
@@ -149,7 +151,7 @@ def _family_of_name(base: str) -> str:
 
 
 def _is_tagged_pointwise(base: str) -> bool:
-    """Return whether torch tags any overload so; it omits some in-place and backward ops."""
+    """Return whether torch tags any overload of an op as pointwise."""
     packet = getattr(torch.ops.aten, base, None)
     if packet is None:
         return False
@@ -163,10 +165,10 @@ def graph_costs(graph: Graph) -> list[Cost]:
 
 
 def member_costs(graph: Graph) -> list[list[Cost]]:
-    """Return for each node the costs of its members; for a plain node, its own alone.
+    """Return for each node the costs of its members; for a plain node, its own cost alone.
 
-    A fused node is one launch that reads the node's inputs and writes its results. Those bytes
-    and the launch are its first member's; every member has its own flops.
+    A fused node is one launch that reads the node's inputs and writes its results. Those bytes and
+    the launch count at its first member; every member has its own flops.
     """
     metas, costs = graph.values, []
     for node, modes in zip(graph.nodes, analyse(graph).modes, strict=True):
@@ -194,7 +196,7 @@ def by_line(graph: Graph) -> dict[str, Cost]:
 
 
 def _memory_cost(node: Node, metas: Metas, modes: Sequence[str]) -> Cost:
-    """Return a node's bytes and launches."""
+    """Return a node's bytes read and written, and its launch."""
     if DONE in modes or _is_free(node):
         return Cost()
     read = sum(_distinct_bytes(metas[value]) for value in set(node.refs()) - _unread(node))
@@ -238,6 +240,7 @@ def _distinct_bytes(meta: TensorMeta | None) -> int:
 
 
 def _flops(node: Node, metas: Metas) -> int:
+    """Return a node's arithmetic operations."""
     kind = family(node)
     if kind in ("view", "memory", "collective") or _is_free(node):
         return 0
@@ -250,6 +253,8 @@ def _flops(node: Node, metas: Metas) -> int:
 
 
 def _matmul_flops(node: Node, metas: Metas) -> int:
+    """Return the flops of a product, from the metas of its arguments."""
+
     def leaf(item: Arg) -> Arg:
         return metas[item.index] if type(item) is Ref else 1 if type(item) is Param else item
 

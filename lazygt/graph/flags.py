@@ -1,7 +1,7 @@
-"""torch's process-wide flags that decide bits or errors of ops: read, checked, set.
+"""torch's process-wide flags that decide bits or errors of ops: read, check, set.
 
-A plan is recorded under some flags and runs under the same ones, in any process. They are written
-as differences to torch's defaults, so that a program without any has none to send.
+A plan is recorded under some flags and runs under the same ones, in any process. Flags are stored
+as differences from torch's defaults, so a program without any has none to send.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _THREADS_AT_IMPORT = torch.get_num_threads()
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag.
+    """Process-wide flag of torch.
 
     Attributes:
-        default: torch's.
-        choices: the values it may have; a hostile peer sends others.
+        default: torch's default.
+        choices: the valid values; a hostile peer may send others.
         get, set: torch's own functions, not a session's replacements.
     """
 
@@ -48,6 +48,7 @@ def _switch(default: bool, name: str) -> Flag:
 
 
 def _reduction(dtype: str) -> Flag:
+    """Return the flag of reduced-precision reductions of matmuls in a half dtype."""
     name = f"cublas_allow_{dtype}_reduced_precision_reduction"
     setter = getattr(torch._C, f"_set_{name}")
     pairs = tuple(
@@ -61,6 +62,7 @@ def _reduction(dtype: str) -> Flag:
 
 
 def _precision(backend: str, op: str) -> Flag:
+    """Return the flag of a backend's float32 precision for an op."""
     getter, setter = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     default = "tf32" if backend == "cuda" and op in ("conv", "rnn") else "none"
     return Flag(
@@ -72,7 +74,7 @@ def _precision(backend: str, op: str) -> Flag:
 
 
 def _matmul_precision() -> str:
-    """Return the precision, also if backends have their own, which torch's getter refuses."""
+    """Return the float32 matmul precision; torch's getter raises if backends differ."""
     try:
         return torch._C._get_float32_matmul_precision()
     except RuntimeError:
@@ -82,7 +84,7 @@ def _matmul_precision() -> str:
 
 
 def _cudnn_allows_tf32() -> bool:
-    """Return the flag, also if cuDNN's ops have their own precisions: torch's getter refuses."""
+    """Return cuDNN's TF32 flag; torch's getter raises if its ops differ."""
     try:
         return torch._C._get_cudnn_allow_tf32()
     except RuntimeError:
@@ -90,12 +92,13 @@ def _cudnn_allows_tf32() -> bool:
 
 
 def flushes_denormals() -> bool:
-    """Return whether this thread flushes denormals, found by a product: torch has no getter."""
+    """Return whether this thread flushes denormals, tested by a product: torch has no getter."""
     smallest = torch.finfo(torch.float64).tiny
     return smallest * 0.5 == 0.0
 
 
 def _deterministic() -> Flag:
+    """Return the flag of deterministic algorithms: off, warn or on."""
     getter, warn_only = (
         torch._C._get_deterministic_algorithms,
         torch._C._get_deterministic_algorithms_warn_only,
@@ -110,6 +113,7 @@ def _deterministic() -> Flag:
 
 
 def _default_dtype() -> Flag:
+    """Return the flag of the default dtype, by name."""
     setter = torch._C._set_default_dtype
     return Flag(
         "float32",
@@ -158,10 +162,10 @@ TABLE: Mapping[str, Flag] = {
 
 
 def read_flags(threads: bool = False) -> Flags:
-    """Return the flags of this process; of flags by thread, this thread's.
+    """Return the flags of this process that differ from torch's defaults.
 
     Args:
-        threads: with the number of threads, if it is not the one that the process began with.
+        threads: include the number of threads, if the program has changed it.
     """
     values = [(name, flag.get(), flag.default) for name, flag in TABLE.items()]
     flags = tuple([(name, value) for name, value, default in values if value != default])
@@ -172,10 +176,10 @@ def read_flags(threads: bool = False) -> Flags:
 
 
 def write_flags(flags: Flags, threads: int) -> None:
-    """Set these flags in this process, on this thread.
+    """Set all flags in this process and on this thread; an absent flag gets its default.
 
     Args:
-        threads: of kernels, if the flags have no number.
+        threads: number of kernel threads, if the flags have none.
     """
     values = dict(flags)
     for name, flag in TABLE.items():
@@ -191,7 +195,7 @@ def check_flags(flags: Flags) -> None:
     """Refuse flags that ``read_flags`` never returns.
 
     Raises:
-        ValueError: a flag that is unknown, has no such value, or stands there twice.
+        ValueError: an unknown flag, an invalid value, or a repeated flag.
     """
     for name, value in flags:
         if name == THREADS:
@@ -225,7 +229,7 @@ def fills_new_memory() -> bool:
 
 @contextmanager
 def nondeterministic() -> Iterator[None]:
-    """Let ops that have no deterministic kernel on this device pass: no kernel runs."""
+    """Context in which ops without a deterministic kernel raise no error: no kernel runs."""
     flag = TABLE["deterministic_algorithms"]
     before = flag.get()
     if before == "off":

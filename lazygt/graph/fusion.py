@@ -1,8 +1,8 @@
-"""Eligibility of nodes for fused nodes, as pass and compiler agree on it.
+"""Eligibility of nodes for fused nodes, shared by the pass and the compiler.
 
 A member is a pointwise op, a reduction or a normalization on dense tensors of ordinary dtypes. A
-run-time number is allowed where a tensor of one element gives the same result: the compiler puts
-one there.
+run-time number is allowed where a tensor of one element gives the same result: the compiler passes
+such a tensor.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def pure_form(op: str) -> tuple[str, str]:
     """Return the functional overload of a pointwise op or reduction, and the dropped keyword.
 
     Raises:
-        KeyError: there is none.
+        KeyError: no functional overload exists.
     """
     arguments = overload(op)._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None]
@@ -163,6 +163,7 @@ def pure_form(op: str) -> tuple[str, str]:
 
 
 def _overloads(namespace: str, name: str) -> list[Overload]:
+    """Return the overloads of an op."""
     packet = getattr(getattr(torch.ops, namespace), name, None)
     return (
         []
@@ -201,7 +202,7 @@ def expand_fused(graph: Graph, retained: Collection[int] = ()) -> Graph:
     """Return ``graph`` with every fused node replaced by its members, in their order.
 
     Args:
-        kept: numbers of fused nodes that stay as they are.
+        retained: numbers of fused nodes that are not replaced.
     """
     if all(node.body is None or n in retained for n, node in enumerate(graph.nodes)):
         return graph
@@ -209,6 +210,8 @@ def expand_fused(graph: Graph, retained: Collection[int] = ()) -> Graph:
 
 
 class _Inlined:
+    """Graph under construction, with the members of fused nodes inlined."""
+
     def __init__(self, source: Graph, retained: Collection[int]) -> None:
         self.source, self.retained = source, retained
         self.nodes: list[Node] = []
@@ -217,6 +220,7 @@ class _Inlined:
         self.count = len(source.inputs)
 
     def graph(self) -> Graph:
+        """Return the graph with inlined members."""
         source = self.source
         numbers = list(range(self.count))
         for number, node in enumerate(source.nodes):
@@ -231,7 +235,7 @@ class _Inlined:
         )
 
     def _members(self, node: Node, body: Graph, numbers: list[int]) -> list[int]:
-        """Add a fused node's members, and return the numbers of the node's results."""
+        """Append a fused node's members; return the numbers of the node's results."""
         member_numbers = [numbers[ref] for ref in node.refs()]
         params = [arg.index for arg in node.args if type(arg) is Param]
         for number, member in enumerate(body.nodes):
@@ -241,6 +245,8 @@ class _Inlined:
     def _add(
         self, node: Node, numbers: list[int], params: list[int] | None, line: str, origin: int
     ) -> None:
+        """Append a node with renumbered values; ``params``: numbers of the fused node's params."""
+
         def leaf(arg: Arg) -> Arg:
             if type(arg) is Ref:
                 return Ref(numbers[arg.index])

@@ -15,11 +15,11 @@ from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 
 
 class Change(NamedTuple):
-    """Memory that becomes alive, or is dropped.
+    """Allocation or release of memory.
 
     Attributes:
         home: the first value in the memory; of a pack that is being sent, the launch's result.
-        nbytes: its bytes; below 0: it is dropped.
+        nbytes: its bytes; negative for a release.
         packed: True for a pack that is being sent.
     """
 
@@ -49,12 +49,12 @@ def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
 def alive_changes(
     graph: Graph, frees: Sequence[Collection[int]], homes: Sequence[int]
 ) -> Iterator[tuple[list[Change], list[Change]]]:
-    """Yield for each node the memory that becomes alive at it, and that is dropped after it.
+    """Yield for each node the allocations before it, and the releases after it.
 
     Values that share memory (views, versions written in place, results that lie in their receive
-    buffer) count once, for as long as one of them lives. So does a pack of values that is being
-    sent. Temporary memory of a node (workspaces, the values between the members of a fused node)
-    is not counted. Before the first node all inputs are alive.
+    buffer) count once, while any of them is alive. So does a pack of values that is being sent.
+    Temporary memory of a node (workspaces, the values between the members of a fused node) is not
+    counted. Before the first node all inputs are alive.
 
     Args:
         frees: for each node the values that are dropped after it, inputs among them; an input
@@ -89,7 +89,7 @@ def extent_bytes(meta: TensorMeta | None) -> int:
 
 
 def homes_of(graph: Graph) -> list[int]:
-    """Return for each value the first one in the same memory."""
+    """Return for each value the first value in the same memory (its alias set's representative)."""
     homes = list(range(len(graph.values)))
     launches = {
         results[0]: node for node, results in graph.numbered() if node.op in (LAUNCH, LAUNCH_)
@@ -118,7 +118,7 @@ _COPIED_RESULTS = ("all_to_all", "send_recv", "take_rows", "put_rows")
 
 
 def _in_receive_buffer(launch: Node, outliving: Sequence[int]) -> list[int]:
-    """List the values of a launch that are used where they lie in its receive buffer."""
+    """List the values of a launch whose results are used in place in its receive buffer."""
     kind, values, moves, _, _ = launch.args
     copied = kind in _COPIED_RESULTS or (kind == "all_gather" and len(values) > 1)
     return [

@@ -48,7 +48,7 @@ class Sharding(NamedTuple):
     """Placement of a value between two runs.
 
     Attributes:
-        pinned: it is also used so, and never moved for an op that would be faster otherwise.
+        pinned: the value is also used with this placement, and never resharded for speed.
         unit: along its axis the value is gathered for use, regardless of ``pinned``.
     """
 
@@ -59,7 +59,7 @@ class Sharding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A grid of ranks.
+    """Grid of ranks with named axes.
 
     Attributes:
         names: of the axes, outermost first.
@@ -126,7 +126,7 @@ class Mesh:
     def lines(self, axis: str) -> list[tuple[int, ...]]:
         """Return the groups of ranks along one axis, in its order; the same list on every rank.
 
-        The ranks of a group differ along this axis only.
+        The ranks of a group differ in their coordinate on this axis only.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -143,7 +143,7 @@ USUAL = 4
 
 @dataclass(frozen=True, slots=True)
 class VirtualMesh:
-    """The virtual ranks, and the workers that stand for them; both have the same axes.
+    """Virtual ranks, and the workers that compute for them; both grids have the same axes.
 
     Attributes:
         workers: the grid of workers.
@@ -185,7 +185,7 @@ class VirtualMesh:
         return self.ranks.size(axis) // self.workers.size(axis)
 
     def worker(self, rank: int) -> int:
-        """Return the worker that stands for a virtual rank."""
+        """Return the worker that computes for a virtual rank."""
         worker = 0
         for axis, size in zip(self.workers.names, self.workers.sizes, strict=True):
             worker = worker * size + self.ranks.index(rank, axis) // self.per_worker(axis)
@@ -200,7 +200,7 @@ class VirtualMesh:
         return tuple([self._rank(coordinates) for coordinates in itertools.product(*ranges)])
 
     def holder(self, rank: int, placements: Placements) -> int:
-        """Return the first of the ranks of the same worker that have the same block."""
+        """Return the first rank of the same worker that has the same block."""
         coordinates = []
         for axis, placement in zip(self.ranks.names, placements, strict=True):
             index = self.ranks.index(rank, axis)
@@ -209,14 +209,14 @@ class VirtualMesh:
         return self._rank(tuple(coordinates))
 
     def holders(self, worker: int, placements: Placements) -> tuple[int, ...]:
-        """Return a worker's virtual ranks without those that repeat a block, in order."""
+        """Return a worker's virtual ranks, one for each distinct block, in order."""
         return tuple(r for r in self.of_worker(worker) if self.holder(r, placements) == r)
 
     def slots(self, shardings: Sequence[Sharding | None]) -> tuple[range, ...]:
-        """Return the places of a worker's blocks for each value, one value after another.
+        """Return, for each value, the numbers of a worker's blocks, numbered value after value.
 
         Args:
-            shardings: of each value on the virtual ranks; None: whole.
+            shardings: of each value on the virtual ranks; None: not sharded.
         """
         counts = [
             1 if sharding is None else len(self.holders(0, sharding.placements))
@@ -229,6 +229,7 @@ class VirtualMesh:
         return f"{self.ranks} on {self.workers}"
 
     def _rank(self, coordinates: tuple[int, ...]) -> int:
+        """Return the virtual rank with these coordinates (row-major index)."""
         rank = 0
         for size, index in zip(self.ranks.sizes, coordinates, strict=True):
             rank = rank * size + index
@@ -256,9 +257,9 @@ Region = tuple[slice, ...]
 
 
 def region(mesh: Mesh, placements: Placements, shape: Sequence[int], rank: int) -> Region:
-    """Return a rank's region of a value of ``shape``, if it has any: one slice a dim.
+    """Return a rank's region of a value of ``shape``: one slice a dim; meaningless if it has none.
 
-    A dim that several axes shard is cut by the first of them, its blocks by the next.
+    A dim that several axes shard is split by the first of them, its blocks by the next.
     """
     bounds = [(0, size) for size in shape]
     for axis, axis_size, placement in zip(mesh.names, mesh.sizes, placements, strict=True):
@@ -270,10 +271,10 @@ def region(mesh: Mesh, placements: Placements, shape: Sequence[int], rank: int) 
 
 
 def owners(mesh: Mesh, placements: Placements, shape: Sequence[int]) -> dict[int, Region]:
-    """Return the ranks with blocks that make up the whole value, with their regions.
+    """Return the ranks whose blocks make up the full value, with their regions.
 
-    Of ranks with the same block the first one stands here, and none with an empty block, except
-    the first rank that has any.
+    Of ranks with the same block only the first counts, and none with an empty block, except the
+    first rank that has any.
     """
     regions: dict[int, Region] = {}
     for rank in range(mesh.world_size):
@@ -302,7 +303,7 @@ def has_any(mesh: Mesh, placements: Placements, rank: int) -> bool:
 def sent(
     mesh: VirtualMesh, placements: Placements, shape: Sequence[int]
 ) -> dict[int, tuple[Region, ...]]:
-    """Return the workers that hold the whole value together, with the regions of their blocks."""
+    """Return the workers that have the full value together, with the regions of their blocks."""
     workers = dict.fromkeys(map(mesh.worker, owners(mesh.ranks, placements, shape)))
     return {
         worker: tuple([region(mesh.ranks, placements, shape, rank)
@@ -312,7 +313,7 @@ def sent(
 
 
 def joined(meta: TensorMeta, blocks: Iterable[tuple[Region, torch.Tensor]]) -> torch.Tensor:
-    """Return the whole value on the CPU, laid out as ``meta`` says, from its blocks."""
+    """Return the full value on the CPU, in the layout of ``meta``, assembled from its blocks."""
     full = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
     for where, block in blocks:
         full[where].copy_(block)

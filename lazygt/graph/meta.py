@@ -21,7 +21,7 @@ _FORMAT = 2
 
 
 def exact(arg: Any) -> Any:
-    """Return a node's argument as part of a key: equal for arguments that are the same."""
+    """Return an argument as a typed key: equal for numbers of the same type and bits."""
     kind = type(arg)
     if kind is tuple:
         return tuple([exact(item) for item in arg])
@@ -92,7 +92,7 @@ class TensorMeta:
         return self.lies_as(contiguous_stride(self.shape))
 
     def lies_as(self, stride: Sequence[int]) -> bool:
-        """Return whether every element is where ``stride`` has it."""
+        """Return whether every element has the memory offset that ``stride`` gives it."""
         return self.numel == 0 or all(
             size == 1 or actual == expected
             for size, actual, expected in zip(self.shape, self.stride, stride, strict=True)
@@ -128,7 +128,7 @@ def intern(
     conj: bool = False,
     neg: bool = False,
 ) -> TensorMeta:
-    """Return the one object of a distinct meta: comparing and hashing them stays cheap."""
+    """Return the unique object of a meta: comparing and hashing unique objects is cheap."""
     return _interned(shape, stride, dtype, offset, conj, neg)
 
 
@@ -159,7 +159,7 @@ _LONG = {short: dtype for dtype, short in _SHORT.items()}
 
 
 def torch_name(text: str) -> torch.dtype | torch.layout | torch.memory_format:
-    """Return the constant that prints as ``torch.NAME``; ValueError for anything else."""
+    """Return the torch constant named by ``torch.NAME``; ValueError for anything else."""
     value = _NAMED.get(text.removeprefix("torch."))
     if value is None or not text.startswith("torch."):
         raise ValueError(f"{text!r} names no dtype, layout or memory format")
@@ -167,7 +167,7 @@ def torch_name(text: str) -> torch.dtype | torch.layout | torch.memory_format:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """Return the dtype that ``short_dtype`` printed; ValueError for anything else."""
+    """Return the dtype that ``short_dtype`` prints as ``text``; ValueError for anything else."""
     dtype = _LONG.get(text) or _NAMED.get(text)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is not a torch dtype")

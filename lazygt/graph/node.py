@@ -50,7 +50,7 @@ Arg = Any
 
 
 class _Device:
-    """Stands for "the worker's own device" in arguments."""
+    """Placeholder of the worker's own device in arguments."""
 
     def __repr__(self) -> str:
         return "DEVICE"
@@ -110,7 +110,7 @@ class Node:
         return self.fresh + self.written
 
     def refs(self) -> tuple[int, ...]:
-        """Return the numbers of the values it reads, in argument order, with repeats."""
+        """Return the numbers of the values the node reads, in argument order, with repeats."""
         numbers = self._refs
         if numbers is None:
             refs: list[int] = []
@@ -196,7 +196,7 @@ class Graph:
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory of a plan of it, in the client and in each worker."""
+        """Approximate memory of a plan of the graph, in the client and in each worker."""
         ops = sum(1 if node.body is None else len(node.body.nodes) for node in self.nodes)
         return _BYTES_AN_OP * (ops + 1)
 
@@ -280,6 +280,7 @@ def print_node(node: Node, results: range, placements: Sequence[str] = ()) -> st
 
 
 def _meta_text(meta: TensorMeta | None, number: int, placements: Sequence[str]) -> str:
+    """Return a value's meta as text, with its placement if there is one."""
     text = "none" if meta is None else str(meta)
     return (
         f"{text} {placements[number]}" if number < len(placements) and placements[number] else text
@@ -287,6 +288,7 @@ def _meta_text(meta: TensorMeta | None, number: int, placements: Sequence[str]) 
 
 
 def _arg_text(arg: Arg) -> str:
+    """Return an argument as text."""
     if type(arg) is Ref:
         return f"%{arg.index}"
     if type(arg) is Param:
@@ -302,7 +304,7 @@ def _arg_text(arg: Arg) -> str:
 
 
 def _number_text(number: float | complex) -> str:
-    """Return a number without literal as its type reads it; an unusual NaN by its bits."""
+    """Return a number that has no literal (inf, NaN, complex) as text that parses back exactly."""
     kind, text = type(number), str(number)
     if exact(kind(text)) != exact(number):
         parts = (number.real, number.imag) if kind is complex else (number,)
@@ -342,6 +344,7 @@ def verify(graph: Graph) -> None:
 
 
 def _verify_body(number: int, node: Node) -> None:
+    """Check that a fused node's arguments and results match its members."""
     if node.op != FUSED or node.body is None:
         raise _violation(
             number, node, "is fused without members, or has members without being fused"
@@ -359,4 +362,5 @@ def _verify_body(number: int, node: Node) -> None:
 
 
 def _violation(number: int, node: Node, rule: str) -> GraphError:
+    """Return the error for a node that breaks a rule."""
     return GraphError(f"node {number} ({node.op}) {rule}")

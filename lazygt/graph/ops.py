@@ -141,14 +141,14 @@ _SCALAR_LISTS = ("List[number]", "List[Scalar]")
 
 
 class Foreign:
-    """An op that is not torch's own: the user's, or a library's.
+    """Custom op: the user's, or a library's, not torch's own.
 
-    It stands for an overload in all queries of facts, also in processes without the op. Two
-    definitions of one op have two names, so that no graph is taken for another.
+    It represents an overload in all queries of facts, also in processes without the op. Two
+    definitions of one op have two names, so that their graphs differ.
 
     Attributes:
         name: ``namespace.op.overload@`` and the module that defines it, or a hash of its code.
-        infer: runs it on meta or fake tensors; None: its results depend on values.
+        infer: function that runs it on meta or fake tensors; None: its results depend on values.
         definition: the description of it for workers.
     """
 
@@ -182,7 +182,7 @@ class Foreign:
 
     @property
     def facts(self) -> OpFacts:
-        """Its facts; kept here, since the op may be forgotten."""
+        """Facts of the op; cached here, since the op may be deleted."""
         if self._facts is None:
             self._facts = OpFacts(self)
         return self._facts
@@ -193,12 +193,12 @@ _FOREIGN: weakref.WeakValueDictionary[str, Foreign] = weakref.WeakValueDictionar
 
 
 def add_foreign(op: Foreign) -> None:
-    """Let graphs name an op; the table holds it weakly, so the caller must keep it."""
+    """Register a custom op by name; the table refers to it weakly."""
     _FOREIGN[op.name] = op
 
 
 def title(name: str) -> str:
-    """Return the user's name of an op in a graph."""
+    """Return an op's name without the definition's mark ``@...``."""
     return name.partition("@")[0]
 
 
@@ -272,6 +272,7 @@ class OpFacts:
 
 
 def _hoist(argument: Any) -> int:
+    """Return 1 for an argument whose number is data, 2 for a list of such numbers, else 0."""
     kind = str(argument.type)
     if argument.name in DECIDING_NUMBERS:
         return 0
@@ -281,10 +282,12 @@ def _hoist(argument: Any) -> int:
 
 
 def _is_written(argument: Any) -> bool:
+    """Return whether an op writes an argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _return_kind(returned: Any) -> str:
+    """Return the kind of a return, as in ``OpFacts.outputs``."""
     kind = str(returned.type)
     if "Tensor" not in kind:
         return "i" if kind == "int" else "p"
@@ -311,7 +314,7 @@ def writing_facts(func: Overload) -> OpFacts:
 
 
 def returned_write(f: OpFacts, position: int) -> int | str:
-    """Return the position or keyword of the written argument that a return is."""
+    """Return the position or keyword of the written argument that a result is."""
     returned = f.func._schema.returns[position].alias_info
     assert returned is not None
     for i, argument in enumerate(f.func._schema.arguments):
@@ -331,7 +334,7 @@ def viewed_argument(f: OpFacts) -> int:
 
 
 def overload(name: str) -> Any:
-    """Return the overload ``name`` (``namespace.op.overload``); KeyError if there is none."""
+    """Return the overload ``namespace.op.overload``; KeyError if torch has none."""
     return _FOREIGN[name] if "@" in name else _torchs(name)
 
 

@@ -42,7 +42,7 @@ class ForeachForm(NamedTuple):
     keyword: str = ""
 
     def is_plain(self, node: Node) -> bool:
-        """Return whether a node has one result a tensor, in order, and no further argument."""
+        """Return whether a node has one result for each tensor, in order, and no extra argument."""
         targets = tuple(arg.index for arg in node.args[0])
         count = len(targets)
         results = (
@@ -53,7 +53,7 @@ class ForeachForm(NamedTuple):
     def narrow(
         self, args: tuple[Arg, ...], which: int
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-        """Return arguments and keywords of ``single`` for one tensor, from those of ``wide``."""
+        """Return the (args, kwargs) of ``single`` for tensor ``which``, from those of ``wide``."""
         # the last one may be left out: it has a default
         arguments = tuple(
             arg[which] if kind is EACH else arg for kind, arg in zip(self.takes, args, strict=False)
@@ -65,7 +65,7 @@ class ForeachForm(NamedTuple):
     def widen(
         self, calls: Sequence[tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]]
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-        """Return the arguments and keywords of ``wide``, from the calls of ``single``."""
+        """Return the (args, kwargs) of ``wide``, from the calls of ``single`` on each tensor."""
         argument_lists = []
         for args, kwargs in calls:
             argument_lists.append(
@@ -76,6 +76,7 @@ class ForeachForm(NamedTuple):
 
 
 def _forms() -> list[ForeachForm]:
+    """Return the forms of all horizontal ops that have an op on one tensor."""
     unary, binary, ternary = (EACH,), (EACH, EACH), (EACH, EACH, EACH)
     forms = []
     for name in ("add", "sub", "mul", "div"):
@@ -161,7 +162,7 @@ class Lanes(NamedTuple):
 
 
 def lane_count(node: Node) -> int:
-    """Return the number of lanes of a node; 0 if it is no horizontal op that forms lanes."""
+    """Return the number of per-tensor slices of a node; 0 for an op that has none."""
     form = SPLIT.get(node.op)
     if form is None or not form.is_plain(node) or not is_pointwise(form.single):
         return 0
@@ -169,7 +170,7 @@ def lane_count(node: Node) -> int:
 
 
 def part(node: Node, index: int) -> Node:
-    """Return the node on one of a horizontal node's tensors."""
+    """Return the node on tensor ``index`` of a horizontal node."""
     form = SPLIT[node.op]
     args, kwargs = form.narrow(node.args, index)
     return Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[index : index + 1],
@@ -179,10 +180,10 @@ def part(node: Node, index: int) -> Node:
 def lanes_of(
     body: Graph, row_major: Callable[[TensorMeta], bool] = TensorMeta.is_contiguous
 ) -> Lanes | None:
-    """Return the lanes of a body; None if a node is not horizontal, or lanes differ.
+    """Return the per-tensor slices of a body; None if they differ, or an op is not horizontal.
 
     Args:
-        row_major: predicate for a tensor that lies in memory as a fresh one does.
+        row_major: predicate of a meta: the tensor has row-major strides in memory.
     """
     counts = {lane_count(node) for node in body.nodes}
     if len(counts) != 1 or 0 in counts:
@@ -216,7 +217,7 @@ def lanes_of(
 
 
 class _Lane:
-    """One lane: its members, in numbers of its own."""
+    """One per-tensor slice of a body, with values renumbered."""
 
     def __init__(self, body: Graph, metas: Sequence[TensorMeta | None], position: int) -> None:
         self.body, self.metas, self.position = body, metas, position
@@ -230,7 +231,7 @@ class _Lane:
         self.numbers = {value: number for number, value in enumerate([*self.operands, *results])}
 
     def graph(self, outputs: tuple[int, ...]) -> Graph:
-        """Return the lane as a graph of its own."""
+        """Return the slice as a graph with these values of the slice as outputs."""
         nodes = [_renumbered(node, self.numbers, self.params.index) for node in self.nodes]
         inputs = tuple(meta for value in self.operands if (meta := self.metas[value]) is not None)
         kinds = tuple(self.body.params[index] for index in self.params)
@@ -251,14 +252,14 @@ def _renumbered(node: Node, values: Mapping[int, int], param: Callable[[int], in
 
 
 def _program(graph: Graph) -> tuple[object, ...]:
-    """Return the common part of lanes, as a key: everything but the sizes."""
+    """Return everything of a slice but its sizes, as a key."""
     nodes = [(n.op, exact(n.args), exact(n.kwargs), n.writes) for n in graph.nodes]
     dtypes = [None if meta is None else meta.dtype for meta in graph.values]
     return graph.params, tuple(nodes), tuple(dtypes), len(graph.inputs)
 
 
 def _are_equal_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) -> bool:
-    """Return whether all tensors of a lane may be taken as vectors of one length."""
+    """Return whether all tensors of a slice can be seen as vectors of one length."""
     shape = graph.inputs[0].shape
     return 0 not in shape and all(
         meta is not None and meta.shape == shape and not (meta.conj or meta.neg) and row_major(meta)
@@ -270,7 +271,7 @@ def _are_equal_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) ->
 
 
 def abreast(lane: Graph, count: int, length: int) -> Graph:
-    """Return the graph of ``count`` lanes, one after another, on vectors of one length."""
+    """Return the graph of ``count`` slices, one after another, on vectors of one length."""
     width, members = len(lane.inputs), len(lane.nodes)
     nodes: list[Node] = []
     outputs: list[int] = []
@@ -286,7 +287,7 @@ def abreast(lane: Graph, count: int, length: int) -> Graph:
 
 
 def vectors(graph: Graph, lengths: Sequence[int]) -> Graph:
-    """Return the graph on vectors; each length holds for an equal share of inputs and nodes."""
+    """Return the graph on vectors; each length applies to an equal number of inputs and nodes."""
 
     def vector(meta: TensorMeta | None, length: int) -> TensorMeta:
         assert meta is not None
@@ -306,7 +307,7 @@ def vectors(graph: Graph, lengths: Sequence[int]) -> Graph:
 
 
 def widened(graph: Graph, count: int) -> Graph:
-    """Return the graph of ``count`` lanes abreast with horizontal ops in place of its members."""
+    """Return the graph of ``count`` slices with horizontal ops in place of their members."""
     first, members = len(graph.inputs), len(graph.nodes) // count
     values = dict(enumerate(range(first)))
     for number in range(len(graph.nodes)):
@@ -318,6 +319,7 @@ def widened(graph: Graph, count: int) -> Graph:
 
 
 def _wide(nodes: Sequence[Node]) -> Node:
+    """Return the horizontal node of the same op on several tensors."""
     op, last = nodes[0].op, nodes[0].args[-1]
     numbers = type(last) is not Ref or any(name == "value" for name, _ in nodes[0].kwargs)
     form = MERGE.get((op, numbers)) or MERGE[op, not numbers]

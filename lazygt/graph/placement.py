@@ -77,7 +77,7 @@ REDUCE_OPS = ("sum", "max", "min", "prod")
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """The whole value on every rank."""
+    """The full value on every rank."""
 
     def __str__(self) -> str:
         return "R"
@@ -95,11 +95,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """Block i of each group on rank i: ``dim`` is ``outer`` x size x ``inner``, cut in size.
+    """Block i of each group on rank i: ``dim`` is ``outer`` x size x ``inner``, sharded in size.
 
-    A value ``[L, N, E]`` in S(1) has it when seen as ``[L * N, E]``: ``outer`` is L. Seen as
-    ``[L, N * E]`` it is S(1) if all ranks have an equal number of N; else ``inner`` is E, with one
-    ``outer``. It occurs between two ops alone: no input, output or annotation has this placement.
+    A value ``[L, N, E]`` in S(1) has it when seen as ``[L * N, E]``: ``outer`` is L. Seen as ``[L,
+    N * E]`` the value is in S(1) if all ranks have an equal share of N; else ``inner`` is E, and
+    ``outer`` is 1. The placement occurs between two ops only, never at an input, output or
+    annotation.
 
     If the groups have several sizes, ``widths`` has them, in units of the dim's size over
     ``outer``: for 256 queries, 128 keys and 128 values (2, 1, 1). ``inner`` is 1 then.
@@ -128,7 +129,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
-    """The whole value on rank ``rank`` of the axis, nothing on the others."""
+    """The full value on rank ``rank`` of the axis, nothing on the others (a pipeline stage)."""
 
     rank: int
 
@@ -152,23 +153,23 @@ Cut = Shard | StridedShard
 
 
 def around(placement: Cut) -> tuple[int, int]:
-    """Return (outer, inner) of the cut dim; (1, 1) for plain blocks."""
+    """Return (outer, inner) of a sharded dim seen as outer x size x inner; (1, 1) for plain blocks."""
     return (placement.outer, placement.inner) if isinstance(placement, StridedShard) else (1, 1)
 
 
 def whole_groups(placement: StridedShard, parts: int) -> bool:
-    """Return whether blocks of the whole dim are an equal number of whole groups each."""
+    """Return whether each rank's block of the dim, sharded plainly, is a number of full groups."""
     return placement.inner == 1 and placement.outer % parts == 0 and not placement.widths
 
 
 def groups(placement: Cut) -> int:
-    """Return the ratio of the cut dim to the size that is in blocks."""
+    """Return the ratio of the sharded dim to the size that is split among ranks."""
     outer, inner = around(placement)
     return outer * inner
 
 
 def side_by_side(dim: int, sizes: Sequence[int]) -> Cut:
-    """Return the placement of a dim of adjacent pieces that are each in blocks."""
+    """Return the placement of a dim of concatenated pieces that are each sharded."""
     unit = gcd(*sizes)
     if len(sizes) == 1 or not unit:
         return Shard(dim)
@@ -184,7 +185,7 @@ def uneven(placement: Placement) -> bool:
 
 
 def group_sizes(placement: Cut, size: int) -> tuple[int, ...]:
-    """Return the sizes of the groups of a dim of ``size``: a rank has one block of each."""
+    """Return the sizes of the groups of a dim of ``size``; a rank has one block of each."""
     if not isinstance(placement, StridedShard):
         return (size,)
     unit = size // placement.outer
@@ -192,7 +193,7 @@ def group_sizes(placement: Cut, size: int) -> tuple[int, ...]:
 
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and stop of block ``index`` of ``parts``, as ``torch.chunk`` cuts.
+    """Return (start, stop) of block ``index`` of ``parts`` blocks, as ``torch.chunk`` splits.
 
     The first blocks have ``ceil(size / parts)`` elements, the later ones the rest, maybe 0.
     """
@@ -201,13 +202,13 @@ def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def block_size(size: int, parts: int, index: int) -> int:
-    """Return the number of elements of block ``index``."""
+    """Return the number of elements of block ``index`` of ``parts`` blocks."""
     start, stop = shard_bounds(size, parts, index)
     return stop - start
 
 
 def local_size(placement: Cut, size: int, axis_size: int, index: int) -> int:
-    """Return the number of elements of rank ``index`` in a dim of ``size``."""
+    """Return the number of elements that rank ``index`` has of a sharded dim of ``size``."""
     if uneven(placement):
         return sum([block_size(group, axis_size, index) for group in group_sizes(placement, size)])
     count = groups(placement)
@@ -227,7 +228,7 @@ def local_shape(
 
 
 def local_meta(meta: TensorMeta, placement: Placement, axis_size: int, index: int) -> TensorMeta:
-    """Return the meta of rank ``index``'s block of a value: row-major if a dim is cut."""
+    """Return the meta of rank ``index``'s block of a value: row-major if a dim is sharded."""
     if isinstance(placement, SingleRank) and placement.rank != index:
         return intern((0,), (1,), meta.dtype)
     if not isinstance(placement, Cut):
@@ -237,10 +238,11 @@ def local_meta(meta: TensorMeta, placement: Placement, axis_size: int, index: in
 
 
 def as_placement(argument: Any, dims: int | None = None) -> Placement:
-    """Return the placement of a user's argument, torch's own or lazygt's.
+    """Return lazygt's placement for a user's argument, torch's own or lazygt's.
 
     Args:
-        dims: of the tensor, to count a negative dim from the front; None: the dim stays as given.
+        dims: number of dims of the tensor, to count a negative dim from the front; None: the dim
+            stays negative.
 
     Raises:
         ValueError: a dim that the tensor does not have, or no placement that lazygt knows.
@@ -254,6 +256,7 @@ def as_placement(argument: Any, dims: int | None = None) -> Placement:
 
 
 def _known(argument: Any) -> Placement:
+    """Return lazygt's placement for torch's or lazygt's own; ValueError for anything else."""
     if isinstance(argument, Replicate | Shard | Partial):
         return argument
     # A caller with one of torch's has loaded the module, which takes 0.3 s.

@@ -14,8 +14,8 @@ class Recent(Generic[K, V]):
     """LRU mapping; the entry that was added last is never evicted.
 
     Args:
-        most: most entries.
-        most_bytes: most bytes of all entries together, as given to ``keep``.
+        most: maximum number of entries.
+        most_bytes: maximum bytes of all entries together, as passed to ``keep``.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """Source lines of ops: the user's own file:line.
 
-A *call site* is ``(code, lasti)``: cheap to take on every op, expanded only for an error or a dump.
+A *call site* is ``(code, lasti)``: cheap to read at every op, expanded to text only for an error or
+a dump.
 """
 
 from __future__ import annotations

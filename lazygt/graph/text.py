@@ -30,7 +30,7 @@ from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 
 
 def _parse_number(token: str) -> Any:
-    """Return the number that ``node`` spelled so."""
+    """Return the number whose text ``node._number_text`` printed."""
     name, _, inner = token.partition("(")
     kind: Any = {"float": float, "complex": complex}[name]
     text = ast.literal_eval(inner[:-1])
@@ -63,7 +63,7 @@ def parse_graph(text: str) -> Graph:
 
 
 def _parse_lines(lines: Iterator[str]) -> Graph:
-    """Return the graph of the next rows, up to the row that only closes it."""
+    """Return the graph of the next lines, up to its closing brace."""
     parsed = _ParsedLines()
     for text_line in lines:
         body, _, remark = text_line.strip().partition("  # ")
@@ -89,7 +89,7 @@ def _parse_lines(lines: Iterator[str]) -> Graph:
 
 
 class _ParsedLines:
-    """Rows of a graph that have been read."""
+    """Parsed lines of a graph."""
 
     def __init__(self) -> None:
         self.inputs: list[TensorMeta] = []
@@ -120,10 +120,12 @@ def parse_meta(text: str) -> TensorMeta:
 
 
 def _ints(text: str) -> tuple[int, ...]:
+    """Return the ints of a comma-separated text."""
     return tuple(int(item) for item in text.split(",") if item.strip())
 
 
 def _parse_node(left: str, right: str, line: str) -> Node:
+    """Return the node of a line, from its results (left) and its call (right)."""
     head = re.match(r"([\w.]+)\(", right)
     if head is None:
         raise ValueError(f"not a node: {line!r}")
@@ -142,12 +144,13 @@ def _parse_node(left: str, right: str, line: str) -> Node:
 
 
 class _Reader:
-    """Parser of the arguments of one node."""
+    """Recursive-descent parser of the arguments of one node."""
 
     def __init__(self, text: str, at: int, line: str) -> None:
         self.text, self.at, self.line = text, at, line
 
     def next(self) -> tuple[str, str]:
+        """Return the next token as (kind, text)."""
         match = _TOKEN.match(self.text, self.at)
         if match is None or match.lastgroup is None:
             raise ValueError(f"can't read {self.text[self.at :]!r} in {self.line!r}")
@@ -155,9 +158,11 @@ class _Reader:
         return match.lastgroup, match[match.lastgroup]
 
     def peek(self, mark: str) -> bool:
+        """Return whether the next token is ``mark``."""
         return self.text[self.at :].lstrip().startswith(mark)
 
     def arguments(self) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+        """Parse arguments up to the closing parenthesis: (args, kwargs)."""
         args: list[Arg] = []
         kwargs: list[tuple[str, Arg]] = []
         while not self.peek(")"):
@@ -173,6 +178,7 @@ class _Reader:
         return tuple(args), tuple(kwargs)
 
     def value(self) -> Arg:
+        """Parse one argument."""
         kind, token = self.next()
         if kind == "ref":
             return Ref(int(token[1:]))

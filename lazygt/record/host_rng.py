@@ -1,4 +1,4 @@
-"""Client's side of the random stream: draws and queries on the CPU during a session.
+"""Draws and queries of the random stream on the client's CPU during a session.
 
 Kernels that draw on CPU tensors are wrapped while a session with CPU workers is open: each first
 fetches the stream's state from the workers, if they have it. Nothing is wrapped otherwise.

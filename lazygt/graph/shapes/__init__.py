@@ -1,10 +1,10 @@
-"""Shape rules: metas of an op's results without a meta kernel, exact and much quicker.
+"""Shape rules: metas of an op's results without a meta kernel, exact and much faster.
 
-An answer comes only where it is sure; errors and unusual calls are left to torch's meta kernels, so
-every error stays torch's own. A rule, one small function an op, has the parameters of its op,
-tensors as metas, and returns None for an unusual call; no rule is called for tensors with lazy bits
-or without elements. There are rules for the ops of common training steps. Pointwise ops
-need no rule: their results' dtypes are learned, from a sample of the op or from the first meta
+A rule answers only where its result is certain; errors and unusual calls are left to torch's meta
+kernels, so every error is torch's own. A rule, one small function for each op, has the parameters
+of its op, tensors as metas, and returns None for an unusual call; no rule is called for tensors
+with lazy bits or without elements. There are rules for the ops of common training steps. Pointwise
+ops need no rule: their results' dtypes are learned, from a sample of the op or from the first meta
 kernel that ran for the same operands in other sizes.
 """
 
@@ -47,9 +47,10 @@ def sampled_dtype(
     metas: Mapping[int, TensorMeta],
     params: Sequence[Any],
 ) -> torch.dtype | None:
-    """Return the dtype of a pointwise result on row-major tensors, if it is row-major too.
+    """Return the dtype of a pointwise result by running the op on small CPU tensors.
 
-    None where the op refuses such arguments, or where it is not sure.
+    None where the op raises, has operands of several dtypes, or gives a result that is not
+    row-major.
     """
 
     def leaf(arg: Arg) -> Any:
@@ -140,7 +141,7 @@ class Shapes:
         params: list[Any],
         results: Results,
     ) -> None:
-        """Record the meta kernel's result for a pointwise op."""
+        """Store the meta kernel's result dtype of a pointwise op."""
         if f.name in RULES or f.name in WRITING_RULES or len(self._learned) >= _LEARNED_LIMIT:
             return
         key = _pointwise_key(f, args, kwargs, metas, params)
@@ -158,6 +159,7 @@ def _apply_rule(
     metas: dict[int, TensorMeta],
     params: list[Any],
 ) -> Metas | None:
+    """Return a rule's metas for a call."""
     operands = [
         metas[arg.index] if type(arg) is Ref else _resolved(arg, metas, params) for arg in args
     ]
@@ -166,6 +168,7 @@ def _apply_rule(
 
 
 def _resolved(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:
+    """Return an argument with a Param's value, or a list's metas, in place."""
     kind = type(arg)
     if kind is Param:
         return params[arg.index]
@@ -196,7 +199,7 @@ def _pointwise_key(
     metas: dict[int, TensorMeta],
     params: list[Any],
 ) -> tuple[Any, ...] | None:
-    """Return all that a pointwise result's dtype depends on; None where that is hard to say."""
+    """Return the key of all that a pointwise result's dtype depends on; None for unusual calls."""
     if not _one_result(f):
         return None
     key: list[Any] = [f]
@@ -223,7 +226,7 @@ def _pointwise_key(
 
 
 def _have_one_shape(operands: list[TensorMeta]) -> bool:
-    """Return whether both are tensors of one shape; to torch a number is one without dims."""
+    """Return whether two operands have one shape; to torch a number is a tensor without dims."""
     return len(operands) == 2 and operands[0].shape == operands[1].shape
 
 

@@ -1,4 +1,4 @@
-"""Meta kernels of lazygt's own, where torch's refuse valid calls or give wrong shapes.
+"""Meta kernels of lazygt's own, where torch's refuse valid calls or return wrong shapes.
 
 They have the op's parameters, tensors as meta tensors, and raise the errors of torch's kernels.
 """
@@ -29,11 +29,11 @@ def relaid(
     operands: Sequence[torch.Tensor],
     fresh: Sequence[TensorMeta | None],
 ) -> list[TensorMeta | None]:
-    """Return the metas of an op's fresh results, with the strides that its kernel gives.
+    """Return the metas of an op's new results with the strides of its real kernel.
 
     Args:
         device_type: of the workers.
-        operands: the tensors that the op takes, in order, as meta tensors.
+        operands: the tensors that the op gets, in order, as meta tensors.
         fresh: the metas of torch's meta kernel.
     """
     here = _ON_CPU if device_type == "cpu" else _ON_GPU
@@ -69,16 +69,17 @@ def _iterated(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strid
 
 
 def _halves_as_floats(t: torch.Tensor) -> torch.Tensor:
-    """Return halves in single precision: meta kernels convert halves, and lose strides of 0."""
+    """Return a half tensor in float32: meta kernels of halves lose strides of 0."""
     return _floats(t) if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def _floats(t: torch.Tensor) -> torch.Tensor:
+    """Return a float32 meta tensor of the same shape and strides."""
     return torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device="meta")
 
 
 def _iterated_over(*positions: int) -> Layout:
-    """Return the same layout over some of the operands, in the kernel's order."""
+    """Return TensorIterator's layout over some of the operands, in the kernel's order."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         return _iterated([operands[position] for position in positions], shape)
@@ -92,7 +93,7 @@ def _power(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
 
 
 def _negated(position: int) -> Layout:
-    """Return TensorIterator's layout for a function of that operand alone."""
+    """Return TensorIterator's layout for a function of one operand."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         return _floats(operands[position]).neg().stride()
@@ -101,7 +102,7 @@ def _negated(position: int) -> Layout:
 
 
 def _format_of(position: int) -> Layout:
-    """Return a layout: channels-last where that operand is, else row-major."""
+    """Return a layout: channels-last if the operand is, else row-major."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         form = suggest_memory_format(operands[position])
@@ -111,7 +112,7 @@ def _format_of(position: int) -> Layout:
 
 
 def _like(position: int) -> Layout:
-    """Return the layout of that operand, if it is dense and has the result's shape."""
+    """Return the layout of the operand, if it is dense and has the result's shape."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         source = operands[position]
@@ -141,6 +142,7 @@ def _convolved(*positions: int) -> Layout:
 def _table(
     *families: tuple[tuple[Layout | None, ...], str],
 ) -> dict[str, tuple[Layout | None, ...]]:
+    """Return op -> layouts from pairs of layouts and op names."""
     return {f"aten.{name}": layouts for layouts, names in families for name in names.split()}
 
 
@@ -242,6 +244,7 @@ _ALIGNMENT = 16
 
 
 def _check(holds: bool, message: str) -> None:
+    """Raise RuntimeError with ``message`` unless the condition holds."""
     if not holds:
         raise RuntimeError(message)
 
@@ -275,6 +278,7 @@ def _grouped_mm(
 
 
 def _check_factors(a: torch.Tensor, b: torch.Tensor, flat: list[bool]) -> None:
+    """Check dtypes, dims and strides of a grouped product's operands."""
     for name, t in (("mat_a", a), ("mat_b", b)):
         _check(
             t.dtype in _CPP_NAMES,
@@ -307,6 +311,7 @@ def _check_strides(t: torch.Tensor) -> None:
 
 
 def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> list[int]:
+    """Return the shape of a grouped product."""
     wrong = "matrix batch sizes have to match"
     if a.dim() == 2:
         assert offs is not None
@@ -323,6 +328,7 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) 
 
 
 def _rows_aligned(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a result with rows padded to 16 bytes."""
     elements = _ALIGNMENT // dtype.itemsize
     row = (shape[-1] + elements - 1) // elements * elements
     stride = [shape[1] * row, row, 1] if len(shape) == 3 else [row, 1]
@@ -408,6 +414,7 @@ def _cudnn_rnn(
 
 
 def _check_same_dtype(x: torch.Tensor, tensors: Sequence[torch.Tensor | None], name: str) -> None:
+    """Raise torch's error if a tensor's dtype differs from the input's."""
     for tensor in tensors:
         if tensor is not None and tensor.dtype != x.dtype:
             expected, actual = (_TYPE_NAMES.get(t.dtype, str(t.dtype)) for t in (x, tensor))
@@ -418,6 +425,7 @@ def _check_same_dtype(x: torch.Tensor, tensors: Sequence[torch.Tensor | None], n
 
 
 def _check_size(state: torch.Tensor, expected: list[int], name: str) -> None:
+    """Raise torch's error if a state has another shape than expected."""
     size = [*state.shape]
     _check(size == expected, f"Expected {name} size {expected}, got {size}")
 
@@ -425,7 +433,7 @@ def _check_size(state: torch.Tensor, expected: list[int], name: str) -> None:
 def _steps_first(
     x: torch.Tensor, batch_first: bool, batch_sizes: list[int], width: int
 ) -> torch.Tensor:
-    """Return a sequence like ``x``, which lies in memory step by step."""
+    """Return a sequence like ``x`` with ``width`` features, step-major in memory."""
     if not batch_first or batch_sizes:
         return x.new_empty((*x.shape[:-1], width))
     return x.new_empty((x.size(1), x.size(0), width)).transpose(0, 1)

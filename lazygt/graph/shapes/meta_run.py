@@ -1,8 +1,8 @@
-"""An op's results found by running it on meta tensors.
+"""Inference of an op's results by a run on meta tensors.
 
-A meta tensor has shape, strides and dtype but no memory. torch's own meta kernels raise torch's
-own errors for arguments that do not fit. A few of them depend on the device; those run on
-fake tensors, which are meta tensors that claim to be on the workers' device.
+A meta tensor has shape, strides and dtype but no memory. torch's own meta kernels raise torch's own
+errors for arguments that do not fit. A few of them depend on the device; those run on fake tensors,
+which are meta tensors that claim to be on the workers' device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _here = threading.local()
 
 
 def _init_gpu_context(device: torch.device) -> None:
-    """Call torch's own, which allocates on the GPU, only outside of ``fake_tensors``."""
+    """Call torch's function, which allocates on the GPU, only outside of ``fake_tensors``."""
     if not getattr(_here, "is_inside", False):
         _create_context(device)
 
@@ -40,9 +40,9 @@ fake_tensor.init_gpu_context = _init_gpu_context  # type: ignore[assignment]
 
 @contextmanager
 def fake_tensors(fallback: bool) -> Iterator[None]:
-    """Mode of fake tensors that opens no CUDA context.
+    """Context of fake tensors that opens no CUDA context.
 
-    A context takes 0.5 GB, and children that are forked later could not use CUDA.
+    A CUDA context takes 0.5 GB, and children that are forked later could not use CUDA.
 
     Args:
         fallback: True to run an op without a fake kernel on zeros.
@@ -156,7 +156,7 @@ def _described(
 def _corrected(
     f: OpFacts, fresh: list[TensorMeta | None], operands: list[torch.Tensor], device_type: str
 ) -> list[TensorMeta | None]:
-    """Return the metas with the errors of torch's meta kernels corrected."""
+    """Return the metas with known errors of torch's meta kernels corrected."""
     if f.name in _NORMS and device_type == "cpu":
         _mixed_statistics(operands, fresh)
     if f.name == _GROUP_NORM_BACKWARD and fresh[0] is not None:
@@ -188,10 +188,10 @@ def _by_device(f: OpFacts, metas: Mapping[int, TensorMeta], device_type: str) ->
 
 
 def _halves_in_float32(metas: Mapping[int, TensorMeta]) -> Mapping[int, TensorMeta] | None:
-    """Return the operands in single precision if an expanded one is of half precision.
+    """Return the operands' metas in float32 if one in half precision is expanded; else None.
 
     torch's meta kernels convert such operands first, and the converted ones are row-major; its
-    kernels do not, and lay their result out as for any other dtype.
+    kernels do not convert, and choose the result's strides as for any other dtype.
     """
     halves = [meta for meta in metas.values() if meta.dtype in (torch.float16, torch.bfloat16)]
     if all(all(meta.stride) for meta in halves):
@@ -214,6 +214,7 @@ _ONE_DTYPE = frozenset(
 
 
 def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
+    """Raise for operands of several dtypes, as torch's kernels do."""
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     if len(dtypes) > 1:
         names = " != ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -225,6 +226,7 @@ _KEEPING_DTYPE = frozenset({"aten.add_.Tensor", "aten.sub_.Tensor", "aten.mul_.T
 
 
 def _check_cast(f: OpFacts, args: Sequence[Any]) -> None:
+    """Raise if the result's dtype can't be cast to the written tensor's."""
     result, target = torch.result_type(args[0], args[1]), args[0].dtype
     if not torch.can_cast(result, target):
         raise RuntimeError(
@@ -277,7 +279,7 @@ def _mixed_statistics(tensors: list[torch.Tensor], fresh: list[TensorMeta | None
 
 
 def _without_offset(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:
-    """Return the metas with offset 0: fresh results own their memory."""
+    """Return the metas with offset 0: new results have memory of their own."""
     if f.views:
         return metas
     return [
@@ -287,6 +289,7 @@ def _without_offset(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMe
 
 
 def _flat(items: Any) -> Any:
+    """Yield the items of nested lists."""
     for item in items:
         if isinstance(item, (list, tuple)):
             yield from _flat(item)
@@ -351,6 +354,7 @@ def cpu_error(
 def _is_small(
     f: OpFacts, args: Any, metas: Mapping[int, TensorMeta], params: Sequence[Any]
 ) -> bool:
+    """Return whether a call computes little enough to be tried on the CPU."""
     if f.name in _CHECK_FIRST:
         return True
     elements = sum(max(meta.extent, meta.numel) for meta in metas.values())
@@ -359,6 +363,7 @@ def _is_small(
 
 
 def _numbers(arg: Any) -> Iterable[int]:
+    """Yield the ints in an argument."""
     if type(arg) is tuple:
         for item in arg:
             yield from _numbers(item)

@@ -1,4 +1,4 @@
-"""Copies, fills, products and reductions: fresh row-major tensors."""
+"""Shape rules of copies, fills, products, reductions and views."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Shape = tuple[int, ...]
 
 
 class Results(NamedTuple):
-    """Metas and numbers of an op's results, known before they are computed.
+    """Metas and ints of an op's results, known before they are computed.
 
     Attributes:
-        fresh, written: metas of the tensors it returns anew, and of those it writes.
-        ints: the numbers it returns among them.
+        fresh, written: metas of the new tensors, and of the written ones.
+        ints: ints among the results.
     """
 
     fresh: Metas
@@ -48,9 +48,9 @@ def is_contiguous(meta: TensorMeta) -> bool:
 
 
 def is_dense(meta: TensorMeta) -> bool:
-    """Return whether elements lie in places of their own, without gaps.
+    """Return whether the elements fill memory without gaps or overlap.
 
-    ``empty_like`` and its kin keep the strides of such a tensor.
+    ``empty_like`` and its variants preserve the strides of such a tensor.
     """
     step = 1
     for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
@@ -89,12 +89,12 @@ def same_float(*metas: TensorMeta) -> bool:
 def view_meta(
     source: TensorMeta, shape: Iterable[int], stride: Iterable[int], offset: int
 ) -> Metas:
-    """Return the meta of a view of ``source``."""
+    """Return the meta of a view of ``source``, as the results of a rule."""
     return (intern(tuple(shape), tuple(stride), source.dtype, offset),)
 
 
 def without(items: Shape, at: int) -> Shape:
-    """Return a shape, or strides, without dimension ``at``."""
+    """Return a tuple without the item at dimension ``at``."""
     return items[:at] + items[at + 1 :]
 
 
@@ -287,7 +287,7 @@ def _unsafe_view(source: TensorMeta, shape: Shape) -> Metas | None:
 
 
 def _infer_size(shape: Shape, numel: int) -> Shape | None:
-    """Return the shape with its one -1 replaced; None if it does not hold ``numel`` elements."""
+    """Return the shape with its one -1 replaced; None if it does not have ``numel`` elements."""
     known_numel = math.prod(size for size in shape if size != -1)
     if any(size < -1 for size in shape) or shape.count(-1) > 1 or known_numel == 0:
         return None
