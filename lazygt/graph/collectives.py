@@ -33,7 +33,7 @@ _RING = {
 _EXCHANGES = COLLECTIVES | POINT_TO_POINT
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
 _INDEXED = frozenset({"take_rows", "put_rows"})
-#: The purpose of each for the op that asked for it.
+#: Purpose of each collective for the op that needs it.
 _PURPOSE = {
     "all_reduce": "adds up what each rank made with",
     "all_gather": "puts together the blocks made by",
@@ -47,7 +47,7 @@ _PURPOSE = {
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One collective; a bucket of several values is one.
+    """Collective of a rank's graph; a bucket of several values is one.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``send_recv``
@@ -90,7 +90,7 @@ def ring_limit(kind: str, nbytes: int) -> int:
     return _RING.get(kind, 1) * nbytes
 
 
-# -- the transport of a collective between ranks on CPUs of one host -------------------------------
+# -- choice of transport on one host ---------------------------------------------------------------
 
 #: Bytes that a rank sends to all others together, up to which sockets are as fast as shared memory.
 SOCKET_BYTES = 1 << 20
@@ -241,11 +241,11 @@ def _reason(node: Node, makers: Sequence[str], user: str | None) -> str:
     return f"{_PURPOSE[_purpose(node)]} {maker}{others}, for {user or 'the result'}"
 
 
-# -- layout of the values of one collective in its flat buffer -------------------------------------
+# -- layout of flat buffers ------------------------------------------------------------------------
 #
 # Every value has a slot. A slot has the same length on every rank of the axis, although blocks may
-# not: it has room for the largest block, the first. Slots begin at multiples of ``ALIGN`` bytes,
-# as kernels like it.
+# differ: its length is that of the largest block, the first. Slots begin at multiples of ``ALIGN``
+# bytes, the alignment of vectorized kernels.
 
 #: Bytes.
 ALIGN = 64
@@ -270,9 +270,9 @@ def slots(
 
     Args:
         kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-        shapes: of the operands.
+        shapes: shapes of the operands.
         moves: see ``graph.placement``; not read for an all-reduce.
-        parts: ranks on the axis.
+        axis_size: number of ranks on the axis.
         itemsize: bytes of an element.
     """
     if kind == "all_reduce":
@@ -295,9 +295,9 @@ def buffer_length(kind: str, axis_size: int, total: int, count: int = 1) -> int:
     """Return the elements of the buffer that a launch receives into.
 
     Args:
-        total: of the slots of a rank.
-        count: of the values. Several that are scattered are packed, and this rank's block of the
-            result is written over its own block.
+        total: elements of all slots of a rank.
+        count: number of values. Several scattered values are packed, and this rank's block of the
+            result overwrites its own block.
     """
     packed = kind == "reduce_scatter" and count > 1
     return axis_size * total if kind == "all_gather" or packed else total

@@ -2,27 +2,27 @@
 
     data        gradients all-reduced                                   P
       ZeRO-1/2  gradients reduce-scattered, new weights gathered        2 P
-      ZeRO-3    (FSDP) weights gathered for the forward and, unless they are kept, again for the
-                backward, gradients reduce-scattered                    3 P, or 2 P
+      ZeRO-3    (FSDP) weights gathered for the forward and, unless they stay gathered, again for
+                the backward, gradients reduce-scattered                3 P, or 2 P
     tensor      (Megatron) 2 all-reduces a layer forward, 2 backward    4 B S H a layer
       sequence  each of them a reduce-scatter and an all-gather         8 B S H a layer
     pipeline    sent to the next stage, and gradients back              B S H a boundary, each way
     context
-      ring      keys and values passed on, forward and backward, and
-                their gradients sent home (Liu et al., 2023)            6 B S V a layer
+      ring      keys and values sent around, forward and backward, and
+                their gradients returned (Liu et al., 2023)             6 B S V a layer
       Ulysses   queries, keys, values and results exchanged,
                 forward and backward (Jacobs et al., 2023)              4 B S (H + V) a layer
     expert      all-to-all there and back, forward and backward         4 K B S H a layer
 
 The figures follow from the model's sizes, without a program. P: the parameters' bytes. B: sequences
 that one replica computes at once, S: their length, H: the hidden size, V: the width of a token's
-keys (H, or less if heads share keys), K: experts a token; times the bytes of an element, which is
-why a dtype is asked for: B x S x H is a number of elements.
+keys (H, or less if heads share keys), K: experts a token. B x S x H is a number of elements, which
+the dtype's itemsize turns into bytes.
 
-A step of M microbatches exchanges activations M times. Each rank adds up its gradients, which are
-reduced once, unless they, or weights, are kept in blocks (ZeRO-2 and 3): then each microbatch
+A step of M microbatches exchanges activations M times. Each rank accumulates its gradients, which
+are reduced once, unless gradients or weights are sharded (ZeRO-2 and 3): then each microbatch
 gathers the weights and scatters its gradients. Ranks along the context have the same weights, and
-reduce gradients together with those of data.
+reduce gradients together with the ranks of data.
 
 *Logical* is the payload. ``graph.collectives.ring_bytes`` gives the bytes that the ranks of a ring
 send for it: 2 (N - 1) / N of an all-reduce's payload, (N - 1) / N of a gather's, a scatter's or an
@@ -209,7 +209,7 @@ class TransformerStep:
             return
         for what in ("keys, values, forward", "keys, values, backward", "their gradients"):
             volume = self._layers(CONTEXT, self.context, _SEND, what, 2, self.keys)
-            # its own block is not sent to itself, the others' go once round
+            # a rank forwards every block but one around the ring
             yield volume._replace(rank_elements=volume.rank_elements * (self.context - 1))
 
     def _layers(

@@ -195,7 +195,7 @@ def _numbers_fit_tensors(node: Node, metas: Metas) -> bool:
         and len(dtypes) == 1  # fmt: skip
 
 
-# -- fused nodes opened: the same graph with the members in the place of their node ----------------
+# -- inlining of fused nodes -----------------------------------------------------------------------
 
 
 def expand_fused(graph: Graph, retained: Collection[int] = ()) -> Graph:

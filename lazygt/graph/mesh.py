@@ -4,8 +4,8 @@ Ranks run through the last axis fastest, and hosts have ranks one after another:
 within a host first.
 
 With ``invariant=`` an axis has a fixed number of virtual ranks, for any number of workers. The
-program is placed and cut for the virtual ranks; a worker stands for an equal number of neighbours
-on each axis.
+program is placed and sharded for the virtual ranks; a worker computes for an equal number of
+adjacent virtual ranks on each axis.
 """
 
 from __future__ import annotations
@@ -155,11 +155,11 @@ class VirtualMesh:
 
     @staticmethod
     def of(workers: Mesh, invariant: bool | int | Mapping[str, int] | None) -> VirtualMesh:
-        """Return the virtual mesh that ``lazygt.session(invariant=...)`` asks for.
+        """Return the virtual mesh of ``lazygt.session(invariant=...)``.
 
         Args:
-            invariant: virtual ranks of every axis, or by axis (one that is not named has those of
-                its workers); True: ``USUAL``; None or False: each worker is one.
+            invariant: number of virtual ranks of every axis, or by axis name (an axis without an
+                entry has one for each worker); True: ``USUAL``; None or False: one a worker.
 
         Raises:
             ValueError: an axis that the mesh does not have, or workers that can't share the
@@ -251,7 +251,7 @@ def _ranks_of(axis: str, workers: int, invariant: bool | int | Mapping[str, int]
     return count
 
 
-# -- regions of the ranks' blocks in the whole of a placed value -----------------------------------
+# -- regions of blocks -----------------------------------------------------------------------------
 
 Region = tuple[slice, ...]
 

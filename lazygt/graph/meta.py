@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-# -- exact equality of numbers: by type and bits ---------------------------------------------------
-# Python's ``==`` takes 1, 1.0 and True for one number, 0.0 and -0.0 too, and a NaN as unequal to
-# itself. Caches with numbers in their keys, and passes that merge numbers, compare them by
-# ``exact``.
+# -- typed keys of numbers -------------------------------------------------------------------------
+# In Python 1, 1.0 and True are equal, 0.0 and -0.0 too, and a NaN differs from itself. Caches with
+# numbers in their keys, and passes that merge numbers, compare them by ``exact``: type and bits.
 
 #: The last format that depends on the number alone, and not on Python's reference counts.
 _FORMAT = 2
@@ -28,7 +27,7 @@ def exact(arg: Any) -> Any:
     return kind, dumps(arg, _FORMAT) if kind is float or kind is complex else arg
 
 
-# -- tensorMeta: shape, strides, dtype and lazy bits of a tensor, known before its value -----------
+# -- TensorMeta ------------------------------------------------------------------------------------
 
 _SHORT = {
     torch.float64: "f64",
@@ -60,7 +59,7 @@ class TensorMeta:
     offset: int = 0
     conj: bool = False
     neg: bool = False
-    #: row-major from offset 0 and no lazy bits: the shape and dtype say it all
+    #: row-major from offset 0 and no lazy bits: shape and dtype determine the meta
     plain: bool = field(init=False, compare=False, repr=False)
     #: number of elements, and their bytes (not those of the storage behind them)
     numel: int = field(init=False, compare=False, repr=False)
@@ -132,7 +131,7 @@ def intern(
     return _interned(shape, stride, dtype, offset, conj, neg)
 
 
-#: Its callers leave nothing out: the cache tells arguments that are given from defaults.
+#: Called with all arguments: the cache distinguishes passed arguments from defaults.
 _interned = lru_cache(maxsize=65536)(TensorMeta)
 
 

@@ -234,7 +234,7 @@ def map_arg(arg: Arg, leaf: Any) -> Arg:
     return leaf(arg)
 
 
-# -- the canonical text; ``graph.text`` reads it ---------------------------------------------------
+# -- canonical text --------------------------------------------------------------------------------
 
 
 def print_graph(
@@ -312,7 +312,7 @@ def _number_text(number: float | complex) -> str:
     return f"{kind.__name__}({text!r})"
 
 
-# -- the rules that every graph keeps --------------------------------------------------------------
+# -- verification ----------------------------------------------------------------------------------
 
 
 def verify(graph: Graph) -> None:

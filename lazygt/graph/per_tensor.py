@@ -1,4 +1,4 @@
-"""Lanes: the work of a group of horizontal ops on one tensor of each of its lists.
+"""Per-tensor slices (lanes) of horizontal ops: the work on one tensor of each list.
 
     _foreach_mul_([a, b], 0.9)               a.mul_(0.9)       b.mul_(0.9)
     _foreach_add_([a, b], [c, d])            a.add_(c)         b.add_(d)
@@ -18,9 +18,9 @@ from lazygt.graph.fusion import is_fusible, is_pointwise, numbers_of
 from lazygt.graph.meta import TensorMeta, exact, intern
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg, ref
 
-# -- horizontal ops and the ops on one tensor that they stand for ----------------------------------
+# -- forms of horizontal ops -----------------------------------------------------------------------
 # ``aten._foreach_mul_.ScalarList([a, b], [2, 3])`` is ``a.mul_(2)`` and ``b.mul_(3)``. On a CPU
-# torch runs it as just those calls, so both give the same bits.
+# torch runs the horizontal op as those calls, so both give the same bits.
 
 EACH, ALL = "each", "all"
 
@@ -137,9 +137,9 @@ MERGE: dict[tuple[str, bool], ForeachForm] = {
 }
 
 
-# -- lanes: the work of a group of horizontal ops on one tensor of each of its lists ---------------
+# -- per-tensor slices -----------------------------------------------------------------------------
 
-#: Lanes that are compiled together: a call serves so many, the last one perhaps fewer.
+#: Number of lanes that one call of compiled code computes; the last call may have fewer.
 LANES = 8
 
 
@@ -267,7 +267,7 @@ def _are_equal_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) ->
     )
 
 
-# -- several lanes as one graph --------------------------------------------------------------------
+# -- slices joined to one graph --------------------------------------------------------------------
 
 
 def abreast(lane: Graph, count: int, length: int) -> Graph:

@@ -16,17 +16,18 @@ arguments:
     lazygt.first(value, axis)                            R -> P(sum), nothing is sent
     lazygt.launch(kind, values, moves, op, axis)         begins a collective of several values
     lazygt.launch_(kind, values, moves, op, axis)        the same of one value, in its own memory
-    lazygt.wait(flying, held, kept, axis)                ends it, and gives each value's result
-    lazygt.send(value, peer, axis)                       H(here) -> H(peer), the one half
-    lazygt.recv(peer, shape, dtype, device, axis)        H(peer) -> H(here), the other half
+    lazygt.wait(flying, held, kept, axis)                ends it, and returns each value's result
+    lazygt.send(value, peer, axis)                       H(this rank) -> H(peer), the sender's half
+    lazygt.recv(peer, shape, dtype, device, axis)        H(peer) -> H(this rank), the other half
 
-``size`` is the global size of the dim that is put together; blocks are ``shard_bounds`` of it.
-``rows`` has the number that each rank sends to each: ``((from, to, count), ...)`` in order. Along
-``dim``, a rank's sent rows lie in the order of the receivers, received rows in that of the senders.
+``size`` is the global size of the gathered dim; blocks are ``shard_bounds`` of it. ``rows`` has the
+number of rows that each rank sends to each: ``((from, to, count), ...)`` in order. Along ``dim``, a
+rank's sent rows are in the order of the receivers, received rows in the order of the senders.
 
-Rows are taken from, or put into, a value that has ``rows`` of its ``size`` on each rank but the
-last ones. An index is flat and counts in the whole value; its values alone tell how many of its
-rows lie elsewhere. The rows of all ranks are put, or added if ``added``, in the order of the ranks.
+``take_rows`` gathers rows from, and ``put_rows`` scatters rows into, a value that has ``rows`` of
+its ``size`` on each rank but the last ones. An index is flat and counts in the full value; only its
+values determine how many of its rows are on other ranks. The rows of all ranks are put, or added if
+``added``, in the order of the ranks.
 
 A launch does not wait for other ranks. ``kind`` is the collective's name without ``lazygt.``, and
 ``moves`` has the arguments between value and op of each of the values: ``(dim, size)`` for a
@@ -61,7 +62,7 @@ REPLICATE_TO_PARTIAL = "lazygt.first"
 SEND = "lazygt.send"
 RECV = "lazygt.recv"
 
-#: Exchanges of numbers of rows that only the values of an index tell.
+#: Exchanges whose numbers of rows depend on the values of an index.
 EXCHANGES_OF_ROWS = frozenset({TAKE_ROWS, PUT_ROWS})
 #: Ops for which all ranks of the axis must meet, in the same order.
 COLLECTIVES = EXCHANGES_OF_ROWS | {
@@ -119,7 +120,7 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A term of the full shape on every rank; reduced with ``op`` they give the value."""
+    """A term of the full shape on every rank; the terms reduced with ``op`` are the value."""
 
     op: str = "sum"
 
@@ -148,12 +149,12 @@ class Unspecified:
 #: One rank holds values on the axis of pipeline stages alone, which no sharding rule sees.
 #: ``Unspecified`` stands in annotations alone.
 Placement = Replicate | Shard | StridedShard | Partial | SingleRank | Unspecified
-#: The placements that cut a dim.
+#: The placements that shard a dim.
 Cut = Shard | StridedShard
 
 
 def around(placement: Cut) -> tuple[int, int]:
-    """Return (outer, inner) of a sharded dim seen as outer x size x inner; (1, 1) for plain blocks."""
+    """Return (outer, inner) of a sharded dim as outer x size x inner; (1, 1) for plain blocks."""
     return (placement.outer, placement.inner) if isinstance(placement, StridedShard) else (1, 1)
 
 

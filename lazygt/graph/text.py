@@ -213,7 +213,7 @@ class _Reader:
 # A graph prints as its text; set here because text knows nodes and not the reverse.
 
 
-# -- numbers as people read them: three digits and a unit ------------------------------------------
+# -- formatting of numbers -------------------------------------------------------------------------
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 

@@ -134,7 +134,7 @@ class NativeTrace(Trace):
         noted = self._params or self._call_sites or self.forward_ops or self.split
         return not noted and self.first_miss is None and self._repeat is None
 
-    # -- shared with C++, which hands its part over when Python asks ------------------------------
+    # -- state shared with C++ ---------------------------------------------------------------------
 
     @property
     def serial(self) -> int:  # type: ignore[override]
@@ -193,7 +193,7 @@ class NativeTrace(Trace):
         handles: list[LazyTensor] = self._native.show_views(source)
         return handles
 
-    # -- its end: C++ keeps the parts that Python has not asked for --------------------------------
+    # -- end of the trace --------------------------------------------------------------------------
 
     def alive(self) -> Living:
         """Return the values of the trace that live handles still show."""
@@ -245,7 +245,7 @@ class NativeTrace(Trace):
         if self._native is not None:
             self._native.settle()
 
-    # -- C++'s calls on a miss ---------------------------------------------------------------------
+    # -- callbacks of C++ on a miss ----------------------------------------------------------------
 
     def view_again(
         self, view: ViewChain, op: ViewOp, number: int, index: int, meta: TensorMeta
@@ -334,7 +334,7 @@ class NativeRecorder(Recorder):
         self.native.anchor = 0 if call_site is None else call_site[1]
         self.native.anchored = anchor is not None
 
-    # -- C++'s calls of Python ---------------------------------------------------------------------
+    # -- callbacks of C++ --------------------------------------------------------------------------
 
     def step_for(self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrieNode:
         """Return the step of an op that missed in C++; its run-time numbers are already noted."""

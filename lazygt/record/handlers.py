@@ -353,7 +353,7 @@ def _uploaded(
     return storage
 
 
-# -- ops that depend on the kind of device --------------------------------------------------
+# -- device-dependent ops --------------------------------------------------------------------------
 
 
 def _histc(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:

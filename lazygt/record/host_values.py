@@ -105,7 +105,7 @@ def fill(t: LazyTensor, source: torch.Tensor) -> None:
         storage.owner.overwritten(storage, before)
 
 
-# -- single numbers ------------------------------------------------------------------------
+# -- single numbers on the client ------------------------------------------------------------------
 
 
 class _NotHost(Exception):
@@ -144,7 +144,7 @@ def compute(
     return to_user(result)
 
 
-# -- CPU tensors among lazy ones -----------------------------------------------------------
+# -- CPU operands of lazy ops ----------------------------------------------------------------------
 
 
 def upload_operand(owner: Owner, t: torch.Tensor, f: OpFacts) -> LazyTensor:

@@ -174,12 +174,12 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
     return exact(arg)
 
 
-# -- corrections by runs -------------------------------------------------------------------
-# A worker compares the results of a plan's first run with the recorded metas. A result of other
-# strides stays as its kernel laid it out, for later sums to have eager torch's bits, unless a later
-# view needs the recorded strides (``runtime.executors.kernel_layouts``); outputs are laid out as
-# was recorded. The worker reports the strides, the client infers those from then on, and forgets
-# the steps that were recorded with others: they are recorded anew, as on the workers' own device.
+# -- corrected strides -----------------------------------------------------------------------------
+# A worker compares the results of a plan's first run with the recorded metas. A result with other
+# strides retains its kernel's layout, so that later sums have eager torch's bits, unless a later
+# view needs the recorded strides (``runtime.executors.kernel_layouts``); outputs have the recorded
+# layout. The worker reports the strides, the client infers those from then on, and removes the
+# steps that were recorded with others: they are recorded again, as on the workers' own device.
 
 #: (node of a plan's steps, result, strides that its kernel gave it).
 Relaid = tuple[int, int, tuple[int, ...]]

@@ -32,10 +32,10 @@ from lazygt.record.patches import Patch
 from lazygt.record.swap import on_host
 from lazygt.record.tensor import DEVICE_0, LazyTensor, is_lazy
 
-# -- dataLoaders with worker processes over a dataset in the session -------------------------------
-# Such a process has no session. While a loader starts its processes, the lazy tensors that it
-# holds are CPU tensors, and the processes inherit those; their batches go to the session, where
-# the dataset is, as those of a loader without processes do.
+# -- DataLoader workers ----------------------------------------------------------------------------
+# A DataLoader's worker process has no session. While a loader starts its processes, the lazy
+# tensors that it refers to are CPU tensors, and the processes inherit those. Their batches are
+# uploaded to the session, where the dataset is, like the batches of a loader without processes.
 
 _iterator: Any = dataloader._MultiProcessingDataLoaderIter
 _original_init: Any = _iterator.__init__
@@ -91,7 +91,7 @@ _LOADER_PATCHES = (
 )
 
 
-# -- lazy tensors sent by ``multiprocessing``: they arrive as CPU tensors with their values --------
+# -- pickled tensors -------------------------------------------------------------------------------
 
 #: Process that is being started -> the CPU tensors among its arguments.
 _sent_copies: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()

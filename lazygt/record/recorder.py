@@ -290,7 +290,7 @@ class Recorder:
             )
         return tuple([self._key(item, 1 if hoist == 2 else 0, f) for item in items])
 
-    # -- Owner: for storages and handles -------------------------------------------------
+    # -- interface for storages and handles (``Owner``) --------------------------------------------
 
     @property
     def serial(self) -> int:

@@ -370,7 +370,7 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return viewer().tensor_bundle(self)
 
-    # -- sync points that torch would refuse to a wrapper ---------------------------------
+    # -- sync points -------------------------------------------------------------------------------
 
     @property
     def placements(self) -> tuple[Any, ...]:

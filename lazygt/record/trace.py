@@ -325,7 +325,7 @@ class Trace:
         """The workers' references of the trace's inputs."""
         return [remote for _, remote in self.inputs]
 
-    # -- its end -------------------------------------------------------------------------
+    # -- end of the trace --------------------------------------------------------------------------
 
     def alive(self) -> Living:
         """Return the values of the trace that live handles still show."""

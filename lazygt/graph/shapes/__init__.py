@@ -32,7 +32,7 @@ from lazygt.graph.shapes.rules import (
     is_contiguous,
 )
 
-# -- A pointwise op's dtype and layout found by running it on a few elements, on the CPU -----------
+# -- sampled dtypes of pointwise ops ---------------------------------------------------------------
 # torch's meta kernels of pointwise ops are written in Python, and load sympy and dynamo: a second
 # or more, in every process that needs one of them.
 
@@ -80,7 +80,7 @@ def _sample(meta: TensorMeta) -> torch.Tensor:
     return torch.ones([min(size, 2) for size in meta.shape], dtype=meta.dtype, device="cpu")
 
 
-# -- shape rules: metas of an op's results without a meta kernel, exact and much quicker -----------
+# -- shape rules -----------------------------------------------------------------------------------
 
 Named = tuple[tuple[str, Arg], ...]
 

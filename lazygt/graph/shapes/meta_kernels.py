@@ -13,9 +13,10 @@ from torch._prims_common import suggest_memory_format
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 
-# -- strides of results where torch's meta kernels differ from its CPU and GPU kernels -------------
-# Strides decide which views are allowed, so a handle must show those of eager torch. Each op is
-# listed under the layout of its kernel. The workers notice an op that the list lacks (see
+# -- strides of kernels ----------------------------------------------------------------------------
+# torch's meta kernels give some results other strides than its CPU and GPU kernels. Strides decide
+# which views are allowed, so a handle must show those of eager torch. Each op is listed under the
+# layout of its kernel. The workers report an op that the list lacks (see
 # ``infer.Inference.correct``).
 
 Strides = tuple[int, ...]
@@ -223,7 +224,7 @@ _ON_GPU = _table(
 )
 
 
-# -- meta kernels of lazygt's own, where torch's refuse valid calls or give wrong shapes -----------
+# -- meta kernels ----------------------------------------------------------------------------------
 
 aten: Any = torch.ops.aten
 #: Dtypes of a grouped product, with their names in torch's kernels.

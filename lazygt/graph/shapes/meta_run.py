@@ -23,7 +23,7 @@ from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
 from lazygt.graph.shapes.meta_kernels import META_KERNELS, relaid
 from lazygt.graph.shapes.rules import Results
 
-# -- fake tensors of a GPU, without a CUDA context in this process ---------------------------------
+# -- fake tensors without a CUDA context -----------------------------------------------------------
 
 _create_context = fake_tensor.init_gpu_context
 _here = threading.local()
@@ -56,7 +56,7 @@ def fake_tensors(fallback: bool) -> Iterator[None]:
         _here.is_inside = before
 
 
-# -- an op's results found by running it on meta tensors -------------------------------------------
+# -- runs on meta tensors --------------------------------------------------------------------------
 
 
 def run_on_metas(
@@ -297,13 +297,13 @@ def _flat(items: Any) -> Any:
             yield item
 
 
-# -- errors of torch's CPU kernels, for calls that a meta kernel refuses with another text ---------
-# The refused op runs once more on zeros of the same shapes, strides and dtypes. They lie in
-# mapped memory, of which no page exists until it is written; a kernel that refuses its arguments
-# has touched none of it.
+# -- errors of torch's CPU kernels -----------------------------------------------------------------
+# A meta kernel's error text may differ from the CPU kernel's. So the refused op runs once more on
+# zeros of the same shapes, strides and dtypes. They are in mapped memory, of which no page exists
+# until the first write; a kernel that refuses its arguments has written none of it.
 
-#: Most elements of all operands, and largest number among arguments: a kernel that takes a call
-#: that the meta kernel refused computes with as much.
+#: Maximum elements of all operands, and maximum number among arguments: a kernel that accepts the
+#: call computes with no more.
 _MOST_ELEMENTS = 2**26
 #: Ops that compute nothing before they have compared all shapes and dtypes.
 _CHECK_FIRST = frozenset(

@@ -98,7 +98,7 @@ def without(items: Shape, at: int) -> Shape:
     return items[:at] + items[at + 1 :]
 
 
-# -- copies, fills, products and reductions: fresh row-major tensors -------------------------------
+# -- copies, fills, products and reductions --------------------------------------------------------
 
 
 def _like(
@@ -246,7 +246,7 @@ WRITING: dict[str, Rule] = {
 }
 
 
-# -- views: any strides, any offset ----------------------------------------------------------------
+# -- views -----------------------------------------------------------------------------------------
 
 
 def _permute(source: TensorMeta, dims: tuple[int, ...]) -> Metas | None:

@@ -187,7 +187,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.by_value.append(module)
 
 
-# -- witnesses: dependencies of a function's pickled code, compared to detect changes --------------
+# -- code fingerprints -----------------------------------------------------------------------------
 
 #: Immutable types without references to mutable objects.
 _ATOMS = frozenset(

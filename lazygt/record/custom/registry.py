@@ -159,7 +159,7 @@ def _registering_module() -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-# -- sources of ops --------------------------------------------------------------------------
+# -- sources of custom ops -------------------------------------------------------------------------
 
 
 def is_foreign(func: Any) -> bool:
@@ -301,7 +301,7 @@ def _names_all(path: str, names: tuple[bytes, ...]) -> bool:
         return all(data.find(name) >= 0 for name in names)
 
 
-# -- modules that workers can import ---------------------------------------------------------
+# -- importable modules ----------------------------------------------------------------------------
 
 
 def importable(name: str) -> bool:

@@ -98,7 +98,7 @@ def _math(call: Call) -> torch.Tensor:
     )[0]
 
 
-# -- on CPUs -----------------------------------------------------------------------------
+# -- attention on CPUs -----------------------------------------------------------------------------
 
 
 def _empty(call: Call) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _fits_cpus(call: Call) -> bool:
 _CPU_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-# -- conditions of all devices -----------------------------------------------------------
+# -- conditions on all devices ---------------------------------------------------------------------
 
 
 def _shapes_fit(call: Call, gqa: bool) -> bool:
@@ -176,7 +176,7 @@ def _of_dtypes(call: Call, dtypes: frozenset[torch.dtype]) -> bool:
     return query.dtype == key.dtype == value.dtype and query.dtype in dtypes
 
 
-# -- on GPUs -----------------------------------------------------------------------------
+# -- attention on GPUs -----------------------------------------------------------------------------
 
 
 def _choice(call: Call, gpu: Gpu) -> Callable[[Call], torch.Tensor]:

@@ -252,7 +252,7 @@ def _casting(overload: torch._ops.OpOverload, policies: dict[str, Policy]) -> Ca
 
 # -- autocast of the workers' device -----------------------------------------------------------
 # ``torch.autocast("cpu")`` in a session on CPUs, and ``torch.autocast("cuda")`` in one on GPUs,
-# are for lazy tensors, too: their ops run on that device.
+# also apply to lazy tensors: their ops run on that device.
 
 _autocast: Any = torch.autocast
 _init, _enter, _exit = _autocast.__init__, _autocast.__enter__, _autocast.__exit__

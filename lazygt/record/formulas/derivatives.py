@@ -22,11 +22,11 @@ from lazygt.record.context import NAME, computes_values, workers_device
 from lazygt.record.patches import Patch
 from lazygt.record.tensor import LazyTensor, is_lazy
 
-# -- optimizers' choice of formula: the one that eager torch takes on the workers' device ----------
-# torch has two of each optimizer: a loop over the parameters, and one of horizontal (foreach)
-# ops. It takes the loop on CPUs and foreach on accelerators, device ``lazygt`` among them, so
-# that few ops are recorded. Nearly all give the same bits either way. Those named here round
-# differently, so on CPU workers they loop, unless the user asks for foreach.
+# -- foreach formulas of optimizers ----------------------------------------------------------------
+# torch has two formulas for each optimizer: a loop over the parameters, and horizontal (foreach)
+# ops. It chooses the loop on CPUs and foreach on accelerators, device ``lazygt`` among them, so
+# that few ops are recorded. Nearly all optimizers give the same bits by both. Those named here
+# round differently, so on CPU workers they loop, unless the user requests foreach.
 
 #: Optimizer (name of its module and function) -> predicate: foreach rounds differently.
 _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -84,7 +84,7 @@ PATCHES = (
 )
 
 
-# -- gradients of ops with two formulas in torch: for plain tensors, and for all others ------------
+# -- registration of derivatives -------------------------------------------------------------------
 
 aten: Any = torch.ops.aten
 _Kernel = Callable[..., torch.Tensor]
@@ -129,7 +129,7 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
     library.impl(op, kernel, "AutogradPrivateUse1", with_keyset=True)
 
 
-# -- the largest, the smallest and the middle element ---------------------------------------------
+# -- max, min and median ---------------------------------------------------------------------------
 
 
 def _minmax(op: Any) -> _Kernel:
@@ -225,7 +225,7 @@ def _leave_one_out_products(grad: torch.Tensor, x: torch.Tensor, dim: int) -> to
     return grad * (before * behind).conj()
 
 
-# -- filling with a number that is learned ---------------------------------------------------------
+# -- masked_fill with a differentiable value -------------------------------------------------------
 
 
 class _Filled(torch.autograd.Function):

@@ -35,7 +35,7 @@ def register_recurrent() -> torch.library.Library:
     return library
 
 
-# -- cells and whole sequences -------------------------------------------------------------
+# -- cells and dense sequences ---------------------------------------------------------------------
 
 
 def _lstm_cell_op(
