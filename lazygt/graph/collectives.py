@@ -101,7 +101,7 @@ EXTRA_BYTES = 256 << 10
 def socket_bytes(kind: str, nbytes: int, ranks: int) -> float:
     """Return the bytes that a rank sends through sockets for a collective of this payload.
 
-    In an all-reduce each rank sends its whole value to all others, in one exchange; the other
+    In an all-reduce each rank sends its full value to all others, in one exchange; the other
     collectives send as much as in a ring.
     """
     return float((ranks - 1) * nbytes) if kind == "all_reduce" else ring_bytes(kind, nbytes, ranks)

@@ -66,10 +66,10 @@ class Volume(NamedTuple):
         ranks: the number that meet.
         kind: as in ``Communication``.
         what: the sent values, in words.
-        times: the number of collectives in the whole model.
-        elements: of each one's whole payload.
+        times: number of collectives in the model.
+        elements: elements of each collective's full payload.
         itemsize: bytes of an element.
-        rank_elements: of all payloads that one rank takes part in.
+        rank_elements: elements of all payloads that one rank participates in.
     """
 
     parallelism: str
@@ -102,14 +102,14 @@ class TransformerStep:
     """A training step, in numbers.
 
     Attributes:
-        params: of the whole model.
+        params: number of parameters of the model.
         itemsize: bytes of a parameter, and of a gradient.
         activation_itemsize: bytes of an element of an activation.
-        data, tensor, pipeline, context, expert: ranks of each kind; experts lie on ranks of
-            ``data``.
-        zero: 0: all is replicated; 1 and 2: optimizer and gradients in blocks; 3: weights, too.
+        data, tensor, pipeline, context, expert: number of ranks of each kind; experts are on
+            ranks of ``data``.
+        zero: 0: all is replicated; 1 and 2: optimizer and gradients sharded; 3: weights, too.
         reshard: under ZeRO-3 weights are gathered again for the backward.
-        sequence_parallel: activations between tensor-parallel layers are in blocks.
+        sequence_parallel: activations between tensor-parallel layers are sharded.
         layers, hidden, batch, sequence: see above; 0: not known.
         experts_per_token: K.
         microbatches: M, each of ``batch`` sequences.

@@ -30,7 +30,7 @@ from lazygt.graph.placement import COLLECTIVES, POINT_TO_POINT, WAIT
 
 #: Collectives, and the waits for them.
 _COLLECTIVES = COLLECTIVES | POINT_TO_POINT | {WAIT}
-#: Every family, those that a fused node takes its family from first.
+#: Every family, in order of precedence for the family of a fused node.
 FAMILIES = ("matmul", "reduction", "pointwise", "random", "other", "memory", "collective",
             "view")  # fmt: skip
 
@@ -39,18 +39,18 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Give their operand's memory another shape; the schema says so only of true views.
+#: Ops that reshape their operand's memory; the schema declares only true views.
 _VIEWS = _names("""_unsafe_view _reshape_alias unsafe_split unsafe_split_with_sizes unsafe_chunk
     lift lift_fresh""")
-#: Take memory and leave it as it is.
+#: Ops that allocate memory without writing it.
 _UNTOUCHED = _names("empty empty_like empty_permuted empty_strided new_empty")
 _FREE = _UNTOUCHED | _names("wait wait_tensor manual_seed get_rng_state set_rng_state")
-#: Write their first argument without reading it.
+#: Ops that write their first argument without reading it.
 _OVERWRITES = _names("copy fill zero uniform normal bernoulli exponential random")
-#: Make a tensor in the likeness of another, without reading that.
+#: Ops that create a tensor of the shape of another, without reading that.
 _LIKE_FACTORIES = _names("""empty_like zeros_like ones_like full_like rand_like randn_like
     randint_like new_empty new_zeros new_ones new_full""")
-#: Read from their first argument only the elements that they return.
+#: Ops that read from their first argument only the elements that they return.
 _GATHERS = _names("embedding gather index index_select shard take _unsafe_index")
 _COPIES = _names("""arange as_strided block_diag cat clone contiguous copy diag_embed diagonal
     embedding_dense eye fill first flip full index_copy index_fill index_put _index_put_impl
@@ -63,10 +63,10 @@ _REDUCTIONS = _names("""all amax amin aminmax any argmax argmin count_nonzero cu
 #: Pointwise although torch does not tag them so.
 _POINTWISE = _names("""complex dropout hardswish polar native_dropout _fused_adagrad _fused_adam
     _fused_adamw _fused_sgd""")
-#: Parts of names that tell the family of many ops.
+#: Substrings of op names that determine the family.
 _MEMORY_PARTS = ("_copy", "_pad", "scatter", "shuffle")
 _REDUCTION_PARTS = ("binary_cross_entropy", "loss", "norm", "pool", "softmax")
-#: One multiplication and one addition an element of the operand at this position.
+#: Products with one multiplication and one addition for each element of the operand at a position.
 _VECTOR_PRODUCTS = {"addmv": 1, "dot": 0, "mv": 0, "vdot": 0}
 
 Metas = Sequence[TensorMeta | None]
@@ -286,7 +286,7 @@ def _tensor(item: Any) -> Any:
     return item.empty("meta") if type(item) is TensorMeta else item
 
 
-#: Operands that are multiplied: the places of the two matrices among an op's tensors.
+#: Positions of the two multiplied matrices among an op's tensors.
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
 

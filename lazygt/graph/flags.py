@@ -208,7 +208,7 @@ def check_flags(flags: Flags) -> None:
         if not allowed:
             raise ValueError(f"no flag {name!r} with the value {value!r}")
     if len(dict(flags)) != len(flags):
-        raise ValueError("a flag is given twice")
+        raise ValueError("a flag occurs twice")
 
 
 def flags_of_code(flags: Flags) -> Flags:

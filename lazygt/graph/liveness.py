@@ -113,7 +113,7 @@ def homes_of(graph: Graph) -> list[int]:
     return homes
 
 
-#: Launches with results that are put together from the received blocks.
+#: Kinds of launches with results that are copied together from the received blocks.
 _COPIED_RESULTS = ("all_to_all", "send_recv", "take_rows", "put_rows")
 
 

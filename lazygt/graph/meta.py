@@ -150,7 +150,7 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
-#: Types of torch's named constants; a reader of names takes no other attribute of torch.
+#: Types of torch's named constants; parsers of names accept no other attribute of torch.
 TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 #: Those constants by name: a closed table, so that no name from elsewhere reaches ``getattr``.
 _NAMED = {name: value for name, value in vars(torch).items() if isinstance(value, TORCH_NAMES)}

@@ -118,7 +118,7 @@ class Node:
             for _, arg in self.kwargs:
                 _add_refs((arg,), refs)
             numbers = tuple(refs)
-            object.__setattr__(self, "_refs", numbers)  # every pass asks; asking changes nothing
+            object.__setattr__(self, "_refs", numbers)  # a cache, not part of the node's value
         return numbers
 
 
@@ -351,7 +351,7 @@ def _verify_body(number: int, node: Node) -> None:
         )
     refs = list(node.refs())
     if node.args != (*map(Ref, refs), *map(Param, params_in(node.args))) or node.kwargs:
-        raise _violation(number, node, "takes something that is neither value nor parameter")
+        raise _violation(number, node, "has an argument that is neither value nor parameter")
     if len(refs) != len(node.body.inputs) or len(params_in(node.args)) != len(node.body.params):
         raise _violation(number, node, "does not take what its members need")
     if len(node.body.outputs) != len(node.results):

@@ -29,15 +29,15 @@ def undispatched() -> Any:
     return torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
 
 
-#: Written although the schema does not say so: positions of the tensors, and of the flag that
-#: turns the writing on.
+#: Writes that the schema does not declare: op -> positions of the tensors, and of the flag that
+#: turns the write on.
 UNDECLARED_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
     "aten.native_batch_norm.default": ((3, 4), 5),
     "aten.cudnn_batch_norm.default": ((3, 4), 5),
     "aten.miopen_batch_norm.default": ((3, 4), 5),
 }
 
-#: Results may share memory with an input although the schema does not say so.
+#: Ops with results that may share memory with an input, which the schema does not declare.
 UNDECLARED_ALIASES = frozenset(
     {
         "aten._unsafe_view.default",
@@ -63,8 +63,8 @@ DISJOINT = frozenset(
     }
 )
 
-#: Dtypes, shapes or strides of their results depend on the kind of the workers' device, so meta
-#: tensors can't tell.
+#: Ops with results of dtypes, shapes or strides that depend on the workers' device type, so meta
+#: tensors do not suffice.
 BY_DEVICE = frozenset(
     {
         "aten._batch_norm_with_update.default",
@@ -96,18 +96,18 @@ OPAQUE_RESULTS: dict[str, tuple[int, ...]] = {
     "aten._scaled_dot_product_fused_attention_overrideable.default": (4, 5, 6),
 }
 
-#: Their results' sizes depend on values only when an index is a mask.
+#: Ops with results of sizes that depend on values only if an index is a mask.
 MASKABLE = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
 
-#: A Python number in these shapes the result, so it is part of the program, not of its data.
+#: Ops in which a Python number shapes the result, so it is a constant of the graph, not data.
 SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 
 #: Arguments with a number that selects the computation (random or not, the kind of norm), so it is
 #: part of the program too.
 DECIDING_NUMBERS = frozenset({"dropout", "dropout_p", "ord"})
 
-#: Position of the argument of an op that is an index, a whole number that shapes no result. Such a
-#: number may be given when a plan runs (``record.positions``).
+#: Op -> position of the argument that is an index: an int that shapes no result. Such a number may
+#: be a run-time number (``record.positions``).
 POSITIONS = {
     "aten.narrow.default": 2,
     "aten.roll.default": 1,
@@ -120,7 +120,7 @@ POSITIONS = {
 #: Views that are refused, or have another meta, by the storage offset of their operand.
 BEGINNING_MATTERS = frozenset({"aten.view.dtype", "aten.view_as_complex.default"})
 
-#: Never draw, although torch tags them as random: they take no dropout, or its drawn mask.
+#: Ops that never draw, although torch tags them as random: without dropout, or with a drawn mask.
 NEVER_DRAW = frozenset(
     {
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
@@ -244,8 +244,8 @@ class OpFacts:
             i for i, a in enumerate(positional) if _is_written(a) or i in extra_writes
         )
         self.writes_named = tuple(a.name for a in arguments if a.kwarg_only and _is_written(a))
-        #: one letter a return: f(resh), w(ritten argument), v(iew); i(nt that the shapes tell),
-        #: p(ython value that they do not); l = list
+        #: one letter a return: f(resh), w(ritten argument), v(iew), i(nt that shapes determine),
+        #: p(ython value that values determine); l = list
         kinds = (_return_kind(r) for r in schema.returns)
         self.outputs = tuple("p" if self.foreign and kind == "i" else kind for kind in kinds)
         self.views = any("v" in kind for kind in self.outputs)

@@ -33,7 +33,7 @@ class ForeachForm(NamedTuple):
         single: the overload for one tensor.
         takes: for each positional argument of ``wide``: EACH, a list with one item a tensor, or
             ALL, the same for every tensor.
-        keyword: the keyword of ``single`` that takes the last positional argument of ``wide``.
+        keyword: the keyword of ``single`` for the last positional argument of ``wide``.
     """
 
     wide: str

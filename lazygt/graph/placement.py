@@ -146,8 +146,8 @@ class Unspecified:
         return "?"
 
 
-#: One rank holds values on the axis of pipeline stages alone, which no sharding rule sees.
-#: ``Unspecified`` stands in annotations alone.
+#: ``SingleRank`` occurs only on the axis of pipeline stages, which no sharding rule sees;
+#: ``Unspecified`` only in annotations.
 Placement = Replicate | Shard | StridedShard | Partial | SingleRank | Unspecified
 #: The placements that shard a dim.
 Cut = Shard | StridedShard
@@ -260,7 +260,7 @@ def _known(argument: Any) -> Placement:
     """Return lazygt's placement for torch's or lazygt's own; ValueError for anything else."""
     if isinstance(argument, Replicate | Shard | Partial):
         return argument
-    # A caller with one of torch's has loaded the module, which takes 0.3 s.
+    # A caller with a placement of torch's has loaded the module, which takes 0.3 s.
     dtensor = sys.modules.get("torch.distributed.tensor")
     if dtensor is not None and isinstance(argument, dtensor.Replicate):
         return Replicate()

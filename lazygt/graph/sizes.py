@@ -57,7 +57,7 @@ def sizes_in(node: Node) -> tuple[int, ...]:
         arguments = [arg for position, arg in enumerate(node.args) if position in positions]
         arguments += [arg for name, arg in node.kwargs if name in positions]
         numbers = tuple(dict.fromkeys(size for arg in arguments for size in _numbers(arg)))
-        object.__setattr__(node, "_sizes", numbers)  # asked again and again; it changes nothing
+        object.__setattr__(node, "_sizes", numbers)  # a cache, not part of the node's value
     return numbers
 
 
@@ -123,7 +123,7 @@ class SymbolicGraph:
             ValueError: they are not.
         """
         if self._numbers != set(range(self.count)):
-            raise ValueError("its sizes are not numbered from 0 without gaps")
+            raise ValueError("the symbols are not numbered from 0 without gaps")
 
 
 def check_sizes(symbolic: SymbolicGraph, sizes: Sizes) -> None:
@@ -133,9 +133,9 @@ def check_sizes(symbolic: SymbolicGraph, sizes: Sizes) -> None:
         ValueError: another number of sizes, or a size that needs no symbol.
     """
     if len(sizes) != symbolic.count:
-        raise ValueError(f"{symbolic.count} are wanted, and {len(sizes)} given")
+        raise ValueError(f"{symbolic.count} sizes are wanted, but {len(sizes)} were passed")
     if min(sizes, default=LEAST) < LEAST:
-        raise ValueError(f"what is less than {LEAST} has no symbol")
+        raise ValueError(f"a size of less than {LEAST} has no symbol")
 
 
 class _Rewriting:

@@ -124,7 +124,7 @@ class NativeTrace(Trace):
         self._step, self._serial = self.step, self.serial
         self._ids, params, sites, self.shown = self._native.end()
         self._native = None
-        # most often Python has taken nothing before
+        # in most traces Python has read nothing before
         self._params = [*self._params, *params] if self._params else params
         self._call_sites = [*self._call_sites, *sites] if self._call_sites else sites
 

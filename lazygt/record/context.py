@@ -67,5 +67,5 @@ def workers_device() -> str:
 
 
 def computes_values() -> bool:
-    """Return whether the open session computes values, so that one can be asked for."""
+    """Return whether the open session computes values, so that one can be fetched."""
     return bool(session_stack) and session_stack[-1].config.launcher != "dry"

@@ -61,7 +61,7 @@ from lazygt.record.trace import closed_error
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _libraries: list[torch.library.Library] = []
-#: torch keeps bare pointers to them, so they must not be collected
+#: Owned here, because torch has bare pointers to them.
 _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 
@@ -127,7 +127,7 @@ def _update_patches() -> None:
     """Apply the patches of torch that the open sessions need; undo all others."""
     defaulting = any(s.config.default_device for s in session_stack)
     on_cpus = any(s.device_type == "cpu" for s in session_stack)
-    with ExitStack() as stack:  # each is done, though another raises
+    with ExitStack() as stack:  # each callback runs, even if another raises
         stack.callback(_activate)
         stack.callback(accelerator.select, bool(session_stack))
         stack.callback(_IN_SESSIONS.apply if session_stack else _IN_SESSIONS.undo)

@@ -167,7 +167,7 @@ def _uploaded(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _new_tensor(*args: Any, **kwargs: Any) -> Any:
-    """Make a tensor: ``torch.Tensor.__new__``; torch.compile takes no narrower signature."""
+    """Create a tensor (``torch.Tensor.__new__``); torch.compile accepts no narrower signature."""
     tensor = _torch_new(*args, **kwargs)
     return _uploaded(tensor, args[1:], kwargs) if args[0] is torch.Tensor else tensor
 

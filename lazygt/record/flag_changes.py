@@ -100,7 +100,7 @@ IN_SESSIONS = (
     _patch(_C, "_set_default_tensor_type", _never),
     _patch(_C, "_set_deterministic_algorithms", _is_deterministic),
     _patch(_C, "_set_fp32_precision_setter", _has_precision),
-    # the modules of torch.backends have kept some setters of their own
+    # modules of torch.backends refer to some setters by names of their own
     _patch(ContextProp, "__set__", lambda prop, module, value: prop.getter() == value),
     *[_patch(owner, "set_num_threads", _has(torch.get_num_threads)) for owner in (torch, _C)],
     *[_patch(owner, "set_flush_denormal", _has(flushes_denormals)) for owner in (torch, _C)],

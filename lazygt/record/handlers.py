@@ -113,7 +113,7 @@ _UNSUPPORTED_PREFIXES = {
     "nested": (
         "aten._nested_tensor_from_tensor_list", "aten._nested_from_padded.",
         "aten._nested_tensor_from_mask.", "aten._nested_view_from_buffer",
-        # the recorder in C++ takes tensors of torch's own class, as the jagged ones are made of
+        # the C++ recorder accepts tensors of torch's own class, which jagged tensors consist of
         *(("aten._nested_view_from_jagged",) if NATIVE is None else ()),
     ),
     "sparse": ("aten._to_sparse", "aten.to_mkldnn."),
@@ -357,7 +357,7 @@ def _uploaded(
 
 
 def _histc(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Count integers as float64 on CPUs: torch's CPU kernel takes floats only."""
+    """Compute a histogram of integers as float64 on CPUs: torch's CPU kernel needs floats."""
     dtype = args[0].dtype
     if recorder.worker_device != "cpu" or dtype not in _INTEGER_DTYPES:
         return NotImplemented
@@ -406,7 +406,7 @@ def data_dependent(
     targets = list(written_tensors(f, args, kwargs))
     results = sum(kind[0] != "w" for kind in f.outputs)
     if (len(reply.returned), len(reply.written)) != (results, len(targets)):
-        raise ProtocolError(f"worker 0 told of other results than {f.name} has")
+        raise ProtocolError(f"worker 0 sent other results than {f.name} has")
     for target, (meta, remote) in zip(targets, reply.written, strict=True):
         if meta.shape != tuple(target.shape):
             resize(target, meta)

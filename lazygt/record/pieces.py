@@ -19,7 +19,7 @@ from lazygt.record.tensor import is_lazy, meta_of, rebind, storage_of, view_of, 
 from lazygt.record.trace import Trace, TraceOwner
 
 aten = torch.ops.aten
-#: Limit of whole numbers that are exact in any dtype in which torch counts an ``arange``.
+#: Limit of the integers that are exact in any dtype in which torch computes an ``arange``.
 _EXACT = 1 << 31
 
 
@@ -182,7 +182,7 @@ def fix_position(recorder: PieceRecorder, t: Any) -> Any:
     view = view_of(t) if is_lazy(t) else None
     if view is None:
         return t
-    recorder.trace.index_of(t)  # takes the view again, perhaps at a position that is a number now
+    recorder.trace.index_of(t)  # replays the view, perhaps with a run-time position
     if not view.numbers:
         return t
     view_args = (_full_storage(t), tuple(t.shape), t.stride(), t.storage_offset())

@@ -355,7 +355,7 @@ class Recorder:
             storage = storage_of(t)
             self.trace.check(storage)
             if view_of(t) is not None:
-                # the view's own elements travel, not the whole storage
+                # only the view's elements are sent, not the full storage
                 storage = storage_of(torch.ops.aten.clone.default(t))
             elif storage.host is not None:
                 return storage.host.clone()

@@ -23,7 +23,7 @@ from lazygt.record.context import session_stack, workers_device
 from lazygt.record.patches import Patch, Patches
 from lazygt.record.tensor import NATIVE, LazyTensor, is_lazy
 
-#: Parts of torch that compile on their own account, to trace given functions.
+#: Modules of torch that call torch.compile themselves, to trace functions.
 _TRACING = ("torch._higher_order_ops", "torch.nn.attention.flex_attention")
 _NO_CODE = "no compiler of torch's has code for this device"
 _warned = False

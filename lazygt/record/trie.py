@@ -85,7 +85,7 @@ class TrieNode:
         if node is not None:
             self.ops += 1
             self.values += len(node.fresh) + len(node.written)
-            # a write through a view takes numbers that the view has taken
+            # a write through a view uses run-time numbers of the view
             used = params_in((node.args, node.kwargs))
             self.params = max([self.params, *[number + 1 for number in used]])
             single = facts is not None and facts.outputs == ("f",)

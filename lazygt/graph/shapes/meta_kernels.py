@@ -60,8 +60,8 @@ def _row_major(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Stri
 def _iterated(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
     """Return the strides that TensorIterator gives a result of up to three operands.
 
-    A lone operand goes with a number. torch makes it a CPU tensor, which a meta kernel leaves out,
-    and so keeps strides of dims of one element that TensorIterator does not.
+    A lone operand is combined with a number. torch makes the number a CPU tensor, which a meta
+    kernel ignores, and so preserves strides of dims of one element, unlike TensorIterator.
     """
     if len(operands) < 3:
         other = operands[-1] if len(operands) > 1 else torch.empty((), device="meta")

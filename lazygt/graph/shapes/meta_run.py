@@ -179,8 +179,8 @@ def _with_strides(meta: TensorMeta | None, of: Results | None) -> TensorMeta | N
 def _by_device(f: OpFacts, metas: Mapping[int, TensorMeta], device_type: str) -> bool:
     """Return whether the results depend on the kind of device.
 
-    Norms are told apart on CPUs only. On fake tensors of a GPU their decompositions would write
-    in place, which torch refuses where it was built without CUDA.
+    Norms count as device-dependent on CPUs only. On fake tensors of a GPU their decompositions
+    would write in place, which torch refuses where it was built without CUDA.
     """
     if f.name in _CONVOLUTIONS:
         return device_type == "cpu" and not all(meta.plain for meta in metas.values())

@@ -61,7 +61,7 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     plain = PlainFunction(fn, pytree.tree_unflatten(arguments, spec))
     is_tensor = [
         type(x) is Operand for x in arguments
-    ]  # None may stand where a tensor stood before
+    ]  # None may be at the position of a tensor in another call
     structure_key = sys.intern(f"{spec} {is_tensor}")
     identity = (fn, structure_key, *(None if type(x) is Operand else x for x in arguments))
     call = _Call(session_recorder, plain, identity)
@@ -203,7 +203,7 @@ class _Results:
         """Return the function's results as fake tensors."""
         structure = self.structure(tuple(map(TensorMeta.of, operands)))
         if tell or structure is None:
-            raise NotImplementedError(f"only values can tell what {self.plain.name} returns")
+            raise NotImplementedError(f"the results of {self.plain.name} depend on values")
         return [x.empty(self.device) for x in structure.leaves if isinstance(x, TensorMeta)]
 
 

@@ -246,7 +246,7 @@ def _collect(value: Any, objects: list[Any], visited: set[int]) -> None:
     """Append the objects that a value refers to, depth first; raise ``_Mutable`` if one is."""
     cls = type(value)
     if cls not in (FunctionType, tuple) or id(value) in visited:
-        objects.append(value)  # of a function its parts say more than its identity
+        objects.append(value)  # a function is compared by its parts, not by identity
     if cls in _ATOMS or id(value) in visited:
         return
     visited.add(id(value))

@@ -29,7 +29,7 @@ from lazygt.record.tensor import NATIVE
 #: Dispatch keys of kernels that compute on any device.
 ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional",
               "CompositeImplicitAutograd")  # fmt: skip
-#: Those of them that torch takes before a backend's fallback.
+#: Those of them with precedence over a backend's fallback.
 _BEFORE_FALLBACK = ANY_DEVICE[:2]
 #: Namespaces of ops that every process has.
 _TORCHS_OWN = ("aten", "prim", "prims")
@@ -88,7 +88,7 @@ def count() -> int:
 
 
 def note_defined() -> None:
-    """Note the ops defined before lazygt's import; torch does not tell their modules."""
+    """Note the ops defined before lazygt's import, of modules that torch does not know."""
     for qualname in torch.library._defs:
         _noted[qualname] = Noted(times=1)
     if NATIVE is not None:
@@ -245,7 +245,7 @@ def _plain(kernel: Any) -> Any:
 
 
 def _registered_by(qualname: str) -> list[str]:
-    """Return modules that registered an op before lazygt's import, as far as torch tells."""
+    """Return modules that registered an op before lazygt's import, from torch's debug dump."""
     files = _REGISTERED_AT.findall(torch._C._dispatch_dump(qualname))
     user_files = {file for file in files if not file.startswith(_TORCH)}
     fake_kernel = fake_kernels.find(qualname).fake_impl.kernel

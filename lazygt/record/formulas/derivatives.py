@@ -198,8 +198,8 @@ def _product_gradient(
 ) -> torch.Tensor:
     """Return the gradient of a product: result / x, or leave-one-out products if x has zeros."""
     zeros = x == 0
-    # the divisor is x itself unless the other formula is taken; its second gradient must not
-    # meet a division by zero
+    # zeros are replaced in the divisor: the second gradient must not divide by zero, even where
+    # the other formula gives the result
     quotient = grad * (result / torch.where(zeros, 1, x)).conj()
     if x.numel() == 0:
         return quotient
