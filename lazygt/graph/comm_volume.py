@@ -49,7 +49,7 @@ _AXES = {
 _BY_AXIS = {axis: kind for kind, axes in _AXES.items() for axis in axes.split()}
 _GATHER, _SCATTER, _REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 _EXCHANGE, _SEND = "all_to_all", "send_recv"
-#: Ways to attend to keys that other ranks have.
+#: Algorithms of attention over keys on several ranks.
 RING, ULYSSES = "ring", "ulysses"
 
 

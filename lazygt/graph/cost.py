@@ -60,7 +60,7 @@ _MEMORY = _COPIES | _GATHERS | _LIKE_FACTORIES | _UNTOUCHED
 _REDUCTIONS = _names("""all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod
     cumsum histc kthvalue linalg__powsum logsumexp max mean median min nansum prod std std_mean sum
     trace var var_mean""")
-#: Pointwise although torch does not tag them so.
+#: Pointwise ops without torch's tag.
 _POINTWISE = _names("""complex dropout hardswish polar native_dropout _fused_adagrad _fused_adam
     _fused_adamw _fused_sgd""")
 #: Substrings of op names that determine the family.

@@ -18,7 +18,7 @@ Flags = tuple[tuple[str, Any], ...]
 
 #: The number of threads that kernels use, where the program has set it.
 THREADS = "num_threads"
-#: Flags that no compiled code depends on: they are heeded when it runs.
+#: Flags that compiled code does not depend on: kernels read them when they run.
 _AT_RUN_TIME = frozenset({THREADS, "flush_denormal"})
 _MOST_THREADS = 1024
 #: torch's threads as the process has begun.
@@ -123,9 +123,9 @@ def _default_dtype() -> Flag:
     )
 
 
-#: Set in any case, and first: they set precisions of backends, too, and torch compares them.
+#: Always set, and first: these flags also set backends' precisions, which torch then compares.
 _LEGACY = frozenset({"float32_matmul_precision", "cudnn.allow_tf32"})
-#: In the order in which they are set.
+#: Flag name -> flag, in the order in which flags are set.
 TABLE: Mapping[str, Flag] = {
     "deterministic_algorithms": _deterministic(),
     "fill_uninitialized_memory": _switch(True, "deterministic_fill_uninitialized_memory"),

@@ -53,9 +53,9 @@ NORMALIZATIONS = frozenset(
         "aten.native_batch_norm_backward.default",
     }
 )
-#: Pointwise although torch does not tag them so.
+#: Pointwise ops without torch's tag.
 _COPIES = frozenset({"aten.copy_.default", "aten._to_copy.default"})
-#: Pointwise by tag, but more than arithmetic: they choose layouts, or make memory.
+#: Ops with torch's pointwise tag that do more than arithmetic: they choose layouts or allocate.
 _NOT_ARITHMETIC = frozenset({"clone", "fill", "zeros_like", "ones_like", "full_like"})
 _DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64,
                      torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
@@ -131,7 +131,7 @@ def is_pointwise(op: str) -> bool:
 def _has_ordinary_tensors(node: Node, metas: Metas) -> bool:
     """Return whether all tensors have elements, an ordinary dtype and no lazy bits."""
     results = node.results
-    if node.op in NORMALIZATIONS:  # gradients that were not asked for, statistics that were given
+    if node.op in NORMALIZATIONS:  # absent gradients, and empty statistics
         results = tuple(meta for meta in results if meta is not None and 0 not in meta.shape)
     tensors = [metas[value] for value in node.refs()] + list(results)
     return bool(tensors) and all(

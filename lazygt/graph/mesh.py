@@ -22,7 +22,7 @@ from lazygt.config import mesh_axes
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.placement import Placement, Replicate, Shard, SingleRank, shard_bounds
 
-#: Placement of a value on a mesh: one an axis, in its order.
+#: Placements of a value on a mesh: one for each axis, in the mesh's order.
 Placements = tuple[Placement, ...]
 
 

@@ -54,7 +54,7 @@ UNDECLARED_ALIASES = frozenset(
     }
 )
 
-#: Of those, the ones with results that never overlap each other.
+#: Ops of UNDECLARED_ALIASES with results that never overlap each other.
 DISJOINT = frozenset(
     {
         "aten.unsafe_split.Tensor",

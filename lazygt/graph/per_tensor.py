@@ -54,7 +54,7 @@ class ForeachForm(NamedTuple):
         self, args: tuple[Arg, ...], which: int
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
         """Return the (args, kwargs) of ``single`` for tensor ``which``, from those of ``wide``."""
-        # the last one may be left out: it has a default
+        # the last argument may be absent: it has a default
         arguments = tuple(
             arg[which] if kind is EACH else arg for kind, arg in zip(self.takes, args, strict=False)
         )

@@ -70,7 +70,7 @@ _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *multip
                   *derivatives.PATCHES, *autocast.PATCHES, *registry.PATCHES,
                   *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
 _IN_SESSIONS = Patches(*swap.IN_SESSIONS, *other_devices.IN_SESSIONS, *flag_changes.IN_SESSIONS)
-#: Lock of the stack of sessions, and of the patches that follow from it.
+#: Lock of the stack of sessions, and of the patches that depend on the stack.
 _patch_lock = threading.RLock()
 
 
@@ -254,7 +254,7 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
 class DeviceModule(ModuleType):
     """``torch.lazygt``: the device module that torch expects of a backend."""
 
-    #: torch.utils.checkpoint asks for it before it keeps the generator's state
+    #: read by torch.utils.checkpoint before it saves the generator's state
     _initialized = True
 
     def is_initialized(self) -> bool:
@@ -397,7 +397,7 @@ def register() -> None:
                 "NestedTensorPrivateUse1"):  # fmt: skip
         any_namespace.fallback(_refuse_layout, key)
     sparse = torch.ops.aten._sparse_compressed_tensor_unsafe.default
-    # torch would decompose it, and make a sparse tensor of lazy parts
+    # torch would decompose the op into a sparse tensor of lazy indices and values
     aten.impl(sparse, functools.partial(_refuse_layout, sparse), "SparseCsrPrivateUse1")
     autocast.fall_through(any_namespace)
     _libraries.extend((any_namespace, aten))

@@ -91,7 +91,7 @@ def _patch_imported(standins: dict[int, Any]) -> None:
         for module_name, module in loaded.items()
         if module_name.partition(".")[0] not in _SKIPPED and isinstance(module, ModuleType)
     ]
-    # a module that has neither torch nor one of them has no table of them
+    # only modules that refer to torch or to a factory can have a table of factories
     functions = [original for _, _, original, _ in _replaced]
     for names in _dict_search()(modules, [torch, *functions]):
         tables = [value for value in names.values() if type(value) is dict]
@@ -201,7 +201,7 @@ def _tensor_types() -> dict[str, Any]:
     standins = {}
     for name in _TYPES:
         torch_type = getattr(torch, f"{name}Tensor")
-        # Tensor.type() reads the name of a type, and wants to find the module in it
+        # Tensor.type() parses the type's name, which must contain the module
         standins[f"{name}Tensor"] = _Typed(
             f"torch.{name}Tensor", (), {"torch_type": torch_type, "dtype": torch_type.dtype}
         )
@@ -232,10 +232,10 @@ def _note_device(device: Any) -> None:
 
 def _is_device_unspecified(kwargs: dict[str, Any]) -> bool:
     """Return whether a factory's call leaves the device open, so that the session's applies."""
-    if not session_stack:  # a module that was imported in a session keeps its stand-ins
+    if not session_stack:  # a module imported in a session still refers to the stand-ins
         return False
     lock: Any = session_stack[-1].recorder.lock
-    if lock._is_owned():  # lazygt itself, or torch working for it
+    if lock._is_owned():  # the caller is lazygt, not the user
         return False
     if torch._C._len_torch_function_stack() and _inner_device_context():
         return False

@@ -20,10 +20,10 @@ from lazygt.record import rng
 from lazygt.record.recorder import recorder_of
 from lazygt.record.tensor import is_lazy
 
-#: Modules of torch that read the state in order to set it again: they get a lazy one.
+#: Modules of torch that read the state only to restore it later: they get a lazy state.
 _RESTORING = frozenset({"torch.random", "torch.utils.checkpoint"})
 
-#: Ops that draw, and take no generator.
+#: Ops that draw without a generator argument.
 _WITHOUT_ARGUMENT = ("aten::native_dropout",)
 
 _wrapped: list[torch.library.Library] = []

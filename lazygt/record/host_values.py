@@ -31,7 +31,7 @@ from lazygt.record.tensor import (
 if TYPE_CHECKING:
     from lazygt.runtime.values import RemoteValue
 
-#: Ops that take CPU index tensors on any device.
+#: Ops that accept CPU index tensors on any device.
 _CPU_INDICES = frozenset(
     {
         "aten.index.Tensor",

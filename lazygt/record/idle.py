@@ -17,8 +17,8 @@ import torch
 from lazygt.errors import IdleWarning
 from lazygt.graph.source import expand, user_call_site
 
-#: Number of steps on the CPU that are taken for a comparison, or for a small side job; after as
-#: many on the workers, one after the other, the watch ends.
+#: Number of consecutive optimizer steps on the CPU that cause a warning: fewer may be a comparison
+#: or a side job. After as many on the workers the monitor ends.
 _MOST_STEPS = 3
 _autograd: Any = torch.autograd
 

@@ -21,7 +21,7 @@ from lazygt.graph.source import with_line
 from lazygt.record.trie import TraceTrie, TrieNode
 
 _LIMIT = 50_000
-#: (op, its positional and keyword arguments, the metas and numbers that they name).
+#: (op, args, kwargs, metas of the Refs, values of the Params).
 _Call = tuple[
     OpFacts, tuple[Arg, ...], tuple[tuple[str, Arg], ...], dict[int, TensorMeta], list[Any]
 ]
@@ -181,7 +181,7 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
 # layout. The worker reports the strides, the client infers those from then on, and removes the
 # steps that were recorded with others: they are recorded again, as on the workers' own device.
 
-#: (node of a plan's steps, result, strides that its kernel gave it).
+#: (node of a plan's steps, result, strides of its kernel).
 Relaid = tuple[int, int, tuple[int, ...]]
 
 

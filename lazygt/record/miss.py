@@ -18,7 +18,7 @@ from lazygt.record.tensor import graph_meta, is_lazy
 from lazygt.record.trace import Trace, written_tensors
 from lazygt.record.trie import TrieNode
 
-#: Types of Python numbers that a plan gets when it runs.
+#: Types of Python numbers that become run-time numbers of a plan.
 NUMBERS = frozenset({int, float, bool, complex})
 
 
@@ -56,9 +56,7 @@ def on_miss(
     step.forward = _link_backward(trace.forward_ops, step.ops - 1)
     step.backward = torch._C._current_autograd_node() is not None
     trace.repeat.follow(step, counterpart)
-    if (
-        step.backward and trace.repeat.counterpart is not None
-    ):  # its forward op need not have been a miss
+    if step.backward and trace.repeat.counterpart is not None:  # the forward op may be a hit
         step.forward = trace.repeat.counterpart.forward
     trace.trie.add(step, trace.bytes_alive)
     prefetch_steps(trace)

@@ -40,7 +40,7 @@ from lazygt.record.tensor import DEVICE_0, LazyTensor, is_lazy
 _iterator: Any = dataloader._MultiProcessingDataLoaderIter
 _original_init: Any = _iterator.__init__
 _process_data: Any = _iterator._process_data
-#: Number of objects searched for lazy tensors; a dataset holds them near its top.
+#: Maximum number of objects searched for lazy tensors; a dataset has them near its root.
 _MOST_OBJECTS = 100_000
 _LEAF_TYPES = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
 
@@ -116,9 +116,7 @@ def _reduce(t: torch.Tensor) -> Any:
     warn_if_has_hooks(t)
     copy = saved_form(t)
     starting_process = get_spawning_popen()
-    if (
-        starting_process is not None
-    ):  # it hands on descriptors of the memory when it has pickled all
+    if starting_process is not None:  # the memory's descriptors are sent after all pickling
         _sent_copies.setdefault(starting_process, []).append(copy)
     return reduce_tensor(copy)
 
@@ -146,7 +144,7 @@ def _sendable(queue: Any, item: Any) -> Any:
     except Exception:
         base: Any = queues.Queue
         if type(queue)._on_queue_feeder_error is not base._on_queue_feeder_error:
-            return item  # the queue tells the waiting thread, as that of concurrent.futures does
+            return item  # the queue reports errors, as that of concurrent.futures does
         raise
 
 

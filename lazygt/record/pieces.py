@@ -51,9 +51,7 @@ def arange(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> An
     call = (func, length, step, *options.items())
     if not length or not position_varies(recorder.trace, call, (start,)):
         return NotImplemented
-    with _counted_as(
-        recorder.trace, 1 if out is None else 2
-    ):  # of an empty tensor that it is to fill
+    with _counted_as(recorder.trace, 1 if out is None else 2):  # ``out`` is one op more
         first = recorder.record_plain(aten.arange.start_step, (0, length * step, step), options)
         result = recorder.record(aten.add.Tensor, (first, start), None)
     if out is None:

@@ -56,7 +56,7 @@ class Recorder:
 
     #: the session that submits the traces; it sets this attribute itself
     sink: TraceSink
-    #: its counterpart in C++, where that records
+    #: the recorder in C++, if the extension records
     native: Any = None
 
     def __init__(
@@ -73,13 +73,13 @@ class Recorder:
         #: torch's flags under which the trace is recorded
         self.flags: Flags = ()
         self._heeds_threads = heeds_threads
-        #: inference under each of the flags that were met
+        #: flags -> inference under them
         self._inferences: dict[Flags, Inference] = {(): Inference(worker_device)}
         self.lock = self._make_lock()
         self.generator = self._make_generator(worker_device)
         self.closed = self.has_numbers = False
         self.trace = self._make_trace()
-        #: callback for storages that got another value by no op of a trace
+        #: callback for storages whose value an upload replaced
         self.on_overwritten: Callable[[Storage, Held], None] | None = None
         #: ops of the traces before this one
         self.shipped_ops = 0
@@ -130,7 +130,7 @@ class Recorder:
                 self.trace.settle()
                 raise
         except BaseException:
-            self.trace.settle()  # again: Ctrl-C may have ended that
+            self.trace.settle()  # again: Ctrl-C may have interrupted the first call
             raise
 
     def record_plain(

@@ -19,8 +19,8 @@ from lazygt.graph.ops import OpFacts
 from lazygt.record.tensor import graph_meta, is_lazy
 from lazygt.record.trie import TraceTrie, TrieNode
 
-#: Numbers of the newest and the oldest steps below one that are searched for a step that differs in
-#: its ints alone.
+#: Numbers of the newest and the oldest children of a step that are searched for a counterpart: a
+#: step that differs only in ints.
 _NEWEST, _OLDEST = 4, 2
 #: Number of steps added ahead at first: twice as many whenever all were reached, and far less when
 #: they were not.

@@ -30,7 +30,7 @@ SEEDS = frozenset({_SEED, _SET})
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-#: The generator of the session with the stream's state on its CPU workers; none: the client has it.
+#: The generator of the session whose CPU workers have the state; empty: the client has it.
 _owners: list[SessionGenerator] = []
 
 
@@ -55,7 +55,7 @@ class SessionGenerator:
         self._owner = owner
         self._on_cpu = device_type == "cpu"
         self.holds = False
-        #: the state that the workers were handed last
+        #: the state that was sent to the workers last
         self._sent_state: torch.Tensor | None = None
 
     def before_draw(self, args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:

@@ -154,9 +154,9 @@ class TraceTrie:
         self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
         self.steps = 0
         self.places = Places()
-        #: steps that were added ahead, each below the one before; not reached yet
+        #: prefetched steps, each below the previous one; not reached yet
         self._ahead: list[TrieNode] = []
-        #: steps to forget when the trace that is recorded now has its plan
+        #: steps to remove when the current trace has its plan
         self.superseded: list[TrieNode] = []
         self._max_steps = max_steps
         #: a plan's id -> its step and its outputs

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-#: The device by the name it has before device.py renames it.
+#: Device 0, by the backend's name from before device.py renames it.
 DEVICE_0 = torch.device("privateuseone", 0)
-#: Beyond the addresses of an x86 or ARM processor, so that a read there fails at once.
+#: First address: beyond those of an x86 or ARM processor, so that a read there fails at once.
 _FIRST = 1 << 60
 #: Alignment of addresses, as of CUDA's allocator.
 _ALIGNMENT = 512

@@ -84,7 +84,7 @@ def _sample(meta: TensorMeta) -> torch.Tensor:
 
 Named = tuple[tuple[str, Arg], ...]
 
-#: Op -> rule for the tensors it returns anew.
+#: Op -> rule for its new tensors.
 RULES = VIEWS | TENSORS | LAYERS
 #: Op -> rule for its first argument, which it writes and returns.
 WRITING_RULES = WRITING
@@ -184,8 +184,8 @@ def _one_result(f: OpFacts) -> bool:
     return plain and (f.outputs, f.writes) in ((("f",), ()), (("w",), (0,)))
 
 
-#: Pointwise ops that torch's own loop over elements computes: where all operands have one shape
-#: and lie row by row, but perhaps for the strides of dims of one element, so does the result.
+#: Pointwise ops computed by TensorIterator: if all operands have one shape and are row-major, apart
+#: from the strides of dims of one element, the result is row-major.
 _ITERATED = frozenset(
     f"aten.{name}.Tensor"
     for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")

@@ -86,8 +86,7 @@ def run_on_metas(
         tensors.append(meta.empty(device))
         return tensors[-1]
 
-    # a foreign op is not to be run on made-up values in place of the fake kernel that it lacks,
-    # and no op on a GPU
+    # fallback kernels run on zeros: never for a custom op without a fake kernel, never on a GPU
     fallback = not f.foreign and device_type == "cpu"
     mode = fake_tensors(fallback) if by_device else nullcontext()
     with undispatched(), torch.no_grad(), nondeterministic(), mode:
@@ -95,7 +94,7 @@ def run_on_metas(
         try:
             returned = META_KERNELS.get(f.name, f.func)(*meta_args, **meta_kwargs)
         except NotImplementedError:
-            # a foreign op that has no fake kernel is not one of those that resize their outputs
+            # a custom op without a fake kernel does not resize its written arguments
             only_writes = f.foreign and all(kind[0] == "w" for kind in f.outputs)
             if f.outputs and not only_writes:
                 return None

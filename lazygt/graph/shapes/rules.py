@@ -126,7 +126,7 @@ def _clone(source: TensorMeta, *, memory_format: torch.memory_format | None = No
 def _cat(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
     first = tensors[0]
     at = position(dim, len(first.shape))
-    # a row-major one among them decides, and of other ranks than 4 and 5 there is no other result
+    # one row-major tensor makes the result row-major; so do numbers of dims other than 4 and 5
     decided = len(first.shape) not in (4, 5) or any(map(is_contiguous, tensors))
     if at is None or not decided or any(t.dtype != first.dtype for t in tensors):
         return None
@@ -297,7 +297,7 @@ def _infer_size(shape: Shape, numel: int) -> Shape | None:
 
 def _expand(source: TensorMeta, shape: Shape, *, implicit: bool = False) -> Metas | None:
     new = len(shape) - len(source.shape)
-    # a dimension of one in front has strides of its own kind
+    # torch computes strides of new leading dims of size 1 in another way
     if new < 0 or any(size < 2 for size in shape[:new]):
         return None
     pairs = zip(shape[new:], source.shape, source.stride, strict=True)

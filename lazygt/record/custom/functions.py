@@ -59,9 +59,7 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     count = iter(range(len(tensors)))
     arguments = [Operand(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves]
     plain = PlainFunction(fn, pytree.tree_unflatten(arguments, spec))
-    is_tensor = [
-        type(x) is Operand for x in arguments
-    ]  # None may be at the position of a tensor in another call
+    is_tensor = [type(x) is Operand for x in arguments]  # distinguishes tensors from None
     structure_key = sys.intern(f"{spec} {is_tensor}")
     identity = (fn, structure_key, *(None if type(x) is Operand else x for x in arguments))
     call = _Call(session_recorder, plain, identity)

@@ -37,7 +37,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 #: Names in a library that is linked with torch's.
 _LINKED = (b"libc10", b"libtorch")
 _REGISTERED_AT = re.compile(r"registered at (.+?):\d+")
-#: module -> its spec when it was first asked about, and True if workers can import it
+#: module -> its spec at the first query, and True if workers can import it
 _modules: dict[str, tuple[Any, bool]] = {}
 
 
@@ -337,7 +337,7 @@ def _is_found(name: str, module: ModuleType) -> bool:
         return False
     parent_module = sys.modules.get(parent)
     path = getattr(parent_module, "__path__", None)
-    for finder in sys.meta_path:  # not importlib.util.find_spec: that asks the module itself
+    for finder in sys.meta_path:  # importlib.util.find_spec would return the module's own spec
         spec = finder.find_spec(name, path, None)
         if spec is not None:
             return spec.origin == getattr(module.__spec__, "origin", None)

@@ -17,7 +17,7 @@ from lazygt.record.patches import Patch
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-#: Function that calls an overload with the arguments that autocast gives it.
+#: Function that calls an overload with arguments cast by autocast.
 Policy = Callable[[torch._ops.OpOverload, Args, Kwargs], Any]
 
 _KEY: Any = torch._C.DispatchKey

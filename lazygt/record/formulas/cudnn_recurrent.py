@@ -27,7 +27,7 @@ RELU, TANH, LSTM, GRU = range(4)
 State = tuple[torch.Tensor, ...]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16)
-#: Least version of cuDNN, and compute capability, for which torch takes it for bfloat16.
+#: Minimum cuDNN version, and compute capability, for bfloat16 layers in torch.
 _BFLOAT16 = 91300
 _AMPERE = (8, 0)
 

@@ -18,8 +18,8 @@ from lazygt.record.formulas.attention_kernel import attention
 
 aten: Any = torch.ops.aten
 
-#: Composite ops that have a kernel on CPUs: decomposed, they round differently. torch decomposes
-#: them for a device without a kernel of its own.
+#: Composite ops with a kernel on CPUs, recorded as one op: their decompositions, which torch uses
+#: for a device without a kernel, round differently.
 KERNELS_OF_THEIR_OWN = ("silu_backward", "mish_backward", "native_channel_shuffle")
 #: Composite ops that have a kernel on GPUs only.
 KERNELS_ON_GPUS = ("_fused_rms_norm",)

@@ -20,7 +20,7 @@ from lazygt.record.formulas.cudnn_recurrent import GRU, LSTM, RELU, TANH, dense_
 aten: Any = torch.ops.aten
 #: State of a layer: one tensor, or two for an LSTM.
 State = tuple[torch.Tensor, ...]
-#: Function of a step's gates, the state before, and the weights besides those of the input.
+#: Function from a step's gates, the previous state, and the weights besides the input's to a state.
 Cell = Callable[[torch.Tensor, State, list[Any]], State]
 #: The same for a state of one tensor: of gates, state, and weights and bias of the state.
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
