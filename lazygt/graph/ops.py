@@ -340,6 +340,7 @@ def overload(name: str) -> Any:
 
 @cache
 def _torchs(name: str) -> Overload:
+    """Return torch's own overload ``namespace.op.overload``; KeyError if there is none."""
     parts = name.split(".")
     if len(parts) != 3 or not all(part.isidentifier() for part in parts):
         raise KeyError(name)

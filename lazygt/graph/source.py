@@ -71,6 +71,7 @@ def with_line(text: str) -> str:
 @lru_cache(maxsize=16384)
 def _line(code: CodeType, name: str, lasti: int) -> str:
     # the name is part of the key: code objects of two files may compare equal
+    """Return ``file:line`` of an instruction, from the code object's line table."""
     line = code.co_firstlineno
     for start, stop, number in code.co_lines():
         if start <= lasti < stop and number is not None:

@@ -195,6 +195,7 @@ class _Reader:
         return self._literal(token)
 
     def _list(self) -> tuple[Any, ...]:
+        """Parse a list up to its closing bracket."""
         items: list[Any] = []
         while not self.peek("]"):
             items.append(self.value())
@@ -204,6 +205,7 @@ class _Reader:
         return tuple(items)
 
     def _literal(self, token: str) -> Any:
+        """Parse a Python literal."""
         try:
             return ast.literal_eval(token)
         except (ValueError, SyntaxError) as error:

@@ -93,6 +93,7 @@ def _deferring(hook: Callable[..., Any], fallback: Callable[[], Any]) -> Callabl
 
     @functools.wraps(hook, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the hook, or return ``fallback()`` after an error in the pass."""
         active = session_stack[-1].recorder if session_stack else None
         if active is None or _autograd_node() is None:
             return hook(*args, **kwargs)

@@ -292,6 +292,7 @@ class NativeRecorder(Recorder):
     trace: NativeTrace
 
     def _make_lock(self) -> Any:
+        """Create the C++ recorder; return its lock."""
         self.native = NATIVE.Recorder(self)
         self._anchor: TracePoint | None = None
         return self.native.lock

@@ -40,6 +40,7 @@ def draw_in_client(
     ] = {}  # id of a twin -> (twin, lazy tensor)
 
     def to_host(a: Any) -> Any:
+        """Return a CPU tensor for a lazy argument: its values, or uninitialised."""
         if isinstance(a, torch.Generator):
             return host_generator(a)
         if not is_lazy(a):
@@ -52,6 +53,7 @@ def draw_in_client(
         return host_tensor
 
     def to_user(result: Any) -> Any:
+        """Return the user's tensor for a CPU result."""
         if id(result) in host_results:
             return host_results[id(result)][1]
         return to_lazy(recorder, result) if isinstance(result, torch.Tensor) else result

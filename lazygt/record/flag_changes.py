@@ -46,6 +46,7 @@ def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Call
 
     @functools.wraps(setter)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        """Ship the sessions' ops if the flag changes, set the flag, and update the sessions."""
         sessions = tuple(session_stack)
         try:
             if not _is_certainly_unchanged(unchanged, args, kwargs):

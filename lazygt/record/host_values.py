@@ -119,6 +119,7 @@ def compute(
     handles: dict[int, LazyTensor] = {}
 
     def to_host(a: Any) -> Any:
+        """Return an argument with the client's numbers; raise ``_NotHost`` for other tensors."""
         if is_lazy(a):
             host = storage_of(a).host
             if host is None or view_of(a) is not None:
@@ -137,6 +138,7 @@ def compute(
     result = func(*host_args, **host_kwargs)
 
     def to_user(r: Any) -> Any:
+        """Return a result with handles; a result that is an operand keeps its handle."""
         if isinstance(r, torch.Tensor):
             return handles.get(id(r)) if id(r) in handles else host_tensor(owner, r)
         return [to_user(item) for item in r] if isinstance(r, (list, tuple)) else r

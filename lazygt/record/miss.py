@@ -137,6 +137,7 @@ def _node(
     params = itertools.count(trace.step.params)
 
     def to_arg(a: Any, hoist: int) -> Arg:
+        """Return a node's argument: a Ref, a Param, DEVICE, a tuple or the constant."""
         if isinstance(a, torch.Tensor):
             if is_lazy(a):
                 index, meta = trace.index_of(a), graph_meta(a)

@@ -100,14 +100,17 @@ def _index(f: OpFacts, key: Key, sizes: tuple[int, ...], tensors: int) -> Moved 
 
 
 def _select(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    """Hoist the index of ``select``."""
     return _index(f, key, source.shape, 1)
 
 
 def _select_scatter(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    """Hoist the index of ``select_scatter``."""
     return _index(f, key, source.shape, 2)
 
 
 def _select_backward(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    """Hoist the index of ``select``'s backward."""
     return _index(f, key, key[2], 1)
 
 
@@ -124,6 +127,7 @@ def _slice(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
 
 
 def _narrow(f: OpFacts, key: Key, source: TensorMeta) -> Moved:
+    """Hoist the start of a ``narrow``."""
     return Moved(f, (*key[:3], int, *key[4:]), (key[3],))
 
 

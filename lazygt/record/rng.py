@@ -41,6 +41,7 @@ def is_state(meta: TensorMeta | None) -> bool:
 
 @cache
 def _state_shape() -> tuple[int, ...]:
+    """Return the shape of a CPU generator's state."""
     return tuple(torch.Generator().get_state().shape)
 
 

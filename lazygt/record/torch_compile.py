@@ -64,7 +64,7 @@ class _WhenLoaded(MetaPathFinder):
 
 
 def _eval_frame_patches(eval_frame: Any) -> Patches:
-    """Return the patches that make dynamo's callbacks inactive inside sessions."""
+    """Return the patches of dynamo's frame evaluation: eager mode inside sessions."""
     callback_from_stance = eval_frame._callback_from_stance
 
     def callback(compiler: Any) -> Any:

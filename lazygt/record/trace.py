@@ -486,6 +486,7 @@ def closed_error() -> NoSession:
 
 
 def _other_session() -> NoSession:
+    """Return the error for a tensor of another open session."""
     return NoSession(
         "this lazygt tensor belongs to another session than the one that is open; move it with "
         ".cpu() there and .to('lazygt') here"

@@ -108,6 +108,7 @@ def _like(
     memory_format: torch.memory_format | None = None,
     **where: Any,
 ) -> Metas | None:
+    """Shape rule of ``empty_like`` and its variants, for row-major results."""
     if memory_format is torch.contiguous_format or (
         memory_format in (None, torch.preserve_format) and is_contiguous(source)
     ):
@@ -116,14 +117,17 @@ def _like(
 
 
 def _full_like(source: TensorMeta, value: Any, **kwargs: Any) -> Metas | None:
+    """Shape rule of ``full_like``."""
     return _like(source, **kwargs)
 
 
 def _clone(source: TensorMeta, *, memory_format: torch.memory_format | None = None) -> Metas | None:
+    """Shape rule of ``clone``."""
     return _like(source, memory_format=memory_format)
 
 
 def _cat(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
+    """Shape rule of ``cat`` for tensors of one dtype and number of dims."""
     first = tensors[0]
     at = position(dim, len(first.shape))
     # one row-major tensor makes the result row-major; so do numbers of dims other than 4 and 5
@@ -140,6 +144,7 @@ def _cat(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
 
 
 def _stack(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
+    """Shape rule of ``stack`` for row-major tensors of one shape and dtype."""
     first = tensors[0]
     at = position(dim, len(first.shape) + 1)
     same = all(
@@ -151,6 +156,7 @@ def _stack(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
 
 
 def _isin(elements: TensorMeta, among: TensorMeta, **flags: Any) -> Metas | None:
+    """Shape rule of ``isin`` for integers."""
     are_integers = _INDEX_DTYPES.issuperset((elements.dtype, among.dtype))
     return (contiguous(elements.shape, torch.bool),) if are_integers else None
 
@@ -161,22 +167,26 @@ _INDEX_DTYPES = frozenset({torch.int32, torch.int64})
 def _copied_into(
     target: TensorMeta, source: TensorMeta, non_blocking: bool = False
 ) -> Metas | None:
+    """Shape rule of ``copy_`` into a row-major tensor."""
     fits = is_contiguous(target) and broadcast([target.shape, source.shape]) == target.shape
     return (target,) if fits else None
 
 
 def _filled(target: TensorMeta, *numbers: Any) -> Metas | None:
+    """Shape rule of in-place fills and draws of a row-major float tensor."""
     real = all(type(number) in (bool, int, float) for number in numbers)
     return (target,) if real and is_contiguous(target) and target.dtype in FLOATS else None
 
 
 def _mm(a: TensorMeta, b: TensorMeta) -> Metas | None:
+    """Shape rule of a matrix product."""
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
         return None
     return (contiguous((a.shape[0], b.shape[1]), a.dtype),) if same_float(a, b) else None
 
 
 def _addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, **scales: Any) -> Metas | None:
+    """Shape rule of ``bias + a @ b``."""
     product = _mm(a, b)
     if product is None or scales or product[0] is None or not same_float(bias, a):
         return None
@@ -184,6 +194,7 @@ def _addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, **scales: Any) -> Met
 
 
 def _bmm(a: TensorMeta, b: TensorMeta) -> Metas | None:
+    """Shape rule of a batched matrix product."""
     if len(a.shape) != 3 or len(b.shape) != 3 or a.shape[0] != b.shape[0]:
         return None
     if a.shape[2] != b.shape[1] or not same_float(a, b):
@@ -198,7 +209,7 @@ def _reduced(
     *,
     dtype: torch.dtype | None = None,
 ) -> Metas | None:
-    """Return the meta of a sum or mean of floats over some dimensions."""
+    """Shape rule of a sum or mean of floats over some dims (all if ``dims`` is empty)."""
     rank = len(source.shape)
     if not is_contiguous(source) or source.dtype not in FLOATS or dtype not in (None, source.dtype):
         return None
@@ -214,6 +225,7 @@ def _reduced(
 
 
 def _reduced_whole(source: TensorMeta, *, dtype: torch.dtype | None = None) -> Metas | None:
+    """Shape rule of a sum or mean over all dims."""
     return _reduced(source, dtype=dtype)
 
 
@@ -250,6 +262,7 @@ WRITING: dict[str, Rule] = {
 
 
 def _permute(source: TensorMeta, dims: tuple[int, ...]) -> Metas | None:
+    """Shape rule of ``permute``: reordered shape and strides."""
     rank = len(source.shape)
     order = [dim + rank if dim < 0 else dim for dim in dims]
     if sorted(order) != list(range(rank)):
@@ -259,6 +272,7 @@ def _permute(source: TensorMeta, dims: tuple[int, ...]) -> Metas | None:
 
 
 def _transpose(source: TensorMeta, dim0: int, dim1: int) -> Metas | None:
+    """Shape rule of ``transpose``."""
     first, second = position(dim0, len(source.shape)), position(dim1, len(source.shape))
     if first is None or second is None:
         return None
@@ -268,12 +282,14 @@ def _transpose(source: TensorMeta, dim0: int, dim1: int) -> Metas | None:
 
 
 def _t(source: TensorMeta) -> Metas | None:
+    """Shape rule of ``t`` of a matrix."""
     if len(source.shape) != 2:
         return None
     return view_meta(source, source.shape[::-1], source.stride[::-1], source.offset)
 
 
 def _view(source: TensorMeta, shape: Shape) -> Metas | None:
+    """Shape rule of ``view`` of a row-major tensor."""
     if not is_contiguous(source):
         return None
     sizes = _infer_size(shape, source.numel)
@@ -283,6 +299,7 @@ def _view(source: TensorMeta, shape: Shape) -> Metas | None:
 
 
 def _unsafe_view(source: TensorMeta, shape: Shape) -> Metas | None:
+    """Shape rule of ``_unsafe_view``, for sources at offset 0."""
     return _view(source, shape) if not source.offset else None
 
 
@@ -296,6 +313,7 @@ def _infer_size(shape: Shape, numel: int) -> Shape | None:
 
 
 def _expand(source: TensorMeta, shape: Shape, *, implicit: bool = False) -> Metas | None:
+    """Shape rule of ``expand``: stride 0 for dims that are broadcast."""
     new = len(shape) - len(source.shape)
     # torch computes strides of new leading dims of size 1 in another way
     if new < 0 or any(size < 2 for size in shape[:new]):
@@ -317,6 +335,7 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Metas | None:
+    """Shape rule of a nonempty slice."""
     at = position(dim, len(source.shape))
     if at is None or type(step) is not int or step < 1:
         return None
@@ -331,6 +350,7 @@ def _slice(
 
 
 def _narrow(source: TensorMeta, dim: int, start: int, length: int) -> Metas | None:
+    """Shape rule of ``narrow``, as a slice."""
     at = position(dim, len(source.shape))
     if at is None or not 0 <= start <= start + length <= source.shape[at]:
         return None
@@ -338,6 +358,7 @@ def _narrow(source: TensorMeta, dim: int, start: int, length: int) -> Metas | No
 
 
 def _select(source: TensorMeta, dim: int, index: int) -> Metas | None:
+    """Shape rule of ``select``: the view without the indexed dim."""
     at = position(dim, len(source.shape))
     if at is None:
         return None
@@ -349,6 +370,7 @@ def _select(source: TensorMeta, dim: int, index: int) -> Metas | None:
 
 
 def _unbind(source: TensorMeta, dim: int = 0) -> Metas | None:
+    """Shape rule of ``unbind``: one select for each index."""
     at = position(dim, len(source.shape))
     if at is None:
         return None
@@ -359,6 +381,7 @@ def _unbind(source: TensorMeta, dim: int = 0) -> Metas | None:
 
 
 def _unsqueeze(source: TensorMeta, dim: int) -> Metas | None:
+    """Shape rule of ``unsqueeze``."""
     rank = len(source.shape)
     at = position(dim, rank + 1)
     if at is None:
@@ -369,6 +392,7 @@ def _unsqueeze(source: TensorMeta, dim: int) -> Metas | None:
 
 
 def _squeeze(source: TensorMeta, dims: int | Shape | None = None) -> Metas | None:
+    """Shape rule of ``squeeze``: dims of size 1 are removed."""
     rank = len(source.shape)
     candidates = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
     squeezed = {position(dim, rank) for dim in candidates}
@@ -380,6 +404,7 @@ def _squeeze(source: TensorMeta, dims: int | Shape | None = None) -> Metas | Non
 
 
 def _detach(source: TensorMeta) -> Metas:
+    """Shape rule of ``detach``: the same view."""
     return view_meta(source, source.shape, source.stride, source.offset)
 
 

@@ -52,6 +52,7 @@ def _preferring_loop(
 
     @functools.wraps(update)
     def chosen(*args: Any, **kwargs: Any) -> None:
+        """Call the optimizer's function with ``foreach=False`` where needed."""
         bound = signature.bind(*args, **kwargs)
         arguments = bound.arguments
         lazy = any(is_lazy(p) for p in arguments["params"])
@@ -116,6 +117,7 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
     keys = torch._C.DispatchKey
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply the formula, or redispatch to torch's kernel."""
         plain = all(is_lazy(a) for a in args if isinstance(a, torch.Tensor))
         wanted = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
         if torch.is_grad_enabled() and plain and wanted and forward_ad._current_level < 0:

@@ -119,6 +119,7 @@ def _lstm_input(
     weights = [params[i : i + size] for i in range(0, len(params), size)]
 
     def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        """Run one layer and direction; return output and state (h, c)."""
         h, c = hx[0].select(0, index), hx[1].select(0, index)
         layer_weights = weights[index]
         if fused:
@@ -219,6 +220,7 @@ def _simple_rnn(
     before = hx.unbind(0)
 
     def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        """Run one layer and direction; return output and state."""
         layer_weights = weights[index]
         b_ih, b_hh = layer_weights[2:4] if has_biases else (None, None)
         h = before[index]
@@ -295,6 +297,7 @@ def _layers(
     weights = [params[i : i + per_layer] for i in range(0, len(params), per_layer)]
 
     def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        """Run one layer and direction over the packed steps; return output and state."""
         w_ih, w_hh, *others = weights[index]
         biases, rest = (others[:2], others[2:]) if has_biases else ((None, None), others)
         b_ih, b_hh = biases
