@@ -1,4 +1,4 @@
-"""Eligibility of nodes for fused nodes, shared by the pass and the compiler.
+"""Eligibility of nodes for operator fusion, shared by the pass and the compiler.
 
 A member is a pointwise op, a reduction or a normalization on dense tensors of ordinary dtypes. A
 run-time number is allowed where a tensor of one element gives the same result: the compiler passes

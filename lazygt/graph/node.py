@@ -353,11 +353,11 @@ def _verify_body(number: int, node: Node) -> None:
     if node.args != (*map(Ref, refs), *map(Param, params_in(node.args))) or node.kwargs:
         raise _violation(number, node, "has an argument that is neither value nor parameter")
     if len(refs) != len(node.body.inputs) or len(params_in(node.args)) != len(node.body.params):
-        raise _violation(number, node, "does not take what its members need")
+        raise _violation(number, node, "has other operands than the inputs of its members")
     if len(node.body.outputs) != len(node.results):
-        raise _violation(number, node, "does not give what its members make")
+        raise _violation(number, node, "has other results than the outputs of its members")
     if any(target not in refs for target in node.writes):
-        raise _violation(number, node, "writes a value that it does not take")
+        raise _violation(number, node, "writes a value that is not an operand")
     verify(node.body)
 
 

@@ -360,7 +360,7 @@ class Provenance:
             return origins[number] if origins else range(len(self.call_sites))[number]
         except IndexError:
             raise ProtocolError(
-                f"it speaks of step {number}, which its plan does not have"
+                f"it names step {number}, which its plan does not have"
             ) from None
 
     def _origins(self, rank: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def _softmax(source: TensorMeta, dim: int, half_to_float: bool) -> Metas | None:
 def _softmax_backward(
     grad: TensorMeta, output: TensorMeta, dim: int, input_dtype: torch.dtype
 ) -> Metas | None:
-    """Shape rule of their backward ops."""
+    """Shape rule of the backward ops of softmax and log-softmax."""
     fits = grad.shape == output.shape and input_dtype is grad.dtype and is_contiguous(output)
     return _softmax(grad, dim, False) if fits and same_float(grad, output) else None
 
@@ -56,7 +56,7 @@ def _nll_backward(
     ignored: int,
     total: TensorMeta,
 ) -> Metas | None:
-    """Shape rule of its backward: the gradient of the scores."""
+    """Shape rule of the backward of the negative log-likelihood: the gradient of the scores."""
     forward = _nll(source, target, weight, reduction, ignored)
     if forward is None or forward[0] is None or forward[0].shape != grad.shape or total.shape != ():
         return None
@@ -94,7 +94,7 @@ def _layer_norm_backward(
     bias: TensorMeta | None,
     mask: tuple[bool, ...],
 ) -> Metas | None:
-    """Shape rule of its backward: gradients of source, weight and bias by ``mask``."""
+    """Shape rule of layer norm's backward: gradients of source, weight, bias by ``mask``."""
     forward = _layer_norm(source, shape, weight, bias, 0.0)
     if forward != (contiguous(grad.shape, grad.dtype), mean, rstd) or not is_contiguous(grad):
         return None
@@ -125,7 +125,7 @@ def _embedding(
 def _embedding_backward(
     grad: TensorMeta, indices: TensorMeta, count: int, padding: int, scale_by_frequency: bool
 ) -> Metas | None:
-    """Shape rule of its backward: the gradient of a weight of ``count`` rows."""
+    """Shape rule of an embedding's backward: the gradient of a weight of ``count`` rows."""
     if grad.shape[:-1] != indices.shape or indices.dtype not in _INDICES or not is_contiguous(grad):
         return None
     return (contiguous((count, grad.shape[-1]), grad.dtype),) if grad.dtype in FLOATS else None

@@ -257,7 +257,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Infer a grouped product; torch's own knows bfloat16 alone."""
+    """Infer a grouped matrix product; torch's own meta kernel accepts only bfloat16."""
     flat = [t.dim() == 2 for t in (a, b)]
     _check_factors(a, b, flat)
     _check(
@@ -344,7 +344,7 @@ def _multi_margin_loss(
     weight: torch.Tensor | None = None,
     reduction: int = 1,
 ) -> torch.Tensor:
-    """Infer the loss; torch's own makes one loss of a target without dims a vector."""
+    """Infer the loss; for a target without dims torch's own meta kernel returns a vector."""
     loss: torch.Tensor = aten.multi_margin_loss.default(x, target, p, margin, weight, reduction)
     return loss if target.dim() else loss.new_empty(())
 
@@ -352,13 +352,13 @@ def _multi_margin_loss(
 def _multilabel_margin_loss(
     x: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Infer the loss; torch's own makes that of one sample without a batch a vector."""
+    """Infer the loss; for a sample without a batch torch's own meta kernel returns a vector."""
     loss, is_target = aten.multilabel_margin_loss_forward.default(x, target, reduction)
     return (loss if target.dim() > 1 else loss.new_empty(())), is_target
 
 
 def _view_copy(source: torch.Tensor, size: list[int]) -> torch.Tensor:
-    """Infer a reshaped copy; torch's own refuses a tensor that needs more than a view."""
+    """Infer a reshaped copy; torch's own meta kernel refuses tensors that no view can reshape."""
     return source.reshape(size).contiguous()
 
 
@@ -396,8 +396,8 @@ def _cudnn_rnn(
 ) -> tuple[torch.Tensor, ...]:
     """Infer a recurrent layer's results.
 
-    torch's own packs no weights, and gives batch-first outputs row-major. Only cuDNN knows the
-    sizes of the last two results, reserve and packed weights.
+    torch's own meta kernel packs no weights, and returns row-major batch-first outputs. Only cuDNN
+    knows the sizes of the last two results, reserve and packed weights.
     """
     _check_same_dtype(x, [hx, cx], "hidden")
     _check_same_dtype(x, weight, "parameter")

@@ -123,8 +123,8 @@ def _no_kernel(title: str, module: str, device_type: str) -> Exception:
     return CodeError(
         title,
         "",
-        "it was defined before lazygt was imported, and torch does not tell by whom. Import lazygt "
-        "first, or define it in a module that the workers can import",
+        "it was defined before lazygt was imported, by a module that torch does not record. Import "
+        "lazygt first, or define it in a module that the workers can import",
     )
 
 

@@ -39,15 +39,15 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     import the modules that they can. It returns new values and does not write into its arguments;
     other side effects stay on the worker.
 
-    ``fn`` is first run here on tensors without values, to learn the shapes of its results. Where
+    ``fn`` is first run here on tensors without values, to infer the shapes of its results. Where
     that fails, the workers run it at each call while the client waits for the shapes.
 
     Gradients flow through it: the backward pass runs ``fn`` again, with the same random numbers.
 
     Args:
         fn: function of tensors, and of any objects that can be pickled.
-        args, kwargs: its arguments; tensors may stand in lists, tuples and dicts. A number is part
-            of the program: give one that changes with every step as a tensor.
+        args, kwargs: its arguments; tensors may be in lists, tuples and dicts. A number is part
+            of the program: pass one that changes with every step as a tensor.
 
     Raises:
         CodeError: the code can't be pickled, or ``ship_code=False`` forbids that.

@@ -128,8 +128,8 @@ def pickled(value: Any, title: str, module: str, operation: Callable[[Any], Any]
         raise CodeError(
             title,
             module,
-            f"pickling it failed: {type(error).__name__}: {error}. It refers to something that "
-            f"only this process has: make that inside of it, or put the code into a module that "
+            f"pickling it failed: {type(error).__name__}: {error}. It refers to an object that "
+            f"only this process has: create that inside of it, or put the code into a module that "
             f"workers can import",
         ) from error
     finally:
@@ -158,8 +158,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         cls = type(obj)
         if is_lazy(obj):
             raise _Refused(
-                f"it refers to a lazygt tensor ({list(obj.shape)}, {obj.dtype}): give that to it "
-                f"as an argument"
+                f"it refers to a lazygt tensor ({list(obj.shape)}, {obj.dtype}): pass that as an "
+                f"argument"
             )
         if cls in _OPERATIONS:
             return self._operation(obj)
