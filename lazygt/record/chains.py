@@ -42,7 +42,7 @@ def extended(
     """Return a view chain with one more op.
 
     Args:
-        before: the chain of the op's operand; None: the storage itself.
+        prefix: the chain of the op's operand; None: the storage itself.
         index: number of the op's result in the trace.
     """
     chain = ViewChain((), trace.serial, storage.index, index)

@@ -35,9 +35,8 @@ def draw_in_client(
     """Run a random op on CPU copies of its operands, and record its results as uploads."""
     written = {id(t) for t in written_tensors(f, args, kwargs)}
     reads_shape_only = f.name.startswith(_SHAPED)
-    host_results: dict[
-        int, tuple[torch.Tensor, LazyTensor]
-    ] = {}  # id of a twin -> (twin, lazy tensor)
+    #: id of a written CPU tensor -> (the CPU tensor, the lazy tensor)
+    results_by_id: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
 
     def to_host(a: Any) -> Any:
         """Return a CPU tensor for a lazy argument: its values, or uninitialised."""
@@ -49,18 +48,18 @@ def draw_in_client(
             return host_copy(a)
         host_tensor = TensorMeta.of(a).empty("cpu")
         if id(a) in written:
-            host_results[id(host_tensor)] = host_tensor, a
+            results_by_id[id(host_tensor)] = host_tensor, a
         return host_tensor
 
     def to_user(result: Any) -> Any:
         """Return the user's tensor for a CPU result."""
-        if id(result) in host_results:
-            return host_results[id(result)][1]
+        if id(result) in results_by_id:
+            return results_by_id[id(result)][1]
         return to_lazy(recorder, result) if isinstance(result, torch.Tensor) else result
 
     host_args, host_kwargs = tree_map(to_host, (args, kwargs))
     results = f.func(*host_args, **host_kwargs)
-    for host_tensor, target in host_results.values():
+    for host_tensor, target in results_by_id.values():
         if host_tensor.shape != target.shape:
             resize(target, TensorMeta.of(host_tensor))
         recorder.record(aten.copy_.default, (target, host_tensor), {})

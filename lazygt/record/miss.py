@@ -108,7 +108,7 @@ def _resized_node(
     """Return the result of ``_node`` from an op recorded in other sizes; None: not possible.
 
     Args:
-        step: the op's step in an earlier trace with other sizes.
+        counterpart: the op's step in an earlier trace with other sizes.
     """
     old_node, call = counterpart.node, call_of(counterpart, key)
     if old_node is None or call is None:

@@ -207,10 +207,10 @@ def _pointwise_key(
         kind = type(arg)
         if kind is Ref:
             meta = metas[arg.index]
-            usual = is_contiguous(meta)
-            if not usual and not (f.name in _ITERATED and meta.is_contiguous()):
+            row_major = is_contiguous(meta)
+            if not row_major and not (f.name in _ITERATED and meta.is_contiguous()):
                 return None
-            key += (meta.dtype, len(meta.shape), usual)
+            key += (meta.dtype, len(meta.shape), row_major)
         elif kind is Param:
             key.append(type(params[arg.index]))
         elif kind is tuple:

@@ -100,12 +100,12 @@ def register_derivatives() -> torch.library.Library:
     _register(library, aten.prod.dim_int, _product_along)
 
     def filled(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-        wanted = value.requires_grad
-        return _Filled.apply(x, mask, value) if wanted else NotImplemented  # type: ignore[no-untyped-call]
+        needs_grad = value.requires_grad
+        return _Filled.apply(x, mask, value) if needs_grad else NotImplemented  # type: ignore[no-untyped-call]
 
     def filled_(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-        wanted = value.requires_grad
-        return x.copy_(x.masked_fill(mask, value)) if wanted else NotImplemented
+        needs_grad = value.requires_grad
+        return x.copy_(x.masked_fill(mask, value)) if needs_grad else NotImplemented
 
     _register(library, aten.masked_fill.Tensor, filled)
     _register(library, aten.masked_fill_.Tensor, filled_)
@@ -118,15 +118,15 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the formula, or redispatch to torch's kernel."""
-        plain = all(is_lazy(a) for a in args if isinstance(a, torch.Tensor))
-        wanted = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
-        if torch.is_grad_enabled() and plain and wanted and forward_ad._current_level < 0:
+        all_lazy = all(is_lazy(a) for a in args if isinstance(a, torch.Tensor))
+        needs_grad = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
+        if torch.is_grad_enabled() and all_lazy and needs_grad and forward_ad._current_level < 0:
             result = formula(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        others = keyset.remove(keys.AutogradPrivateUse1)
-        others = others | torch._C.DispatchKeySet(keys.AutogradOther)
-        return op.redispatch(others, *args, **kwargs)
+        remaining_keys = keyset.remove(keys.AutogradPrivateUse1)
+        remaining_keys = remaining_keys | torch._C.DispatchKeySet(keys.AutogradOther)
+        return op.redispatch(remaining_keys, *args, **kwargs)
 
     library.impl(op, kernel, "AutogradPrivateUse1", with_keyset=True)
 

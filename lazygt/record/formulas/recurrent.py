@@ -217,13 +217,13 @@ def _simple_rnn(
     """Run layers with one state tensor step by step, with one matmul for all inputs."""
     size = 2 + 2 * has_biases
     weights = [params[i : i + size] for i in range(0, len(params), size)]
-    before = hx.unbind(0)
+    first_states = hx.unbind(0)
 
     def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
         """Run one layer and direction; return output and state."""
         layer_weights = weights[index]
         b_ih, b_hh = layer_weights[2:4] if has_biases else (None, None)
-        h = before[index]
+        h = first_states[index]
         gates = torch.nn.functional.linear(steps, layer_weights[0], b_ih).unbind(0)
         outs = []
         for gate in reversed(gates) if reverse else gates:
