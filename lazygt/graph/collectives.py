@@ -236,9 +236,9 @@ def _reason(node: Node, makers: Sequence[str], user: str | None) -> str:
     maker = makers[operands[0].index]
     if node.op == SEND:
         return f"sends to rank {node.args[1]} of the axis what it made with {maker}"
-    others = f" and {len(operands) - 1} more" if len(operands) > 1 else ""
-    others = "" if _purpose(node) in _INDEXED else others
-    return f"{_PURPOSE[_purpose(node)]} {maker}{others}, for {user or 'the result'}"
+    others_text = f" and {len(operands) - 1} more" if len(operands) > 1 else ""
+    others_text = "" if _purpose(node) in _INDEXED else others_text
+    return f"{_PURPOSE[_purpose(node)]} {maker}{others_text}, for {user or 'the result'}"
 
 
 # -- layout of flat buffers ------------------------------------------------------------------------

@@ -158,9 +158,9 @@ class TransformerStep:
         if ranks == 1:
             return
         rank_params = -(-self.params // (self.tensor * self.pipeline))
-        for kind, what, times in self._state_collectives():
+        for kind, name, times in self._state_collectives():
             yield Volume(
-                DATA, ranks, kind, what, times, self.params, self.itemsize, times * rank_params
+                DATA, ranks, kind, name, times, self.params, self.itemsize, times * rank_params
             )
 
     def _state_collectives(self) -> Iterator[tuple[str, str, int]]:
@@ -201,24 +201,24 @@ class TransformerStep:
             return
         if self.attention == ULYSSES:
             for direction in ("forward", "backward"):
-                for what, elements in (("queries, results", self.activation),
+                for name, elements in (("queries, results", self.activation),
                                        ("keys, values", self.keys)):  # fmt: skip
                     yield self._layers(
-                        CONTEXT, self.context, _EXCHANGE, f"{what}, {direction}", 2, elements
+                        CONTEXT, self.context, _EXCHANGE, f"{name}, {direction}", 2, elements
                     )
             return
-        for what in ("keys, values, forward", "keys, values, backward", "their gradients"):
-            volume = self._layers(CONTEXT, self.context, _SEND, what, 2, self.keys)
+        for name in ("keys, values, forward", "keys, values, backward", "their gradients"):
+            volume = self._layers(CONTEXT, self.context, _SEND, name, 2, self.keys)
             # a rank forwards every block but one around the ring
             yield volume._replace(rank_elements=volume.rank_elements * (self.context - 1))
 
     def _layers(
-        self, parallelism: str, ranks: int, kind: str, what: str, times: int, elements: int
+        self, parallelism: str, ranks: int, kind: str, name: str, times: int, elements: int
     ) -> Volume:
         """Return the volume of ``times`` collectives in each layer."""
         rank_layers = -(-self.layers // self.pipeline)
         return Volume(
-            parallelism, ranks, kind, what, times * self.layers * self.microbatches, elements,
+            parallelism, ranks, kind, name, times * self.layers * self.microbatches, elements,
             self.activation_itemsize,
             times * rank_layers * self.microbatches * -(-elements // self.context),
         )  # fmt: skip
@@ -227,9 +227,9 @@ class TransformerStep:
         """Yield the volumes of pipeline parallelism."""
         if self.pipeline == 1:
             return
-        for what in ("activations, forward", "gradients, backward"):
+        for name in ("activations, forward", "gradients, backward"):
             yield Volume(
-                PIPELINE, self.pipeline, _SEND, what, (self.pipeline - 1) * self.microbatches,
+                PIPELINE, self.pipeline, _SEND, name, (self.pipeline - 1) * self.microbatches,
                 self.activation, self.activation_itemsize,
                 self.microbatches * -(-self.activation // self.context),
             )  # fmt: skip

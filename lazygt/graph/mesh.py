@@ -285,9 +285,9 @@ def owners(mesh: Mesh, placements: Placements, shape: Sequence[int]) -> dict[int
         ]
         if any(copies) or not has_any(mesh, placements, rank):
             continue
-        where = region(mesh, placements, shape, rank)
-        if not regions or all(s.stop > s.start for s in where):
-            regions[rank] = where
+        rank_region = region(mesh, placements, shape, rank)
+        if not regions or all(s.stop > s.start for s in rank_region):
+            regions[rank] = rank_region
     return regions
 
 
@@ -315,6 +315,6 @@ def sent(
 def joined(meta: TensorMeta, blocks: Iterable[tuple[Region, torch.Tensor]]) -> torch.Tensor:
     """Return the full value on the CPU, in the layout of ``meta``, assembled from its blocks."""
     full = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
-    for where, block in blocks:
-        full[where].copy_(block)
+    for block_region, block in blocks:
+        full[block_region].copy_(block)
     return full

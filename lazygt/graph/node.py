@@ -266,14 +266,14 @@ def print_graph(
 
 def print_node(node: Node, results: range, placements: Sequence[str] = ()) -> str:
     """Return the text of one node: its results with their metas, the op, the arguments."""
-    shown = [
+    result_texts = [
         f"%{number}: {_meta_text(meta, number, placements)}"
         for number, meta in zip(results, node.results, strict=True)
     ]
     args = [_arg_text(arg) for arg in node.args] + [
         f"{key}={_arg_text(arg)}" for key, arg in node.kwargs
     ]
-    text = f"{', '.join(shown) or '_'} = {node.op}({', '.join(args)})"
+    text = f"{', '.join(result_texts) or '_'} = {node.op}({', '.join(args)})"
     if node.writes:
         text += " writes " + ", ".join(f"%{value}" for value in node.writes)
     return text + (" dynamic" if node.dynamic else "")
@@ -307,8 +307,8 @@ def _number_text(number: float | complex) -> str:
     """Return a number that has no literal (inf, NaN, complex) as text that parses back exactly."""
     kind, text = type(number), str(number)
     if exact(kind(text)) != exact(number):
-        parts = (number.real, number.imag) if kind is complex else (number,)
-        text = "0x" + struct.pack(f">{len(parts)}d", *parts).hex()
+        components = (number.real, number.imag) if kind is complex else (number,)
+        text = "0x" + struct.pack(f">{len(components)}d", *components).hex()
     return f"{kind.__name__}({text!r})"
 
 

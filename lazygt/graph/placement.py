@@ -158,9 +158,9 @@ def around(placement: Cut) -> tuple[int, int]:
     return (placement.outer, placement.inner) if isinstance(placement, StridedShard) else (1, 1)
 
 
-def whole_groups(placement: StridedShard, parts: int) -> bool:
+def whole_groups(placement: StridedShard, axis_size: int) -> bool:
     """Return whether each rank's block of the dim, sharded plainly, is a number of full groups."""
-    return placement.inner == 1 and placement.outer % parts == 0 and not placement.widths
+    return placement.inner == 1 and placement.outer % axis_size == 0 and not placement.widths
 
 
 def groups(placement: Cut) -> int:
@@ -193,18 +193,18 @@ def group_sizes(placement: Cut, size: int) -> tuple[int, ...]:
     return tuple([width * unit for width in placement.widths]) or (unit,) * placement.outer
 
 
-def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (start, stop) of block ``index`` of ``parts`` blocks, as ``torch.chunk`` splits.
+def shard_bounds(size: int, block_count: int, index: int) -> tuple[int, int]:
+    """Return (start, stop) of block ``index`` of ``block_count`` blocks, as ``torch.chunk`` splits.
 
     The first blocks have ``ceil(size / parts)`` elements, the later ones the rest, maybe 0.
     """
-    block = -(-size // parts)
+    block = -(-size // block_count)
     return min(block * index, size), min(block * (index + 1), size)
 
 
-def block_size(size: int, parts: int, index: int) -> int:
-    """Return the number of elements of block ``index`` of ``parts`` blocks."""
-    start, stop = shard_bounds(size, parts, index)
+def block_size(size: int, block_count: int, index: int) -> int:
+    """Return the number of elements of block ``index`` of ``block_count`` blocks."""
+    start, stop = shard_bounds(size, block_count, index)
     return stop - start
 
 

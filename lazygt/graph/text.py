@@ -72,19 +72,19 @@ def _parse_lines(lines: Iterator[str]) -> Graph:
         if body.startswith("return"):
             parsed.outputs = tuple(int(value) for value in re.findall(r"%(\d+)", body))
             continue
-        left, _, right = body.partition(" = ")
-        left = _LABELS.sub("", left)
-        if right == "input":
-            parsed.inputs.append(parse_meta(left.split(": ", 1)[1]))
-        elif right == "param":
-            parsed.params.append(left.split(": ", 1)[1])
-        elif right.endswith(" {"):
-            node = _parse_node(left, right.removesuffix(" {"), body)
+        results, _, call = body.partition(" = ")
+        results = _LABELS.sub("", results)
+        if call == "input":
+            parsed.inputs.append(parse_meta(results.split(": ", 1)[1]))
+        elif call == "param":
+            parsed.params.append(results.split(": ", 1)[1])
+        elif call.endswith(" {"):
+            node = _parse_node(results, call.removesuffix(" {"), body)
             inner = _parse_lines(lines)
             parsed.add(replace(node, body=inner), inner.lines[-1] if inner.lines else "")
         else:
             line = "" if remark.startswith("[") else remark.partition("  [")[0]
-            parsed.add(_parse_node(left, right, body), line)
+            parsed.add(_parse_node(results, call, body), line)
     return parsed.graph()
 
 
@@ -103,8 +103,8 @@ class _ParsedLines:
         self.lines.append(line)
 
     def graph(self) -> Graph:
-        shown = tuple(self.lines) if any(self.lines) else ()
-        return Graph(tuple(self.inputs), tuple(self.params), tuple(self.nodes), self.outputs, shown)
+        lines = tuple(self.lines) if any(self.lines) else ()
+        return Graph(tuple(self.inputs), tuple(self.params), tuple(self.nodes), self.outputs, lines)
 
 
 def parse_meta(text: str) -> TensorMeta:
@@ -124,19 +124,19 @@ def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(item) for item in text.split(",") if item.strip())
 
 
-def _parse_node(left: str, right: str, line: str) -> Node:
+def _parse_node(results: str, call: str, line: str) -> Node:
     """Return the node of a line, from its results (left) and its call (right)."""
-    head = re.match(r"([\w.]+)\(", right)
+    head = re.match(r"([\w.]+)\(", call)
     if head is None:
         raise ValueError(f"not a node: {line!r}")
-    reader = _Reader(right, head.end(), line)
+    reader = _Reader(call, head.end(), line)
     args, kwargs = reader.arguments()
-    rest = right[reader.at :].strip()
+    rest = call[reader.at :].strip()
     dynamic = rest.endswith("dynamic")
     writes = tuple(int(value) for value in re.findall(r"%(\d+)", rest))
     metas = tuple(
         None if meta_text == "none" else parse_meta(meta_text)
-        for meta_text in re.findall(r"%\d+: (none|.*?)(?=, %\d+: |$)", left)
+        for meta_text in re.findall(r"%\d+: (none|.*?)(?=, %\d+: |$)", results)
     )
     fresh = len(metas) - (0 if dynamic else len(writes))
     written = tuple(meta for meta in metas[fresh:] if meta is not None)

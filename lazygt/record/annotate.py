@@ -39,8 +39,8 @@ def is_everywhere(t: LazyTensor) -> bool:
 def stored_now(t: LazyTensor) -> Sharding:
     """Return a tensor's annotated sharding, else its actual one, else full replication."""
     storage = storage_of(t)
-    lies = None if storage.remote is None else storage.remote.sharding
-    return storage.placed or lies or Sharding((Replicate(),) * len(mesh_of(t).names))
+    actual = None if storage.remote is None else storage.remote.sharding
+    return storage.placed or actual or Sharding((Replicate(),) * len(mesh_of(t).names))
 
 
 def set_sharding(t: LazyTensor, sharding: Sharding) -> None:

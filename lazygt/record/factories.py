@@ -108,9 +108,9 @@ def _dict_search() -> Callable[[list[dict[str, Any]], list[Any]], list[dict[str,
     return _dicts_with if extension is None else extension.holders
 
 
-def _dicts_with(namespaces: list[dict[str, Any]], wanted: list[Any]) -> list[dict[str, Any]]:
+def _dicts_with(namespaces: list[dict[str, Any]], objects: list[Any]) -> list[dict[str, Any]]:
     """Return the dicts that have one of some objects as a value; objects compare by identity."""
-    ids = set(map(id, wanted))
+    ids = set(map(id, objects))
     return [names for names in namespaces if not ids.isdisjoint(map(id, list(names.values())))]
 
 

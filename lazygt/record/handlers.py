@@ -332,14 +332,14 @@ def _set_storage(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
 
 
 def _uploaded(
-    recorder: OpRecorder, source: Any, flat: torch.Tensor, shown: torch.Tensor
+    recorder: OpRecorder, source: Any, flat: torch.Tensor, first_tensor: torch.Tensor
 ) -> Storage:
     """Return a CPU storage's upload, cached on the storage so that tensors share it.
 
     Args:
         flat: the full storage as a vector.
-        shown: the first tensor on it. If it covers the storage in order, the upload gets its shape,
-            and the tensor is no view.
+        first_tensor: the first tensor on it. If it covers the storage in order, the upload gets
+            its shape, and the tensor is no view.
     """
     uploaded = getattr(source, "_lazygt_storages", None)
     if uploaded is None:
@@ -347,7 +347,8 @@ def _uploaded(
         source._lazygt_storages = uploaded
     key = (id(recorder), flat.dtype)
     if key not in uploaded:
-        values = shown if shown.numel() == flat.numel() and shown.is_contiguous() else flat
+        covers = first_tensor.numel() == flat.numel() and first_tensor.is_contiguous()
+        values = first_tensor if covers else flat
         uploaded[key] = storage_of(to_lazy(recorder, values))
     storage: Storage = uploaded[key]
     return storage

@@ -171,11 +171,11 @@ def mixed_error(t: torch.Tensor, f: OpFacts) -> RuntimeError:
 
 def _advice(t: torch.Tensor) -> str:
     """Return the advice for a misplaced CPU tensor: the line of code that moves it."""
-    here = expand(user_call_site(1))
+    call_line = expand(user_call_site(1))
     source = t if t._base is None else t._base
     if source.is_leaf and (source.requires_grad or isinstance(source, torch.nn.Parameter)):
-        return f"it is a model's weight. Before {here}, write\n    model.to('lazygt')"
-    name, line = _name_of(source) or _name_of(t) or ("x", here)
+        return f"it is a model's weight. Before {call_line}, write\n    model.to('lazygt')"
+    name, line = _name_of(source) or _name_of(t) or ("x", call_line)
     return (
         f"what torch.from_numpy or a DataLoader's worker process makes is on the CPU. Before "
         f"{line}, write\n    {name} = {name}.to('lazygt')"

@@ -333,9 +333,9 @@ class Recorder:
         A handle with a placement of its own retains that.
         """
         storage = storage_of(t)
-        alike = view_of(t) is None and storage.meta.shape == before.meta.shape
-        here = before.owner is self and not self.closed
-        if before.placed is not None and storage.placed is None and alike and here:
+        same_shape = view_of(t) is None and storage.meta.shape == before.meta.shape
+        is_own = before.owner is self and not self.closed
+        if before.placed is not None and storage.placed is None and same_shape and is_own:
             annotate.restore_sharding(t, before.placed)
 
     # -- sync points ---------------------------------------------------------------------

@@ -359,9 +359,7 @@ class Provenance:
         try:
             return origins[number] if origins else range(len(self.call_sites))[number]
         except IndexError:
-            raise ProtocolError(
-                f"it names step {number}, which its plan does not have"
-            ) from None
+            raise ProtocolError(f"it names step {number}, which its plan does not have") from None
 
     def _origins(self, rank: int) -> tuple[int, ...]:
         """Return the origins of a rank's plan."""
@@ -389,8 +387,8 @@ class Provenance:
                 return f"[{', '.join(map(show, arg))}]"
             return "a number" if isinstance(arg, Param) else str(arg)
 
-        shown = [show(arg) for arg in node.args]
-        return title(node.op), tuple(shown), graph.line(number)
+        argument_texts = [show(arg) for arg in node.args]
+        return title(node.op), tuple(argument_texts), graph.line(number)
 
 
 def sites_of(

@@ -35,8 +35,8 @@ def results(
         targets = written_tensors(f, args, kwargs)
         index = step.first + len(node.fresh)
         for target, meta in zip(targets, node.written, strict=True):
-            shown = meta_of(target)
-            if meta.shape != shown.shape or meta.stride != shown.stride:
+            current = meta_of(target)
+            if meta.shape != current.shape or meta.stride != current.stride:
                 resize(target, meta)
             write(trace, target, index)
             index += 1

@@ -100,10 +100,10 @@ def _layer_norm_backward(
         return None
     shapes = (grad.shape, shape, shape)
     missing = (False, weight is None, bias is None)
-    if any(wanted and is_missing for wanted, is_missing in zip(mask, missing, strict=True)):
+    if any(is_wanted and is_missing for is_wanted, is_missing in zip(mask, missing, strict=True)):
         return None
     pairs = zip(mask, shapes, strict=True)
-    return tuple(contiguous(size, grad.dtype) if wanted else None for wanted, size in pairs)
+    return tuple(contiguous(size, grad.dtype) if is_wanted else None for is_wanted, size in pairs)
 
 
 _INDICES = (torch.int32, torch.int64)

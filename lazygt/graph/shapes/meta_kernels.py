@@ -37,8 +37,8 @@ def relaid(
         operands: the tensors that the op gets, in order, as meta tensors.
         fresh: the metas of torch's meta kernel.
     """
-    here = _ON_CPU if device_type == "cpu" else _ON_GPU
-    layouts = _EVERYWHERE.get(name) or here.get(name)
+    by_device = _ON_CPU if device_type == "cpu" else _ON_GPU
+    layouts = _EVERYWHERE.get(name) or by_device.get(name)
     if layouts is None:
         return list(fresh)
     metas = list(fresh)

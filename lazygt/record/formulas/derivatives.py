@@ -137,7 +137,7 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
 def _minmax(op: Any) -> _Kernel:
     """Return the differentiable function of max, min or median over all elements."""
 
-    class MinMax(torch.autograd.Function):
+    class Extreme(torch.autograd.Function):
         """Reduction with a gradient that all elements equal to the result share."""
 
         @staticmethod
@@ -152,7 +152,7 @@ def _minmax(op: Any) -> _Kernel:
             mask = (x == result).logical_or_(x.isnan().logical_and_(result.isnan()))
             return grad.new_zeros(x.shape).masked_fill_(mask, grad / mask.sum())
 
-    return MinMax.apply
+    return Extreme.apply
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        where = () if dim is None else (dim, keepdim)
-        result: torch.Tensor = torch.prod(x, *where, dtype=dtype)
+        reduction_args = () if dim is None else (dim, keepdim)
+        result: torch.Tensor = torch.prod(x, *reduction_args, dtype=dtype)
         ctx.save_for_backward(x, result)
         ctx.dim, ctx.keepdim = dim, keepdim
         return result
@@ -206,12 +206,12 @@ def _product_gradient(
     if x.numel() == 0:
         return quotient
     if dim is not None:
-        others = _leave_one_out_products(grad, x, dim)
+        leave_one_out = _leave_one_out_products(grad, x, dim)
     else:
-        others = _leave_one_out_products(grad, x.contiguous().view(-1), 0).view_as(x)
+        leave_one_out = _leave_one_out_products(grad, x.contiguous().view(-1), 0).view_as(x)
         if not torch.is_grad_enabled():
-            others = torch.where(zeros.sum() > 1, 0, others)
-    return torch.where(zeros.any().logical_not(), quotient, others)
+            leave_one_out = torch.where(zeros.sum() > 1, 0, leave_one_out)
+    return torch.where(zeros.any().logical_not(), quotient, leave_one_out)
 
 
 def _leave_one_out_products(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -221,9 +221,9 @@ def _leave_one_out_products(grad: torch.Tensor, x: torch.Tensor, dim: int) -> to
         return grad
     shape = list(x.shape)
     shape[dim] = 1
-    one = torch.ones(shape, dtype=grad.dtype, device=grad.device)
-    before = torch.cat([one, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
-    behind = torch.cat([one, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    ones = torch.ones(shape, dtype=grad.dtype, device=grad.device)
+    before = torch.cat([ones, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
+    behind = torch.cat([ones, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
     return grad * (before * behind).conj()
 
 
