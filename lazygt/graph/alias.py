@@ -1,8 +1,8 @@
 """Alias analysis: values that may share memory, and writes that may happen in place.
 
-A graph is pure: a write makes a new version. Copying for every write would be slow and would
-raise peak memory, so ``analyse`` finds the writes that give the same results in place: the old
-version, and every value that may share its memory, is never read again.
+A graph is pure: a write makes a new version. A copy for every write would be slow and would raise
+peak memory, so ``analyse`` finds the writes that give the same results in place: the old version,
+and every value that may share its memory, is never read again.
 
 A write through a view is recorded as two nodes, the op on the view and a ``write_back`` of the
 view's new version into its base:
@@ -36,7 +36,7 @@ _NEVER = 1 << 60
 def view_step(
     op: str, position: int, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], which: int
 ) -> ViewStepKey:
-    """Return a view op without operand: (op, operand's position, args, kwargs, result used)."""
+    """Return a view op without its operand: (op, operand's position, args, kwargs, result used)."""
     return op, position, (*args[:position], None, *args[position + 1 :]), kwargs, which
 
 
@@ -89,16 +89,16 @@ _STATEFUL = frozenset({"lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set
 
 
 def has_effect(node: Node) -> bool:
-    """Return whether a node has an effect beside its results, so that its order counts.
+    """Return whether a node has an effect besides its results, so that its order counts.
 
-    That is so for ops that draw random numbers, for ops that return nothing (assertions), for
-    a data-dependent op (the client waits for its answer), and for collectives, to which all
-    ranks must come in the same order.
+    True for ops that draw random numbers, for ops that return nothing (assertions), for a
+    data-dependent op (the client waits for its answer), and for collectives, which all ranks must
+    launch in the same order.
     """
     if node.body is not None:
         return False
-    met = node.op in COLLECTIVES or node.op in POINT_TO_POINT
-    return node.dynamic or not node.results or met or draws(node)
+    is_collective = node.op in COLLECTIVES or node.op in POINT_TO_POINT
+    return node.dynamic or not node.results or is_collective or draws(node)
 
 
 def draws(node: Node) -> bool:
@@ -110,28 +110,36 @@ def draws(node: Node) -> bool:
 
 
 def drops_nothing(node: Node) -> bool:
-    """Return whether a node is attention, or its backward, without dropout."""
-    place = _dropout_of(node.op) if "attention" in node.op else None
-    if place is None:
+    """Return whether a node is attention, or its backward, with dropout probability 0."""
+    position = _dropout_of(node.op) if "attention" in node.op else None
+    if position is None:
         return False
-    given = node.args[place] if place < len(node.args) else dict(node.kwargs).get("dropout_p", 0.0)
-    return type(given) is float and given == 0.0
+    probability = (
+        node.args[position]
+        if position < len(node.args)
+        else dict(node.kwargs).get("dropout_p", 0.0)
+    )
+    return type(probability) is float and probability == 0.0
 
 
 @cache
 def _dropout_of(op: str) -> int | None:
     """Return the position of an op's ``dropout_p`` with the default 0; None if it has none."""
     arguments = overload(op)._schema.arguments
-    places = [at for at, argument in enumerate(arguments) if argument.name == "dropout_p"]
-    return places[0] if places and arguments[places[0]].default_value in (0.0, None) else None
+    positions = [
+        position for position, argument in enumerate(arguments) if argument.name == "dropout_p"
+    ]
+    return (
+        positions[0] if positions and arguments[positions[0]].default_value in (0.0, None) else None
+    )
 
 
 class Aliases:
-    """Alias sets: the memory of each value, learnt node by node in order.
+    """Alias sets as a union of values by memory, built node by node in order.
 
     Attributes:
-        memory: value -> number of its memory: the value that was first in it.
-        owned: inputs in memory of the run's own, because a node up to here writes it in place.
+        memory: value -> number of its memory: the first value in it.
+        owned: inputs that the run must own, because a node up to here overwrites them.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -148,13 +156,14 @@ class Aliases:
         self.owned: set[int] = set()
 
     def run(self) -> Writes:
+        """Analyse all nodes; return the modes of all writes."""
         modes = []
         for number, (node, results) in enumerate(self.graph.numbered()):
             modes.append(self.visit(number, node, results))
         return Writes(tuple(modes), tuple(sorted(self.owned)), self._outputs())
 
     def visit(self, number: int, node: Node, results: range) -> tuple[str, ...]:
-        """Take the next node, and return the modes of its writes."""
+        """Analyse the next node; return the mode of each of its writes."""
         if node.op == WRITE_BACK:
             return (self._write_back(number, node, results[0]),)
         if node.dynamic:
@@ -169,6 +178,7 @@ class Aliases:
         return tuple(modes)
 
     def _view(self, f: OpFacts, node: Node, results: range) -> None:
+        """Put a view's results in the memory of the viewed argument, with their view chains."""
         position = viewed_argument(f) if f.views else 0
         source = node.args[position]
         if not isinstance(source, Ref):
@@ -183,40 +193,43 @@ class Aliases:
                 self.derived[result] = base, (*chain, step)
 
     def dies(self, value: int) -> bool:
-        """Return whether a value's memory is the run's own and is not read after its last use."""
-        home = self.memory[value]
-        ours = home >= len(self.graph.inputs) or home in self.owned
-        return ours and all(self.uses[m] <= self.uses[value] for m in self.members[home])
+        """Return whether a value's memory is the run's own and unread after its last use."""
+        memory = self.memory[value]
+        owned = memory >= len(self.graph.inputs) or memory in self.owned
+        return owned and all(
+            self.uses[member] <= self.uses[value] for member in self.members[memory]
+        )
 
     def lives_until(self, value: int) -> int:
-        """Return the last node that reads something in the memory of a value."""
-        return max((self.uses[each] for each in self.members[self.memory[value]]), default=-1)
+        """Return the last node that reads any value in the memory of a value."""
+        return max((self.uses[member] for member in self.members[self.memory[value]]), default=-1)
 
     def share(self, value: int, other: int) -> None:
-        """Place ``value`` in the memory of ``other`` from here on."""
-        home = self.memory[other]
-        self.memory[value] = home
-        self.members[home].append(value)
+        """Put ``value`` in the memory of ``other``."""
+        memory = self.memory[other]
+        self.memory[value] = memory
+        self.members[memory].append(value)
 
-    def _read_later(self, value: int, number: int, besides: tuple[int, ...] = ()) -> bool:
-        """Return whether something in the memory of ``value`` is read after node ``number``."""
-        home = self.memory[value]
-        alive = [member for member in self.members[home] if self.uses[member] > number]
-        self.members[home] = alive
-        return any(member not in besides for member in alive)
+    def _read_later(self, value: int, number: int, exempt: tuple[int, ...] = ()) -> bool:
+        """Return whether a value in the memory of ``value`` is read after node ``number``."""
+        memory = self.memory[value]
+        alive = [member for member in self.members[memory] if self.uses[member] > number]
+        self.members[memory] = alive
+        return any(member not in exempt for member in alive)
 
     def _write(self, number: int, target: int, version: int) -> str:
+        """Return the mode of a write to ``target`` that makes ``version``."""
         if not self._read_later(target, number):
-            self._keep(target, version)
+            self._reuse_memory(target, version)
             return IN_PLACE
-        back = self._matching_write_back(number, target, version)
-        if back is None:
+        write_back = self._matching_write_back(number, target, version)
+        if write_back is None:
             return COPY
-        base, done = back
-        if self.uses[base] != done or self._read_later(target, number, besides=(base,)):
+        base, write_back_number = write_back
+        if self.uses[base] != write_back_number or self._read_later(target, number, exempt=(base,)):
             return COPY
-        self.done.add(done)
-        self._keep(target, version)
+        self.done.add(write_back_number)
+        self._reuse_memory(target, version)
         return IN_PLACE
 
     def _matching_write_back(
@@ -233,16 +246,17 @@ class Aliases:
                 return (base, later) if same else None
         return None
 
-    def _keep(self, target: int, version: int) -> None:
-        """Place ``version`` in the memory of ``target``."""
+    def _reuse_memory(self, target: int, version: int) -> None:
+        """Put ``version`` in the memory of ``target``, which is overwritten."""
         self.share(version, target)
         if target in self.derived:
             self.derived[version] = self.derived[target]
-        home = self.memory[target]
-        if home < len(self.graph.inputs):
-            self.owned.add(home)
+        memory = self.memory[target]
+        if memory < len(self.graph.inputs):
+            self.owned.add(memory)
 
     def _write_back(self, number: int, node: Node, result: int) -> str:
+        """Return the mode of a ``write_back`` node."""
         base, value = node.args[0].index, node.args[1].index
         if number in self.done:
             mode = DONE
@@ -250,17 +264,18 @@ class Aliases:
             self.derived[value] = result, node.args[2]
         elif not self._read_later(base, number):
             mode = IN_PLACE
-            self._keep(base, result)
+            self._reuse_memory(base, result)
         else:
             mode = COPY
         return mode
 
     def _outputs(self) -> tuple[int, ...]:
-        copied, seen = [], set()
+        """Return the positions of outputs that must be copied out of shared memory."""
+        copied, returned = [], set()
         for position, value in enumerate(self.graph.outputs):
-            home = self.memory[value]
-            borrowed = home < len(self.graph.inputs) and home not in self.owned
-            if borrowed or home in seen:
+            memory = self.memory[value]
+            borrowed = memory < len(self.graph.inputs) and memory not in self.owned
+            if borrowed or memory in returned:
                 copied.append(position)
-            seen.add(home)
+            returned.add(memory)
         return tuple(copied)

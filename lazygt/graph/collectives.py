@@ -1,4 +1,4 @@
-"""The collectives of a rank's graph, counted and explained; and their flat buffers."""
+"""Collectives of a rank's graph: their payloads, their reasons, and their flat buffers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _RING = {
 
 _EXCHANGES = COLLECTIVES | POINT_TO_POINT
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
-_OF_ROWS = frozenset({"take_rows", "put_rows"})
-#: The purpose of each for the op that asked for it.
+_INDEXED = frozenset({"take_rows", "put_rows"})
+#: Purpose of each collective for the op that needs it.
 _PURPOSE = {
     "all_reduce": "adds up what each rank made with",
     "all_gather": "puts together the blocks made by",
@@ -47,7 +47,7 @@ _PURPOSE = {
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One collective; a bucket of several values is one.
+    """Collective of a rank's graph; a bucket of several values is one.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``send_recv``
@@ -86,11 +86,11 @@ def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
 
 
 def ring_limit(kind: str, nbytes: int) -> int:
-    """Return the limit of ``ring_bytes`` for very many ranks: (N - 1) / N is left out."""
+    """Return the limit of ``ring_bytes`` for many ranks, where (N - 1) / N is 1."""
     return _RING.get(kind, 1) * nbytes
 
 
-# -- the transport of a collective between ranks on CPUs of one host -------------------------------
+# -- choice of transport on one host ---------------------------------------------------------------
 
 #: Bytes that a rank sends to all others together, up to which sockets are as fast as shared memory.
 SOCKET_BYTES = 1 << 20
@@ -101,7 +101,7 @@ EXTRA_BYTES = 256 << 10
 def socket_bytes(kind: str, nbytes: int, ranks: int) -> float:
     """Return the bytes that a rank sends through sockets for a collective of this payload.
 
-    In an all-reduce each rank sends its whole value to all others, in one exchange; the other
+    In an all-reduce each rank sends its full value to all others, in one exchange; the other
     collectives send as much as in a ring.
     """
     return float((ranks - 1) * nbytes) if kind == "all_reduce" else ring_bytes(kind, nbytes, ranks)
@@ -110,8 +110,8 @@ def socket_bytes(kind: str, nbytes: int, ranks: int) -> float:
 def goes_by_sockets(kind: str, nbytes: int, ranks: int) -> bool:
     """Return whether ranks exchange the values through sockets; else through shared memory.
 
-    In shared memory each rank reduces its part, and the parts are gathered, which is no more than
-    in a ring. All ranks have to choose alike.
+    In shared memory each rank reduces its share, and the shares are gathered, which is no more than
+    in a ring. All ranks must make the same choice.
     """
     sent = socket_bytes(kind, nbytes, ranks)
     extra = sent - ring_bytes(kind, nbytes, ranks)
@@ -128,7 +128,7 @@ def communications(graph: Graph, mesh: Mesh | None = None) -> tuple[Communicatio
 
 
 def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, Communication]:
-    """Return the same, each by the number of the node that launches it."""
+    """Return the collectives by the number of the node that launches each."""
     if all(node.op not in _EXCHANGES for node in graph.nodes):
         return {}
     values = graph.values
@@ -141,7 +141,7 @@ def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, 
             _payload(node, values),
             node.args[-1],
             graph.line(number),
-            _why(node, makers, next((users.get(value) for value in results), None)),
+            _reason(node, makers, next((users.get(value) for value in results), None)),
             1 if mesh is None else mesh.size(node.args[-1]),
         )
         for number, (node, results) in enumerate(graph.numbered())
@@ -150,16 +150,19 @@ def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, 
 
 
 def _kind(node: Node) -> str:
+    """Return the kind of a collective as ``Communication`` has it."""
     if node.op in POINT_TO_POINT:
         return "send_recv"
-    return "all_to_all" if _purpose(node) in _OF_ROWS else _purpose(node)
+    return "all_to_all" if _purpose(node) in _INDEXED else _purpose(node)
 
 
 def _purpose(node: Node) -> str:
+    """Return the collective's name without ``lazygt.``; of a launch, its kind."""
     return str(node.args[0]) if node.op in _LAUNCHES else node.op.removeprefix("lazygt.")
 
 
 def _reduce_op(node: Node) -> str | None:
+    """Return the collective's reduction, or None."""
     if node.op in _LAUNCHES:
         return None if node.args[3] is None else str(node.args[3])
     if node.op == ALL_REDUCE:
@@ -168,29 +171,30 @@ def _reduce_op(node: Node) -> str | None:
 
 
 def _payload(node: Node, values: Sequence[TensorMeta | None]) -> int:
-    if _purpose(node) in _OF_ROWS:
+    """Return the payload in bytes, as ``Communication`` counts it."""
+    if _purpose(node) in _INDEXED:
         return rows_payload([values[value] for value in node.refs()])
     if node.op in _LAUNCHES:
-        return sum(_bytes(node, position, values) for position in range(len(node.args[1])))
-    makes = node.op in (ALL_GATHER, RECV)
-    meta = node.fresh[0] if makes else values[node.args[0].index]
+        return sum(_packed_bytes(node, position, values) for position in range(len(node.args[1])))
+    receives = node.op in (ALL_GATHER, RECV)
+    meta = node.fresh[0] if receives else values[node.args[0].index]
     return 0 if meta is None else meta.nbytes
 
 
 def rows_payload(operands: Sequence[TensorMeta | None]) -> int:
-    """Return the bytes of an exchange of rows, for a rank, from its operands.
+    """Return a rank's bytes in an exchange of rows by index, from its operands.
 
-    Each row that the index names counts with its place.
+    Each row that the index names counts with its index.
     """
     value, index, *_ = operands
     if value is None or index is None:
         return 0
-    row = math.prod(value.shape[1:]) * value.dtype.itemsize
-    return index.numel * (row + index.dtype.itemsize)
+    row_bytes = math.prod(value.shape[1:]) * value.dtype.itemsize
+    return index.numel * (row_bytes + index.dtype.itemsize)
 
 
-def _bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> int:
-    """Return the payload of one of the values that travel together."""
+def _packed_bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> int:
+    """Return the payload of one of the values that one launch sends together."""
     kind, operands, moves, _, _ = node.args
     meta = values[operands[position].index]
     if meta is None or kind != "all_gather":
@@ -224,30 +228,31 @@ def _users(graph: Graph) -> dict[int, str]:
     return users
 
 
-def _why(node: Node, makers: Sequence[str], user: str | None) -> str:
+def _reason(node: Node, makers: Sequence[str], user: str | None) -> str:
+    """Return the text of ``Communication.why``."""
     if node.op == RECV:
         return f"receives from rank {node.args[0]} of the axis, for {user or 'the result'}"
     operands = node.args[1] if node.op in _LAUNCHES else node.args[:1]
     maker = makers[operands[0].index]
     if node.op == SEND:
         return f"sends to rank {node.args[1]} of the axis what it made with {maker}"
-    others = f" and {len(operands) - 1} more" if len(operands) > 1 else ""
-    others = "" if _purpose(node) in _OF_ROWS else others
-    return f"{_PURPOSE[_purpose(node)]} {maker}{others}, for {user or 'the result'}"
+    others_text = f" and {len(operands) - 1} more" if len(operands) > 1 else ""
+    others_text = "" if _purpose(node) in _INDEXED else others_text
+    return f"{_PURPOSE[_purpose(node)]} {maker}{others_text}, for {user or 'the result'}"
 
 
-# -- layout of the values of one collective in its flat buffer -------------------------------------
+# -- layout of flat buffers ------------------------------------------------------------------------
 #
 # Every value has a slot. A slot has the same length on every rank of the axis, although blocks may
-# not: it has room for the largest block, the first. Slots begin at multiples of ``ALIGN`` bytes,
-# as kernels like it.
+# differ: its length is that of the largest block, the first. Slots begin at multiples of ``ALIGN``
+# bytes, the alignment of vectorized kernels.
 
 #: Bytes.
 ALIGN = 64
 
 
 class Slots(NamedTuple):
-    """Elements: start of each slot, length of its value, and total of all slots."""
+    """Slots of a flat buffer, in elements: starts, lengths of the values, and the total."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -258,48 +263,48 @@ def slots(
     kind: str,
     shapes: Sequence[Sequence[int]],
     moves: Sequence[Sequence[int]],
-    parts: int,
+    axis_size: int,
     itemsize: int,
 ) -> Slots:
     """Return the slots of one rank's values.
 
     Args:
         kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-        shapes: of the operands.
+        shapes: shapes of the operands.
         moves: see ``graph.placement``; not read for an all-reduce.
-        parts: ranks on the axis.
+        axis_size: number of ranks on the axis.
         itemsize: bytes of an element.
     """
     if kind == "all_reduce":
         lengths = tuple([math.prod(shape) for shape in shapes])
     else:
         lengths = tuple([
-            _block(shape, move, parts) for shape, move in zip(shapes, moves, strict=True)
+            _block(shape, move, axis_size) for shape, move in zip(shapes, moves, strict=True)
         ])  # fmt: skip
     if len(lengths) == 1:
         return Slots((0,), lengths, lengths[0])
-    step = max(ALIGN // itemsize, 1)
+    alignment = max(ALIGN // itemsize, 1)
     starts, total = [], 0
     for length in lengths:
         starts.append(total)
-        total += -(-length // step) * step
+        total += -(-length // alignment) * alignment
     return Slots(tuple(starts), lengths, total)
 
 
-def buffer_length(kind: str, parts: int, total: int, count: int = 1) -> int:
+def buffer_length(kind: str, axis_size: int, total: int, count: int = 1) -> int:
     """Return the elements of the buffer that a launch receives into.
 
     Args:
-        total: of the slots of a rank.
-        count: of the values. Several that are scattered are packed, and this rank's block of the
-            result is written over its own block.
+        total: elements of all slots of a rank.
+        count: number of values. Several scattered values are packed, and this rank's block of the
+            result overwrites its own block.
     """
     packed = kind == "reduce_scatter" and count > 1
-    return parts * total if kind == "all_gather" or packed else total
+    return axis_size * total if kind == "all_gather" or packed else total
 
 
-def _block(shape: Sequence[int], move: Sequence[int], parts: int) -> int:
-    """Return the elements of the largest block of a value gathered or scattered along a dim."""
+def _block(shape: Sequence[int], move: Sequence[int], axis_size: int) -> int:
+    """Return the elements of the largest block of a value sharded along a dim (the first block)."""
     dim, *size = move
-    rest = math.prod([each for place, each in enumerate(shape) if place != dim])
-    return rest * block_size(size[0] if size else shape[dim], parts, 0)
+    rest = math.prod([length for position, length in enumerate(shape) if position != dim])
+    return rest * block_size(size[0] if size else shape[dim], axis_size, 0)

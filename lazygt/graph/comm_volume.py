@@ -2,27 +2,27 @@
 
     data        gradients all-reduced                                   P
       ZeRO-1/2  gradients reduce-scattered, new weights gathered        2 P
-      ZeRO-3    (FSDP) weights gathered for the forward and, unless they are kept, again for the
-                backward, gradients reduce-scattered                    3 P, or 2 P
+      ZeRO-3    (FSDP) weights gathered for the forward and, unless they stay gathered, again for
+                the backward, gradients reduce-scattered                3 P, or 2 P
     tensor      (Megatron) 2 all-reduces a layer forward, 2 backward    4 B S H a layer
       sequence  each of them a reduce-scatter and an all-gather         8 B S H a layer
     pipeline    sent to the next stage, and gradients back              B S H a boundary, each way
     context
-      ring      keys and values passed on, forward and backward, and
-                their gradients sent home (Liu et al., 2023)            6 B S V a layer
+      ring      keys and values sent around, forward and backward, and
+                their gradients returned (Liu et al., 2023)             6 B S V a layer
       Ulysses   queries, keys, values and results exchanged,
                 forward and backward (Jacobs et al., 2023)              4 B S (H + V) a layer
     expert      all-to-all there and back, forward and backward         4 K B S H a layer
 
 The figures follow from the model's sizes, without a program. P: the parameters' bytes. B: sequences
 that one replica computes at once, S: their length, H: the hidden size, V: the width of a token's
-keys (H, or less if heads share keys), K: experts a token; times the bytes of an element, which is
-why a dtype is asked for: B x S x H is a number of elements.
+keys (H, or less if heads share keys), K: experts a token. B x S x H is a number of elements, which
+the dtype's itemsize turns into bytes.
 
-A step of M microbatches exchanges activations M times. Each rank adds up its gradients, which are
-reduced once, unless they, or weights, are kept in blocks (ZeRO-2 and 3): then each microbatch
+A step of M microbatches exchanges activations M times. Each rank accumulates its gradients, which
+are reduced once, unless gradients or weights are sharded (ZeRO-2 and 3): then each microbatch
 gathers the weights and scatters its gradients. Ranks along the context have the same weights, and
-reduce gradients together with those of data.
+reduce gradients together with the ranks of data.
 
 *Logical* is the payload. ``graph.collectives.ring_bytes`` gives the bytes that the ranks of a ring
 send for it: 2 (N - 1) / N of an all-reduce's payload, (N - 1) / N of a gather's, a scatter's or an
@@ -49,12 +49,12 @@ _AXES = {
 _BY_AXIS = {axis: kind for kind, axes in _AXES.items() for axis in axes.split()}
 _GATHER, _SCATTER, _REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 _EXCHANGE, _SEND = "all_to_all", "send_recv"
-#: Ways to attend to keys that other ranks have.
+#: Algorithms of attention over keys on several ranks.
 RING, ULYSSES = "ring", "ulysses"
 
 
 def parallelism_of(axis: str) -> str:
-    """Return the kind of parallelism that an axis is named for; empty if it is none."""
+    """Return the kind of parallelism that an axis' name stands for; "" for an unknown name."""
     return _BY_AXIS.get(axis.lower(), "")
 
 
@@ -66,10 +66,10 @@ class Volume(NamedTuple):
         ranks: the number that meet.
         kind: as in ``Communication``.
         what: the sent values, in words.
-        times: the number of collectives in the whole model.
-        elements: of each one's whole payload.
+        times: number of collectives in the model.
+        elements: elements of each collective's full payload.
         itemsize: bytes of an element.
-        rank_elements: of all payloads that one rank takes part in.
+        rank_elements: elements of all payloads that one rank participates in.
     """
 
     parallelism: str
@@ -102,14 +102,14 @@ class TransformerStep:
     """A training step, in numbers.
 
     Attributes:
-        params: of the whole model.
+        params: number of parameters of the model.
         itemsize: bytes of a parameter, and of a gradient.
         activation_itemsize: bytes of an element of an activation.
-        data, tensor, pipeline, context, expert: ranks of each kind; experts lie on ranks of
-            ``data``.
-        zero: 0: all is replicated; 1 and 2: optimizer and gradients in blocks; 3: weights, too.
+        data, tensor, pipeline, context, expert: number of ranks of each kind; experts are on
+            ranks of ``data``.
+        zero: 0: all is replicated; 1 and 2: optimizer and gradients sharded; 3: weights, too.
         reshard: under ZeRO-3 weights are gathered again for the backward.
-        sequence_parallel: activations between tensor-parallel layers are in blocks.
+        sequence_parallel: activations between tensor-parallel layers are sharded.
         layers, hidden, batch, sequence: see above; 0: not known.
         experts_per_token: K.
         microbatches: M, each of ``batch`` sequences.
@@ -153,17 +153,18 @@ class TransformerStep:
         return self.batch * self.sequence * (self.kv_hidden or self.hidden)
 
     def _data(self) -> Iterator[Volume]:
+        """Yield the volumes of data parallelism."""
         ranks = self.data * self.context
         if ranks == 1:
             return
-        of_rank = -(-self.params // (self.tensor * self.pipeline))
-        for kind, what, times in self._of_state():
+        rank_params = -(-self.params // (self.tensor * self.pipeline))
+        for kind, name, times in self._state_collectives():
             yield Volume(
-                DATA, ranks, kind, what, times, self.params, self.itemsize, times * of_rank
+                DATA, ranks, kind, name, times, self.params, self.itemsize, times * rank_params
             )
 
-    def _of_state(self) -> Iterator[tuple[str, str, int]]:
-        """Yield (kind, name of the sent values, times a step)."""
+    def _state_collectives(self) -> Iterator[tuple[str, str, int]]:
+        """Yield (kind, name of the sent values, times a step) of gradients and weights."""
         if self.zero == 0:
             yield _REDUCE, "gradients", 1
             return
@@ -176,55 +177,59 @@ class TransformerStep:
             yield _GATHER, "new weights", 1
 
     def _tensor(self) -> Iterator[Volume]:
+        """Yield the volumes of tensor parallelism."""
         if self.tensor == 1:
             return
         kinds = (_SCATTER, _GATHER) if self.sequence_parallel else (_REDUCE,)
-        for way in ("forward", "backward"):
+        for direction in ("forward", "backward"):
             for kind in kinds:
                 yield self._layers(
-                    TENSOR, self.tensor, kind, f"activations, {way}", 2, self.activation
+                    TENSOR, self.tensor, kind, f"activations, {direction}", 2, self.activation
                 )
 
     def _expert(self) -> Iterator[Volume]:
+        """Yield the volumes of expert parallelism."""
         if self.expert == 1:
             return
         tokens = self.experts_per_token * self.activation
-        for way in ("forward", "backward"):
-            yield self._layers(EXPERT, self.expert, _EXCHANGE, f"tokens, {way}", 2, tokens)
+        for direction in ("forward", "backward"):
+            yield self._layers(EXPERT, self.expert, _EXCHANGE, f"tokens, {direction}", 2, tokens)
 
     def _context(self) -> Iterator[Volume]:
+        """Yield the volumes of context parallelism."""
         if self.context == 1:
             return
         if self.attention == ULYSSES:
-            for way in ("forward", "backward"):
-                for what, elements in (("queries, results", self.activation),
+            for direction in ("forward", "backward"):
+                for name, elements in (("queries, results", self.activation),
                                        ("keys, values", self.keys)):  # fmt: skip
                     yield self._layers(
-                        CONTEXT, self.context, _EXCHANGE, f"{what}, {way}", 2, elements
+                        CONTEXT, self.context, _EXCHANGE, f"{name}, {direction}", 2, elements
                     )
             return
-        for what in ("keys, values, forward", "keys, values, backward", "their gradients"):
-            volume = self._layers(CONTEXT, self.context, _SEND, what, 2, self.keys)
-            # its own block is not sent to itself, the others' go once round
+        for name in ("keys, values, forward", "keys, values, backward", "their gradients"):
+            volume = self._layers(CONTEXT, self.context, _SEND, name, 2, self.keys)
+            # a rank forwards every block but one around the ring
             yield volume._replace(rank_elements=volume.rank_elements * (self.context - 1))
 
     def _layers(
-        self, parallelism: str, ranks: int, kind: str, what: str, times: int, elements: int
+        self, parallelism: str, ranks: int, kind: str, name: str, times: int, elements: int
     ) -> Volume:
-        """Return ``times`` collectives a layer; a rank has its stage's layers and sequence part."""
-        of_rank = -(-self.layers // self.pipeline)
+        """Return the volume of ``times`` collectives in each layer."""
+        rank_layers = -(-self.layers // self.pipeline)
         return Volume(
-            parallelism, ranks, kind, what, times * self.layers * self.microbatches, elements,
+            parallelism, ranks, kind, name, times * self.layers * self.microbatches, elements,
             self.activation_itemsize,
-            times * of_rank * self.microbatches * -(-elements // self.context),
+            times * rank_layers * self.microbatches * -(-elements // self.context),
         )  # fmt: skip
 
     def _pipeline(self) -> Iterator[Volume]:
+        """Yield the volumes of pipeline parallelism."""
         if self.pipeline == 1:
             return
-        for what in ("activations, forward", "gradients, backward"):
+        for name in ("activations, forward", "gradients, backward"):
             yield Volume(
-                PIPELINE, self.pipeline, _SEND, what, (self.pipeline - 1) * self.microbatches,
+                PIPELINE, self.pipeline, _SEND, name, (self.pipeline - 1) * self.microbatches,
                 self.activation, self.activation_itemsize,
                 self.microbatches * -(-self.activation // self.context),
             )  # fmt: skip

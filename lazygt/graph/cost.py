@@ -30,7 +30,7 @@ from lazygt.graph.placement import COLLECTIVES, POINT_TO_POINT, WAIT
 
 #: Collectives, and the waits for them.
 _COLLECTIVES = COLLECTIVES | POINT_TO_POINT | {WAIT}
-#: Every family, those that a fused node takes its family from first.
+#: Every family, in order of precedence for the family of a fused node.
 FAMILIES = ("matmul", "reduction", "pointwise", "random", "other", "memory", "collective",
             "view")  # fmt: skip
 
@@ -39,34 +39,34 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Give their operand's memory another shape; the schema says so only of true views.
+#: Ops that reshape their operand's memory; the schema declares only true views.
 _VIEWS = _names("""_unsafe_view _reshape_alias unsafe_split unsafe_split_with_sizes unsafe_chunk
     lift lift_fresh""")
-#: Take memory and leave it as it is.
+#: Ops that allocate memory without writing it.
 _UNTOUCHED = _names("empty empty_like empty_permuted empty_strided new_empty")
 _FREE = _UNTOUCHED | _names("wait wait_tensor manual_seed get_rng_state set_rng_state")
-#: Write their first argument without reading it.
+#: Ops that write their first argument without reading it.
 _OVERWRITES = _names("copy fill zero uniform normal bernoulli exponential random")
-#: Make a tensor in the likeness of another, without reading that.
-_LIKENESSES = _names("""empty_like zeros_like ones_like full_like rand_like randn_like randint_like
-    new_empty new_zeros new_ones new_full""")
-#: Read from their first argument only the elements that they return.
-_PICKS = _names("embedding gather index index_select shard take _unsafe_index")
-_MOVES = _names("""arange as_strided block_diag cat clone contiguous copy diag_embed diagonal
+#: Ops that create a tensor of the shape of another, without reading that.
+_LIKE_FACTORIES = _names("""empty_like zeros_like ones_like full_like rand_like randn_like
+    randint_like new_empty new_zeros new_ones new_full""")
+#: Ops that read from their first argument only the elements that they return.
+_GATHERS = _names("embedding gather index index_select shard take _unsafe_index")
+_COPIES = _names("""arange as_strided block_diag cat clone contiguous copy diag_embed diagonal
     embedding_dense eye fill first flip full index_copy index_fill index_put _index_put_impl
     linspace masked_select ones repeat roll scalar_tensor select slice split stack tril triu unfold
     _unsafe_index_put write_back zero zeros""")
-_MEMORY = _MOVES | _PICKS | _LIKENESSES | _UNTOUCHED
+_MEMORY = _COPIES | _GATHERS | _LIKE_FACTORIES | _UNTOUCHED
 _REDUCTIONS = _names("""all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod
     cumsum histc kthvalue linalg__powsum logsumexp max mean median min nansum prod std std_mean sum
     trace var var_mean""")
-#: Pointwise although torch does not tag them so.
+#: Pointwise ops without torch's tag.
 _POINTWISE = _names("""complex dropout hardswish polar native_dropout _fused_adagrad _fused_adam
     _fused_adamw _fused_sgd""")
-#: Parts of names that tell the family of many ops.
+#: Substrings of op names that determine the family.
 _MEMORY_PARTS = ("_copy", "_pad", "scatter", "shuffle")
 _REDUCTION_PARTS = ("binary_cross_entropy", "loss", "norm", "pool", "softmax")
-#: One multiplication and one addition an element of the operand at this position.
+#: Products with one multiplication and one addition for each element of the operand at a position.
 _VECTOR_PRODUCTS = {"addmv": 1, "dot": 0, "mv": 0, "vdot": 0}
 
 Metas = Sequence[TensorMeta | None]
@@ -103,19 +103,20 @@ class Cost:
 
 
 def base_name(op: str) -> str:
-    """Return an op's bare name, without in-place mark: ``add`` for ``aten.add_.Tensor``."""
+    """Return an op's bare name: ``add`` for ``aten.add_.Tensor``."""
     name = op.split(".")[1]
     return name if name.endswith("__") else name.removesuffix("_")
 
 
 def _grouped_flops(matrix: torch.Tensor, other: torch.Tensor, *_: object, **__: object) -> int:
-    """Return the flops of products of groups of rows: each row, or column, is in one group."""
+    """Return the flops of a grouped product: each row, or column, is in one group."""
     groups = matrix.shape[0] if (matrix.dim(), other.dim()) == (3, 2) else 1
     return 2 * matrix.numel() * other.shape[-1] // groups
 
 
 @cache
 def _formula(base: str) -> Callable[..., int] | None:
+    """Return torch's flop formula of an op, or None."""
     if base == "_grouped_mm":
         return _grouped_flops
     # torch has attention's formulas under the names of the kernels for GPUs only
@@ -129,8 +130,8 @@ def family(node: Node) -> str:
         return min((family(member) for member in node.body.nodes), key=FAMILIES.index)
     if node.op in _COLLECTIVES or node.op.startswith("_c10d_functional."):
         return "collective"
-    base, known = base_name(node.op), op_facts(node)
-    if base in _VIEWS or (known is not None and (known.views or known.inplace_view)):
+    base, facts = base_name(node.op), op_facts(node)
+    if base in _VIEWS or (facts is not None and (facts.views or facts.inplace_view)):
         return "view"
     computes = _formula(base) is not None
     return "random" if draws(node) and not computes else _family_of_name(base)
@@ -138,18 +139,19 @@ def family(node: Node) -> str:
 
 @cache
 def _family_of_name(base: str) -> str:
+    """Return the family of an op that is neither a view nor a collective, by its bare name."""
     if _formula(base) is not None or base in _VECTOR_PRODUCTS:
         return "matmul"
     forward = base.removesuffix("_data").removesuffix("_backward")
-    if forward in _MEMORY or any(part in forward for part in _MEMORY_PARTS):
+    if forward in _MEMORY or any(substring in forward for substring in _MEMORY_PARTS):
         return "memory"
-    if forward in _REDUCTIONS or any(part in forward for part in _REDUCTION_PARTS):
+    if forward in _REDUCTIONS or any(substring in forward for substring in _REDUCTION_PARTS):
         return "reduction"
     return "pointwise" if forward in _POINTWISE or _is_tagged_pointwise(forward) else "other"
 
 
 def _is_tagged_pointwise(base: str) -> bool:
-    """Return whether torch tags any overload so; it omits some in-place and backward ops."""
+    """Return whether torch tags any overload of an op as pointwise."""
     packet = getattr(torch.ops.aten, base, None)
     if packet is None:
         return False
@@ -163,10 +165,10 @@ def graph_costs(graph: Graph) -> list[Cost]:
 
 
 def member_costs(graph: Graph) -> list[list[Cost]]:
-    """Return for each node the costs of its members; for a plain node, its own alone.
+    """Return for each node the costs of its members; for a plain node, its own cost alone.
 
-    A fused node is one launch that reads the node's inputs and writes its results. Those bytes
-    and the launch are its first member's; every member has its own flops.
+    A fused node is one launch that reads the node's inputs and writes its results. Those bytes and
+    the launch count at its first member; every member has its own flops.
     """
     metas, costs = graph.values, []
     for node, modes in zip(graph.nodes, analyse(graph).modes, strict=True):
@@ -175,7 +177,7 @@ def member_costs(graph: Graph) -> list[list[Cost]]:
         else:
             flops = [_flops(member, node.body.values) for member in node.body.nodes]
         first, *others = map(Cost, flops)
-        costs.append([first + _moved(node, metas, modes), *others])
+        costs.append([first + _memory_cost(node, metas, modes), *others])
     return costs
 
 
@@ -193,20 +195,22 @@ def by_line(graph: Graph) -> dict[str, Cost]:
     return totals
 
 
-def _moved(node: Node, metas: Metas, modes: Sequence[str]) -> Cost:
-    """Return a node's bytes and launches."""
+def _memory_cost(node: Node, metas: Metas, modes: Sequence[str]) -> Cost:
+    """Return a node's bytes read and written, and its launch."""
     if DONE in modes or _is_free(node):
         return Cost()
-    read = sum(_stored(metas[value]) for value in set(node.refs()) - _unread(node))
-    written = sum(map(_stored, node.results))
+    read = sum(_distinct_bytes(metas[value]) for value in set(node.refs()) - _unread(node))
+    written = sum(map(_distinct_bytes, node.results))
     targets = node.writes
     if node.op == WRITE_BACK:  # only the region that the view covers
-        read = written = _stored(metas[node.args[1].index])
+        read = written = _distinct_bytes(metas[node.args[1].index])
         targets = (node.args[0].index,)
-    elif base_name(node.op) in _PICKS:
+    elif base_name(node.op) in _GATHERS:
         read += written
     copied = sum(
-        _stored(metas[target]) for target, mode in zip(targets, modes, strict=True) if mode == COPY
+        _distinct_bytes(metas[target])
+        for target, mode in zip(targets, modes, strict=True)
+        if mode == COPY
     )
     return Cost(0, read + copied, written + copied, 1)
 
@@ -219,13 +223,13 @@ def _is_free(node: Node) -> bool:
 def _unread(node: Node) -> set[int]:
     """Return the operands of a node that it does not read, or not entirely."""
     base = base_name(node.op)
-    if base in _LIKENESSES or base in _PICKS or base in _OVERWRITES:
+    if base in _LIKE_FACTORIES or base in _GATHERS or base in _OVERWRITES:
         first = node.args[0] if node.args else None
         return {first.index} if isinstance(first, Ref) else set()
     return set(node.writes) if node.op.endswith("out") else set()
 
 
-def _stored(meta: TensorMeta | None) -> int:
+def _distinct_bytes(meta: TensorMeta | None) -> int:
     """Return the bytes of a tensor's distinct elements; 0 for an unknown meta."""
     if meta is None:
         return 0
@@ -236,6 +240,7 @@ def _stored(meta: TensorMeta | None) -> int:
 
 
 def _flops(node: Node, metas: Metas) -> int:
+    """Return a node's arithmetic operations."""
     kind = family(node)
     if kind in ("view", "memory", "collective") or _is_free(node):
         return 0
@@ -248,6 +253,8 @@ def _flops(node: Node, metas: Metas) -> int:
 
 
 def _matmul_flops(node: Node, metas: Metas) -> int:
+    """Return the flops of a product, from the metas of its arguments."""
+
     def leaf(item: Arg) -> Arg:
         return metas[item.index] if type(item) is Ref else 1 if type(item) is Param else item
 
@@ -279,16 +286,16 @@ def _tensor(item: Any) -> Any:
     return item.empty("meta") if type(item) is TensorMeta else item
 
 
-#: Operands that are multiplied: the places of the two matrices among an op's tensors.
+#: Positions of the two multiplied matrices among an op's tensors.
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
 
 def product_sizes(node: Node, metas: Metas) -> tuple[int, int, int, int] | None:
     """Return (m, n, k, count) of a node's products of [m, k] and [k, n]; None for another op."""
-    if node.body is not None or (places := _PRODUCTS.get(base_name(node.op))) is None:
+    if node.body is not None or (positions := _PRODUCTS.get(base_name(node.op))) is None:
         return None
     operands = [meta.shape for value in node.refs() if (meta := metas[value]) is not None]
-    if len(operands) <= max(places):
+    if len(operands) <= max(positions):
         return None
-    left, right = (operands[place] for place in places)
+    left, right = (operands[position] for position in positions)
     return left[-2], right[-1], left[-1], math.prod(left[:-2])

@@ -1,7 +1,7 @@
-"""torch's process-wide flags that decide bits or errors of ops: read, checked, set.
+"""torch's process-wide flags that decide bits or errors of ops: read, check, set.
 
-A plan is recorded under some flags and runs under the same ones, in any process. They are written
-as differences to torch's defaults, so that a program without any has none to send.
+A plan is recorded under some flags and runs under the same ones, in any process. Flags are stored
+as differences from torch's defaults, so a program without any has none to send.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Flags = tuple[tuple[str, Any], ...]
 
 #: The number of threads that kernels use, where the program has set it.
 THREADS = "num_threads"
-#: Flags that no compiled code depends on: they are heeded when it runs.
+#: Flags that compiled code does not depend on: kernels read them when they run.
 _AT_RUN_TIME = frozenset({THREADS, "flush_denormal"})
 _MOST_THREADS = 1024
 #: torch's threads as the process has begun.
@@ -27,11 +27,11 @@ _THREADS_AT_IMPORT = torch.get_num_threads()
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag.
+    """Process-wide flag of torch.
 
     Attributes:
-        default: torch's.
-        choices: the values it may have; a hostile peer sends others.
+        default: torch's default.
+        choices: the valid values; a hostile peer may send others.
         get, set: torch's own functions, not a session's replacements.
     """
 
@@ -43,30 +43,38 @@ class Flag:
 
 def _switch(default: bool, name: str) -> Flag:
     """Return a flag that ``torch._C`` has a getter and a setter for."""
-    get, put = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
-    return Flag(default, (False, True), get, put)
+    getter, setter = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
+    return Flag(default, (False, True), getter, setter)
 
 
 def _reduction(dtype: str) -> Flag:
+    """Return the flag of reduced-precision reductions of matmuls in a half dtype."""
     name = f"cublas_allow_{dtype}_reduced_precision_reduction"
-    put = getattr(torch._C, f"_set_{name}")
-    pairs = tuple([(reduced, split) for reduced in (False, True) for split in (False, True)])
-    return Flag((True, True), pairs, getattr(torch._C, f"_get_{name}"), lambda pair: put(*pair))
+    setter = getattr(torch._C, f"_set_{name}")
+    pairs = tuple(
+        [
+            (reduced_precision, split_k)
+            for reduced_precision in (False, True)
+            for split_k in (False, True)
+        ]
+    )
+    return Flag((True, True), pairs, getattr(torch._C, f"_get_{name}"), lambda pair: setter(*pair))
 
 
 def _precision(backend: str, op: str) -> Flag:
-    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    """Return the flag of a backend's float32 precision for an op."""
+    getter, setter = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     default = "tf32" if backend == "cuda" and op in ("conv", "rnn") else "none"
     return Flag(
         default,
         ("none", "ieee", "tf32", "bf16"),
-        lambda: get(backend, op),
-        lambda value: put(backend, op, value),
+        lambda: getter(backend, op),
+        lambda value: setter(backend, op, value),
     )
 
 
 def _matmul_precision() -> str:
-    """Return the precision, also if backends have their own, which torch's getter refuses."""
+    """Return the float32 matmul precision; torch's getter raises if backends differ."""
     try:
         return torch._C._get_float32_matmul_precision()
     except RuntimeError:
@@ -76,7 +84,7 @@ def _matmul_precision() -> str:
 
 
 def _cudnn_allows_tf32() -> bool:
-    """Return the flag, also if cuDNN's ops have their own precisions: torch's getter refuses."""
+    """Return cuDNN's TF32 flag; torch's getter raises if its ops differ."""
     try:
         return torch._C._get_cudnn_allow_tf32()
     except RuntimeError:
@@ -84,38 +92,40 @@ def _cudnn_allows_tf32() -> bool:
 
 
 def flushes_denormals() -> bool:
-    """Return whether this thread flushes denormals, found by a product: torch has no getter."""
+    """Return whether this thread flushes denormals, tested by a product: torch has no getter."""
     smallest = torch.finfo(torch.float64).tiny
     return smallest * 0.5 == 0.0
 
 
 def _deterministic() -> Flag:
-    get, warns = (
+    """Return the flag of deterministic algorithms: off, warn or on."""
+    getter, warn_only = (
         torch._C._get_deterministic_algorithms,
         torch._C._get_deterministic_algorithms_warn_only,
     )
-    put = torch._C._set_deterministic_algorithms
+    setter = torch._C._set_deterministic_algorithms
     return Flag(
         "off",
         ("off", "warn", "on"),
-        lambda: ("warn" if warns() else "on") if get() else "off",
-        lambda value: put(value != "off", warn_only=value == "warn"),
+        lambda: ("warn" if warn_only() else "on") if getter() else "off",
+        lambda value: setter(value != "off", warn_only=value == "warn"),
     )
 
 
 def _default_dtype() -> Flag:
-    put = torch._C._set_default_dtype
+    """Return the flag of the default dtype, by name."""
+    setter = torch._C._set_default_dtype
     return Flag(
         "float32",
         ("float16", "bfloat16", "float32", "float64"),
         lambda: str(torch.get_default_dtype()).removeprefix("torch."),
-        lambda name: put(getattr(torch, name)),
+        lambda name: setter(getattr(torch, name)),
     )
 
 
-#: Set in any case, and first: they set precisions of backends, too, and torch compares them.
+#: Always set, and first: these flags also set backends' precisions, which torch then compares.
 _LEGACY = frozenset({"float32_matmul_precision", "cudnn.allow_tf32"})
-#: In the order in which they are set.
+#: Flag name -> flag, in the order in which flags are set.
 TABLE: Mapping[str, Flag] = {
     "deterministic_algorithms": _deterministic(),
     "fill_uninitialized_memory": _switch(True, "deterministic_fill_uninitialized_memory"),
@@ -152,10 +162,10 @@ TABLE: Mapping[str, Flag] = {
 
 
 def read_flags(threads: bool = False) -> Flags:
-    """Return the flags of this process; of flags by thread, this thread's.
+    """Return the flags of this process that differ from torch's defaults.
 
     Args:
-        threads: with the number of threads, if it is not the one that the process began with.
+        threads: include the number of threads, if the program has changed it.
     """
     values = [(name, flag.get(), flag.default) for name, flag in TABLE.items()]
     flags = tuple([(name, value) for name, value, default in values if value != default])
@@ -166,26 +176,26 @@ def read_flags(threads: bool = False) -> Flags:
 
 
 def write_flags(flags: Flags, threads: int) -> None:
-    """Set these flags in this process, on this thread.
+    """Set all flags in this process and on this thread; an absent flag gets its default.
 
     Args:
-        threads: of kernels, if the flags have no number.
+        threads: number of kernel threads, if the flags have none.
     """
-    given = dict(flags)
+    values = dict(flags)
     for name, flag in TABLE.items():
-        value = given.get(name, flag.default)
+        value = values.get(name, flag.default)
         if name in _LEGACY or flag.get() != value:
             flag.set(value)
-    wanted = given.get(THREADS, threads)
-    if torch.get_num_threads() != wanted:
-        torch._C.set_num_threads(wanted)
+    thread_count = values.get(THREADS, threads)
+    if torch.get_num_threads() != thread_count:
+        torch._C.set_num_threads(thread_count)
 
 
 def check_flags(flags: Flags) -> None:
     """Refuse flags that ``read_flags`` never returns.
 
     Raises:
-        ValueError: a flag that is unknown, has no such value, or stands there twice.
+        ValueError: an unknown flag, an invalid value, or a repeated flag.
     """
     for name, value in flags:
         if name == THREADS:
@@ -198,7 +208,7 @@ def check_flags(flags: Flags) -> None:
         if not allowed:
             raise ValueError(f"no flag {name!r} with the value {value!r}")
     if len(dict(flags)) != len(flags):
-        raise ValueError("a flag is given twice")
+        raise ValueError("a flag occurs twice")
 
 
 def flags_of_code(flags: Flags) -> Flags:
@@ -219,7 +229,7 @@ def fills_new_memory() -> bool:
 
 @contextmanager
 def nondeterministic() -> Iterator[None]:
-    """Let ops that have no deterministic kernel on this device pass: no kernel runs."""
+    """Context in which ops without a deterministic kernel raise no error: no kernel runs."""
     flag = TABLE["deterministic_algorithms"]
     before = flag.get()
     if before == "off":

@@ -1,8 +1,8 @@
-"""Eligibility of nodes for fused nodes, as pass and compiler agree on it.
+"""Eligibility of nodes for operator fusion, shared by the pass and the compiler.
 
 A member is a pointwise op, a reduction or a normalization on dense tensors of ordinary dtypes. A
-run-time number is allowed where a tensor of one element gives the same result: the compiler puts
-one there.
+run-time number is allowed where a tensor of one element gives the same result: the compiler passes
+such a tensor.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ NORMALIZATIONS = frozenset(
         "aten.native_batch_norm_backward.default",
     }
 )
-#: Pointwise although torch does not tag them so.
+#: Pointwise ops without torch's tag.
 _COPIES = frozenset({"aten.copy_.default", "aten._to_copy.default"})
-#: Pointwise by tag, but more than arithmetic: they choose layouts, or make memory.
-_OTHERWISE = frozenset({"clone", "fill", "zeros_like", "ones_like", "full_like"})
+#: Ops with torch's pointwise tag that do more than arithmetic: they choose layouts or allocate.
+_NOT_ARITHMETIC = frozenset({"clone", "fill", "zeros_like", "ones_like", "full_like"})
 _DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64,
                      torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
-_EXACT = (torch.float32, torch.float64)
+_FULL_PRECISION = (torch.float32, torch.float64)
 
 #: Places of run-time numbers: functional overload -> positions and keywords. No exponents: torch
 #: multiplies for 2 and 3 and takes roots for 0.5, compiled code takes logarithms.
@@ -100,12 +100,16 @@ def is_fusible(node: Node, metas: Metas) -> bool:
         metas: the meta of every value.
     """
     if node.op in REDUCTIONS or node.op in NORMALIZATIONS:
-        return bool(node.fresh) and _ordinary(node, metas) and _takes_numbers(node, metas)
+        return (
+            bool(node.fresh)
+            and _has_ordinary_tensors(node, metas)
+            and _numbers_fit_tensors(node, metas)
+        )
     if len(node.results) != 1 or not is_pointwise(node.op):
         return False
     if node.op in _COPIES and any(key != "dtype" and arg is not None for key, arg in node.kwargs):
         return False
-    return _ordinary(node, metas) and _takes_numbers(node, metas)
+    return _has_ordinary_tensors(node, metas) and _numbers_fit_tensors(node, metas)
 
 
 @lru_cache(maxsize=4096)
@@ -121,13 +125,13 @@ def is_pointwise(op: str) -> bool:
         return False
     f = facts(overload(pure))  # torch tags few of the overloads that write
     single = f.outputs == ("f",) and not (f.random or f.dynamic or f.aliases)
-    return single and f.pointwise and pure.split(".")[1] not in _OTHERWISE
+    return single and f.pointwise and pure.split(".")[1] not in _NOT_ARITHMETIC
 
 
-def _ordinary(node: Node, metas: Metas) -> bool:
+def _has_ordinary_tensors(node: Node, metas: Metas) -> bool:
     """Return whether all tensors have elements, an ordinary dtype and no lazy bits."""
     results = node.results
-    if node.op in NORMALIZATIONS:  # gradients that were not asked for, statistics that were given
+    if node.op in NORMALIZATIONS:  # absent gradients, and empty statistics
         results = tuple(meta for meta in results if meta is not None and 0 not in meta.shape)
     tensors = [metas[value] for value in node.refs()] + list(results)
     return bool(tensors) and all(
@@ -141,7 +145,7 @@ def pure_form(op: str) -> tuple[str, str]:
     """Return the functional overload of a pointwise op or reduction, and the dropped keyword.
 
     Raises:
-        KeyError: there is none.
+        KeyError: no functional overload exists.
     """
     arguments = overload(op)._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None]
@@ -149,28 +153,35 @@ def pure_form(op: str) -> tuple[str, str]:
     if not written or op == "aten.copy_.default":
         return op, ""
     in_place = written == ["self"] and name.endswith("_")
-    kept = [(a.name, str(a.type)) for a in arguments if in_place or a.name not in written]
+    wanted_arguments = [
+        (a.name, str(a.type)) for a in arguments if in_place or a.name not in written
+    ]
     for candidate in _overloads(namespace, name.removesuffix("_") if in_place else name):
-        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == kept:
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted_arguments:
             return str(candidate), "" if in_place else written[0]
     raise KeyError(op)
 
 
 def _overloads(namespace: str, name: str) -> list[Overload]:
+    """Return the overloads of an op."""
     packet = getattr(getattr(torch.ops, namespace), name, None)
-    return [] if packet is None else [getattr(packet, which) for which in packet.overloads()]
+    return (
+        []
+        if packet is None
+        else [getattr(packet, overload_name) for overload_name in packet.overloads()]
+    )
 
 
 def numbers_of(node: Node) -> list[tuple[int | str, Param]]:
     """Return the run-time numbers among the arguments: (position or keyword, Param)."""
     numbers: list[tuple[int | str, Param]] = []
-    places: list[tuple[int | str, Arg]] = [*enumerate(node.args), *node.kwargs]
-    for place, arg in places:
-        numbers.extend((place, Param(index)) for index in params_in(arg))
+    arguments: list[tuple[int | str, Arg]] = [*enumerate(node.args), *node.kwargs]
+    for position, arg in arguments:
+        numbers.extend((position, Param(index)) for index in params_in(arg))
     return numbers
 
 
-def _takes_numbers(node: Node, metas: Metas) -> bool:
+def _numbers_fit_tensors(node: Node, metas: Metas) -> bool:
     """Return whether each run-time number could be a tensor, with the same arithmetic."""
     numbers = numbers_of(node)
     if not numbers:
@@ -180,37 +191,40 @@ def _takes_numbers(node: Node, metas: Metas) -> bool:
     dtypes = {m.dtype for value in node.refs() if (m := metas[value]) is not None}
     if pure == "aten.masked_fill.Scalar":
         dtypes.discard(torch.bool)
-    return all(place in allowed for place, _ in numbers) and dtypes <= set(_EXACT) \
+    return all(position in allowed for position, _ in numbers) and dtypes <= set(_FULL_PRECISION) \
         and len(dtypes) == 1  # fmt: skip
 
 
-# -- fused nodes opened: the same graph with the members in the place of their node ----------------
+# -- inlining of fused nodes -----------------------------------------------------------------------
 
 
-def expand_fused(graph: Graph, kept: Collection[int] = ()) -> Graph:
+def expand_fused(graph: Graph, retained: Collection[int] = ()) -> Graph:
     """Return ``graph`` with every fused node replaced by its members, in their order.
 
     Args:
-        kept: numbers of fused nodes that stay as they are.
+        retained: numbers of fused nodes that are not replaced.
     """
-    if all(node.body is None or n in kept for n, node in enumerate(graph.nodes)):
+    if all(node.body is None or n in retained for n, node in enumerate(graph.nodes)):
         return graph
-    return _Inlined(graph, kept).graph()
+    return _Inlined(graph, retained).graph()
 
 
 class _Inlined:
-    def __init__(self, source: Graph, kept: Collection[int]) -> None:
-        self.source, self.kept = source, kept
+    """Graph under construction, with the members of fused nodes inlined."""
+
+    def __init__(self, source: Graph, retained: Collection[int]) -> None:
+        self.source, self.retained = source, retained
         self.nodes: list[Node] = []
         self.lines: list[str] = []
         self.origins: list[int] = []
         self.count = len(source.inputs)
 
     def graph(self) -> Graph:
+        """Return the graph with inlined members."""
         source = self.source
         numbers = list(range(self.count))
         for number, node in enumerate(source.nodes):
-            if node.body is None or number in self.kept:
+            if node.body is None or number in self.retained:
                 self._add(node, numbers, None, source.line(number), source.origin(number))
             else:
                 numbers.extend(self._members(node, node.body, numbers))
@@ -221,16 +235,18 @@ class _Inlined:
         )
 
     def _members(self, node: Node, body: Graph, numbers: list[int]) -> list[int]:
-        """Add a fused node's members, and return the numbers of the node's results."""
-        inner = [numbers[ref] for ref in node.refs()]
+        """Append a fused node's members; return the numbers of the node's results."""
+        member_numbers = [numbers[ref] for ref in node.refs()]
         params = [arg.index for arg in node.args if type(arg) is Param]
         for number, member in enumerate(body.nodes):
-            self._add(member, inner, params, body.line(number), body.origin(number))
-        return [inner[value] for value in body.outputs]
+            self._add(member, member_numbers, params, body.line(number), body.origin(number))
+        return [member_numbers[value] for value in body.outputs]
 
     def _add(
         self, node: Node, numbers: list[int], params: list[int] | None, line: str, origin: int
     ) -> None:
+        """Append a node with renumbered values; ``params``: numbers of the fused node's params."""
+
         def leaf(arg: Arg) -> Arg:
             if type(arg) is Ref:
                 return Ref(numbers[arg.index])

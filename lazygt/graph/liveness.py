@@ -15,11 +15,11 @@ from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 
 
 class Change(NamedTuple):
-    """Memory that becomes alive, or is dropped.
+    """Allocation or release of memory.
 
     Attributes:
         home: the first value in the memory; of a pack that is being sent, the launch's result.
-        nbytes: its bytes; below 0: it is dropped.
+        nbytes: its bytes; negative for a release.
         packed: True for a pack that is being sent.
     """
 
@@ -38,10 +38,10 @@ def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
     homes = homes_of(graph)
     sizes = list(map(extent_bytes, graph.values))
     now = sum(sizes[home] for home in set(homes[: len(graph.inputs)]))
-    history, left = [], 0
-    for came, dropped in alive_changes(graph, frees, homes):
-        now += left + sum(change.nbytes for change in came)
-        left = sum(change.nbytes for change in dropped)
+    history, freed = [], 0
+    for allocated, freed_by_node in alive_changes(graph, frees, homes):
+        now += freed + sum(change.nbytes for change in allocated)
+        freed = sum(change.nbytes for change in freed_by_node)
         history.append(now)
     return history
 
@@ -49,12 +49,12 @@ def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
 def alive_changes(
     graph: Graph, frees: Sequence[Collection[int]], homes: Sequence[int]
 ) -> Iterator[tuple[list[Change], list[Change]]]:
-    """Yield for each node the memory that becomes alive at it, and that is dropped after it.
+    """Yield for each node the allocations before it, and the releases after it.
 
     Values that share memory (views, versions written in place, results that lie in their receive
-    buffer) count once, for as long as one of them lives. So does a pack of values that is being
-    sent. Temporary memory of a node (workspaces, the values between the members of a fused node)
-    is not counted. Before the first node all inputs are alive.
+    buffer) count once, while any of them is alive. So does a pack of values that is being sent.
+    Temporary memory of a node (workspaces, the values between the members of a fused node) is not
+    counted. Before the first node all inputs are alive.
 
     Args:
         frees: for each node the values that are dropped after it, inputs among them; an input
@@ -63,24 +63,24 @@ def alive_changes(
     """
     sizes = list(map(extent_bytes, graph.values))
     alive = Counter(homes[: len(graph.inputs)])
-    sent: dict[int, int] = {}
+    packs: dict[int, int] = {}
     for (node, results), dropped in zip(graph.numbered(), frees, strict=True):
-        came, left = [], []
+        allocated, freed = [], []
         for home in homes[results.start : results.stop]:
             if not alive[home]:
-                came.append(Change(home, sizes[home]))
+                allocated.append(Change(home, sizes[home]))
             alive[home] += 1
         if node.op == LAUNCH and len(node.args[1]) > 1 and node.args[0] == "all_gather":
-            sent[results[0]] = sum(sizes[value.index] for value in node.args[1])
-            came.append(Change(results[0], sent[results[0]], True))
-        if node.op == WAIT and (pack := sent.pop(node.args[0].index, 0)):
-            left.append(Change(node.args[0].index, -pack, True))
+            packs[results[0]] = sum(sizes[value.index] for value in node.args[1])
+            allocated.append(Change(results[0], packs[results[0]], True))
+        if node.op == WAIT and (pack := packs.pop(node.args[0].index, 0)):
+            freed.append(Change(node.args[0].index, -pack, True))
         for value in dropped:
             home = homes[value]
             alive[home] -= 1
             if not alive[home]:
-                left.append(Change(home, -sizes[home]))
-        yield came, left
+                freed.append(Change(home, -sizes[home]))
+        yield allocated, freed
 
 
 def extent_bytes(meta: TensorMeta | None) -> int:
@@ -89,7 +89,7 @@ def extent_bytes(meta: TensorMeta | None) -> int:
 
 
 def homes_of(graph: Graph) -> list[int]:
-    """Return for each value the first one in the same memory."""
+    """Return for each value the first value in the same memory (its alias set's representative)."""
     homes = list(range(len(graph.values)))
     launches = {
         results[0]: node for node, results in graph.numbered() if node.op in (LAUNCH, LAUNCH_)
@@ -100,7 +100,7 @@ def homes_of(graph: Graph) -> list[int]:
             homes[fresh[0]] = homes[node.args[0].index]
         elif node.op == WAIT and fresh:
             launch = launches.get(node.args[0].index)
-            for position in _stays(launch, node.args[2]) if launch else ():
+            for position in _in_receive_buffer(launch, node.args[2]) if launch else ():
                 homes[fresh[position]] = homes[node.args[0].index]
         elif node.body is None and family(node) == "view":
             facts = op_facts(node)
@@ -113,16 +113,18 @@ def homes_of(graph: Graph) -> list[int]:
     return homes
 
 
-#: Launches with results that are put together from the received blocks.
-_MADE_ANEW = ("all_to_all", "send_recv", "take_rows", "put_rows")
+#: Kinds of launches with results that are copied together from the received blocks.
+_COPIED_RESULTS = ("all_to_all", "send_recv", "take_rows", "put_rows")
 
 
-def _stays(launch: Node, kept: Sequence[int]) -> list[int]:
-    """List the values of a launch that are used where they lie in its receive buffer."""
+def _in_receive_buffer(launch: Node, outliving: Sequence[int]) -> list[int]:
+    """List the values of a launch whose results are used in place in its receive buffer."""
     kind, values, moves, _, _ = launch.args
-    copied = kind in _MADE_ANEW or (kind == "all_gather" and len(values) > 1)
+    copied = kind in _COPIED_RESULTS or (kind == "all_gather" and len(values) > 1)
     return [
-        place
-        for place in range(len(values))
-        if place not in kept and not copied and (kind == "all_reduce" or moves[place][0] == 0)
+        position
+        for position in range(len(values))
+        if position not in outliving
+        and not copied
+        and (kind == "all_reduce" or moves[position][0] == 0)
     ]

@@ -4,8 +4,8 @@ Ranks run through the last axis fastest, and hosts have ranks one after another:
 within a host first.
 
 With ``invariant=`` an axis has a fixed number of virtual ranks, for any number of workers. The
-program is placed and cut for the virtual ranks; a worker stands for an equal number of neighbours
-on each axis.
+program is placed and sharded for the virtual ranks; a worker computes for an equal number of
+adjacent virtual ranks on each axis.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lazygt.config import mesh_axes
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.placement import Placement, Replicate, Shard, SingleRank, shard_bounds
 
-#: Placement of a value on a mesh: one an axis, in its order.
+#: Placements of a value on a mesh: one for each axis, in the mesh's order.
 Placements = tuple[Placement, ...]
 
 
@@ -48,7 +48,7 @@ class Sharding(NamedTuple):
     """Placement of a value between two runs.
 
     Attributes:
-        pinned: it is also used so, and never moved for an op that would be faster otherwise.
+        pinned: the value is also used with this placement, and never resharded for speed.
         unit: along its axis the value is gathered for use, regardless of ``pinned``.
     """
 
@@ -59,7 +59,7 @@ class Sharding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A grid of ranks.
+    """Grid of ranks with named axes.
 
     Attributes:
         names: of the axes, outermost first.
@@ -126,13 +126,13 @@ class Mesh:
     def lines(self, axis: str) -> list[tuple[int, ...]]:
         """Return the groups of ranks along one axis, in its order; the same list on every rank.
 
-        The ranks of a group differ along this axis only.
+        The ranks of a group differ in their coordinate on this axis only.
         """
-        lines: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             others = tuple(self.index(rank, name) for name in self.names if name != axis)
-            lines.setdefault(others, []).append(rank)
-        return [tuple(line) for line in lines.values()]
+            groups.setdefault(others, []).append(rank)
+        return [tuple(group) for group in groups.values()]
 
 
 # -- virtual ranks ---------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ USUAL = 4
 
 @dataclass(frozen=True, slots=True)
 class VirtualMesh:
-    """The virtual ranks, and the workers that stand for them; both have the same axes.
+    """Virtual ranks, and the workers that compute for them; both grids have the same axes.
 
     Attributes:
         workers: the grid of workers.
@@ -155,11 +155,11 @@ class VirtualMesh:
 
     @staticmethod
     def of(workers: Mesh, invariant: bool | int | Mapping[str, int] | None) -> VirtualMesh:
-        """Return the virtual mesh that ``lazygt.session(invariant=...)`` asks for.
+        """Return the virtual mesh of ``lazygt.session(invariant=...)``.
 
         Args:
-            invariant: virtual ranks of every axis, or by axis (one that is not named has those of
-                its workers); True: ``USUAL``; None or False: each worker is one.
+            invariant: number of virtual ranks of every axis, or by axis name (an axis without an
+                entry has one for each worker); True: ``USUAL``; None or False: one a worker.
 
         Raises:
             ValueError: an axis that the mesh does not have, or workers that can't share the
@@ -185,7 +185,7 @@ class VirtualMesh:
         return self.ranks.size(axis) // self.workers.size(axis)
 
     def worker(self, rank: int) -> int:
-        """Return the worker that stands for a virtual rank."""
+        """Return the worker that computes for a virtual rank."""
         worker = 0
         for axis, size in zip(self.workers.names, self.workers.sizes, strict=True):
             worker = worker * size + self.ranks.index(rank, axis) // self.per_worker(axis)
@@ -197,28 +197,26 @@ class VirtualMesh:
         for axis in self.workers.names:
             first = self.workers.index(worker, axis) * self.per_worker(axis)
             ranges.append(range(first, first + self.per_worker(axis)))
-        return tuple([self._rank(place) for place in itertools.product(*ranges)])
+        return tuple([self._rank(coordinates) for coordinates in itertools.product(*ranges)])
 
     def holder(self, rank: int, placements: Placements) -> int:
-        """Return the first of the ranks of the same worker that have the same block."""
-        place = []
+        """Return the first rank of the same worker that has the same block."""
+        coordinates = []
         for axis, placement in zip(self.ranks.names, placements, strict=True):
             index = self.ranks.index(rank, axis)
-            holder = (
-                index if isinstance(placement, Shard) else index - index % self.per_worker(axis)
-            )
-            place.append(holder)
-        return self._rank(tuple(place))
+            first = index if isinstance(placement, Shard) else index - index % self.per_worker(axis)
+            coordinates.append(first)
+        return self._rank(tuple(coordinates))
 
     def holders(self, worker: int, placements: Placements) -> tuple[int, ...]:
-        """Return a worker's virtual ranks without those that repeat a block, in order."""
+        """Return a worker's virtual ranks, one for each distinct block, in order."""
         return tuple(r for r in self.of_worker(worker) if self.holder(r, placements) == r)
 
     def slots(self, shardings: Sequence[Sharding | None]) -> tuple[range, ...]:
-        """Return the places of a worker's blocks for each value, one value after another.
+        """Return, for each value, the numbers of a worker's blocks, numbered value after value.
 
         Args:
-            shardings: of each value on the virtual ranks; None: whole.
+            shardings: of each value on the virtual ranks; None: not sharded.
         """
         counts = [
             1 if sharding is None else len(self.holders(0, sharding.placements))
@@ -230,9 +228,10 @@ class VirtualMesh:
     def __str__(self) -> str:
         return f"{self.ranks} on {self.workers}"
 
-    def _rank(self, place: tuple[int, ...]) -> int:
+    def _rank(self, coordinates: tuple[int, ...]) -> int:
+        """Return the virtual rank with these coordinates (row-major index)."""
         rank = 0
-        for size, index in zip(self.ranks.sizes, place, strict=True):
+        for size, index in zip(self.ranks.sizes, coordinates, strict=True):
             rank = rank * size + index
         return rank
 
@@ -240,42 +239,42 @@ class VirtualMesh:
 def _ranks_of(axis: str, workers: int, invariant: bool | int | Mapping[str, int]) -> int:
     """Return the number of virtual ranks of one axis."""
     if isinstance(invariant, Mapping):
-        wanted = invariant.get(axis, workers)
+        count = invariant.get(axis, workers)
     else:
-        wanted = USUAL if invariant is True else invariant
-    if type(wanted) is not int or wanted < 1 or wanted % workers:
+        count = USUAL if invariant is True else invariant
+    if type(count) is not int or count < 1 or count % workers:
         raise ValueError(
             f"lazygt.session(invariant={invariant!r}): {workers} workers on axis {axis!r} can't "
-            f"share {wanted!r} virtual ranks evenly; take a multiple of {workers}, the same for "
+            f"share {count!r} virtual ranks evenly; take a multiple of {workers}, the same for "
             f"every number of workers that shall give the same numbers"
         )
-    return wanted
+    return count
 
 
-# -- regions of the ranks' blocks in the whole of a placed value -----------------------------------
+# -- regions of blocks -----------------------------------------------------------------------------
 
 Region = tuple[slice, ...]
 
 
 def region(mesh: Mesh, placements: Placements, shape: Sequence[int], rank: int) -> Region:
-    """Return a rank's region of a value of ``shape``, if it has any: one slice a dim.
+    """Return a rank's region of a value of ``shape``: one slice a dim; meaningless if it has none.
 
-    A dim that several axes shard is cut by the first of them, its blocks by the next.
+    A dim that several axes shard is split by the first of them, its blocks by the next.
     """
     bounds = [(0, size) for size in shape]
-    for axis, parts, placement in zip(mesh.names, mesh.sizes, placements, strict=True):
+    for axis, axis_size, placement in zip(mesh.names, mesh.sizes, placements, strict=True):
         if isinstance(placement, Shard):
             start, stop = bounds[placement.dim]
-            first, last = shard_bounds(stop - start, parts, mesh.index(rank, axis))
+            first, last = shard_bounds(stop - start, axis_size, mesh.index(rank, axis))
             bounds[placement.dim] = start + first, start + last
     return tuple([slice(start, stop) for start, stop in bounds])
 
 
 def owners(mesh: Mesh, placements: Placements, shape: Sequence[int]) -> dict[int, Region]:
-    """Return the ranks with blocks that make up the whole value, with their regions.
+    """Return the ranks whose blocks make up the full value, with their regions.
 
-    Of ranks with the same block the first one stands here, and none with an empty block, except
-    the first rank that has any.
+    Of ranks with the same block only the first counts, and none with an empty block, except the
+    first rank that has any.
     """
     regions: dict[int, Region] = {}
     for rank in range(mesh.world_size):
@@ -286,9 +285,9 @@ def owners(mesh: Mesh, placements: Placements, shape: Sequence[int]) -> dict[int
         ]
         if any(copies) or not has_any(mesh, placements, rank):
             continue
-        where = region(mesh, placements, shape, rank)
-        if not regions or all(s.stop > s.start for s in where):
-            regions[rank] = where
+        rank_region = region(mesh, placements, shape, rank)
+        if not regions or all(s.stop > s.start for s in rank_region):
+            regions[rank] = rank_region
     return regions
 
 
@@ -304,7 +303,7 @@ def has_any(mesh: Mesh, placements: Placements, rank: int) -> bool:
 def sent(
     mesh: VirtualMesh, placements: Placements, shape: Sequence[int]
 ) -> dict[int, tuple[Region, ...]]:
-    """Return the workers that hold the whole value together, with the regions of their blocks."""
+    """Return the workers that have the full value together, with the regions of their blocks."""
     workers = dict.fromkeys(map(mesh.worker, owners(mesh.ranks, placements, shape)))
     return {
         worker: tuple([region(mesh.ranks, placements, shape, rank)
@@ -314,8 +313,8 @@ def sent(
 
 
 def joined(meta: TensorMeta, blocks: Iterable[tuple[Region, torch.Tensor]]) -> torch.Tensor:
-    """Return the whole value on the CPU, laid out as ``meta`` says, from its blocks."""
-    whole = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
-    for where, block in blocks:
-        whole[where].copy_(block)
-    return whole
+    """Return the full value on the CPU, in the layout of ``meta``, assembled from its blocks."""
+    full = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
+    for block_region, block in blocks:
+        full[block_region].copy_(block)
+    return full

@@ -11,24 +11,23 @@ from typing import Any
 
 import torch
 
-# -- exact equality of numbers: by type and bits ---------------------------------------------------
-# Python's ``==`` takes 1, 1.0 and True for one number, 0.0 and -0.0 too, and a NaN as unequal to
-# itself. Caches with numbers in their keys, and passes that merge numbers, compare them by
-# ``exact``.
+# -- typed keys of numbers -------------------------------------------------------------------------
+# In Python 1, 1.0 and True are equal, 0.0 and -0.0 too, and a NaN differs from itself. Caches with
+# numbers in their keys, and passes that merge numbers, compare them by ``exact``: type and bits.
 
 #: The last format that depends on the number alone, and not on Python's reference counts.
 _FORMAT = 2
 
 
 def exact(arg: Any) -> Any:
-    """Return a node's argument as part of a key: equal for arguments that are the same."""
+    """Return an argument as a typed key: equal for numbers of the same type and bits."""
     kind = type(arg)
     if kind is tuple:
         return tuple([exact(item) for item in arg])
     return kind, dumps(arg, _FORMAT) if kind is float or kind is complex else arg
 
 
-# -- tensorMeta: shape, strides, dtype and lazy bits of a tensor, known before its value -----------
+# -- TensorMeta ------------------------------------------------------------------------------------
 
 _SHORT = {
     torch.float64: "f64",
@@ -60,16 +59,16 @@ class TensorMeta:
     offset: int = 0
     conj: bool = False
     neg: bool = False
-    #: row-major from offset 0 and no lazy bits: the shape and dtype say it all
+    #: row-major from offset 0 and no lazy bits: shape and dtype determine the meta
     plain: bool = field(init=False, compare=False, repr=False)
     #: number of elements, and their bytes (not those of the storage behind them)
     numel: int = field(init=False, compare=False, repr=False)
     nbytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        usual = self.stride == contiguous_stride(self.shape)
+        row_major = self.stride == contiguous_stride(self.shape)
         numel = prod(self.shape)
-        object.__setattr__(self, "plain", usual and not (self.offset or self.conj or self.neg))
+        object.__setattr__(self, "plain", row_major and not (self.offset or self.conj or self.neg))
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "nbytes", numel * self.dtype.itemsize)
 
@@ -92,18 +91,18 @@ class TensorMeta:
         return self.lies_as(contiguous_stride(self.shape))
 
     def lies_as(self, stride: Sequence[int]) -> bool:
-        """Return whether every element is where ``stride`` has it."""
+        """Return whether every element has the memory offset that ``stride`` gives it."""
         return self.numel == 0 or all(
-            size == 1 or have == want
-            for size, have, want in zip(self.shape, self.stride, stride, strict=True)
+            size == 1 or actual == expected
+            for size, actual, expected in zip(self.shape, self.stride, stride, strict=True)
         )
 
     def empty(self, device: str | torch.device) -> torch.Tensor:
         """Return an uninitialised tensor of this meta on ``device``."""
         t = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if self.offset:
-            whole = torch.empty(self.extent, dtype=self.dtype, device=device)
-            t = whole.as_strided(self.shape, self.stride, self.offset)
+            storage = torch.empty(self.extent, dtype=self.dtype, device=device)
+            t = storage.as_strided(self.shape, self.stride, self.offset)
         if self.conj:
             t = torch._conj(t)
         if self.neg:
@@ -128,11 +127,11 @@ def intern(
     conj: bool = False,
     neg: bool = False,
 ) -> TensorMeta:
-    """Return the one object of a distinct meta: comparing and hashing them stays cheap."""
+    """Return the unique object of a meta: comparing and hashing unique objects is cheap."""
     return _interned(shape, stride, dtype, offset, conj, neg)
 
 
-#: Its callers leave nothing out: the cache tells arguments that are given from defaults.
+#: Called with all arguments: the cache distinguishes passed arguments from defaults.
 _interned = lru_cache(maxsize=65536)(TensorMeta)
 
 
@@ -151,7 +150,7 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
-#: Types of torch's named constants; a reader of names takes no other attribute of torch.
+#: Types of torch's named constants; parsers of names accept no other attribute of torch.
 TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 #: Those constants by name: a closed table, so that no name from elsewhere reaches ``getattr``.
 _NAMED = {name: value for name, value in vars(torch).items() if isinstance(value, TORCH_NAMES)}
@@ -159,7 +158,7 @@ _LONG = {short: dtype for dtype, short in _SHORT.items()}
 
 
 def torch_name(text: str) -> torch.dtype | torch.layout | torch.memory_format:
-    """Return the constant that prints as ``torch.NAME``; ValueError for anything else."""
+    """Return the torch constant named by ``torch.NAME``; ValueError for anything else."""
     value = _NAMED.get(text.removeprefix("torch."))
     if value is None or not text.startswith("torch."):
         raise ValueError(f"{text!r} names no dtype, layout or memory format")
@@ -167,7 +166,7 @@ def torch_name(text: str) -> torch.dtype | torch.layout | torch.memory_format:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """Return the dtype that ``short_dtype`` printed; ValueError for anything else."""
+    """Return the dtype that ``short_dtype`` prints as ``text``; ValueError for anything else."""
     dtype = _LONG.get(text) or _NAMED.get(text)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is not a torch dtype")

@@ -50,7 +50,7 @@ Arg = Any
 
 
 class _Device:
-    """Stands for "the worker's own device" in arguments."""
+    """Placeholder of the worker's own device in arguments."""
 
     def __repr__(self) -> str:
         return "DEVICE"
@@ -110,7 +110,7 @@ class Node:
         return self.fresh + self.written
 
     def refs(self) -> tuple[int, ...]:
-        """Return the numbers of the values it reads, in argument order, with repeats."""
+        """Return the numbers of the values the node reads, in argument order, with repeats."""
         numbers = self._refs
         if numbers is None:
             refs: list[int] = []
@@ -118,7 +118,7 @@ class Node:
             for _, arg in self.kwargs:
                 _add_refs((arg,), refs)
             numbers = tuple(refs)
-            object.__setattr__(self, "_refs", numbers)  # every pass asks; asking changes nothing
+            object.__setattr__(self, "_refs", numbers)  # a cache, not part of the node's value
         return numbers
 
 
@@ -196,7 +196,7 @@ class Graph:
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory of a plan of it, in the client and in each worker."""
+        """Approximate memory of a plan of the graph, in the client and in each worker."""
         ops = sum(1 if node.body is None else len(node.body.nodes) for node in self.nodes)
         return _BYTES_AN_OP * (ops + 1)
 
@@ -234,7 +234,7 @@ def map_arg(arg: Arg, leaf: Any) -> Arg:
     return leaf(arg)
 
 
-# -- the canonical text; ``graph.text`` reads it ---------------------------------------------------
+# -- canonical text --------------------------------------------------------------------------------
 
 
 def print_graph(
@@ -248,7 +248,7 @@ def print_graph(
     """
     lines = [f"{name} {{"]
     for number, meta in enumerate(graph.inputs):
-        lines.append(f"  %{number}: {_placed(meta, number, placements)} = input")
+        lines.append(f"  %{number}: {_meta_text(meta, number, placements)} = input")
     for number, kind in enumerate(graph.params):
         lines.append(f"  ${number}: {kind} = param")
     for number, (node, results) in enumerate(graph.numbered()):
@@ -266,25 +266,29 @@ def print_graph(
 
 def print_node(node: Node, results: range, placements: Sequence[str] = ()) -> str:
     """Return the text of one node: its results with their metas, the op, the arguments."""
-    shown = [
-        f"%{number}: {_placed(meta, number, placements)}"
+    result_texts = [
+        f"%{number}: {_meta_text(meta, number, placements)}"
         for number, meta in zip(results, node.results, strict=True)
     ]
-    args = [_arg(arg) for arg in node.args] + [f"{key}={_arg(arg)}" for key, arg in node.kwargs]
-    text = f"{', '.join(shown) or '_'} = {node.op}({', '.join(args)})"
+    args = [_arg_text(arg) for arg in node.args] + [
+        f"{key}={_arg_text(arg)}" for key, arg in node.kwargs
+    ]
+    text = f"{', '.join(result_texts) or '_'} = {node.op}({', '.join(args)})"
     if node.writes:
         text += " writes " + ", ".join(f"%{value}" for value in node.writes)
     return text + (" dynamic" if node.dynamic else "")
 
 
-def _placed(meta: TensorMeta | None, number: int, placements: Sequence[str]) -> str:
+def _meta_text(meta: TensorMeta | None, number: int, placements: Sequence[str]) -> str:
+    """Return a value's meta as text, with its placement if there is one."""
     text = "none" if meta is None else str(meta)
     return (
         f"{text} {placements[number]}" if number < len(placements) and placements[number] else text
     )
 
 
-def _arg(arg: Arg) -> str:
+def _arg_text(arg: Arg) -> str:
+    """Return an argument as text."""
     if type(arg) is Ref:
         return f"%{arg.index}"
     if type(arg) is Param:
@@ -292,23 +296,23 @@ def _arg(arg: Arg) -> str:
     if arg is DEVICE:
         return "device"
     if type(arg) is tuple:
-        return "[" + ", ".join(_arg(item) for item in arg) + "]"
+        return "[" + ", ".join(_arg_text(item) for item in arg) + "]"
     if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)):
         return str(arg)
-    odd = isinstance(arg, complex) or (isinstance(arg, float) and not math.isfinite(arg))
-    return _spelled(arg) if odd else repr(arg)
+    has_no_literal = isinstance(arg, complex) or (isinstance(arg, float) and not math.isfinite(arg))
+    return _number_text(arg) if has_no_literal else repr(arg)
 
 
-def _spelled(number: float | complex) -> str:
-    """Return a number without literal as its type reads it; an unusual NaN by its bits."""
+def _number_text(number: float | complex) -> str:
+    """Return a number that has no literal (inf, NaN, complex) as text that parses back exactly."""
     kind, text = type(number), str(number)
     if exact(kind(text)) != exact(number):
-        parts = (number.real, number.imag) if kind is complex else (number,)
-        text = "0x" + struct.pack(f">{len(parts)}d", *parts).hex()
+        components = (number.real, number.imag) if kind is complex else (number,)
+        text = "0x" + struct.pack(f">{len(components)}d", *components).hex()
     return f"{kind.__name__}({text!r})"
 
 
-# -- the rules that every graph keeps --------------------------------------------------------------
+# -- verification ----------------------------------------------------------------------------------
 
 
 def verify(graph: Graph) -> None:
@@ -320,17 +324,17 @@ def verify(graph: Graph) -> None:
     for number, (node, results) in enumerate(graph.numbered()):
         for ref in node.refs():
             if not 0 <= ref < results.start:
-                raise _broken(number, node, f"reads %{ref}, which is not defined before it")
+                raise _violation(number, node, f"reads %{ref}, which is not defined before it")
         for ref in node.writes:
             if not 0 <= ref < results.start:
-                raise _broken(number, node, f"writes %{ref}, which is not defined before it")
+                raise _violation(number, node, f"writes %{ref}, which is not defined before it")
         if not node.dynamic and len(node.writes) != len(node.written):
-            raise _broken(number, node, "has a write without a new version, or the reverse")
+            raise _violation(number, node, "has a write without a new version, or the reverse")
         for param in params_in(node.args) + params_in(tuple(arg for _, arg in node.kwargs)):
             if not 0 <= param < len(graph.params):
-                raise _broken(number, node, f"uses ${param} of {len(graph.params)} parameters")
+                raise _violation(number, node, f"uses ${param} of {len(graph.params)} parameters")
         if node.dynamic and number != len(graph.nodes) - 1:
-            raise _broken(number, node, "has data-dependent results but is not the last node")
+            raise _violation(number, node, "has data-dependent results but is not the last node")
         if node.op == FUSED or node.body is not None:
             _verify_body(number, node)
     total = len(graph.values)
@@ -340,19 +344,23 @@ def verify(graph: Graph) -> None:
 
 
 def _verify_body(number: int, node: Node) -> None:
+    """Check that a fused node's arguments and results match its members."""
     if node.op != FUSED or node.body is None:
-        raise _broken(number, node, "is fused without members, or has members without being fused")
+        raise _violation(
+            number, node, "is fused without members, or has members without being fused"
+        )
     refs = list(node.refs())
     if node.args != (*map(Ref, refs), *map(Param, params_in(node.args))) or node.kwargs:
-        raise _broken(number, node, "takes something that is neither value nor parameter")
+        raise _violation(number, node, "has an argument that is neither value nor parameter")
     if len(refs) != len(node.body.inputs) or len(params_in(node.args)) != len(node.body.params):
-        raise _broken(number, node, "does not take what its members need")
+        raise _violation(number, node, "has other operands than the inputs of its members")
     if len(node.body.outputs) != len(node.results):
-        raise _broken(number, node, "does not give what its members make")
+        raise _violation(number, node, "has other results than the outputs of its members")
     if any(target not in refs for target in node.writes):
-        raise _broken(number, node, "writes a value that it does not take")
+        raise _violation(number, node, "writes a value that is not an operand")
     verify(node.body)
 
 
-def _broken(number: int, node: Node, rule: str) -> GraphError:
+def _violation(number: int, node: Node, rule: str) -> GraphError:
+    """Return the error for a node that breaks a rule."""
     return GraphError(f"node {number} ({node.op}) {rule}")

@@ -29,15 +29,15 @@ def undispatched() -> Any:
     return torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
 
 
-#: Written although the schema does not say so: positions of the tensors, and of the flag that
-#: turns the writing on.
+#: Writes that the schema does not declare: op -> positions of the tensors, and of the flag that
+#: turns the write on.
 UNDECLARED_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
     "aten.native_batch_norm.default": ((3, 4), 5),
     "aten.cudnn_batch_norm.default": ((3, 4), 5),
     "aten.miopen_batch_norm.default": ((3, 4), 5),
 }
 
-#: Results may share memory with an input although the schema does not say so.
+#: Ops with results that may share memory with an input, which the schema does not declare.
 UNDECLARED_ALIASES = frozenset(
     {
         "aten._unsafe_view.default",
@@ -54,7 +54,7 @@ UNDECLARED_ALIASES = frozenset(
     }
 )
 
-#: Of those, the ones with results that never overlap each other.
+#: Ops of UNDECLARED_ALIASES with results that never overlap each other.
 DISJOINT = frozenset(
     {
         "aten.unsafe_split.Tensor",
@@ -63,8 +63,8 @@ DISJOINT = frozenset(
     }
 )
 
-#: Dtypes, shapes or strides of their results depend on the kind of the workers' device, so meta
-#: tensors can't tell.
+#: Ops with results of dtypes, shapes or strides that depend on the workers' device type, so meta
+#: tensors do not suffice.
 BY_DEVICE = frozenset(
     {
         "aten._batch_norm_with_update.default",
@@ -96,18 +96,18 @@ OPAQUE_RESULTS: dict[str, tuple[int, ...]] = {
     "aten._scaled_dot_product_fused_attention_overrideable.default": (4, 5, 6),
 }
 
-#: Their results' sizes depend on values only when an index is a mask.
+#: Ops with results of sizes that depend on values only if an index is a mask.
 MASKABLE = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
 
-#: A Python number in these shapes the result, so it is part of the program, not of its data.
+#: Ops in which a Python number shapes the result, so it is a constant of the graph, not data.
 SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 
 #: Arguments with a number that selects the computation (random or not, the kind of norm), so it is
 #: part of the program too.
 DECIDING_NUMBERS = frozenset({"dropout", "dropout_p", "ord"})
 
-#: Position of the argument of an op that is an index, a whole number that shapes no result. Such a
-#: number may be given when a plan runs (``record.positions``).
+#: Op -> position of the argument that is an index: an int that shapes no result. Such a number may
+#: be a run-time number (``record.positions``).
 POSITIONS = {
     "aten.narrow.default": 2,
     "aten.roll.default": 1,
@@ -120,7 +120,7 @@ POSITIONS = {
 #: Views that are refused, or have another meta, by the storage offset of their operand.
 BEGINNING_MATTERS = frozenset({"aten.view.dtype", "aten.view_as_complex.default"})
 
-#: Never draw, although torch tags them as random: they take no dropout, or its drawn mask.
+#: Ops that never draw, although torch tags them as random: without dropout, or with a drawn mask.
 NEVER_DRAW = frozenset(
     {
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
@@ -141,14 +141,14 @@ _SCALAR_LISTS = ("List[number]", "List[Scalar]")
 
 
 class Foreign:
-    """An op that is not torch's own: the user's, or a library's.
+    """Custom op: the user's, or a library's, not torch's own.
 
-    It stands for an overload in all queries of facts, also in processes without the op. Two
-    definitions of one op have two names, so that no graph is taken for another.
+    It represents an overload in all queries of facts, also in processes without the op. Two
+    definitions of one op have two names, so that their graphs differ.
 
     Attributes:
         name: ``namespace.op.overload@`` and the module that defines it, or a hash of its code.
-        infer: runs it on meta or fake tensors; None: its results depend on values.
+        infer: function that runs it on meta or fake tensors; None: its results depend on values.
         definition: the description of it for workers.
     """
 
@@ -182,7 +182,7 @@ class Foreign:
 
     @property
     def facts(self) -> OpFacts:
-        """Its facts; kept here, since the op may be forgotten."""
+        """Facts of the op; cached here, since the op may be deleted."""
         if self._facts is None:
             self._facts = OpFacts(self)
         return self._facts
@@ -193,12 +193,12 @@ _FOREIGN: weakref.WeakValueDictionary[str, Foreign] = weakref.WeakValueDictionar
 
 
 def add_foreign(op: Foreign) -> None:
-    """Let graphs name an op; the table holds it weakly, so the caller must keep it."""
+    """Register a custom op by name; the table refers to it weakly."""
     _FOREIGN[op.name] = op
 
 
 def title(name: str) -> str:
-    """Return the user's name of an op in a graph."""
+    """Return an op's name without the definition's mark ``@...``."""
     return name.partition("@")[0]
 
 
@@ -244,8 +244,8 @@ class OpFacts:
             i for i, a in enumerate(positional) if _is_written(a) or i in extra_writes
         )
         self.writes_named = tuple(a.name for a in arguments if a.kwarg_only and _is_written(a))
-        #: one letter a return: f(resh), w(ritten argument), v(iew); i(nt that the shapes tell),
-        #: p(ython value that they do not); l = list
+        #: one letter a return: f(resh), w(ritten argument), v(iew), i(nt that shapes determine),
+        #: p(ython value that values determine); l = list
         kinds = (_return_kind(r) for r in schema.returns)
         self.outputs = tuple("p" if self.foreign and kind == "i" else kind for kind in kinds)
         self.views = any("v" in kind for kind in self.outputs)
@@ -272,6 +272,7 @@ class OpFacts:
 
 
 def _hoist(argument: Any) -> int:
+    """Return 1 for an argument whose number is data, 2 for a list of such numbers, else 0."""
     kind = str(argument.type)
     if argument.name in DECIDING_NUMBERS:
         return 0
@@ -281,17 +282,19 @@ def _hoist(argument: Any) -> int:
 
 
 def _is_written(argument: Any) -> bool:
+    """Return whether an op writes an argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _return_kind(ret: Any) -> str:
-    kind = str(ret.type)
+def _return_kind(returned: Any) -> str:
+    """Return the kind of a return, as in ``OpFacts.outputs``."""
+    kind = str(returned.type)
     if "Tensor" not in kind:
         return "i" if kind == "int" else "p"
-    listed = "l" if kind.startswith("List") else ""
-    if ret.alias_info is None:
-        return "f" + listed
-    return ("w" if ret.alias_info.is_write else "v") + listed
+    list_mark = "l" if kind.startswith("List") else ""
+    if returned.alias_info is None:
+        return "f" + list_mark
+    return ("w" if returned.alias_info.is_write else "v") + list_mark
 
 
 def facts(func: Overload | Foreign) -> OpFacts:
@@ -311,12 +314,12 @@ def writing_facts(func: Overload) -> OpFacts:
 
 
 def returned_write(f: OpFacts, position: int) -> int | str:
-    """Return the position or keyword of the written argument that a return is."""
-    ret = f.func._schema.returns[position].alias_info
-    assert ret is not None
+    """Return the position or keyword of the written argument that a result is."""
+    returned = f.func._schema.returns[position].alias_info
+    assert returned is not None
     for i, argument in enumerate(f.func._schema.arguments):
         info = argument.alias_info
-        if info is not None and info.is_write and info.before_set == ret.before_set:
+        if info is not None and info.is_write and info.before_set == returned.before_set:
             return argument.name if argument.kwarg_only else i
     raise AssertionError(f"{f.name}: return {position} aliases no written argument")
 
@@ -331,12 +334,13 @@ def viewed_argument(f: OpFacts) -> int:
 
 
 def overload(name: str) -> Any:
-    """Return the overload ``name`` (``namespace.op.overload``); KeyError if there is none."""
+    """Return the overload ``namespace.op.overload``; KeyError if torch has none."""
     return _FOREIGN[name] if "@" in name else _torchs(name)
 
 
 @cache
 def _torchs(name: str) -> Overload:
+    """Return torch's own overload ``namespace.op.overload``; KeyError if there is none."""
     parts = name.split(".")
     if len(parts) != 3 or not all(part.isidentifier() for part in parts):
         raise KeyError(name)

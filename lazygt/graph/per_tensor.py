@@ -1,4 +1,4 @@
-"""Lanes: the work of a group of horizontal ops on one tensor of each of its lists.
+"""Per-tensor slices (lanes) of horizontal ops: the work on one tensor of each list.
 
     _foreach_mul_([a, b], 0.9)               a.mul_(0.9)       b.mul_(0.9)
     _foreach_add_([a, b], [c, d])            a.add_(c)         b.add_(d)
@@ -18,9 +18,9 @@ from lazygt.graph.fusion import is_fusible, is_pointwise, numbers_of
 from lazygt.graph.meta import TensorMeta, exact, intern
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg, ref
 
-# -- horizontal ops and the ops on one tensor that they stand for ----------------------------------
+# -- forms of horizontal ops -----------------------------------------------------------------------
 # ``aten._foreach_mul_.ScalarList([a, b], [2, 3])`` is ``a.mul_(2)`` and ``b.mul_(3)``. On a CPU
-# torch runs it as just those calls, so both give the same bits.
+# torch runs the horizontal op as those calls, so both give the same bits.
 
 EACH, ALL = "each", "all"
 
@@ -33,7 +33,7 @@ class ForeachForm(NamedTuple):
         single: the overload for one tensor.
         takes: for each positional argument of ``wide``: EACH, a list with one item a tensor, or
             ALL, the same for every tensor.
-        keyword: the keyword of ``single`` that takes the last positional argument of ``wide``.
+        keyword: the keyword of ``single`` for the last positional argument of ``wide``.
     """
 
     wide: str
@@ -42,7 +42,7 @@ class ForeachForm(NamedTuple):
     keyword: str = ""
 
     def is_plain(self, node: Node) -> bool:
-        """Return whether a node has one result a tensor, in order, and no further argument."""
+        """Return whether a node has one result for each tensor, in order, and no extra argument."""
         targets = tuple(arg.index for arg in node.args[0])
         count = len(targets)
         results = (
@@ -53,8 +53,8 @@ class ForeachForm(NamedTuple):
     def narrow(
         self, args: tuple[Arg, ...], which: int
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-        """Return arguments and keywords of ``single`` for one tensor, from those of ``wide``."""
-        # the last one may be left out: it has a default
+        """Return the (args, kwargs) of ``single`` for tensor ``which``, from those of ``wide``."""
+        # the last argument may be absent: it has a default
         arguments = tuple(
             arg[which] if kind is EACH else arg for kind, arg in zip(self.takes, args, strict=False)
         )
@@ -65,15 +65,18 @@ class ForeachForm(NamedTuple):
     def widen(
         self, calls: Sequence[tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]]
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-        """Return the arguments and keywords of ``wide``, from the calls of ``single``."""
-        rows = []
+        """Return the (args, kwargs) of ``wide``, from the calls of ``single`` on each tensor."""
+        argument_lists = []
         for args, kwargs in calls:
-            rows.append((*args, dict(kwargs).get(self.keyword, 1)) if self.keyword else args)
+            argument_lists.append(
+                (*args, dict(kwargs).get(self.keyword, 1)) if self.keyword else args
+            )
         shared = () if self.keyword else calls[0][1]
-        return tuple(zip(*rows, strict=True)), shared
+        return tuple(zip(*argument_lists, strict=True)), shared
 
 
 def _forms() -> list[ForeachForm]:
+    """Return the forms of all horizontal ops that have an op on one tensor."""
     unary, binary, ternary = (EACH,), (EACH, EACH), (EACH, EACH, EACH)
     forms = []
     for name in ("add", "sub", "mul", "div"):
@@ -134,9 +137,9 @@ MERGE: dict[tuple[str, bool], ForeachForm] = {
 }
 
 
-# -- lanes: the work of a group of horizontal ops on one tensor of each of its lists ---------------
+# -- per-tensor slices -----------------------------------------------------------------------------
 
-#: Lanes that are compiled together: a call serves so many, the last one perhaps fewer.
+#: Number of lanes that one call of compiled code computes; the last call may have fewer.
 LANES = 8
 
 
@@ -159,81 +162,83 @@ class Lanes(NamedTuple):
 
 
 def lane_count(node: Node) -> int:
-    """Return the number of lanes of a node; 0 if it is no horizontal op that forms lanes."""
+    """Return the number of per-tensor slices of a node; 0 for an op that has none."""
     form = SPLIT.get(node.op)
     if form is None or not form.is_plain(node) or not is_pointwise(form.single):
         return 0
     return len(node.args[0])
 
 
-def part(node: Node, which: int) -> Node:
-    """Return the node on one of a horizontal node's tensors."""
+def part(node: Node, index: int) -> Node:
+    """Return the node on tensor ``index`` of a horizontal node."""
     form = SPLIT[node.op]
-    args, kwargs = form.narrow(node.args, which)
-    return Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[which : which + 1],
-                node.writes[which : which + 1], node.written[which : which + 1])  # fmt: skip
+    args, kwargs = form.narrow(node.args, index)
+    return Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[index : index + 1],
+                node.writes[index : index + 1], node.written[index : index + 1])  # fmt: skip
 
 
 def lanes_of(
     body: Graph, row_major: Callable[[TensorMeta], bool] = TensorMeta.is_contiguous
 ) -> Lanes | None:
-    """Return the lanes of a body; None if a node is not horizontal, or lanes differ.
+    """Return the per-tensor slices of a body; None if they differ, or an op is not horizontal.
 
     Args:
-        row_major: predicate for a tensor that lies in memory as a fresh one does.
+        row_major: predicate of a meta: the tensor has row-major strides in memory.
     """
     counts = {lane_count(node) for node in body.nodes}
     if len(counts) != 1 or 0 in counts:
         return None
     metas = body.values
     lanes = [_Lane(body, metas, which) for which in range(counts.pop())]
-    wanted: dict[int, None] = {}
-    places = {value: (lane.which, place) for lane in lanes for value, place in lane.numbers.items()}
+    output_positions: dict[int, None] = {}
+    lane_values = {
+        value: (lane.position, number) for lane in lanes for value, number in lane.numbers.items()
+    }
     for value in body.outputs:
-        if value not in places:
+        if value not in lane_values:
             return None
-        wanted.setdefault(places[value][1])
-    graphs = [lane.graph(tuple(wanted)) for lane in lanes]
+        output_positions.setdefault(lane_values[value][1])
+    graphs = [lane.graph(tuple(output_positions)) for lane in lanes]
     first = graphs[0]
     if len({_program(graph) for graph in graphs}) > 1:
         return None
     if not all(is_fusible(node, first.values) for node in first.nodes):
         return None
-    if not all(_is_vectors(graph, row_major) for graph in graphs):
+    if not all(_are_equal_vectors(graph, row_major) for graph in graphs):
         return None
-    order = {place: position for position, place in enumerate(wanted)}
+    order = {number: position for position, number in enumerate(output_positions)}
     return Lanes(
         first,
         tuple(tuple(lane.operands) for lane in lanes),
         tuple(tuple(lane.params) for lane in lanes),
-        tuple((places[value][0], order[places[value][1]]) for value in body.outputs),
+        tuple((lane_values[value][0], order[lane_values[value][1]]) for value in body.outputs),
         sum(graph.inputs[0].numel for graph in graphs) // len(graphs),
     )
 
 
 class _Lane:
-    """One lane: its members, in numbers of its own."""
+    """One per-tensor slice of a body, with values renumbered."""
 
-    def __init__(self, body: Graph, metas: Sequence[TensorMeta | None], which: int) -> None:
-        self.body, self.metas, self.which = body, metas, which
-        self.parts = [part(node, which) for node in body.nodes]
-        self.params = list(dict.fromkeys(p.index for n in self.parts for _, p in numbers_of(n)))
-        results = [values[which] for _, values in body.numbered()]
-        taken = dict.fromkeys(v for n in self.parts for v in (*n.refs(), *n.writes))
-        inner = set(results)
-        self.operands = [value for value in taken if value not in inner]
+    def __init__(self, body: Graph, metas: Sequence[TensorMeta | None], position: int) -> None:
+        self.body, self.metas, self.position = body, metas, position
+        self.nodes = [part(node, position) for node in body.nodes]
+        self.params = list(dict.fromkeys(p.index for n in self.nodes for _, p in numbers_of(n)))
+        results = [values[position] for _, values in body.numbered()]
+        read = dict.fromkeys(v for n in self.nodes for v in (*n.refs(), *n.writes))
+        computed = set(results)
+        self.operands = [value for value in read if value not in computed]
         #: value of the body -> value of the lane
         self.numbers = {value: number for number, value in enumerate([*self.operands, *results])}
 
     def graph(self, outputs: tuple[int, ...]) -> Graph:
-        """Return the lane as a graph of its own."""
-        nodes = [_moved(node, self.numbers, self.params.index) for node in self.parts]
+        """Return the slice as a graph with these values of the slice as outputs."""
+        nodes = [_renumbered(node, self.numbers, self.params.index) for node in self.nodes]
         inputs = tuple(meta for value in self.operands if (meta := self.metas[value]) is not None)
         kinds = tuple(self.body.params[index] for index in self.params)
         return Graph(inputs, kinds, tuple(nodes), outputs)
 
 
-def _moved(node: Node, values: Mapping[int, int], param: Callable[[int], int]) -> Node:
+def _renumbered(node: Node, values: Mapping[int, int], param: Callable[[int], int]) -> Node:
     """Return a node with other numbers for its values and params."""
 
     def leaf(arg: Arg) -> Arg:
@@ -247,14 +252,14 @@ def _moved(node: Node, values: Mapping[int, int], param: Callable[[int], int]) -
 
 
 def _program(graph: Graph) -> tuple[object, ...]:
-    """Return the common part of lanes, as a key: everything but the sizes."""
+    """Return everything of a slice but its sizes, as a key."""
     nodes = [(n.op, exact(n.args), exact(n.kwargs), n.writes) for n in graph.nodes]
     dtypes = [None if meta is None else meta.dtype for meta in graph.values]
     return graph.params, tuple(nodes), tuple(dtypes), len(graph.inputs)
 
 
-def _is_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) -> bool:
-    """Return whether all tensors of a lane may be taken as vectors of one length."""
+def _are_equal_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) -> bool:
+    """Return whether all tensors of a slice can be seen as vectors of one length."""
     shape = graph.inputs[0].shape
     return 0 not in shape and all(
         meta is not None and meta.shape == shape and not (meta.conj or meta.neg) and row_major(meta)
@@ -262,11 +267,11 @@ def _is_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) -> bool:
     )
 
 
-# -- several lanes as one graph --------------------------------------------------------------------
+# -- slices joined to one graph --------------------------------------------------------------------
 
 
 def abreast(lane: Graph, count: int, length: int) -> Graph:
-    """Return the graph of ``count`` lanes, one after another, on vectors of one length."""
+    """Return the graph of ``count`` slices, one after another, on vectors of one length."""
     width, members = len(lane.inputs), len(lane.nodes)
     nodes: list[Node] = []
     outputs: list[int] = []
@@ -275,14 +280,14 @@ def abreast(lane: Graph, count: int, length: int) -> Graph:
                                  *range(count * width + which * members,
                                         count * width + (which + 1) * members)]))  # fmt: skip
         first = which * len(lane.params)
-        nodes += [_moved(node, values, first.__add__) for node in lane.nodes]
+        nodes += [_renumbered(node, values, first.__add__) for node in lane.nodes]
         outputs += [values[value] for value in lane.outputs]
     return vectors(Graph(lane.inputs * count, lane.params * count, tuple(nodes), tuple(outputs)),
                    [length] * count)  # fmt: skip
 
 
 def vectors(graph: Graph, lengths: Sequence[int]) -> Graph:
-    """Return the graph on vectors; each length holds for an equal share of inputs and nodes."""
+    """Return the graph on vectors; each length applies to an equal number of inputs and nodes."""
 
     def vector(meta: TensorMeta | None, length: int) -> TensorMeta:
         assert meta is not None
@@ -302,18 +307,19 @@ def vectors(graph: Graph, lengths: Sequence[int]) -> Graph:
 
 
 def widened(graph: Graph, count: int) -> Graph:
-    """Return the graph of ``count`` lanes abreast with horizontal ops in place of its members."""
+    """Return the graph of ``count`` slices with horizontal ops in place of their members."""
     first, members = len(graph.inputs), len(graph.nodes) // count
     values = dict(enumerate(range(first)))
     for number in range(len(graph.nodes)):
         values[first + number] = first + number % members * count + number // members
-    nodes = [_moved(node, values, int) for node in graph.nodes]
+    nodes = [_renumbered(node, values, int) for node in graph.nodes]
     wide = tuple(_wide([nodes[n] for n in range(member, len(nodes), members)])
                  for member in range(members))  # fmt: skip
     return Graph(graph.inputs, graph.params, wide, tuple(values[v] for v in graph.outputs))
 
 
 def _wide(nodes: Sequence[Node]) -> Node:
+    """Return the horizontal node of the same op on several tensors."""
     op, last = nodes[0].op, nodes[0].args[-1]
     numbers = type(last) is not Ref or any(name == "value" for name, _ in nodes[0].kwargs)
     form = MERGE.get((op, numbers)) or MERGE[op, not numbers]

@@ -16,17 +16,18 @@ arguments:
     lazygt.first(value, axis)                            R -> P(sum), nothing is sent
     lazygt.launch(kind, values, moves, op, axis)         begins a collective of several values
     lazygt.launch_(kind, values, moves, op, axis)        the same of one value, in its own memory
-    lazygt.wait(flying, held, kept, axis)                ends it, and gives each value's result
-    lazygt.send(value, peer, axis)                       H(here) -> H(peer), the one half
-    lazygt.recv(peer, shape, dtype, device, axis)        H(peer) -> H(here), the other half
+    lazygt.wait(flying, held, kept, axis)                ends it, and returns each value's result
+    lazygt.send(value, peer, axis)                       H(this rank) -> H(peer), the sender's half
+    lazygt.recv(peer, shape, dtype, device, axis)        H(peer) -> H(this rank), the other half
 
-``size`` is the global size of the dim that is put together; blocks are ``shard_bounds`` of it.
-``rows`` has the number that each rank sends to each: ``((from, to, count), ...)`` in order. Along
-``dim``, a rank's sent rows lie in the order of the receivers, received rows in that of the senders.
+``size`` is the global size of the gathered dim; blocks are ``shard_bounds`` of it. ``rows`` has the
+number of rows that each rank sends to each: ``((from, to, count), ...)`` in order. Along ``dim``, a
+rank's sent rows are in the order of the receivers, received rows in the order of the senders.
 
-Rows are taken from, or put into, a value that has ``rows`` of its ``size`` on each rank but the
-last ones. An index is flat and counts in the whole value; its values alone tell how many of its
-rows lie elsewhere. The rows of all ranks are put, or added if ``added``, in the order of the ranks.
+``take_rows`` gathers rows from, and ``put_rows`` scatters rows into, a value that has ``rows`` of
+its ``size`` on each rank but the last ones. An index is flat and counts in the full value; only its
+values determine how many of its rows are on other ranks. The rows of all ranks are put, or added if
+``added``, in the order of the ranks.
 
 A launch does not wait for other ranks. ``kind`` is the collective's name without ``lazygt.``, and
 ``moves`` has the arguments between value and op of each of the values: ``(dim, size)`` for a
@@ -61,7 +62,7 @@ REPLICATE_TO_PARTIAL = "lazygt.first"
 SEND = "lazygt.send"
 RECV = "lazygt.recv"
 
-#: Exchanges of numbers of rows that only the values of an index tell.
+#: Exchanges whose numbers of rows depend on the values of an index.
 EXCHANGES_OF_ROWS = frozenset({TAKE_ROWS, PUT_ROWS})
 #: Ops for which all ranks of the axis must meet, in the same order.
 COLLECTIVES = EXCHANGES_OF_ROWS | {
@@ -77,7 +78,7 @@ REDUCE_OPS = ("sum", "max", "min", "prod")
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """The whole value on every rank."""
+    """The full value on every rank."""
 
     def __str__(self) -> str:
         return "R"
@@ -95,11 +96,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """Block i of each group on rank i: ``dim`` is ``outer`` x size x ``inner``, cut in size.
+    """Block i of each group on rank i: ``dim`` is ``outer`` x size x ``inner``, sharded in size.
 
-    A value ``[L, N, E]`` in S(1) has it when seen as ``[L * N, E]``: ``outer`` is L. Seen as
-    ``[L, N * E]`` it is S(1) if all ranks have an equal number of N; else ``inner`` is E, with one
-    ``outer``. It occurs between two ops alone: no input, output or annotation has this placement.
+    A value ``[L, N, E]`` in S(1) has it when seen as ``[L * N, E]``: ``outer`` is L. Seen as ``[L,
+    N * E]`` the value is in S(1) if all ranks have an equal share of N; else ``inner`` is E, and
+    ``outer`` is 1. The placement occurs between two ops only, never at an input, output or
+    annotation.
 
     If the groups have several sizes, ``widths`` has them, in units of the dim's size over
     ``outer``: for 256 queries, 128 keys and 128 values (2, 1, 1). ``inner`` is 1 then.
@@ -118,7 +120,7 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A term of the full shape on every rank; reduced with ``op`` they give the value."""
+    """A term of the full shape on every rank; the terms reduced with ``op`` are the value."""
 
     op: str = "sum"
 
@@ -128,7 +130,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
-    """The whole value on rank ``rank`` of the axis, nothing on the others."""
+    """The full value on rank ``rank`` of the axis, nothing on the others (a pipeline stage)."""
 
     rank: int
 
@@ -144,31 +146,31 @@ class Unspecified:
         return "?"
 
 
-#: One rank holds values on the axis of pipeline stages alone, which no sharding rule sees.
-#: ``Unspecified`` stands in annotations alone.
+#: ``SingleRank`` occurs only on the axis of pipeline stages, which no sharding rule sees;
+#: ``Unspecified`` only in annotations.
 Placement = Replicate | Shard | StridedShard | Partial | SingleRank | Unspecified
-#: The placements that cut a dim.
+#: The placements that shard a dim.
 Cut = Shard | StridedShard
 
 
 def around(placement: Cut) -> tuple[int, int]:
-    """Return (outer, inner) of the cut dim; (1, 1) for plain blocks."""
+    """Return (outer, inner) of a sharded dim as outer x size x inner; (1, 1) for plain blocks."""
     return (placement.outer, placement.inner) if isinstance(placement, StridedShard) else (1, 1)
 
 
-def whole_groups(placement: StridedShard, parts: int) -> bool:
-    """Return whether blocks of the whole dim are an equal number of whole groups each."""
-    return placement.inner == 1 and placement.outer % parts == 0 and not placement.widths
+def whole_groups(placement: StridedShard, axis_size: int) -> bool:
+    """Return whether each rank's block of the dim, sharded plainly, is a number of full groups."""
+    return placement.inner == 1 and placement.outer % axis_size == 0 and not placement.widths
 
 
 def groups(placement: Cut) -> int:
-    """Return the ratio of the cut dim to the size that is in blocks."""
+    """Return the ratio of the sharded dim to the size that is split among ranks."""
     outer, inner = around(placement)
     return outer * inner
 
 
 def side_by_side(dim: int, sizes: Sequence[int]) -> Cut:
-    """Return the placement of a dim of adjacent pieces that are each in blocks."""
+    """Return the placement of a dim of concatenated pieces that are each sharded."""
     unit = gcd(*sizes)
     if len(sizes) == 1 or not unit:
         return Shard(dim)
@@ -184,90 +186,92 @@ def uneven(placement: Placement) -> bool:
 
 
 def group_sizes(placement: Cut, size: int) -> tuple[int, ...]:
-    """Return the sizes of the groups of a dim of ``size``: a rank has one block of each."""
+    """Return the sizes of the groups of a dim of ``size``; a rank has one block of each."""
     if not isinstance(placement, StridedShard):
         return (size,)
     unit = size // placement.outer
     return tuple([width * unit for width in placement.widths]) or (unit,) * placement.outer
 
 
-def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and stop of block ``index`` of ``parts``, as ``torch.chunk`` cuts.
+def shard_bounds(size: int, block_count: int, index: int) -> tuple[int, int]:
+    """Return (start, stop) of block ``index`` of ``block_count`` blocks, as ``torch.chunk`` splits.
 
     The first blocks have ``ceil(size / parts)`` elements, the later ones the rest, maybe 0.
     """
-    step = -(-size // parts)
-    return min(step * index, size), min(step * (index + 1), size)
+    block = -(-size // block_count)
+    return min(block * index, size), min(block * (index + 1), size)
 
 
-def block_size(size: int, parts: int, index: int) -> int:
-    """Return the number of elements of block ``index``."""
-    start, stop = shard_bounds(size, parts, index)
+def block_size(size: int, block_count: int, index: int) -> int:
+    """Return the number of elements of block ``index`` of ``block_count`` blocks."""
+    start, stop = shard_bounds(size, block_count, index)
     return stop - start
 
 
-def held(placement: Cut, size: int, parts: int, index: int) -> int:
-    """Return the number of elements of rank ``index`` in a dim of ``size``."""
+def local_size(placement: Cut, size: int, axis_size: int, index: int) -> int:
+    """Return the number of elements that rank ``index`` has of a sharded dim of ``size``."""
     if uneven(placement):
-        return sum([block_size(group, parts, index) for group in group_sizes(placement, size)])
+        return sum([block_size(group, axis_size, index) for group in group_sizes(placement, size)])
     count = groups(placement)
-    return count * block_size(size // count, parts, index)
+    return count * block_size(size // count, axis_size, index)
 
 
 def local_shape(
-    shape: tuple[int, ...], placement: Placement, parts: int, index: int
+    shape: tuple[int, ...], placement: Placement, axis_size: int, index: int
 ) -> tuple[int, ...]:
     """Return the shape of rank ``index``'s block of a value of ``shape``."""
     if isinstance(placement, SingleRank) and placement.rank != index:
         return (0,)
     if not isinstance(placement, Cut):
         return shape
-    block = held(placement, shape[placement.dim], parts, index)
+    block = local_size(placement, shape[placement.dim], axis_size, index)
     return (*shape[: placement.dim], block, *shape[placement.dim + 1 :])
 
 
-def local_meta(meta: TensorMeta, placement: Placement, parts: int, index: int) -> TensorMeta:
-    """Return the meta of rank ``index``'s block of a value: row-major if a dim is cut."""
+def local_meta(meta: TensorMeta, placement: Placement, axis_size: int, index: int) -> TensorMeta:
+    """Return the meta of rank ``index``'s block of a value: row-major if a dim is sharded."""
     if isinstance(placement, SingleRank) and placement.rank != index:
         return intern((0,), (1,), meta.dtype)
     if not isinstance(placement, Cut):
         return meta
-    shape = local_shape(meta.shape, placement, parts, index)
+    shape = local_shape(meta.shape, placement, axis_size, index)
     return intern(shape, contiguous_stride(shape), meta.dtype, 0, meta.conj, meta.neg)
 
 
-def as_placement(given: Any, dims: int | None = None) -> Placement:
-    """Return the placement of a user's argument, torch's own or lazygt's.
+def as_placement(argument: Any, dims: int | None = None) -> Placement:
+    """Return lazygt's placement for a user's argument, torch's own or lazygt's.
 
     Args:
-        dims: of the tensor, to count a negative dim from the front; None: the dim stays as given.
+        dims: number of dims of the tensor, to count a negative dim from the front; None: the dim
+            stays negative.
 
     Raises:
         ValueError: a dim that the tensor does not have, or no placement that lazygt knows.
     """
-    placement = _known(given)
+    placement = _known(argument)
     if dims is None or not isinstance(placement, Shard):
         return placement
     if not -dims <= placement.dim < dims:
-        raise ValueError(f"{given}: a tensor of {dims} dims has no dim {placement.dim}")
+        raise ValueError(f"{argument}: a tensor of {dims} dims has no dim {placement.dim}")
     return Shard(placement.dim % dims)
 
 
-def _known(given: Any) -> Placement:
-    if isinstance(given, Replicate | Shard | Partial):
-        return given
-    # A caller with one of torch's has loaded the module, which takes 0.3 s.
-    torchs = sys.modules.get("torch.distributed.tensor")
-    if torchs is not None and isinstance(given, torchs.Replicate):
+def _known(argument: Any) -> Placement:
+    """Return lazygt's placement for torch's or lazygt's own; ValueError for anything else."""
+    if isinstance(argument, Replicate | Shard | Partial):
+        return argument
+    # A caller with a placement of torch's has loaded the module, which takes 0.3 s.
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is not None and isinstance(argument, dtensor.Replicate):
         return Replicate()
-    if torchs is not None and type(given) is torchs.Shard:
-        return Shard(given.dim)
-    if torchs is not None and isinstance(given, torchs.Partial):
-        op = {"product": "prod"}.get(given.reduce_op, given.reduce_op)
+    if dtensor is not None and type(argument) is dtensor.Shard:
+        return Shard(argument.dim)
+    if dtensor is not None and isinstance(argument, dtensor.Partial):
+        op = {"product": "prod"}.get(argument.reduce_op, argument.reduce_op)
         if op in REDUCE_OPS:
             return Partial(op)
     raise ValueError(
-        f"{given!r} is no placement that lazygt knows: use Replicate(), Shard(dim) or "
+        f"{argument!r} is no placement that lazygt knows: use Replicate(), Shard(dim) or "
         f"Partial(op) with op one of {', '.join(REDUCE_OPS)}"
     )
 
@@ -276,11 +280,11 @@ def placement_to_torch(placement: Placement) -> Any:
     """Return torch's DTensor placement; ``SingleRank``, which torch lacks, is returned itself."""
     if isinstance(placement, SingleRank):
         return placement
-    torchs = import_module(
+    dtensor = import_module(
         "torch.distributed.tensor"
     )  # takes 0.3 s: only for values that are shown
     if isinstance(placement, Shard):
-        return torchs.Shard(placement.dim)
+        return dtensor.Shard(placement.dim)
     if isinstance(placement, Partial):
-        return torchs.Partial({"prod": "product"}.get(placement.op, placement.op))
-    return torchs.Replicate()
+        return dtensor.Partial({"prod": "product"}.get(placement.op, placement.op))
+    return dtensor.Replicate()

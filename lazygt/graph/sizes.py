@@ -1,11 +1,11 @@
-"""Symbolic graphs: a graph with symbols for its sizes, and the graph in given sizes.
+"""Symbolic graphs: symbols in place of a graph's sizes, and substitution of sizes for symbols.
 
-Programs are run in other sizes more often than they change (a last batch that is smaller, a
-sequence that grows). A *symbolic* graph has a `Size` in the place of every number of 2 or more
-that is a size in an argument, and in its metas the number of that symbol plus 2; 0, 1 and negative
-numbers stand for themselves. Symbols are numbered as they appear, and equal sizes have the same
-one, so a graph has one symbolic graph and one list of sizes, and these make it again. In other
-sizes several symbols may stand for one number.
+Programs run in other sizes more often than they change (a smaller last batch, a longer sequence). A
+*symbolic* graph has a `Size` in place of every number of 2 or more that is a size in an argument,
+and in its metas the number of that symbol plus 2; 0, 1 and negative numbers are not replaced.
+Symbols are numbered by appearance, and equal sizes have the same one. So a graph has one symbolic
+graph and one list of sizes, and these two restore it. In other sizes several symbols may have one
+value.
 
 A symbolic meta is not for shape inference: its sizes do not fit each other.
 """
@@ -30,36 +30,39 @@ LEAST = 2
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A size, by number, in an argument of a symbolic graph."""
+    """Symbol of a size, by number, in an argument of a symbolic graph."""
 
     index: int
 
 
 @lru_cache(maxsize=4096)
 def sized(op: str) -> frozenset[int | str]:
-    """Return an op's positions and keywords at which a whole number is a size, and not data."""
+    """Return an op's positions and keywords at which an int is a size, not data."""
     if op == WRITE_BACK:
         return frozenset({2})
     facts = None if op.startswith("lazygt.") else op_facts(Node(op, ()))
     if facts is None:
         return frozenset()
-    places = {place for place, data in enumerate(facts.hoist) if not data}
-    return frozenset(places | {name for name, data in facts.hoist_named.items() if not data})
+    positions = {position for position, is_data in enumerate(facts.hoist) if not is_data}
+    return frozenset(
+        positions | {name for name, is_data in facts.hoist_named.items() if not is_data}
+    )
 
 
 def sizes_in(node: Node) -> tuple[int, ...]:
-    """Return the sizes that stand in a node's arguments, each once."""
+    """Return the sizes in a node's arguments, each once."""
     numbers = node._sizes
     if numbers is None:
-        places = sized(node.op)
-        arguments = [arg for place, arg in enumerate(node.args) if place in places]
-        arguments += [arg for name, arg in node.kwargs if name in places]
+        positions = sized(node.op)
+        arguments = [arg for position, arg in enumerate(node.args) if position in positions]
+        arguments += [arg for name, arg in node.kwargs if name in positions]
         numbers = tuple(dict.fromkeys(size for arg in arguments for size in _numbers(arg)))
-        object.__setattr__(node, "_sizes", numbers)  # asked again and again; it changes nothing
+        object.__setattr__(node, "_sizes", numbers)  # a cache, not part of the node's value
     return numbers
 
 
 def _numbers(arg: Arg) -> Iterator[int]:
+    """Yield the sizes in an argument."""
     if type(arg) is tuple:
         for item in arg:
             yield from _numbers(item)
@@ -68,14 +71,14 @@ def _numbers(arg: Arg) -> Iterator[int]:
 
 
 class SymbolicGraph:
-    """A graph without its sizes.
+    """Graph with symbols in place of its sizes.
 
     Args:
-        graph: the symbolic one.
-        first: the sizes that it was seen in first, and the graph in these.
+        graph: the symbolic graph.
+        first: the first sizes, and the graph in them; unchanged nodes are reused from it.
 
     Attributes:
-        count: the number of its sizes.
+        count: number of symbols.
     """
 
     def __init__(self, graph: Graph, first: tuple[Sizes, Graph] | None = None) -> None:
@@ -83,68 +86,71 @@ class SymbolicGraph:
         symbols = _SymbolsIn()
         for meta in graph.inputs:
             symbols.meta(meta)
-        self._inside = [symbols.node(node) for node in graph.nodes]
+        self._node_symbols = [symbols.node(node) for node in graph.nodes]
         self._numbers = symbols.numbers
         self.count = len(symbols.numbers)
 
     @staticmethod
     def of(graph: Graph) -> tuple[SymbolicGraph, Sizes]:
-        """Return a graph without its sizes, and these."""
+        """Return the symbolic graph of a graph, and its sizes."""
         symbols = _ToSymbols()
         symbolic = symbols.graph(graph)
         sizes = tuple(symbols.numbers)
         return SymbolicGraph(symbolic, (sizes, graph)), sizes
 
     def in_sizes(self, sizes: Sizes) -> Graph:
-        """Return the graph in these sizes; nodes without a changed size are the first graph's."""
+        """Substitute sizes for the symbols; nodes without a changed size are the first graph's."""
         if self._first is None:
             self._first = sizes, _FromSymbols(sizes).graph(self.graph)
-        before, first = self._first
-        changed = {number for number in range(self.count) if sizes[number] != before[number]}
+        first_sizes, first = self._first
+        changed = {number for number in range(self.count) if sizes[number] != first_sizes[number]}
         if not changed:
             return first
-        write = _FromSymbols(sizes)
+        rewriting = _FromSymbols(sizes)
         nodes = [
-            known if inside.isdisjoint(changed) else write.node(node)
-            for node, known, inside in zip(self.graph.nodes, first.nodes, self._inside, strict=True)
+            first_node if symbols.isdisjoint(changed) else rewriting.node(node)
+            for node, first_node, symbols in zip(
+                self.graph.nodes, first.nodes, self._node_symbols, strict=True
+            )
         ]
-        inputs = tuple([write.meta(meta) for meta in self.graph.inputs])
+        inputs = tuple([rewriting.meta(meta) for meta in self.graph.inputs])
         return replace(first, inputs=inputs, nodes=tuple(nodes))
 
     def check(self) -> None:
-        """Check that its symbols are numbered without gaps.
+        """Check that the symbols are numbered without gaps.
 
         Raises:
             ValueError: they are not.
         """
         if self._numbers != set(range(self.count)):
-            raise ValueError("its sizes are not numbered from 0 without gaps")
+            raise ValueError("the symbols are not numbered from 0 without gaps")
 
 
 def check_sizes(symbolic: SymbolicGraph, sizes: Sizes) -> None:
-    """Check that a graph may be in these sizes.
+    """Check that sizes can be substituted for a graph's symbols.
 
     Raises:
-        ValueError: they are not as many, or one needs no symbol.
+        ValueError: another number of sizes, or a size that needs no symbol.
     """
     if len(sizes) != symbolic.count:
-        raise ValueError(f"{symbolic.count} are wanted, and {len(sizes)} given")
+        raise ValueError(f"{symbolic.count} sizes are wanted, but {len(sizes)} were passed")
     if min(sizes, default=LEAST) < LEAST:
-        raise ValueError(f"what is less than {LEAST} has no symbol")
+        raise ValueError(f"a size of less than {LEAST} has no symbol")
 
 
 class _Rewriting:
-    """Rewriting of a graph, node or meta with something else in the place of each size."""
+    """Visitor that rewrites every size in a graph, node or meta."""
 
     def __init__(self) -> None:
         self._metas: dict[int, TensorMeta] = {}
 
     def graph(self, graph: Graph) -> Graph:
+        """Return the rewritten graph."""
         inputs = tuple([self.meta(meta) for meta in graph.inputs])
         return replace(graph, inputs=inputs, nodes=tuple([self.node(node) for node in graph.nodes]))
 
     def node(self, node: Node) -> Node:
-        """Return the node, rewritten with its members."""
+        """Return the rewritten node, with the members of a fused node."""
         args, kwargs = self.arguments(node)
         fresh = [None if meta is None else self.meta(meta) for meta in node.fresh]
         written = [self.meta(meta) for meta in node.written]
@@ -153,7 +159,7 @@ class _Rewriting:
                     body)  # fmt: skip
 
     def meta(self, meta: TensorMeta) -> TensorMeta:
-        """Return the rewritten meta, the same object for the same one."""
+        """Return the rewritten meta; the result for one object is cached."""
         written = self._metas.get(id(meta))
         if written is None:
             shape = tuple([self.number(size) for size in meta.shape])
@@ -164,7 +170,7 @@ class _Rewriting:
         return written
 
     def number(self, number: int) -> int:
-        """Return the replacement of a size, stride or offset of a meta."""
+        """Return the replacement of a size, stride or offset in a meta."""
         raise NotImplementedError
 
     def arguments(self, node: Node) -> tuple[Args, Kwargs]:
@@ -173,10 +179,10 @@ class _Rewriting:
 
 
 class _ToSymbols(_Rewriting):
-    """Rewriting of a graph to a symbolic one.
+    """Rewriting of a graph's sizes to symbols.
 
     Attributes:
-        numbers: size -> its number, in the order of their appearance.
+        numbers: size -> its symbol, in the order of appearance.
     """
 
     def __init__(self) -> None:
@@ -195,17 +201,21 @@ class _ToSymbols(_Rewriting):
         return self._call(node.op, node.args, node.kwargs)
 
     def _view(self, op: str, position: int, args: Args, kwargs: Kwargs, which: int) -> Arg:
-        """Return a view of a write_back's chain, rewritten as the node that makes it."""
+        """Rewrite one view op of a write_back's chain."""
         args, kwargs = self._call(op, args, kwargs)
         return op, position, args, kwargs, which
 
     def _call(self, op: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        places = sized(op)
-        called = [self._arg(arg) if place in places else arg for place, arg in enumerate(args)]
-        named = [(name, self._arg(arg) if name in places else arg) for name, arg in kwargs]
+        """Rewrite the sizes in an op's arguments."""
+        positions = sized(op)
+        called = [
+            self._arg(arg) if position in positions else arg for position, arg in enumerate(args)
+        ]
+        named = [(name, self._arg(arg) if name in positions else arg) for name, arg in kwargs]
         return tuple(called), tuple(named)
 
     def _arg(self, arg: Arg) -> Arg:
+        """Return an argument with symbols for its sizes."""
         kind = type(arg)
         if kind is tuple:
             return tuple([self._arg(item) for item in arg])
@@ -215,7 +225,7 @@ class _ToSymbols(_Rewriting):
 
 
 class _FromSymbols(_Rewriting):
-    """Rewriting of a symbolic graph with sizes in the place of symbols."""
+    """Rewriting of a symbolic graph's symbols to sizes."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -229,6 +239,7 @@ class _FromSymbols(_Rewriting):
         return args, tuple([(name, self._arg(arg)) for name, arg in node.kwargs])
 
     def _arg(self, arg: Arg) -> Arg:
+        """Return an argument with sizes for its symbols."""
         kind = type(arg)
         if kind is Size:
             return self._sizes[arg.index]
@@ -236,18 +247,18 @@ class _FromSymbols(_Rewriting):
 
 
 class Resize(_Rewriting):
-    """Rewriting of metas with other sizes."""
+    """Rewriting of metas from old sizes to new ones."""
 
-    def __init__(self, have: Sizes, wanted: Sizes) -> None:
+    def __init__(self, old_sizes: Sizes, new_sizes: Sizes) -> None:
         super().__init__()
-        self._sizes = dict(zip(have, wanted, strict=True))
+        self._sizes = dict(zip(old_sizes, new_sizes, strict=True))
 
     def number(self, number: int) -> int:
         return number if number < LEAST else self._sizes[number]
 
 
 class _SymbolsIn:
-    """The symbols in nodes and metas, by number."""
+    """Visitor that collects the symbols in nodes and metas."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
@@ -255,32 +266,33 @@ class _SymbolsIn:
 
     def node(self, node: Node) -> frozenset[int]:
         """Return the symbols of a node and of its members."""
-        inside: set[int] = set()
+        symbols: set[int] = set()
         for arg in (node.args, *[arg for _, arg in node.kwargs]):
-            self._arg(arg, inside)
+            self._arg(arg, symbols)
         for meta in node.results:
             if meta is not None:
-                inside |= self.meta(meta)
+                symbols |= self.meta(meta)
         if node.body is not None:
             for meta in node.body.inputs:
-                inside |= self.meta(meta)
-            inside.update(*[self.node(member) for member in node.body.nodes])
-        self.numbers |= inside
-        return frozenset(inside)
+                symbols |= self.meta(meta)
+            symbols.update(*[self.node(member) for member in node.body.nodes])
+        self.numbers |= symbols
+        return frozenset(symbols)
 
     def meta(self, meta: TensorMeta) -> frozenset[int]:
         """Return the symbols of a meta."""
-        inside = self._metas.get(id(meta))
-        if inside is None:
+        symbols = self._metas.get(id(meta))
+        if symbols is None:
             numbers = (*meta.shape, *meta.stride, meta.offset)
-            inside = frozenset([number - LEAST for number in numbers if number >= LEAST])
-            self._metas[id(meta)] = inside
-            self.numbers |= inside
-        return inside
+            symbols = frozenset([number - LEAST for number in numbers if number >= LEAST])
+            self._metas[id(meta)] = symbols
+            self.numbers |= symbols
+        return symbols
 
-    def _arg(self, arg: Arg, inside: set[int]) -> None:
+    def _arg(self, arg: Arg, symbols: set[int]) -> None:
+        """Add the symbols of an argument to ``symbols``."""
         if type(arg) is Size:
-            inside.add(arg.index)
+            symbols.add(arg.index)
         elif type(arg) is tuple:
             for item in arg:
-                self._arg(item, inside)
+                self._arg(item, symbols)

@@ -1,6 +1,7 @@
 """Source lines of ops: the user's own file:line.
 
-A *call site* is ``(code, lasti)``: cheap to take on every op, expanded only for an error or a dump.
+A *call site* is ``(code, lasti)``: cheap to read at every op, expanded to text only for an error or
+a dump.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def with_line(text: str) -> str:
 @lru_cache(maxsize=16384)
 def _line(code: CodeType, name: str, lasti: int) -> str:
     # the name is part of the key: code objects of two files may compare equal
+    """Return ``file:line`` of an instruction, from the code object's line table."""
     line = code.co_firstlineno
     for start, stop, number in code.co_lines():
         if start <= lasti < stop and number is not None:

@@ -29,8 +29,8 @@ from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern, t
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 
 
-def _read_spelled(token: str) -> Any:
-    """Return the number that ``node`` spelled so."""
+def _parse_number(token: str) -> Any:
+    """Return the number whose text ``node._number_text`` printed."""
     name, _, inner = token.partition("(")
     kind: Any = {"float": float, "complex": complex}[name]
     text = ast.literal_eval(inner[:-1])
@@ -58,38 +58,38 @@ def parse_graph(text: str) -> Graph:
     Raises:
         ValueError: naming the line that can't be read.
     """
-    rows = iter(text.strip().splitlines()[1:])
-    return _parse_rows(rows)
+    lines = iter(text.strip().splitlines()[1:])
+    return _parse_lines(lines)
 
 
-def _parse_rows(rows: Iterator[str]) -> Graph:
-    """Return the graph of the next rows, up to the row that only closes it."""
-    rows_read = _Rows()
-    for raw in rows:
-        body, _, remark = raw.strip().partition("  # ")
+def _parse_lines(lines: Iterator[str]) -> Graph:
+    """Return the graph of the next lines, up to its closing brace."""
+    parsed = _ParsedLines()
+    for text_line in lines:
+        body, _, remark = text_line.strip().partition("  # ")
         if body.startswith("}"):
             break
         if body.startswith("return"):
-            rows_read.outputs = tuple(int(value) for value in re.findall(r"%(\d+)", body))
+            parsed.outputs = tuple(int(value) for value in re.findall(r"%(\d+)", body))
             continue
-        left, _, right = body.partition(" = ")
-        left = _LABELS.sub("", left)
-        if right == "input":
-            rows_read.inputs.append(parse_meta(left.split(": ", 1)[1]))
-        elif right == "param":
-            rows_read.params.append(left.split(": ", 1)[1])
-        elif right.endswith(" {"):
-            node = _parse_node(left, right.removesuffix(" {"), body)
-            inner = _parse_rows(rows)
-            rows_read.add(replace(node, body=inner), inner.lines[-1] if inner.lines else "")
+        results, _, call = body.partition(" = ")
+        results = _LABELS.sub("", results)
+        if call == "input":
+            parsed.inputs.append(parse_meta(results.split(": ", 1)[1]))
+        elif call == "param":
+            parsed.params.append(results.split(": ", 1)[1])
+        elif call.endswith(" {"):
+            node = _parse_node(results, call.removesuffix(" {"), body)
+            inner = _parse_lines(lines)
+            parsed.add(replace(node, body=inner), inner.lines[-1] if inner.lines else "")
         else:
             line = "" if remark.startswith("[") else remark.partition("  [")[0]
-            rows_read.add(_parse_node(left, right, body), line)
-    return rows_read.graph()
+            parsed.add(_parse_node(results, call, body), line)
+    return parsed.graph()
 
 
-class _Rows:
-    """Rows of a graph that have been read."""
+class _ParsedLines:
+    """Parsed lines of a graph."""
 
     def __init__(self) -> None:
         self.inputs: list[TensorMeta] = []
@@ -103,8 +103,8 @@ class _Rows:
         self.lines.append(line)
 
     def graph(self) -> Graph:
-        shown = tuple(self.lines) if any(self.lines) else ()
-        return Graph(tuple(self.inputs), tuple(self.params), tuple(self.nodes), self.outputs, shown)
+        lines = tuple(self.lines) if any(self.lines) else ()
+        return Graph(tuple(self.inputs), tuple(self.params), tuple(self.nodes), self.outputs, lines)
 
 
 def parse_meta(text: str) -> TensorMeta:
@@ -120,21 +120,23 @@ def parse_meta(text: str) -> TensorMeta:
 
 
 def _ints(text: str) -> tuple[int, ...]:
+    """Return the ints of a comma-separated text."""
     return tuple(int(item) for item in text.split(",") if item.strip())
 
 
-def _parse_node(left: str, right: str, line: str) -> Node:
-    head = re.match(r"([\w.]+)\(", right)
+def _parse_node(results: str, call: str, line: str) -> Node:
+    """Return the node of a line, from its results (left) and its call (right)."""
+    head = re.match(r"([\w.]+)\(", call)
     if head is None:
         raise ValueError(f"not a node: {line!r}")
-    reader = _Reader(right, head.end(), line)
+    reader = _Reader(call, head.end(), line)
     args, kwargs = reader.arguments()
-    rest = right[reader.at :].strip()
+    rest = call[reader.at :].strip()
     dynamic = rest.endswith("dynamic")
     writes = tuple(int(value) for value in re.findall(r"%(\d+)", rest))
     metas = tuple(
-        None if shown == "none" else parse_meta(shown)
-        for shown in re.findall(r"%\d+: (none|.*?)(?=, %\d+: |$)", left)
+        None if meta_text == "none" else parse_meta(meta_text)
+        for meta_text in re.findall(r"%\d+: (none|.*?)(?=, %\d+: |$)", results)
     )
     fresh = len(metas) - (0 if dynamic else len(writes))
     written = tuple(meta for meta in metas[fresh:] if meta is not None)
@@ -142,12 +144,13 @@ def _parse_node(left: str, right: str, line: str) -> Node:
 
 
 class _Reader:
-    """Parser of the arguments of one node."""
+    """Recursive-descent parser of the arguments of one node."""
 
     def __init__(self, text: str, at: int, line: str) -> None:
         self.text, self.at, self.line = text, at, line
 
     def next(self) -> tuple[str, str]:
+        """Return the next token as (kind, text)."""
         match = _TOKEN.match(self.text, self.at)
         if match is None or match.lastgroup is None:
             raise ValueError(f"can't read {self.text[self.at :]!r} in {self.line!r}")
@@ -155,9 +158,11 @@ class _Reader:
         return match.lastgroup, match[match.lastgroup]
 
     def peek(self, mark: str) -> bool:
+        """Return whether the next token is ``mark``."""
         return self.text[self.at :].lstrip().startswith(mark)
 
     def arguments(self) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+        """Parse arguments up to the closing parenthesis: (args, kwargs)."""
         args: list[Arg] = []
         kwargs: list[tuple[str, Arg]] = []
         while not self.peek(")"):
@@ -173,6 +178,7 @@ class _Reader:
         return tuple(args), tuple(kwargs)
 
     def value(self) -> Arg:
+        """Parse one argument."""
         kind, token = self.next()
         if kind == "ref":
             return Ref(int(token[1:]))
@@ -181,7 +187,7 @@ class _Reader:
         if kind == "torch":
             return torch_name(token)
         if kind == "special":
-            return _read_spelled(token)
+            return _parse_number(token)
         if kind == "mark" and token == "[":
             return self._list()
         if kind == "name" and token == "device":
@@ -189,6 +195,7 @@ class _Reader:
         return self._literal(token)
 
     def _list(self) -> tuple[Any, ...]:
+        """Parse a list up to its closing bracket."""
         items: list[Any] = []
         while not self.peek("]"):
             items.append(self.value())
@@ -198,6 +205,7 @@ class _Reader:
         return tuple(items)
 
     def _literal(self, token: str) -> Any:
+        """Parse a Python literal."""
         try:
             return ast.literal_eval(token)
         except (ValueError, SyntaxError) as error:
@@ -207,7 +215,7 @@ class _Reader:
 # A graph prints as its text; set here because text knows nodes and not the reverse.
 
 
-# -- numbers as people read them: three digits and a unit ------------------------------------------
+# -- formatting of numbers -------------------------------------------------------------------------
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 

@@ -20,28 +20,32 @@ _ASSERT = "opt_ready_stream && opt_parent_stream"
 
 
 def _shared() -> bool:
-    """Make torch decide by thread; return False where it can't, or has no CUDA."""
+    """Make torch choose its accelerator by thread; return False if it can't, or has no CUDA."""
     return bool(torch.backends.cuda.is_built() and NATIVE and NATIVE.share_accelerator())
 
 
 SHARED = _shared()
 
 
-def take(ours: bool) -> None:
-    """Make lazygt this thread's accelerator, or restore the one that torch has without it."""
+def select(lazygt_current: bool) -> None:
+    """Set this thread's accelerator: lazygt, or the one that torch has without lazygt.
+
+    Args:
+        lazygt_current: True for lazygt.
+    """
     if SHARED:
-        NATIVE.take_accelerator(ours)
+        NATIVE.take_accelerator(lazygt_current)
 
 
 @contextmanager
-def taken(ours: bool) -> Iterator[None]:
-    """Context in which ``take`` holds.
+def selected(lazygt_current: bool) -> Iterator[None]:
+    """Context in which ``select(lazygt_current)`` holds; the earlier choice is restored after it.
 
     Raises:
         LazyGTError: CUDA tensors have a backward pass, and torch can't decide by thread.
     """
     if SHARED:
-        before = NATIVE.take_accelerator(ours)
+        before = NATIVE.take_accelerator(lazygt_current)
         try:
             yield
         finally:

@@ -1,10 +1,10 @@
-"""Steps added to the trie ahead of the trace, by an earlier trace in other sizes.
+"""Prefetch of trie steps: a trace that repeats an earlier one gets its next steps in one go.
 
-A trace that repeats an earlier one in other sizes (``record.repeats``) most likely goes on like it.
-So the steps that followed there are added here in one go: called with the corresponding sizes, and
-with results by the rules of ``graph.shapes``. Recording would make the same steps; and nothing is
-assumed, since each is reached by its own key alone. Steps that the trace does not reach are removed
-again (``TraceTrie.reached``).
+A trace that repeats an earlier one in other sizes (``record.repeats``) most likely continues like
+it. So the steps that followed in the earlier trace are added to the trie ahead of time, with the
+sizes substituted and the results inferred by the rules of ``graph.shapes``. The steps equal those
+that recording would add, and each is reached only by its own key, so a wrong guess is harmless.
+Steps that the trace does not reach are removed again (``TraceTrie.reached``).
 """
 
 from __future__ import annotations
@@ -36,51 +36,55 @@ class Recording(Protocol):
         """The earlier trace that this one repeats in other sizes."""
 
 
-def go_ahead(trace: Recording) -> None:
-    """Add the steps that followed the newest step's counterpart, as far as they are clear."""
+def prefetch_steps(trace: Recording) -> None:
+    """Add the steps that followed the counterpart of the trace's last step in the earlier trace.
+
+    The prefetch ends at a fork, at a step with uncertain results, and after
+    ``prefetch_count`` steps.
+    """
     repeat, trie = trace.repeat, trace.trie
-    if repeat.here is None or repeat.step is None:
+    if repeat.last_step is None or repeat.counterpart is None:
         return
-    ahead = [(repeat.here, repeat.step)]
-    while len(ahead) <= repeat.wanted:
-        here, before = ahead[-1]
-        if len(before.children) != 1:
+    prefetched = [(repeat.last_step, repeat.counterpart)]
+    while len(prefetched) <= repeat.prefetch_count:
+        last, counterpart = prefetched[-1]
+        if len(counterpart.children) != 1:
             break
-        (old,) = before.children.values()
-        new = _following(trace.inference, repeat, here, old)
+        (old,) = counterpart.children.values()
+        new = _next_counterpart(trace.inference, repeat, last, old)
         if new is None or not trie.add_ahead(new):
             break
         repeat.go_on(new, old)
-        ahead.append((new, old))
-    if len(ahead) > 1:
-        repeat.ahead = ahead
+        prefetched.append((new, old))
+    if len(prefetched) > 1:
+        repeat.prefetched = prefetched
         if NATIVE is not None:
-            NATIVE.add_again(ahead)
+            NATIVE.add_again(prefetched)
 
 
-def _following(
-    inference: Inference, repeat: Repeat, here: TrieNode, old: TrieNode
+def _next_counterpart(
+    inference: Inference, repeat: Repeat, parent: TrieNode, old: TrieNode
 ) -> TrieNode | None:
-    """Return the counterpart of ``old`` below ``here``; None: it is left to the trace."""
+    """Return the copy of step ``old`` below ``parent``; None: only recording can tell."""
     node, differences = old.node, repeat.differences
     if old.placed:
         return None
     if node is None:
         assert old.input is not None
         if differences.resized.isdisjoint(old.input.shape):
-            return old.again(here)
+            return old.again(parent)
         meta = _resized(old.input, differences.sizes)
-        return None if meta is None else TrieNode(here, meta, input=meta)
+        return None if meta is None else TrieNode(parent, meta, input=meta)
     if node.dynamic:
         return None
-    called_alike = differences.resized.isdisjoint(sizes_in(node))
-    if called_alike and differences.values.isdisjoint(node.refs()):
-        new = old.again(here)
+    same_call = differences.resized.isdisjoint(sizes_in(node))
+    if same_call and differences.values.isdisjoint(node.refs()):
+        new = old.again(parent)
     else:
-        made = _inferred(inference, repeat, here, old, called_alike)
-        if made is None or counts(made) != counts(old):
+        inferred = _inferred(inference, repeat, parent, old, same_call)
+        if inferred is None or counts(inferred) != counts(old):
             return None
-        new = made
+        new = inferred
     new.forward, new.backward = old.forward, old.backward
     return new
 
@@ -88,21 +92,21 @@ def _following(
 def _inferred(
     inference: Inference,
     repeat: Repeat,
-    here: TrieNode,
+    parent: TrieNode,
     old: TrieNode,
-    called_alike: bool,
+    same_call: bool,
 ) -> TrieNode | None:
-    """Return it for an op with perhaps other results; None where no rule is sure of them."""
+    """Return the copy of an op whose results may differ, inferred by rule; None: none applies."""
     node, f = old.node, old.facts
     assert node is not None
     if f is None or old.moves or f.dynamic or f.name in MASKABLE:
         return None
     key, call = old.key, (node.args, node.kwargs)
-    if not called_alike:
-        other = _call(node, key, repeat.differences.sizes)
-        if other is None:
+    if not same_call:
+        resized = _resized_call(node, key, repeat.differences.sizes)
+        if resized is None:
             return None
-        key, call = other
+        key, call = resized
     params = _samples(node, old.key)
     metas = repeat.metas(node)
     if params is None or metas is None:
@@ -110,49 +114,56 @@ def _inferred(
     results = inference.by_rule(f, *call, metas, params)
     if results is None:
         return None
-    if called_alike and results == (node.fresh, node.written, old.numbers):
-        return old.again(here)
-    made = Node(f.name, *call, results.fresh, node.writes, results.written)
-    step = TrieNode(here, key, made, facts=f)
+    if same_call and results == (node.fresh, node.written, old.numbers):
+        return old.again(parent)
+    new_node = Node(f.name, *call, results.fresh, node.writes, results.written)
+    step = TrieNode(parent, key, new_node, facts=f)
     step.numbers = results.ints
-    step.itself = old.itself and made.written == (metas[node.writes[0]],)
+    step.itself = old.itself and new_node.written == (metas[node.writes[0]],)
     if f.views:
         step.make = None
     return step
 
 
 def _resized(meta: TensorMeta, sizes: Sizes) -> TensorMeta | None:
-    """Return a tensor's meta in other sizes; None where these are not clear."""
+    """Return a tensor's meta with new sizes substituted; None if a size is ambiguous."""
     shape = tuple([sizes.get(size, size) for size in meta.shape])
     if None in shape or not meta.plain:
         return None
     return intern(shape, contiguous_stride(shape), meta.dtype)  # type: ignore[arg-type]
 
 
-def _call(node: Node, key: tuple[Any, ...], sizes: Sizes) -> tuple[tuple[Any, ...], Call] | None:
-    """Return a node's key and call in other sizes; None where these are not clear."""
-    places = sized(node.op)
-    args, kwargs, said = list(node.args), list(node.kwargs), list(key)
-    for place, arg in enumerate(node.args):
-        new = _argument(arg, sizes) if place in places else arg
+def _resized_call(
+    node: Node, key: tuple[Any, ...], sizes: Sizes
+) -> tuple[tuple[Any, ...], Call] | None:
+    """Return a node's (key, (args, kwargs)) with new sizes; None if a size is ambiguous.
+
+    Args:
+        key: the key of the node's step: (facts, *args, name, value, ...).
+        sizes: old size -> new size.
+    """
+    size_arguments = sized(node.op)
+    args, kwargs, new_key = list(node.args), list(node.kwargs), list(key)
+    for position, arg in enumerate(node.args):
+        new = _argument(arg, sizes) if position in size_arguments else arg
         if new is arg:
             continue
-        if new is None or said[1 + place] != arg:
+        if new is None or new_key[1 + position] != arg:
             return None
-        args[place] = said[1 + place] = new
-    for at, (name, arg) in enumerate(node.kwargs):
-        new = _argument(arg, sizes) if name in places else arg
+        args[position] = new_key[1 + position] = new
+    for number, (name, arg) in enumerate(node.kwargs):
+        new = _argument(arg, sizes) if name in size_arguments else arg
         if new is arg:
             continue
-        place = 1 + len(args) + 2 * at
-        if new is None or said[place : place + 2] != [name, arg]:
+        position = 1 + len(args) + 2 * number
+        if new is None or new_key[position : position + 2] != [name, arg]:
             return None
-        kwargs[at], said[place + 1] = (name, new), new
-    return tuple(said), (tuple(args), tuple(kwargs))
+        kwargs[number], new_key[position + 1] = (name, new), new
+    return tuple(new_key), (tuple(args), tuple(kwargs))
 
 
 def _argument(arg: Arg, sizes: Sizes) -> Arg:
-    """Return an argument in other sizes, itself if it has none; None where they are unclear."""
+    """Return an argument with new sizes, itself if it has none; None if a size is ambiguous."""
     if type(arg) is int:
         return sizes.get(arg, arg)
     if type(arg) is not tuple or not any(type(item) is int and item in sizes for item in arg):
@@ -164,23 +175,24 @@ def _argument(arg: Arg, sizes: Sizes) -> Arg:
 
 
 def _samples(node: Node, key: tuple[Any, ...]) -> list[Any] | None:
-    """Return a sample of each run-time number of an op, by number; None: a kind is unknown."""
-    kinds: dict[int, Any] = {}
-    said = iter(key[1:])
+    """Return a sample value for each run-time number of an op; None if a type is unknown."""
+    types: dict[int, Any] = {}
+    key_items = iter(key[1:])
     for arg in node.args:
-        _note_kinds(arg, next(said, None), kinds)
+        _note_types(arg, next(key_items, None), types)
     for _, arg in node.kwargs:
-        next(said, None)
-        _note_kinds(arg, next(said, None), kinds)
-    if not all(kind in SAMPLES for kind in kinds.values()):
+        next(key_items, None)
+        _note_types(arg, next(key_items, None), types)
+    if not all(python_type in SAMPLES for python_type in types.values()):
         return None
-    count = max(kinds, default=-1) + 1
-    return [SAMPLES[kinds[number]] if number in kinds else None for number in range(count)]
+    count = max(types, default=-1) + 1
+    return [SAMPLES[types[number]] if number in types else None for number in range(count)]
 
 
-def _note_kinds(arg: Arg, said: Any, kinds: dict[int, Any]) -> None:
+def _note_types(arg: Arg, key_item: Any, types: dict[int, Any]) -> None:
+    """Add the Python type of each run-time number of an argument: number -> type."""
     if type(arg) is Param:
-        kinds[arg.index] = said
-    elif type(arg) is tuple and type(said) is tuple:
-        for item, one in zip(arg, said, strict=False):
-            _note_kinds(item, one, kinds)
+        types[arg.index] = key_item
+    elif type(arg) is tuple and type(key_item) is tuple:
+        for item, inner in zip(arg, key_item, strict=False):
+            _note_types(item, inner, types)

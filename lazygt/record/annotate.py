@@ -1,6 +1,6 @@
-"""Recorded annotations of placement, which the tensor's storage remembers.
+"""Placement annotations of tensors, recorded as ops and remembered by the storage.
 
-So a tensor that gets other values later, from the client or by ``.data = ...``, stays where it was.
+A tensor that gets other values later, from the client or by ``.data = ...``, keeps its placement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def mesh_of(t: LazyTensor) -> Mesh:
 
 
 def is_placed(t: LazyTensor) -> bool:
-    """Return whether a tensor is, or will be, stored other than whole on every worker."""
+    """Return whether a tensor is, or will be, sharded or on one stage, not replicated."""
     storage = storage_of(t)
     return storage.placed is not None or (
         storage.remote is not None and storage.remote.sharding is not None
@@ -29,22 +29,22 @@ def is_placed(t: LazyTensor) -> bool:
 
 
 def is_everywhere(t: LazyTensor) -> bool:
-    """Return whether every worker has the whole tensor unasked, as after a loading.
+    """Return whether every worker already has the full tensor, as after an upload.
 
-    A view of a larger tensor is placed as that is; for it the answer is False.
+    A view has the placement of its base; for a view the answer is False.
     """
     return view_of(t) is None and storage_of(t).remote is not None and not is_placed(t)
 
 
 def stored_now(t: LazyTensor) -> Sharding:
-    """Return a tensor's annotated sharding; without one the sharding that it has."""
+    """Return a tensor's annotated sharding, else its actual one, else full replication."""
     storage = storage_of(t)
-    lies = None if storage.remote is None else storage.remote.sharding
-    return storage.placed or lies or Sharding((Replicate(),) * len(mesh_of(t).names))
+    actual = None if storage.remote is None else storage.remote.sharding
+    return storage.placed or actual or Sharding((Replicate(),) * len(mesh_of(t).names))
 
 
 def set_sharding(t: LazyTensor, sharding: Sharding) -> None:
-    """Store a tensor's values as ``sharding`` says from here on; it stays the same object."""
+    """Reshard a tensor in place: later ops see its values stored as ``sharding``."""
     owner = storage_of(t).owner
     with owner.lock:
         owner.own(storage_of(t), record_place(t, meta_of(t), sharding))
@@ -52,7 +52,7 @@ def set_sharding(t: LazyTensor, sharding: Sharding) -> None:
 
 
 def assign_stage(t: LazyTensor, index: int, axis: str) -> None:
-    """Move a tensor to a stage, which alone has it from here on."""
+    """Move a tensor to one rank of a mesh axis (a pipeline stage), in place."""
     owner, before = storage_of(t).owner, stored_now(t)
     placements = list(before.placements)
     placements[mesh_of(t).names.index(axis)] = SingleRank(index)
@@ -62,7 +62,7 @@ def assign_stage(t: LazyTensor, index: int, axis: str) -> None:
 
 
 def restore_sharding(t: LazyTensor, sharding: Sharding) -> None:
-    """Store a tensor's values as another of its shape is, or was, stored."""
+    """Store a tensor's values with the sharding of another tensor of its shape."""
     for axis, placement in zip(mesh_of(t).names, sharding.placements, strict=True):
         if isinstance(placement, SingleRank):
             assign_stage(t, placement.rank, axis)
@@ -74,7 +74,7 @@ def restore_sharding(t: LazyTensor, sharding: Sharding) -> None:
 
 
 def record_place(t: LazyTensor, meta: TensorMeta, sharding: Sharding) -> int:
-    """Record a tensor's placement; return the number of the new value, of this meta."""
+    """Record a tensor's placement; return the number of the placed value in the trace."""
     owner = storage_of(t).owner
     index = owner.index_of(t)
     return owner.internal((PLACE, index, sharding), place_node(index, meta, sharding))

@@ -37,34 +37,35 @@ _set_up_saved_hooks = _saved_hooks.__init__
 
 
 def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a backward pass: of ``Tensor.backward``, ``autograd.backward`` or ``grad``.
+    """Run the engine for ``Tensor.backward``, ``autograd.backward`` or ``grad``.
 
-    It runs on the caller's thread, as for CPU tensors, so the user's frames are on the stack.
+    The engine runs on the caller's thread, as for CPU tensors, so the user's frames are on the
+    stack. Replaces ``torch.autograd._engine_run_backward``.
     """
     if not (session_stack and any(is_lazy(t) for t in outputs)):
-        with accelerator.taken(False):
+        with accelerator.selected(False):
             return _engine_run_backward(outputs, *args, **kwargs)
-    active = session_stack[-1].recorder
+    session_recorder = session_stack[-1].recorder
     nested = _autograd_node() is not None
     DEFER_INTERRUPT.adopt()
     if not nested:
-        active.before_backward()
+        session_recorder.before_backward()
     try:
-        with torch.autograd.set_multithreading_enabled(False), accelerator.taken(True):
+        with torch.autograd.set_multithreading_enabled(False), accelerator.selected(True):
             result = _engine_run_backward(outputs, *args, **kwargs)
     except RuntimeError:
-        active.raise_backward_error()
+        session_recorder.raise_backward_error()
         raise
-    active.raise_backward_error()
+    session_recorder.raise_backward_error()
     if not nested:
         if kwargs.get("accumulate_grad"):
-            active.after_backward()
+            session_recorder.after_backward()
         DEFER_INTERRUPT.deliver()
     return result
 
 
 def called_by_engine() -> bool:
-    """Return whether the autograd engine runs this op, with no user's Python between."""
+    """Return whether the autograd engine called this op without user code in between."""
     if _autograd_node() is None:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -74,7 +75,7 @@ def called_by_engine() -> bool:
 
 
 def deferred_error(active: Recorder, error: BaseException) -> Any:
-    """Put a backward op's error aside.
+    """Store a backward op's error on the recorder, to be raised after the pass.
 
     Returns:
         An object that can't become a tensor, so C++ raises an error with its class's name as text,
@@ -84,40 +85,43 @@ def deferred_error(active: Recorder, error: BaseException) -> Any:
     return type(f"{type(error).__name__}: {error}", (), {})()
 
 
-def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable[..., Any]:
-    """Wrap a hook: under autograd its exceptions are put aside, and ``instead()`` returned."""
+def _deferring(hook: Callable[..., Any], fallback: Callable[[], Any]) -> Callable[..., Any]:
+    """Wrap a hook: under autograd, store its exception and return ``fallback()``."""
 
     if getattr(hook, "is_deferring", False):
         return hook
 
     @functools.wraps(hook, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the hook, or return ``fallback()`` after an error in the pass."""
         active = session_stack[-1].recorder if session_stack else None
         if active is None or _autograd_node() is None:
             return hook(*args, **kwargs)
         if active.backward_error is not None:
-            return instead()
+            return fallback()
         try:
             return hook(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - raised again by run_backward
             _defer(active, error)
-            return instead()
+            return fallback()
 
     call.is_deferring = True  # type: ignore[attr-defined]
     return call
 
 
 def _defer(active: Recorder, error: BaseException) -> None:
+    """Store the first error of a backward pass; later ones follow from it."""
     if active.backward_error is None:  # else this one only follows from that
         active.backward_error = error
 
 
 def deferring(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a hook: under autograd its exceptions are put aside, and the gradient kept."""
+    """Wrap a gradient hook: under autograd, store its exception and keep the gradient as it is."""
     return _deferring(hook, lambda: None)
 
 
 def _register_hook(backward_hooks: Any, hook: Callable[..., Any]) -> Any:
+    """Register a wrapped hook on a node (replaces ``Node.register_hook``)."""
     return _register_on_node(backward_hooks, deferring(hook))
 
 
@@ -125,6 +129,7 @@ def _register_hook(backward_hooks: Any, hook: Callable[..., Any]) -> Any:
 def _init_saved_hooks(
     self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]
 ) -> None:
+    """Initialise ``saved_tensors_hooks`` with a wrapped unpack hook."""
     unpack = _deferring(unpack_hook, lambda: blank(recorder(), (0,), None, None))
     _set_up_saved_hooks(self, pack_hook, unpack)
 
@@ -140,8 +145,8 @@ PATCHES = (
 )
 
 
-def hand_on_hooks(t: torch.Tensor) -> None:
-    """Move the hooks of a tensor that changed its TensorImpl to the new one."""
+def move_hooks(t: torch.Tensor) -> None:
+    """Register a tensor's hooks on its new TensorImpl, after a swap of TensorImpls."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(t, name)
         if hooks is not None:

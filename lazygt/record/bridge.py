@@ -1,7 +1,7 @@
 """Python side of the native recorder (``lazygt/native``).
 
-C++ records hits. A miss, and anything more than a step of the graph, comes here: the recorder
-written in Python does it, on cells, views and steps that C++ shares.
+C++ records hits of the trie. A miss, and any op that is more than one step, comes here: the Python
+recorder handles it, on the storages, views and steps that C++ shares.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lazygt.record.trie import TraceTrie, TrieNode
 
 
 class Road(IntEnum):
-    """C++'s ways of recording an op: see ``facts.h``, which has the same numbers."""
+    """Kinds of ops by their path through the C++ recorder; ``facts.h`` has the same numbers."""
 
     PYTHON = 0
     ORDINARY = 1
@@ -61,7 +61,7 @@ class Road(IntEnum):
     BLANK = 12
 
 
-_ROADS: dict[Any, Road] = {
+_KINDS: dict[Any, Road] = {
     handlers.copy: Road.BOTH_LAZY,
     handlers.empty: Road.BLANK,
     handlers.empty_strided: Road.BLANK,
@@ -69,7 +69,7 @@ _ROADS: dict[Any, Road] = {
     handlers.same: Road.ITSELF,
     handlers.to_copy: Road.DEVICE,
     handlers.to_other_device: Road.DEVICE,
-    handlers.either: Road.FLAGGED,
+    handlers.flagged: Road.FLAGGED,
     views.same_view: Road.TWIN,
     views.same_shape_view: Road.RESHAPED,
 }
@@ -79,12 +79,13 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
     """Return an op's description for C++.
 
     Returns:
-        Its road, the place of a deciding argument, its facts, and its facts when that is set.
+        Its kind, the position of the argument that decides, its facts, and its facts if that
+        argument is set.
     """
     f = facts(func)
     handler, _ = handlers.handler_of(f)
-    asks = f.dynamic and handler is not handlers.item
-    if asks or (f.random and handler is not None):
+    data_dependent = f.dynamic and handler is not handlers.item
+    if data_dependent or (f.random and handler is not None):
         return Road.PYTHON, 0, f, None
     if func is torch.ops.aten._reshape_alias.default:
         return Road.AS_VIEW, 0, f, None
@@ -92,17 +93,17 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
         return Road.DRAW, 0, f, None
     if handler is None:
         return (Road.MASKED if f.name in MASKABLE else Road.ORDINARY), 0, f, None
-    road = _ROADS.get(handler, Road.PYTHON)
-    if road is Road.DEVICE:
+    kind = _KINDS.get(handler, Road.PYTHON)
+    if kind is Road.DEVICE:
         names = [a.name for a in func._schema.arguments]
-        return road, names.index("device"), f, None
-    if road is Road.FLAGGED:
-        return road, UNDECLARED_WRITES[f.name][1], f, writing_facts(func)
-    return road, 0, f, None
+        return kind, names.index("device"), f, None
+    if kind is Road.FLAGGED:
+        return kind, UNDECLARED_WRITES[f.name][1], f, writing_facts(func)
+    return kind, 0, f, None
 
 
 class NativeTrace(Trace):
-    """Trace with its newest part in C++, until the next one begins."""
+    """Trace with its newest part in C++; Python reads that part on demand."""
 
     __slots__ = ("_call_sites", "_ids", "_native", "_params", "_serial", "_step")
 
@@ -119,21 +120,21 @@ class NativeTrace(Trace):
         native.begin(self._serial, trie.root, self)
 
     def seal(self) -> None:
-        """Take the trace's data over from C++, which begins another one."""
+        """End the trace: copy its data from C++, which then begins another one."""
         self._step, self._serial = self.step, self.serial
         self._ids, params, sites, self.shown = self._native.end()
         self._native = None
-        # most often Python has taken nothing before
+        # in most traces Python has read nothing before
         self._params = [*self._params, *params] if self._params else params
         self._call_sites = [*self._call_sites, *sites] if self._call_sites else sites
 
     @property
     def untouched(self) -> bool:
-        """True if Python has noted nothing in it: C++ may end it and begin another in its place."""
+        """True if Python has recorded nothing in the trace, so that C++ may replace it."""
         noted = self._params or self._call_sites or self.forward_ops or self.split
         return not noted and self.first_miss is None and self._repeat is None
 
-    # -- shared with C++, which hands its part over when Python asks ------------------------------
+    # -- state shared with C++ ---------------------------------------------------------------------
 
     @property
     def serial(self) -> int:  # type: ignore[override]
@@ -169,53 +170,53 @@ class NativeTrace(Trace):
     # -- values ------------------------------------------------------------------------------------
 
     def index_of(self, t: LazyTensor) -> int:
-        """Return the number of a handle's current value, which becomes an input if need be."""
+        """Return the value number of a handle; a value of an earlier trace becomes an input."""
         number: int = self._native.index_of(t)
         return number
 
     def enter(self, storage: Storage) -> None:
-        """Make a value from before this trace an input of it."""
+        """Make the value of a storage, from before this trace, an input of it."""
         self.make_enterable(storage)
         self._native.enter(storage)
 
     def own(self, storage: Storage, index: int) -> None:
-        """Make the storage show value ``index`` from here on."""
+        """Set the storage's current value to value ``index`` of the trace."""
         self._native.own(storage, index)
 
     def show(self, index: int, meta: TensorMeta) -> LazyTensor:
-        """Return a handle with a storage of its own for a value."""
+        """Return a handle with a new storage for value ``index``."""
         t: LazyTensor = self._native.show(index, meta)
         return t
 
     def show_views(self, source: LazyTensor) -> list[LazyTensor]:
-        """Return a handle for each view that the current step makes of another."""
+        """Return a handle for each view of ``source`` that the current step makes."""
         handles: list[LazyTensor] = self._native.show_views(source)
         return handles
 
-    # -- its end: C++ keeps the parts that Python has not asked for --------------------------------
+    # -- end of the trace --------------------------------------------------------------------------
 
     def alive(self) -> Living:
-        """Return the trace's values that handles still show."""
+        """Return the values of the trace that live handles still show."""
         living: Living = self._native.alive()
         return living
 
-    def let_go_of_inputs(self) -> Collection[int]:
-        """Return the ids of the ended trace's inputs, which C++ has let go of."""
+    def release_inputs(self) -> Collection[int]:
+        """Return the ids of the ended trace's inputs, which C++ has released."""
         return self._ids
 
     def bytes_alive(self) -> int:
-        """Return the bytes of this trace's values that handles, autograd's too, still show."""
+        """Return the bytes of this trace's values that handles, autograd's included, still show."""
         return sum(storage.meta.nbytes for storage in self._native.made())
 
-    def rebind(self, kept: Any, living: Any, values: Any, backward: CallSite | None) -> None:
-        """Turn the trace's shown values into outputs of its run."""
+    def rebind(self, plan: Any, living: Any, values: Any, backward: CallSite | None) -> None:
+        """Bind the storages that are alive to the outputs of the trace's run."""
         if type(values) is list:  # in blocks
-            super().rebind(kept, living, values, backward)
+            super().rebind(plan, living, values, backward)
             return
         sites = self._call_sites
         if type(sites) is list:
             sites = NATIVE.CallSites(sites)
-        kept.shown.rebind(living, values, sites, backward)
+        plan.shown.rebind(living, values, sites, backward)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -224,32 +225,32 @@ class NativeTrace(Trace):
         self._native.advance(step)
 
     def reserve(self, step: TrieNode) -> None:
-        """Reserve room for the storages of a step's values."""
+        """Reserve capacity for the storages of a step's values."""
         self._native.reserve()
 
     @property
     def room(self) -> int:
-        """The number of values that there is room for."""
+        """Number of values that storages are reserved for."""
         room: int = self._native.room
         return room
 
     @property
     def entered(self) -> list[Any]:
-        """The workers' references of the trace's inputs, until it ends."""
+        """The workers' references of the trace's inputs, until the trace ends."""
         entered: list[Any] = self._native.entered
         return entered
 
     def settle(self) -> None:
-        """Make the lists agree with the step that was reached."""
+        """Roll the trace's lists back to the step that was reached, after an error."""
         if self._native is not None:
             self._native.settle()
 
-    # -- C++'s calls on a miss ---------------------------------------------------------------------
+    # -- callbacks of C++ on a miss ----------------------------------------------------------------
 
     def view_again(
         self, view: ViewChain, op: ViewOp, number: int, index: int, meta: TensorMeta
     ) -> None:
-        """Take a view of value ``index``, at position ``number``, as it was taken of another."""
+        """Replay one view op on value ``index``, at position ``number``; reach its step."""
         try:
             self.reach(self.step_again(view, op, number, index, meta))
         except BaseException:
@@ -258,17 +259,17 @@ class NativeTrace(Trace):
 
     @property
     def last_number(self) -> int:
-        """The number that was noted last, a position."""
+        """The last run-time number of the trace: the position of a view."""
         number: int = self.params[-1]
         return number
 
     def write_back(self, t: LazyTensor, index: int) -> None:
-        """Give a view's storage another value after a write to the view."""
+        """Update a view's base after a write to the view; ``index`` is the written value."""
         views.write(self, t, index)
 
 
 class NativeGenerator(SessionGenerator):
-    """Generator that tells C++ when draws are ordinary steps."""
+    """Generator that lets C++ record draws as ordinary steps while workers have the state."""
 
     def __init__(self, owner: TraceOwner, device_type: str, native: Any) -> None:
         self._native = native
@@ -291,6 +292,7 @@ class NativeRecorder(Recorder):
     trace: NativeTrace
 
     def _make_lock(self) -> Any:
+        """Create the C++ recorder; return its lock."""
         self.native = NATIVE.Recorder(self)
         self._anchor: TracePoint | None = None
         return self.native.lock
@@ -333,23 +335,23 @@ class NativeRecorder(Recorder):
         self.native.anchor = 0 if call_site is None else call_site[1]
         self.native.anchored = anchor is not None
 
-    # -- C++'s calls of Python ---------------------------------------------------------------------
+    # -- callbacks of C++ --------------------------------------------------------------------------
 
     def step_for(self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrieNode:
-        """Return the step of an op that C++ does not know yet; its numbers are noted already."""
+        """Return the step of an op that missed in C++; its run-time numbers are already noted."""
         params = self.trace.params
         noted = params[self.trace.step.params :]
         before = len(params)
         key = self._path_key(f, args, kwargs)
-        again = params[before:]
+        recomputed = params[before:]
         del params[before:]
-        if [*map(type, again)] != [*map(type, noted)]:
-            raise LazyGTError(f"{f.name}: C++ noted the numbers {noted}, Python {again}")
+        if [*map(type, recomputed)] != [*map(type, noted)]:
+            raise LazyGTError(f"{f.name}: C++ noted the numbers {noted}, Python {recomputed}")
         step = self.trace.step.children.get(key)
         return on_miss(self.trace, key, f, args, kwargs) if step is None else step
 
     def results(self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the user's results of the step that was reached."""
+        """Return the user's results of an op at the trace's current step."""
         trace = self.trace
         step = trace.step
         if step.make is not None:
@@ -367,20 +369,21 @@ class NativeRecorder(Recorder):
     def _record(
         self, f: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
-        named = kwargs or {}
-        if f.pointwise and self._meets_host(args):
-            result = host_values.compute(self, func, args, named)
+        """Record an op in Python: the cold path of ``Recorder.record``."""
+        keywords = kwargs or {}
+        if f.pointwise and self._has_host_number(args):
+            result = host_values.compute(self, func, args, keywords)
             if result is not NotImplemented:
                 return result
-        key = self._path_key(f, args, named)
+        key = self._path_key(f, args, keywords)
         step = self.trace.step.children.get(key)
         if step is None:
-            step = on_miss(self.trace, key, f, args, named)
+            step = on_miss(self.trace, key, f, args, keywords)
         self.trace.reach(step)
-        return self.results(f, args, named)
+        return self.results(f, args, keywords)
 
-    def _meets_host(self, args: tuple[Any, ...]) -> bool:
-        """Return whether an argument is a client's number, or a list that begins with one."""
+    def _has_host_number(self, args: tuple[Any, ...]) -> bool:
+        """Return whether an argument is a number of the client, or a list that begins with one."""
         for a in args:
             first = a[0] if type(a) is list and a else a
             if is_lazy(first):
@@ -392,7 +395,7 @@ class NativeRecorder(Recorder):
     def _path_key(
         self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """Return an op's key in the trie; note its numbers."""
+        """Return an op's key in the trie, and append its run-time numbers to the trace's."""
         key: list[Any] = [f]
         key += [self._key(a, hoist, f) for a, hoist in zip(args, f.hoist, strict=False)]
         for name, a in kwargs.items():
@@ -415,7 +418,7 @@ def connect() -> None:
 def shown_of(
     numbers: tuple[int, ...], makers: tuple[int, ...], shardings: tuple[Sharding | None, ...]
 ) -> Any:
-    """Return a plan's outputs in C++'s form, for handles to show those of a run."""
+    """Return a plan's outputs in C++'s form, from which handles are bound to a run's results."""
     return None if NATIVE is None else NATIVE.Outputs(numbers, makers, shardings)
 
 
@@ -427,5 +430,5 @@ def new_recorder(
     Args:
         heeds_threads: workers use as many threads as the program has set in torch.
     """
-    kind = Recorder if NATIVE is None else NativeRecorder
-    return kind(trie, worker_device, ship_code, heeds_threads)
+    recorder_class = Recorder if NATIVE is None else NativeRecorder
+    return recorder_class(trie, worker_device, ship_code, heeds_threads)

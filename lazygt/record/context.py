@@ -33,7 +33,7 @@ _used = False
 
 
 def note_use() -> None:
-    """Note that this process has opened a session."""
+    """Record that this process has opened a session."""
     global _used
     _used = True
 
@@ -67,5 +67,5 @@ def workers_device() -> str:
 
 
 def computes_values() -> bool:
-    """Return whether the open session computes values, so that one can be asked for."""
+    """Return whether the open session computes values, so that one can be fetched."""
     return bool(session_stack) and session_stack[-1].config.launcher != "dry"

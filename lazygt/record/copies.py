@@ -35,40 +35,40 @@ def deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
             "protocol at the moment."
         )
-    twin = _copied(t, memo)
-    twin.requires_grad = t.requires_grad
-    memo[id(t)] = twin
+    result = _copied(t, memo)
+    result.requires_grad = t.requires_grad
+    memo[id(t)] = result
     if t.grad is not None:
-        twin.grad = copy.deepcopy(t.grad, memo)
+        result.grad = copy.deepcopy(t.grad, memo)
     for name, value in attributes(t).items():
-        twin.__dict__[name] = copy.deepcopy(value, memo)
-    if type(t) is not type(twin):
-        object.__setattr__(twin, "__class__", type(t))
-    return twin
+        result.__dict__[name] = copy.deepcopy(value, memo)
+    if type(t) is not type(result):
+        object.__setattr__(result, "__class__", type(t))
+    return result
 
 
 def saved_form(t: LazyTensor) -> torch.Tensor:
-    """Return an ordinary CPU tensor of the same class, with the attributes the user has set."""
-    twin: torch.Tensor = _make_subclass(host_class(t), host_copy(t), t.requires_grad)
-    twin.__dict__.update(attributes(t))
-    twin.__dict__.pop("_is_param", None)
-    return twin
+    """Return a CPU tensor with the class, values and user-set attributes of ``t``, for pickling."""
+    host_tensor: torch.Tensor = _make_subclass(host_class(t), host_copy(t), t.requires_grad)
+    host_tensor.__dict__.update(attributes(t))
+    host_tensor.__dict__.pop("_is_param", None)
+    return host_tensor
 
 
 def _copied(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
-    """Return a handle like ``t`` on a copied storage; handles of one storage share the copy."""
+    """Return a handle like ``t`` on a copied storage; ``memo`` maps a storage's id to its copy."""
     storage = storage_of(t)
-    twin = memo.get(id(storage))
-    if twin is None:
+    copied_storage = memo.get(id(storage))
+    if copied_storage is None:
         base = wrapper(storage.meta, storage, None)
         with torch.no_grad(), torch._C._DisableFuncTorch():  # a transform would wrap the copy
             copied = cast(LazyTensor, base.clone())
         storage.owner.keep_sharding(copied, storage)
-        twin = storage_of(copied)
-        memo[id(storage)] = twin
+        copied_storage = storage_of(copied)
+        memo[id(storage)] = copied_storage
     view = view_of(t)
-    shown = None if view is None else view.copy()
-    return wrapper(TensorMeta.of(t), twin, shown)
+    copied_view = None if view is None else view.copy()
+    return wrapper(TensorMeta.of(t), copied_storage, copied_view)
 
 
 def host_copy(t: LazyTensor) -> torch.Tensor:
@@ -81,13 +81,13 @@ def host_copy(t: LazyTensor) -> torch.Tensor:
         return cast(torch.Tensor, storage.owner.fetch(t, "save"))
     saved = _saved(storage)
     if saved is None:
-        whole = storage.owner.fetch(wrapper(storage.meta, storage, None), "save")
-        if whole.stride() != storage.meta.stride:
+        full = storage.owner.fetch(wrapper(storage.meta, storage, None), "save")
+        if full.stride() != storage.meta.stride:
             laid_out = torch.empty_strided(
-                storage.meta.shape, storage.meta.stride, dtype=whole.dtype, device="cpu"
+                storage.meta.shape, storage.meta.stride, dtype=full.dtype, device="cpu"
             )
-            whole = laid_out.copy_(whole)
-        saved = whole.untyped_storage()
+            full = laid_out.copy_(full)
+        saved = full.untyped_storage()
         storage.saved = weakref.ref(saved), storage.remote
     flat = torch.empty(0, dtype=meta.dtype, device="cpu")
     return flat.set_(saved, meta.offset, meta.shape, meta.stride)

@@ -61,7 +61,7 @@ from lazygt.record.trace import closed_error
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _libraries: list[torch.library.Library] = []
-#: torch keeps bare pointers to them, so they must not be collected
+#: Owned here, because torch has bare pointers to them.
 _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 
@@ -70,27 +70,27 @@ _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *multip
                   *derivatives.PATCHES, *autocast.PATCHES, *registry.PATCHES,
                   *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
 _IN_SESSIONS = Patches(*swap.IN_SESSIONS, *other_devices.IN_SESSIONS, *flag_changes.IN_SESSIONS)
-#: Lock of the stack of sessions, and of the patches that follow from it.
-_adapting = threading.RLock()
+#: Lock of the stack of sessions, and of the patches that depend on the stack.
+_patch_lock = threading.RLock()
 
 
 # -- sessions ------------------------------------------------------------------------------
 
 
 def open_session(session: OpenSession) -> None:
-    """Direct ops to a session; it may be opened inside itself once more.
+    """Make a session the target of ops; a session may be opened again inside itself.
 
     Raises:
         BaseException: Ctrl-C, or an error of a module in which factories are replaced. Torch is as
             it was before.
     """
     try:
-        with DEFER_INTERRUPT, _adapting:
+        with DEFER_INTERRUPT, _patch_lock:
             if session.device_type != "cpu":
                 _prepare_for_gpus()
             session_stack.append(session)
             note_use()
-            _adapt()
+            _update_patches()
         session.recorder.take_flags()
     except BaseException:
         leave_session(session)
@@ -99,7 +99,7 @@ def open_session(session: OpenSession) -> None:
 
 @functools.cache
 def _prepare_for_gpus() -> None:
-    """Register the parts that only sessions on GPUs need, once in a process."""
+    """Register the kernels that only sessions on GPUs need, once in a process."""
     _libraries.append(register_for_gpus(_fallback if NATIVE is None else None))
     if NATIVE is not None:
         for name in KERNELS_ON_GPUS:
@@ -108,35 +108,35 @@ def _prepare_for_gpus() -> None:
 
 def leave_session(session: OpenSession) -> None:
     """Undo the last ``open_session`` of a session."""
-    with DEFER_INTERRUPT, _adapting:
-        for place in reversed(range(len(session_stack))):
-            if session_stack[place] is session:
-                del session_stack[place]
+    with DEFER_INTERRUPT, _patch_lock:
+        for index in reversed(range(len(session_stack))):
+            if session_stack[index] is session:
+                del session_stack[index]
                 break
-        _adapt()
+        _update_patches()
 
 
 def close_session(session: OpenSession) -> None:
     """Undo every ``open_session`` of a session."""
-    with DEFER_INTERRUPT, _adapting:
+    with DEFER_INTERRUPT, _patch_lock:
         session_stack[:] = [other for other in session_stack if other is not session]
-        _adapt()
+        _update_patches()
 
 
-def _adapt() -> None:
+def _update_patches() -> None:
     """Apply the patches of torch that the open sessions need; undo all others."""
     defaulting = any(s.config.default_device for s in session_stack)
     on_cpus = any(s.device_type == "cpu" for s in session_stack)
-    with ExitStack() as rest:  # each is done, though another raises
-        rest.callback(_activate)
-        rest.callback(accelerator.take, bool(session_stack))
-        rest.callback(_IN_SESSIONS.apply if session_stack else _IN_SESSIONS.undo)
-        rest.callback(factories.patch if defaulting else factories.unpatch)
-        rest.callback(host_rng.install if on_cpus else host_rng.uninstall)
+    with ExitStack() as stack:  # each callback runs, even if another raises
+        stack.callback(_activate)
+        stack.callback(accelerator.select, bool(session_stack))
+        stack.callback(_IN_SESSIONS.apply if session_stack else _IN_SESSIONS.undo)
+        stack.callback(factories.patch if defaulting else factories.unpatch)
+        stack.callback(host_rng.install if on_cpus else host_rng.uninstall)
 
 
 def _activate() -> None:
-    """Set the recorder that C++ sends ops to, and torch's way back through views."""
+    """Set the recorder that C++ sends ops to, and autograd's view replay on a mesh."""
     if NATIVE is not None:
         session = session_stack[-1] if session_stack else None
         recorder: Any = session and session.recorder
@@ -146,12 +146,12 @@ def _activate() -> None:
 
 
 def _after_fork() -> None:
-    """Drop all sessions in a forked child (a DataLoader's worker): its tensors are on the CPU."""
-    global _adapting
-    _adapting = threading.RLock()  # another thread of the parent may have it
+    """Drop all sessions in a forked child, such as a DataLoader's worker."""
+    global _patch_lock
+    _patch_lock = threading.RLock()  # another thread of the parent may have it
     session_stack.clear()
-    rng.drop()
-    _adapt()
+    rng.discard_worker_state()
+    _update_patches()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -164,7 +164,7 @@ def _torch_dispatch(
     cls: type, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Record an op on a LazyTensor, on any thread: ``__torch_dispatch__``."""
+    """Record an op on a LazyTensor, on any thread (implements ``__torch_dispatch__``)."""
     if not session_stack:
         if func in _NEEDS_NO_SESSION:
             return args[0]
@@ -187,12 +187,12 @@ def _torch_dispatch(
 def _dispatch(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    """Record an op that reaches lazygt in another way."""
+    """Record an op that reaches lazygt by another path than ``__torch_dispatch__``."""
     return _torch_dispatch(LazyTensor, func, (), args, kwargs)
 
 
 def _without_session(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle an op from C++ while no session is open."""
+    """Handle an op from C++ while no session is open: most raise NoSession."""
     if not any(map(is_lazy, tree_leaves((args, kwargs)))):
         recorder()
     return _dispatch(func, args, kwargs)
@@ -202,14 +202,14 @@ _NEEDS_NO_SESSION = frozenset({torch.ops.aten.detach_.default})
 
 
 def _fallback(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Record an op without a LazyTensor among its arguments: a factory."""
+    """Record an op without a LazyTensor among its arguments, such as a factory."""
     recorder()
     return _dispatch(func, args, kwargs)
 
 
 def _zero_tensor(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
                  pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    """Return zeros with memory: those without work only with all of torch's dispatcher on."""
+    """Return zeros with memory; torch's own, without memory, need the full dispatcher."""
     return torch.zeros(size, dtype=dtype, device=device or tensor.DEVICE_0)
 
 
@@ -225,23 +225,26 @@ def _empty_permuted(size: Any, physical_layout: Any, *, dtype: Any = None, layou
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+    """Record ``target.copy_(source)`` between devices."""
     return _dispatch(torch.ops.aten.copy_.default, (target, source), {})
 
 
 def _pin_memory(source: torch.Tensor, device: Any = None) -> torch.Tensor:
     """Return a CPU tensor itself for ``pin_memory()``.
 
-    Uploads go through shared memory, so pinning would gain nothing; torch itself would ask this
-    device for an allocator of pinned memory, and Python can't provide one.
+    Uploads go through shared memory, so pinning would gain nothing. torch would request an
+    allocator of pinned memory from this device, and Python can't provide one.
     """
     return source
 
 
 def _refuse_layout(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Raise NotImplementedError for an op on sparse, quantized or nested tensors."""
     return refuse_layout(None, func, args, kwargs)
 
 
 def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
+    """Record ``target.copy_(source)``; a lazy target keeps its shape."""
     return _copy_from(source, target)
 
 
@@ -251,7 +254,7 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
 class DeviceModule(ModuleType):
     """``torch.lazygt``: the device module that torch expects of a backend."""
 
-    #: torch.utils.checkpoint asks for it before it keeps the generator's state
+    #: read by torch.utils.checkpoint before it saves the generator's state
     _initialized = True
 
     def is_initialized(self) -> bool:
@@ -351,7 +354,7 @@ class _LoadedStorage(torch.UntypedStorage):
 
 
 def _deserialize(storage: Any, location: str) -> Any:
-    """Take a storage for lazygt if its location says so, else return None: for torch.load."""
+    """Prepare a storage for upload if ``location`` is lazygt, else return None (``torch.load``)."""
     if location != NAME and not location.startswith(f"{NAME}:"):
         return None
     recorder()
@@ -361,7 +364,7 @@ def _deserialize(storage: Any, location: str) -> Any:
 
 
 def _no_tag(storage: Any) -> str | None:
-    """Return no tag: nothing is saved as lying on lazygt, checkpoints have CPU tensors."""
+    """Return None: no storage is saved as lying on lazygt, since checkpoints have CPU tensors."""
     return None
 
 
@@ -375,11 +378,11 @@ def register() -> None:
     generate_methods_for_privateuse1_backend()
     torch._register_device_module(NAME, module)
     sys.modules[f"torch.{NAME}"] = module
-    everything = torch.library.Library("_", "IMPL")
+    any_namespace = torch.library.Library("_", "IMPL")
     if NATIVE is None:
         torch._C._acc.register_python_privateuseone_hook(_hook)
         torch._C._acc.register_python_privateuseone_device_guard(_guard)
-        everything.fallback(_fallback, "PrivateUse1")
+        any_namespace.fallback(_fallback, "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     kernels: dict[str, Callable[..., Any]] = {
         "_copy_from": _copy_from,
@@ -392,12 +395,12 @@ def register() -> None:
     aten.impl("_pin_memory", _pin_memory, "CPU")
     for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1",
                 "NestedTensorPrivateUse1"):  # fmt: skip
-        everything.fallback(_refuse_layout, key)
+        any_namespace.fallback(_refuse_layout, key)
     sparse = torch.ops.aten._sparse_compressed_tensor_unsafe.default
-    # torch would decompose it, and make a sparse tensor of lazy parts
+    # torch would decompose the op into a sparse tensor of lazy indices and values
     aten.impl(sparse, functools.partial(_refuse_layout, sparse), "SparseCsrPrivateUse1")
-    autocast.fall_through(everything)
-    _libraries.extend((everything, aten))
+    autocast.fall_through(any_namespace)
+    _libraries.extend((any_namespace, aten))
     _libraries.append(register_decompositions(_fallback if NATIVE is None else None))
     _libraries.append(register_derivatives())
     _libraries.append(register_recurrent())

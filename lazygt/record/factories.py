@@ -26,7 +26,7 @@ _builtins: Any = torch.jit._builtins
 _TYPES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 _torch_new: Any = torch._C.TensorBase.__new__
 _torch_set_default_type: Any = torch.set_default_tensor_type
-#: (namespace, name, torch's own, its stand-in)
+#: (namespace, name, original, stand-in)
 _replaced: list[tuple[dict[Any, Any], Any, Any, Any]] = []
 #: Constructors of layouts that lazygt does not have: they still make CPU tensors.
 _NOT_STRIDED = frozenset(
@@ -62,21 +62,23 @@ def patch() -> None:
             if getattr(owner, name, None) is function and name not in _NOT_STRIDED:
                 _patch(owner, name, _defaulting(function))
     _patch(torch, "normal", _defaulting_normal(torch.normal))
-    for name, kind in _typed().items():
-        _replace(vars(torch), name, kind)
+    for name, tensor_type in _tensor_types().items():
+        _replace(vars(torch), name, tensor_type)
     _replace(vars(torch), "set_default_tensor_type", _set_default_type)
     _TENSOR.apply()
-    _patch_imported({id(own): standin for _, _, own, standin in _replaced})
+    _patch_imported({id(original): standin for _, _, original, standin in _replaced})
 
 
 def _patch(owner: ModuleType, name: str, function: Callable[..., Any]) -> None:
-    known_as = _builtins._find_builtin(getattr(owner, name))
-    if known_as is not None:  # else torch.jit.script would try to compile the factory's Python
-        _builtins._register_builtin(function, known_as)
+    """Replace a factory of a module, and register the replacement with ``torch.jit``."""
+    builtin_name = _builtins._find_builtin(getattr(owner, name))
+    if builtin_name is not None:  # else torch.jit.script would try to compile the factory's Python
+        _builtins._register_builtin(function, builtin_name)
     _replace(vars(owner), name, function)
 
 
 def _replace(namespace: dict[Any, Any], name: Any, standin: Any) -> None:
+    """Replace one entry of a namespace, and remember the original."""
     _replaced.append((namespace, name, namespace[name], standin))
     namespace[name] = standin
 
@@ -86,28 +88,29 @@ def _patch_imported(standins: dict[int, Any]) -> None:
     loaded: dict[str, Any] = dict(sys.modules)  # anything may stand there
     modules = [
         vars(module)
-        for title, module in loaded.items()
-        if title.partition(".")[0] not in _SKIPPED and isinstance(module, ModuleType)
+        for module_name, module in loaded.items()
+        if module_name.partition(".")[0] not in _SKIPPED and isinstance(module, ModuleType)
     ]
-    # a module that has neither torch nor one of them has no table of them
-    functions = [own for _, _, own, _ in _replaced]
-    for names in _holders()(modules, [torch, *functions]):
+    # only modules that refer to torch or to a factory can have a table of factories
+    functions = [original for _, _, original, _ in _replaced]
+    for names in _dict_search()(modules, [torch, *functions]):
         tables = [value for value in names.values() if type(value) is dict]
         for namespace in (names, *tables):
-            for name, found in list(namespace.items()):
-                if id(found) in standins:
-                    _replace(namespace, name, standins[id(found)])
+            for name, value in list(namespace.items()):
+                if id(value) in standins:
+                    _replace(namespace, name, standins[id(value)])
 
 
 @functools.cache
-def _holders() -> Callable[[list[dict[str, Any]], list[Any]], list[dict[str, Any]]]:
+def _dict_search() -> Callable[[list[dict[str, Any]], list[Any]], list[dict[str, Any]]]:
     """Return the search for dicts that have one of some objects as a value."""
     extension = native.load().module
-    return _holding if extension is None else extension.holders
+    return _dicts_with if extension is None else extension.holders
 
 
-def _holding(namespaces: list[dict[str, Any]], wanted: list[Any]) -> list[dict[str, Any]]:
-    ids = set(map(id, wanted))
+def _dicts_with(namespaces: list[dict[str, Any]], objects: list[Any]) -> list[dict[str, Any]]:
+    """Return the dicts that have one of some objects as a value; objects compare by identity."""
+    ids = set(map(id, objects))
     return [names for names in namespaces if not ids.isdisjoint(map(id, list(names.values())))]
 
 
@@ -115,13 +118,14 @@ def unpatch() -> None:
     """Restore torch's own factories."""
     _TENSOR.undo()
     while _replaced:
-        namespace, name, own, standin = _replaced.pop()
+        namespace, name, original, standin = _replaced.pop()
         if namespace.get(name) is standin:
-            namespace[name] = own
+            namespace[name] = original
 
 
 @functools.cache
 def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a factory: a call that names no device gets the session's."""
     converts = function.__name__ in ("as_tensor", "asarray")
 
     @functools.wraps(function)
@@ -129,7 +133,9 @@ def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None:
             _note_device(device)
-        elif _stays_free(kwargs) and not (converts and args and isinstance(args[0], torch.Tensor)):
+        elif _is_device_unspecified(kwargs) and not (
+            converts and args and isinstance(args[0], torch.Tensor)
+        ):
             kwargs["device"] = DEVICE_0
         return function(*args, **kwargs)
 
@@ -152,18 +158,18 @@ def _defaulting_normal(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- constructors --------------------------------------------------------------------------
 
 
-def _placed(fresh: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Upload a constructor's tensor, unless it shows the memory of its argument."""
-    shown = isinstance(args[0], torch.Tensor | torch.UntypedStorage) if args else False
-    if shown or kwargs or not _stays_free({}):
-        return fresh
-    return fresh.to(DEVICE_0)
+def _uploaded(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Upload a constructor's tensor, unless it shares the memory of its argument."""
+    shares_memory = isinstance(args[0], torch.Tensor | torch.UntypedStorage) if args else False
+    if shares_memory or kwargs or not _is_device_unspecified({}):
+        return tensor
+    return tensor.to(DEVICE_0)
 
 
 def _new_tensor(*args: Any, **kwargs: Any) -> Any:
-    """Make a tensor: ``torch.Tensor.__new__``; torch.compile takes no narrower signature."""
-    fresh = _torch_new(*args, **kwargs)
-    return _placed(fresh, args[1:], kwargs) if args[0] is torch.Tensor else fresh
+    """Create a tensor (``torch.Tensor.__new__``); torch.compile accepts no narrower signature."""
+    tensor = _torch_new(*args, **kwargs)
+    return _uploaded(tensor, args[1:], kwargs) if args[0] is torch.Tensor else tensor
 
 
 _TENSOR = Patches(Patch(torch.Tensor, "__new__", _new_tensor, "its arguments name no device"))
@@ -172,46 +178,50 @@ _TENSOR = Patches(Patch(torch.Tensor, "__new__", _new_tensor, "its arguments nam
 class _Typed(type):
     """Stand-in for a tensor type, such as ``torch.FloatTensor``."""
 
-    own: Any
+    torch_type: Any
     dtype: torch.dtype
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return _placed(cls.own(*args, **kwargs), args, kwargs)
+        return _uploaded(cls.torch_type(*args, **kwargs), args, kwargs)
 
     def __instancecheck__(cls, value: Any) -> bool:
         lazily = is_lazy(value) and value.dtype == cls.dtype
-        return lazily or isinstance(value, cls.own)
+        return lazily or isinstance(value, cls.torch_type)
 
     def __getattr__(cls, name: str) -> Any:
-        return getattr(type.__getattribute__(cls, "own"), name)
+        return getattr(type.__getattribute__(cls, "torch_type"), name)
 
     def __repr__(cls) -> str:
-        return repr(cls.own)
+        return repr(cls.torch_type)
 
 
 @functools.cache
-def _typed() -> dict[str, Any]:
-    """Return stand-ins for the tensor types of ``torch``, by their names there."""
+def _tensor_types() -> dict[str, Any]:
+    """Return the stand-ins for ``torch.FloatTensor`` and the like: name -> stand-in."""
     standins = {}
     for name in _TYPES:
-        own = getattr(torch, f"{name}Tensor")
-        # Tensor.type() reads the name of a type, and wants to find the module in it
+        torch_type = getattr(torch, f"{name}Tensor")
+        # Tensor.type() parses the type's name, which must contain the module
         standins[f"{name}Tensor"] = _Typed(
-            f"torch.{name}Tensor", (), {"own": own, "dtype": own.dtype}
+            f"torch.{name}Tensor", (), {"torch_type": torch_type, "dtype": torch_type.dtype}
         )
     return standins
 
 
-def _set_default_type(given: Any) -> None:
-    """Set the default tensor type: torch's function knows its own types only."""
-    named = _typed().get(given.removeprefix("torch."), given) if isinstance(given, str) else given
-    _torch_set_default_type(named.own if isinstance(named, _Typed) else named)
+def _set_default_type(tensor_type: Any) -> None:
+    """Set the default tensor type; replaces torch's setter, which knows only torch's types."""
+    resolved = (
+        _tensor_types().get(tensor_type.removeprefix("torch."), tensor_type)
+        if isinstance(tensor_type, str)
+        else tensor_type
+    )
+    _torch_set_default_type(resolved.torch_type if isinstance(resolved, _Typed) else resolved)
 
 
 def _note_device(device: Any) -> None:
-    """Note that the program asks for a tensor on the CPU or a GPU while a session is open."""
-    kind = device.type if isinstance(device, torch.device) else str(device)
-    if session_stack and kind.startswith(("cpu", "cuda")):
+    """Note that the program requested a CPU or CUDA tensor while a session is open."""
+    device_type = device.type if isinstance(device, torch.device) else str(device)
+    if session_stack and device_type.startswith(("cpu", "cuda")):
         session: Any = session_stack[-1]
         if not session.recorder.lock._is_owned():
             session.idle.made_elsewhere = True
@@ -220,12 +230,12 @@ def _note_device(device: Any) -> None:
 # -- device of a new tensor ----------------------------------------------------------------
 
 
-def _stays_free(kwargs: dict[str, Any]) -> bool:
-    """Return whether nothing else decides the new tensor's device."""
-    if not session_stack:  # a module that was imported in a session keeps its stand-ins
+def _is_device_unspecified(kwargs: dict[str, Any]) -> bool:
+    """Return whether a factory's call leaves the device open, so that the session's applies."""
+    if not session_stack:  # a module imported in a session still refers to the stand-ins
         return False
     lock: Any = session_stack[-1].recorder.lock
-    if lock._is_owned():  # lazygt itself, or torch working for it
+    if lock._is_owned():  # the caller is lazygt, not the user
         return False
     if torch._C._len_torch_function_stack() and _inner_device_context():
         return False
@@ -237,7 +247,7 @@ def _stays_free(kwargs: dict[str, Any]) -> bool:
 
 
 def _inner_device_context() -> bool:
-    """Return whether the user has set a default device (``with torch.device("cpu")``)."""
+    """Return whether a device context of the user's (``with torch.device("cpu")``) is active."""
     return any(
         isinstance(torch._C._get_function_stack_at(i), torch.utils._device.DeviceContext)
         for i in range(torch._C._len_torch_function_stack())

@@ -38,7 +38,7 @@ _WHY = "what was recorded before a flag changes runs under the flags that it was
 
 
 def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Callable[..., Any]:
-    """Wrap a setter: the open sessions ship first, and then heed the new flags.
+    """Wrap a setter of a flag: sessions ship their ops before, and read the flags after.
 
     Args:
         unchanged: predicate of the setter's arguments: the flag has this value already.
@@ -46,9 +46,10 @@ def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Call
 
     @functools.wraps(setter)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        """Ship the sessions' ops if the flag changes, set the flag, and update the sessions."""
         sessions = tuple(session_stack)
         try:
-            if not _certain(unchanged, args, kwargs):
+            if not _is_certainly_unchanged(unchanged, args, kwargs):
                 for session in sessions:
                     session.recorder.ship_before_flags_change()
         finally:
@@ -62,7 +63,8 @@ def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Call
     return watched
 
 
-def _certain(unchanged: Callable[..., bool], args: Any, kwargs: Any) -> bool:
+def _is_certainly_unchanged(unchanged: Callable[..., bool], args: Any, kwargs: Any) -> bool:
+    """Return ``unchanged(*args, **kwargs)``; False if torch can't tell."""
     try:
         return unchanged(*args, **kwargs)
     except (RuntimeError, TypeError):  # torch names no value, or the setter refuses these
@@ -70,7 +72,7 @@ def _certain(unchanged: Callable[..., bool], args: Any, kwargs: Any) -> bool:
 
 
 def _has(getter: Callable[[], Any]) -> Callable[..., bool]:
-    """Return a predicate: the getter returns the setter's arguments."""
+    """Return a predicate: the getter's value equals the setter's arguments."""
     return lambda *args: bool(getter() == (args[0] if len(args) == 1 else args))
 
 
@@ -88,6 +90,7 @@ def _never(*args: Any) -> bool:
 
 
 def _patch(owner: Any, name: str, unchanged: Callable[..., bool]) -> Patch:
+    """Return the patch of one setter."""
     return Patch(owner, name, _watched(getattr(owner, name), unchanged), _WHY)
 
 
@@ -98,7 +101,7 @@ IN_SESSIONS = (
     _patch(_C, "_set_default_tensor_type", _never),
     _patch(_C, "_set_deterministic_algorithms", _is_deterministic),
     _patch(_C, "_set_fp32_precision_setter", _has_precision),
-    # the modules of torch.backends have kept some setters of their own
+    # modules of torch.backends refer to some setters by names of their own
     _patch(ContextProp, "__set__", lambda prop, module, value: prop.getter() == value),
     *[_patch(owner, "set_num_threads", _has(torch.get_num_threads)) for owner in (torch, _C)],
     *[_patch(owner, "set_flush_denormal", _has(flushes_denormals)) for owner in (torch, _C)],

@@ -1,4 +1,4 @@
-"""Handlers of ops that move values, or change the view that a handle shows.
+"""Handlers of ops with special recording: transfers, view changes, device choices.
 
 A handler gets (recorder, op, args, kwargs) and returns the user's result, or NotImplemented for the
 op to be recorded in the ordinary way.
@@ -61,7 +61,7 @@ def handler_of(f: OpFacts) -> tuple[Handler | None, str | None]:
     The handler is None for an ordinary op; the keyword is None if the handler always acts.
     """
     handler = _HANDLERS.get(f.func)
-    if handler is None and _other_kind(f.func):
+    if handler is None and _unsupported_kind(f.func):
         handler = refuse_layout
     if handler is not None:
         return handler, "device" if handler is to_copy else None
@@ -71,38 +71,41 @@ def handler_of(f: OpFacts) -> tuple[Handler | None, str | None]:
         return _inplace_view, None
     if "device" in f.hoist_named:
         return to_other_device, "device"
-    return (either if f.name in UNDECLARED_WRITES else None), None
+    return (flagged if f.name in UNDECLARED_WRITES else None), None
 
 
-def is_whole(t: Any) -> bool:
+def shows_full_storage(t: Any) -> bool:
     """Return whether a handle shows all of its storage, in the storage's own layout."""
     return is_lazy(t) and view_of(t) is None
 
 
-def either(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return NotImplemented, for an op that writes more only when a flag is set."""
+def flagged(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return NotImplemented: handler of ops that write more arguments when a flag is set."""
     return NotImplemented
 
 
 def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Record an op of the user's or of a library; its definition may change between calls."""
+    """Record a custom op; its definition may change between calls."""
     f = recorder.definitions.facts(func)
     if f.beginning_matters:
-        args = tuple([pieces.place_fixed(recorder, a) for a in args])
+        args = tuple([pieces.fix_position(recorder, a) for a in args])
     return recorder.foreign_op(f, args, kwargs)
 
 
 def refuse_layout(recorder: OpRecorder | None, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise NotImplementedError(with_line(f"{func}: {_INSTEAD[_other_kind(func)]}"))
+    """Raise NotImplementedError with the remedy, on the user's line."""
+    raise NotImplementedError(with_line(f"{func}: {_REMEDIES[_unsupported_kind(func)]}"))
 
 
-def _other_kind(func: Any) -> str:
-    """Return the kind of tensors that an op is for, if lazygt has none of it; else ""."""
+def _unsupported_kind(func: Any) -> str:
+    """Return the kind of tensors (sparse, quantized, nested) that an op needs; "" for none."""
     name = str(func)
-    return next((kind for kind, begins in _OTHER_KINDS.items() if name.startswith(begins)), "")
+    return next(
+        (kind for kind, begins in _UNSUPPORTED_PREFIXES.items() if name.startswith(begins)), ""
+    )
 
 
-_OTHER_KINDS = {
+_UNSUPPORTED_PREFIXES = {
     "quantized": (
         "quantized.", "aten.quantize_per_", "aten.empty_quantized", "aten.int_repr", "aten.q_",
         "aten._make_per_", "aten._empty_affine_quantized", "aten._empty_per_channel_affine",
@@ -110,12 +113,12 @@ _OTHER_KINDS = {
     "nested": (
         "aten._nested_tensor_from_tensor_list", "aten._nested_from_padded.",
         "aten._nested_tensor_from_mask.", "aten._nested_view_from_buffer",
-        # the recorder in C++ takes tensors of torch's own class, as the jagged ones are made of
+        # the C++ recorder accepts tensors of torch's own class, which jagged tensors consist of
         *(("aten._nested_view_from_jagged",) if NATIVE is None else ()),
     ),
     "sparse": ("aten._to_sparse", "aten.to_mkldnn."),
 }  # fmt: skip
-_INSTEAD = {
+_REMEDIES = {
     "": "device 'lazygt' has dense strided tensors only, no sparse, quantized or nested ones. Make "
     "such a tensor on the CPU (device='cpu') and .to_dense() it before .to('lazygt').",
     "sparse": "device 'lazygt' has dense strided tensors only, no sparse ones and none of mkldnn. "
@@ -134,55 +137,65 @@ _INSTEAD = {
 
 
 def item(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the value of a one-element tensor (``t.item()``): a sync point."""
     value = recorder.fetch(args[0], "item", as_number=True)
     return func(value) if isinstance(value, torch.Tensor) else value
 
 
 def to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Record or run ``_to_copy``: upload, fetch, or conversion on the workers."""
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
         return NotImplemented if is_lazy(args[0]) else _from_host(recorder, args[0], kwargs)
     if device.type == "meta":
         return TensorMeta.of(args[0]).empty("meta").to(kwargs.get("dtype"))
     value = recorder.fetch(args[0], f"to {device.type}")
-    rest = {name: v for name, v in kwargs.items() if name not in ("device", "non_blocking")}
-    if device.type == "cpu" and rest.get("dtype") in (None, value.dtype):
+    options = {
+        name: option for name, option in kwargs.items() if name not in ("device", "non_blocking")
+    }
+    if device.type == "cpu" and options.get("dtype") in (None, value.dtype):
         return value
-    return torch.ops.aten._to_copy.default(value, device=device, **rest)
+    return torch.ops.aten._to_copy.default(value, device=device, **options)
 
 
 def _from_host(recorder: OpRecorder, source: torch.Tensor, kwargs: Kwargs) -> Any:
     """Upload for ``cpu.to("lazygt")``, where torch lets the op reach the device it names."""
     host = source.cpu()
     dtype = kwargs.get("dtype") or host.dtype
-    form = kwargs.get("memory_format") or torch.preserve_format
+    memory_format = kwargs.get("memory_format") or torch.preserve_format
     dense = aten.is_non_overlapping_and_dense.default(host)
-    if (dtype, form) != (host.dtype, torch.preserve_format) or not dense:
-        host = aten._to_copy.default(host, dtype=dtype, memory_format=form)
+    if (dtype, memory_format) != (host.dtype, torch.preserve_format) or not dense:
+        host = aten._to_copy.default(host, dtype=dtype, memory_format=memory_format)
     return to_lazy(recorder, host)
 
 
 def to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the result on another device: ``zeros_like(x, device="cpu")``."""
+    """Create a result on another device than lazygt: ``zeros_like(x, device="cpu")``."""
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
         return NotImplemented
     name = func._schema.name.split("::")[1]
     if name.endswith("_like") or name.startswith("new_"):  # only the shape matters
-        there = [TensorMeta.of(a).empty("meta") if is_lazy(a) else a for a in args]
+        moved_args = [TensorMeta.of(a).empty("meta") if is_lazy(a) else a for a in args]
     else:
-        there = [recorder.fetch(a, "to cpu") if is_lazy(a) else a for a in args]
+        moved_args = [recorder.fetch(a, "to cpu") if is_lazy(a) else a for a in args]
     if facts(func).random:
         recorder.generator.restore_host_state()
-    return func(*there, **kwargs)
+    return func(*moved_args, **kwargs)
 
 
 def _arange(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    elsewhere = to_other_device(recorder, func, args, kwargs)
-    return pieces.arange(recorder, func, args, kwargs) if elsewhere is NotImplemented else elsewhere
+    """Create a range on another device, or record it with a run-time start."""
+    other_device = to_other_device(recorder, func, args, kwargs)
+    return (
+        pieces.arange(recorder, func, args, kwargs)
+        if other_device is NotImplemented
+        else other_device
+    )
 
 
 def copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Record ``target.copy_(source)`` between CPU and lazygt tensors."""
     target, source = args[0], args[1]
     if not is_lazy(target):
         target.copy_(recorder.fetch(source, "copy to CPU"))
@@ -192,8 +205,8 @@ def copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     torch.broadcast_shapes(source.size(), target.shape)
-    whole = is_whole(target) and tuple(target.shape) == storage_of(target).meta.shape
-    if whole and not is_placed(target):
+    full = shows_full_storage(target) and tuple(target.shape) == storage_of(target).meta.shape
+    if full and not is_placed(target):
         fill(target, source.cpu())
         return target
     lazy = to_lazy(recorder, source.cpu().to(target.dtype))
@@ -201,9 +214,10 @@ def copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Pack padded sequences: runs of steps with equally many samples, concatenated.
+    """Pack padded sequences (``pack_padded_sequence``) into one tensor of steps.
 
-    The lengths are on the client, as with CUDA; lazy ones are fetched.
+    Consecutive steps with equally many samples are one slice; the slices are concatenated. The
+    lengths are on the client, as with CUDA; lazy ones are fetched.
     """
     source, lengths, batch_first = args
     if is_lazy(lengths):
@@ -225,23 +239,23 @@ def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
 
 
 def empty(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make uninitialised memory (``torch.empty``): no step until an op uses it."""
-    layout, form = kwargs.get("layout"), kwargs.get("memory_format")
+    """Create uninitialised memory (``torch.empty``); no step is recorded until an op uses it."""
+    layout, memory_format = kwargs.get("layout"), kwargs.get("memory_format")
     if layout not in (None, torch.strided):
         raise RuntimeError(f"device 'lazygt' has strided tensors only, not {layout}")
     stride = None
-    if form not in (None, torch.contiguous_format, torch.preserve_format):
-        stride = torch.empty(args[0], device="meta", memory_format=form).stride()
-    return _memory(recorder, args[0], stride, kwargs.get("dtype"))
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        stride = torch.empty(args[0], device="meta", memory_format=memory_format).stride()
+    return _uninitialized(recorder, args[0], stride, kwargs.get("dtype"))
 
 
 def empty_strided(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make uninitialised memory with strides (``torch.empty_strided``)."""
-    return _memory(recorder, args[0], args[1], kwargs.get("dtype"))
+    """Create uninitialised memory with strides (``torch.empty_strided``)."""
+    return _uninitialized(recorder, args[0], args[1], kwargs.get("dtype"))
 
 
-def _memory(recorder: OpRecorder, shape: Any, stride: Any, dtype: torch.dtype | None) -> Any:
-    """Make memory; recorded at once where torch fills it (``fill_uninitialized_memory``)."""
+def _uninitialized(recorder: OpRecorder, shape: Any, stride: Any, dtype: torch.dtype | None) -> Any:
+    """Create uninitialised memory; recorded at once if torch fills it (deterministic mode)."""
     t = blank(recorder, shape, stride, dtype)
     if fills_new_memory():
         recorder.trace.enter(storage_of(t))
@@ -252,11 +266,12 @@ def _memory(recorder: OpRecorder, shape: Any, stride: Any, dtype: torch.dtype | 
 
 
 def same(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the first argument: handler of ops that change nothing."""
     return args[0]
 
 
 def _inplace_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the handle a view of its former value: ``t_``, ``squeeze_`` ..."""
+    """Make the handle a view of its former value (``t_``, ``squeeze_``)."""
     target = args[0]
     view = recorder.record(_out_of_place(func), args, kwargs)
     rebind(target, TensorMeta.of(view), storage_of(view), view_of(view))
@@ -266,15 +281,16 @@ def _inplace_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -
 def _out_of_place(func: Any) -> Any:
     """Return the view op that an in-place view op is named after, with the same arguments."""
     packet = getattr(aten, func._schema.name.split("::")[1].removesuffix("_"))
-    wanted = [str(argument.type) for argument in func._schema.arguments]
+    argument_types = [str(argument.type) for argument in func._schema.arguments]
     for name in packet.overloads():
         overload = getattr(packet, name)
-        if [str(argument.type) for argument in overload._schema.arguments] == wanted:
+        if [str(argument.type) for argument in overload._schema.arguments] == argument_types:
             return overload
     raise NotImplementedError(f"{func} has no out-of-place form")
 
 
 def _resize(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the tensor if it has the size already; raise NotImplementedError otherwise."""
     t, size = args[0], tuple(args[1])
     if tuple(t.shape) == size:
         return t
@@ -286,6 +302,7 @@ def _resize(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _set_source(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the target show the storage and view of another tensor (``set_``)."""
     target, source = args[0], args[1]
     if not is_lazy(source):
         source = to_lazy(recorder, source)
@@ -306,69 +323,73 @@ def _set_storage(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
     stride = args[4] if len(args) > 4 else contiguous_stride(tuple(size))
     storage = _uploaded(recorder, source, flat, flat.as_strided(size, stride, offset))
     meta = storage.meta
-    whole = wrapper(meta, storage, None)
-    plain = offset == 0 and tuple(size) == meta.shape and tuple(stride) == meta.stride
-    shown = whole if plain else recorder.record(
-        aten.as_strided.default, (whole, list(size), list(stride), offset), {})  # fmt: skip
-    rebind(target, TensorMeta.of(shown), storage_of(shown), view_of(shown))
+    full = wrapper(meta, storage, None)
+    contiguous = offset == 0 and tuple(size) == meta.shape and tuple(stride) == meta.stride
+    tensor = full if contiguous else recorder.record(
+        aten.as_strided.default, (full, list(size), list(stride), offset), {})  # fmt: skip
+    rebind(target, TensorMeta.of(tensor), storage_of(tensor), view_of(tensor))
     return target
 
 
 def _uploaded(
-    recorder: OpRecorder, source: Any, flat: torch.Tensor, shown: torch.Tensor
+    recorder: OpRecorder, source: Any, flat: torch.Tensor, first_tensor: torch.Tensor
 ) -> Storage:
-    """Return a CPU storage's counterpart in the session; tensors that share one share both.
+    """Return a CPU storage's upload, cached on the storage so that tensors share it.
 
-    It has the shape of the first tensor if that shows the storage from end to end in order: nearly
-    all do, and are no views then.
+    Args:
+        flat: the full storage as a vector.
+        first_tensor: the first tensor on it. If it covers the storage in order, the upload gets
+            its shape, and the tensor is no view.
     """
-    known = getattr(source, "_lazygt_storages", None)
-    if known is None:
-        known = {}
-        source._lazygt_storages = known
+    uploaded = getattr(source, "_lazygt_storages", None)
+    if uploaded is None:
+        uploaded = {}
+        source._lazygt_storages = uploaded
     key = (id(recorder), flat.dtype)
-    if key not in known:
-        whole = shown if shown.numel() == flat.numel() and shown.is_contiguous() else flat
-        known[key] = storage_of(to_lazy(recorder, whole))
-    storage: Storage = known[key]
+    if key not in uploaded:
+        covers = first_tensor.numel() == flat.numel() and first_tensor.is_contiguous()
+        values = first_tensor if covers else flat
+        uploaded[key] = storage_of(to_lazy(recorder, values))
+    storage: Storage = uploaded[key]
     return storage
 
 
-# -- ops that depend on the kind of device --------------------------------------------------
+# -- device-dependent ops --------------------------------------------------------------------------
 
 
 def _histc(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Count whole numbers as float64 on CPUs: torch counts them itself on GPUs only."""
+    """Compute a histogram of integers as float64 on CPUs: torch's CPU kernel needs floats."""
     dtype = args[0].dtype
-    if recorder.worker_device != "cpu" or dtype not in _INTEGERS:
+    if recorder.worker_device != "cpu" or dtype not in _INTEGER_DTYPES:
         return NotImplemented
-    wide = recorder.record(aten._to_copy.default, (args[0],), {"dtype": torch.float64})
-    counts = recorder.record(func, (wide, *args[1:]), kwargs)
+    as_float64 = recorder.record(aten._to_copy.default, (args[0],), {"dtype": torch.float64})
+    counts = recorder.record(func, (as_float64, *args[1:]), kwargs)
     return recorder.record(aten._to_copy.default, (counts,), {"dtype": dtype})
 
 
-_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_INTEGER_DTYPES = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 def _group_norm(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Note the input's layout by the statistics: the backward formula makes all row-major."""
+    """Record a group norm, and note its input's memory format for the backward."""
     results = recorder.record_plain(func, args, kwargs)
-    form = suggest_memory_format(args[0])
-    if recorder.worker_device == "cpu" and form != torch.contiguous_format:
-        _CHANNELS_LAST[storage_of(results[1])] = form
+    memory_format = suggest_memory_format(args[0])
+    if recorder.worker_device == "cpu" and memory_format != torch.contiguous_format:
+        _CHANNELS_LAST[storage_of(results[1])] = memory_format
     return results
 
 
 def _group_norm_backward(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Compute the gradient in the layout of the norm's input, as torch does on a CPU."""
+    """Compute the gradient in the memory format of the norm's input, as torch does on a CPU."""
     grad, source, mean, *rest = args
-    form = _CHANNELS_LAST.get(storage_of(mean))
-    if form is None:
+    memory_format = _CHANNELS_LAST.get(storage_of(mean))
+    if memory_format is None:
         return NotImplemented
-    laid = [
-        recorder.record(aten.clone.default, (t,), {"memory_format": form}) for t in (grad, source)
+    converted = [
+        recorder.record(aten.clone.default, (t,), {"memory_format": memory_format})
+        for t in (grad, source)
     ]
-    return recorder.record_plain(func, (*laid, mean, *rest), kwargs)
+    return recorder.record_plain(func, (*converted, mean, *rest), kwargs)
 
 
 #: Storage of a group norm's means -> the memory format of its input.
@@ -381,12 +402,12 @@ _CHANNELS_LAST: WeakKeyDictionary[Storage, torch.memory_format] = WeakKeyDiction
 def data_dependent(
     recorder: OpRecorder, trace: Trace, f: OpFacts, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Ship the trace and wait for results that only the values can tell."""
+    """Ship the trace and wait for an op's results, whose shapes only the values determine."""
     reply = recorder.sink.submit(trace, f"data-dependent: {f.name}", None, True)
     targets = list(written_tensors(f, args, kwargs))
     results = sum(kind[0] != "w" for kind in f.outputs)
     if (len(reply.returned), len(reply.written)) != (results, len(targets)):
-        raise ProtocolError(f"worker 0 told of other results than {f.name} has")
+        raise ProtocolError(f"worker 0 sent other results than {f.name} has")
     for target, (meta, remote) in zip(targets, reply.written, strict=True):
         if meta.shape != tuple(target.shape):
             resize(target, meta)
@@ -396,23 +417,23 @@ def data_dependent(
             value = remote_tensor(recorder, meta, remote)
             recorder.index_of(target)  # a new trace has begun: the viewed storage enters
             write(recorder.trace, target, recorder.index_of(value))
-    out: list[Any] = []
-    fresh = iter(reply.returned)
+    outputs: list[Any] = []
+    returned = iter(reply.returned)
     for position, kind in enumerate(f.outputs):
         if kind[0] == "w":
-            which = returned_write(f, position)
-            out.append(kwargs[which] if isinstance(which, str) else args[which])
+            argument = returned_write(f, position)
+            outputs.append(kwargs[argument] if isinstance(argument, str) else args[argument])
         else:
-            out.append(_received(recorder, next(fresh)))
-    if not out:
+            outputs.append(_received(recorder, next(returned)))
+    if not outputs:
         return None
-    return out[0] if len(out) == 1 else tuple(out)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _received(recorder: OpRecorder, item: Any) -> Any:
-    """Return a result of a dynamic op: a tensor (meta and value), a list, or a value."""
+    """Return a received result: a handle for (meta, value), a list of these, or a plain value."""
     if isinstance(item, list):
-        return [_received(recorder, each) for each in item]
+        return [_received(recorder, element) for element in item]
     if isinstance(item, tuple):
         return remote_tensor(recorder, *item)
     return item
@@ -441,8 +462,8 @@ _HANDLERS: dict[Any, Handler] = {
     aten.arange.start_out: pieces.arange,
     aten.slice_backward.default: pieces.slice_backward,
     aten.slice_scatter.default: pieces.slice_scatter,
-    aten.view.dtype: pieces.at_one_place,
-    aten.view_as_complex.default: pieces.at_one_place,
+    aten.view.dtype: pieces.at_fixed_position,
+    aten.view_as_complex.default: pieces.at_fixed_position,
     aten._sparse_compressed_tensor_unsafe.default: refuse_layout,
     aten.sparse_compressed_tensor.comp_plain_value: refuse_layout,
     aten.sparse_compressed_tensor.comp_plain_value_size: refuse_layout,

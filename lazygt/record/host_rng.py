@@ -1,7 +1,7 @@
-"""Client's side of the random stream: draws and queries on the CPU during a session.
+"""Draws and queries of the random stream on the client's CPU during a session.
 
 Kernels that draw on CPU tensors are wrapped while a session with CPU workers is open: each first
-brings the state of the stream back, if the workers have it. Nothing is wrapped otherwise.
+fetches the stream's state from the workers, if they have it. Nothing is wrapped otherwise.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lazygt.record import rng
 from lazygt.record.recorder import recorder_of
 from lazygt.record.tensor import is_lazy
 
-#: Modules of torch that read the state in order to set it again: they get a lazy one.
+#: Modules of torch that read the state only to restore it later: they get a lazy state.
 _RESTORING = frozenset({"torch.random", "torch.utils.checkpoint"})
 
-#: Ops that draw, and take no generator.
+#: Ops that draw without a generator argument.
 _WITHOUT_ARGUMENT = ("aten::native_dropout",)
 
 _wrapped: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Join the draws of CPU tensors to the stream of sessions."""
+    """Wrap torch's CPU kernels that draw, and ``torch.random``'s generator."""
     if _wrapped:
         return
     library = torch.library.Library("aten", "IMPL")
@@ -50,60 +50,66 @@ def uninstall() -> None:
 
 
 def _set_default(generator: Any) -> None:
+    """Set ``torch.random.default_generator``."""
     vars(torch.random)["default_generator"] = generator
 
 
 @cache
 def _kernels() -> dict[Overload, Callable[..., Any]]:
-    """Return, for each op that draws on CPU tensors, the kernel that replaces torch's own."""
+    """Return the replacement kernel of each op that draws on CPU tensors."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     drawing = [name for name in names if name.startswith("aten::") and _takes_generator(name)]
-    ops = [overload(_full(name)) for name in (*drawing, *_WITHOUT_ARGUMENT)]
-    return {op: _joined(op) for op in ops if facts(op).random}
+    ops = [overload(_overload_name(name)) for name in (*drawing, *_WITHOUT_ARGUMENT)]
+    return {op: _synchronized(op) for op in ops if facts(op).random}
 
 
 def _takes_generator(name: str) -> bool:
+    """Return whether an op's schema has an argument ``generator``."""
     op, _, which = name.partition(".")
     return any(a.name == "generator" for a in torch._C._get_schema(op, which).arguments)
 
 
-def _full(name: str) -> str:
-    """Return an overload's name as ``graph.ops.overload`` knows it."""
+def _overload_name(name: str) -> str:
+    """Return an overload's name in the form of ``graph.ops.overload``."""
     name = name.replace("::", ".")
     return name if name.count(".") == 2 else f"{name}.default"
 
 
-def _joined(func: Overload) -> Callable[..., Any]:
-    torchs = torch.library.get_kernel(func, "CPU")
+def _synchronized(func: Overload) -> Callable[..., Any]:
+    """Wrap a CPU kernel: the default generator's state is fetched from the workers first."""
+    torch_kernel = torch.library.get_kernel(func, "CPU")
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
-        if not given or rng.is_default(given[0]):
-            rng.to_client()
-        return torchs.call_boxed(keys, *args, **kwargs)
+        generators = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
+        if not generators or rng.is_default(generators[0]):
+            rng.move_to_client()
+        return torch_kernel.call_boxed(keys, *args, **kwargs)
 
     return kernel
 
 
 class _Client:
-    """``torch.random``'s generator of the client's CPU while sessions are open.
+    """Stand-in for ``torch.random``'s default CPU generator while sessions are open.
 
     ``torch.manual_seed``, ``seed``, ``initial_seed``, ``get_rng_state`` and ``set_rng_state`` use
     it, by any name and however early they were imported.
     """
 
     def manual_seed(self, seed: int) -> torch.Generator:
+        """Seed the CPU generator; the workers' state becomes invalid."""
         seeded = torch.default_generator.manual_seed(seed)
-        rng.drop()
+        rng.discard_worker_state()
         return seeded
 
     def seed(self) -> int:
-        chosen = torch.default_generator.seed()
-        rng.drop()
-        return chosen
+        """Seed the CPU generator at random; return the seed."""
+        seed = torch.default_generator.seed()
+        rng.discard_worker_state()
+        return seed
 
     def initial_seed(self) -> int:
-        rng.to_client()
+        """Return the seed that the stream began with."""
+        rng.move_to_client()
         return torch.default_generator.initial_seed()
 
     def get_state(self) -> torch.Tensor:
@@ -111,17 +117,17 @@ class _Client:
 
         Activation checkpointing and ``fork_rng`` get a lazy tensor then, without a sync point.
         """
-        holder = rng.holder()
+        owner = rng.state_owner()
         caller = sys._getframe(2).f_globals.get("__name__")
-        if holder is not None and caller in _RESTORING:
-            return holder.get_state()
-        rng.to_client()
+        if owner is not None and caller in _RESTORING:
+            return owner.get_state()
+        rng.move_to_client()
         return torch.default_generator.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Set the state, from a lazy tensor, too; no sync point."""
+        """Set the state, from a CPU or a lazy tensor; no sync point."""
         if is_lazy(state):
             recorder_of(state).generator.set_state(state)
         else:
             torch.default_generator.set_state(state)
-            rng.drop()
+            rng.discard_worker_state()

@@ -31,7 +31,7 @@ from lazygt.record.tensor import (
 if TYPE_CHECKING:
     from lazygt.runtime.values import RemoteValue
 
-#: Ops that take CPU index tensors on any device.
+#: Ops that accept CPU index tensors on any device.
 _CPU_INDICES = frozenset(
     {
         "aten.index.Tensor",
@@ -48,7 +48,7 @@ _CPU_INDICES = frozenset(
 
 
 def blank(owner: Owner, shape: Any, stride: Any, dtype: torch.dtype | None) -> LazyTensor:
-    """Return a tensor for ``torch.empty``, with memory only from its first use on."""
+    """Return an uninitialised tensor (``torch.empty``), without memory until its first use."""
     sizes = tuple(int(size) for size in shape)
     negative = next((size for size in sizes if size < 0), None)
     if negative is not None:
@@ -63,7 +63,7 @@ def blank(owner: Owner, shape: Any, stride: Any, dtype: torch.dtype | None) -> L
 
 
 def remote_tensor(owner: Owner, meta: TensorMeta, remote: RemoteValue) -> LazyTensor:
-    """Return a handle for a value that the workers hold already."""
+    """Return a handle for a value that is on the workers already."""
     base = intern(meta.shape, meta.stride, meta.dtype)
     storage = new_storage(owner, 0, 0, base)
     storage.set_remote(remote)
@@ -71,14 +71,14 @@ def remote_tensor(owner: Owner, meta: TensorMeta, remote: RemoteValue) -> LazyTe
 
 
 def host_tensor(owner: Owner, value: torch.Tensor) -> LazyTensor:
-    """Return a handle for a single number kept on the host."""
+    """Return a handle for a single number that stays on the client."""
     storage = new_storage(owner, 0, 0, TensorMeta.of(value))
     storage.set_host(value)
     return wrapper(storage.meta, storage, None)
 
 
 def to_lazy(owner: Owner, source: torch.Tensor) -> LazyTensor:
-    """Upload a CPU tensor: its values are taken now."""
+    """Upload a CPU tensor; later writes to it do not change the upload."""
     source = source.detach()
     shape = tuple(source.shape)
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(source)
@@ -89,7 +89,7 @@ def to_lazy(owner: Owner, source: torch.Tensor) -> LazyTensor:
 
 
 def fill(t: LazyTensor, source: torch.Tensor) -> None:
-    """Give a whole, unviewed handle the values of a CPU tensor (``copy_``)."""
+    """Set all values of a handle that is no view to those of a CPU tensor (``copy_``)."""
     storage = storage_of(t)
     meta = storage.meta
     before = None if storage.blank else Held.of(storage)
@@ -105,53 +105,55 @@ def fill(t: LazyTensor, source: torch.Tensor) -> None:
         storage.owner.overwritten(storage, before)
 
 
-# -- single numbers ------------------------------------------------------------------------
+# -- single numbers on the client ------------------------------------------------------------------
 
 
 class _NotHost(Exception):
-    """Signal that an argument is not a number of the host."""
+    """Signal that an argument is not a single number of the client."""
 
 
 def compute(
     owner: Owner, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Compute an op on single numbers of the host alone; else return NotImplemented."""
-    known: dict[int, LazyTensor] = {}
+    """Compute an op whose tensors are single numbers of the client; else return NotImplemented."""
+    handles: dict[int, LazyTensor] = {}
 
-    def leaf(a: Any) -> Any:
+    def to_host(a: Any) -> Any:
+        """Return an argument with the client's numbers; raise ``_NotHost`` for other tensors."""
         if is_lazy(a):
             host = storage_of(a).host
             if host is None or view_of(a) is not None:
                 raise _NotHost
-            known[id(host)] = a
+            handles[id(host)] = a
             return host
         if isinstance(a, torch.Tensor) and (a.numel() != 1 or a.device.type != "cpu"):
             raise _NotHost
-        return [leaf(item) for item in a] if isinstance(a, (list, tuple)) else a
+        return [to_host(item) for item in a] if isinstance(a, (list, tuple)) else a
 
     try:
-        host_args = [leaf(a) for a in args]
-        host_kwargs = {name: leaf(a) for name, a in kwargs.items()}
+        host_args = [to_host(a) for a in args]
+        host_kwargs = {name: to_host(a) for name, a in kwargs.items()}
     except _NotHost:
         return NotImplemented
     result = func(*host_args, **host_kwargs)
 
-    def show(r: Any) -> Any:
+    def to_user(r: Any) -> Any:
+        """Return a result with handles; a result that is an operand keeps its handle."""
         if isinstance(r, torch.Tensor):
-            return known.get(id(r)) if id(r) in known else host_tensor(owner, r)
-        return [show(item) for item in r] if isinstance(r, (list, tuple)) else r
+            return handles.get(id(r)) if id(r) in handles else host_tensor(owner, r)
+        return [to_user(item) for item in r] if isinstance(r, (list, tuple)) else r
 
-    return show(result)
-
-
-# -- CPU tensors among lazy ones -----------------------------------------------------------
+    return to_user(result)
 
 
-def foreign(owner: Owner, t: torch.Tensor, f: OpFacts) -> LazyTensor:
-    """Upload a CPU tensor as an op's argument: torch lets 0-dim ones mix, and CPU indices.
+# -- CPU operands of lazy ops ----------------------------------------------------------------------
+
+
+def upload_operand(owner: Owner, t: torch.Tensor, f: OpFacts) -> LazyTensor:
+    """Upload a CPU tensor among an op's arguments: a 0-dim tensor, or an index.
 
     Raises:
-        RuntimeError: torch takes no such mix of devices.
+        RuntimeError: torch refuses this mix of devices.
     """
     if t.device.type == "cpu" and (t.dim() == 0 or f.name in _CPU_INDICES):
         return to_lazy(owner, t)
@@ -159,7 +161,7 @@ def foreign(owner: Owner, t: torch.Tensor, f: OpFacts) -> LazyTensor:
 
 
 def mixed_error(t: torch.Tensor, f: OpFacts) -> RuntimeError:
-    """Return the error that takes the place of torch's for tensors of two devices."""
+    """Return the error for operands on two devices, with the line to add to the program."""
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, "
         f"lazygt:0 and {t.device}! {f.name} got a {TensorMeta.of(t)} on {t.device}; "
@@ -168,14 +170,15 @@ def mixed_error(t: torch.Tensor, f: OpFacts) -> RuntimeError:
 
 
 def _advice(t: torch.Tensor) -> str:
-    here = expand(user_call_site(1))
+    """Return the advice for a misplaced CPU tensor: the line of code that moves it."""
+    call_line = expand(user_call_site(1))
     source = t if t._base is None else t._base
     if source.is_leaf and (source.requires_grad or isinstance(source, torch.nn.Parameter)):
-        return f"it is a model's weight. Before {here}, write\n    model.to('lazygt')"
-    name, place = _name_of(source) or _name_of(t) or ("x", here)
+        return f"it is a model's weight. Before {call_line}, write\n    model.to('lazygt')"
+    name, line = _name_of(source) or _name_of(t) or ("x", call_line)
     return (
         f"what torch.from_numpy or a DataLoader's worker process makes is on the CPU. Before "
-        f"{place}, write\n    {name} = {name}.to('lazygt')"
+        f"{line}, write\n    {name} = {name}.to('lazygt')"
     )
 
 

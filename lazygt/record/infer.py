@@ -1,6 +1,7 @@
-"""Inference of an op's results: by rule, or by a run on meta tensors.
+"""Inference of an op's results: by a shape rule, or by a run on meta tensors.
 
-Rules are in ``graph.shapes``, runs in ``graph.shapes.meta_run``: one a signature.
+Rules are in ``graph.shapes``. A run (``graph.shapes.meta_run``) happens once for each signature;
+an LRU cache keeps its results.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lazygt.graph.source import with_line
 from lazygt.record.trie import TraceTrie, TrieNode
 
 _LIMIT = 50_000
-#: (op, its positional and keyword arguments, the metas and numbers that they name).
+#: (op, args, kwargs, metas of the Refs, values of the Params).
 _Call = tuple[
     OpFacts, tuple[Arg, ...], tuple[tuple[str, Arg], ...], dict[int, TensorMeta], list[Any]
 ]
@@ -36,7 +37,7 @@ class Inference:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._shapes = Shapes()
-        self._seen: OrderedDict[Any, Results | None] = OrderedDict()
+        self._cache: OrderedDict[Any, Results | None] = OrderedDict()
         #: corrections by workers; the same signature is never corrected twice
         self._corrected: dict[Any, Results] = {}
         self.quick = self.runs = 0
@@ -60,21 +61,21 @@ class Inference:
             Exception: torch's own, when the op does not take such arguments. It names the user's
                 line; on CPU workers it is the one that eager torch raises.
         """
-        quick = self.by_rule(f, args, kwargs, metas, params)
-        if quick is not None:
-            return quick
+        by_rule = self.by_rule(f, args, kwargs, metas, params)
+        if by_rule is not None:
+            return by_rule
         key = _key(f, args, kwargs, metas, params)
-        if key in self._seen:
-            self._seen.move_to_end(key)
-            return self._seen[key]
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
         self.runs += 1
-        inferred = self._run(f, args, kwargs, metas, params)
-        self._seen[key] = inferred
-        if inferred is not None:
-            self._shapes.learn(f, args, kwargs, metas, params, inferred)
-        if len(self._seen) > _LIMIT:
-            self._seen.popitem(last=False)
-        return inferred
+        results = self._run(f, args, kwargs, metas, params)
+        self._cache[key] = results
+        if results is not None:
+            self._shapes.learn(f, args, kwargs, metas, params, results)
+        if len(self._cache) > _LIMIT:
+            self._cache.popitem(last=False)
+        return results
 
     def by_rule(
         self,
@@ -84,14 +85,14 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
-        """Return the same if no meta kernel has to run for it, else None. Raise nothing."""
+        """Return the results if no meta kernel has to run for them, else None; raise nothing."""
         if self._corrected:
-            known = self._corrected.get(_key(f, args, kwargs, metas, params))
-            if known is not None:
-                return known
-        quick = self._shapes.results(f, args, kwargs, metas, params)
-        self.quick += quick is not None
-        return quick
+            corrected = self._corrected.get(_key(f, args, kwargs, metas, params))
+            if corrected is not None:
+                return corrected
+        results = self._shapes.results(f, args, kwargs, metas, params)
+        self.quick += results is not None
+        return results
 
     def correct(self, node: Node, graph: Graph, strides: Mapping[int, tuple[int, ...]]) -> bool:
         """Note the strides that a kernel gave to results of a node.
@@ -111,16 +112,16 @@ class Inference:
         key = _key(f, node.args, node.kwargs, metas, params)
         if key in self._corrected:
             return False
-        known = self.results(f, node.args, node.kwargs, metas, params)
-        if known is None:
+        inferred = self.results(f, node.args, node.kwargs, metas, params)
+        if inferred is None:
             return False
-        fresh = list(known.fresh)
-        for place, stride in strides.items():
-            meta = fresh[place]
+        results = list(inferred.fresh)
+        for position, stride in strides.items():
+            meta = results[position]
             if meta is not None:
-                fresh[place] = intern(meta.shape, stride, meta.dtype)
-        self._corrected[key] = known._replace(fresh=tuple(fresh))
-        return tuple(fresh) != known.fresh
+                results[position] = intern(meta.shape, stride, meta.dtype)
+        self._corrected[key] = inferred._replace(fresh=tuple(results))
+        return tuple(results) != inferred.fresh
 
     def _run(
         self,
@@ -130,6 +131,7 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
+        """Run the op on meta tensors; an exception is torch's own, with the user's line."""
         call = f, args, kwargs, metas, params
         try:
             return run_on_metas(*call, self._device_type)
@@ -161,6 +163,7 @@ def _key(
 
 
 def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:
+    """Return an argument in a cache key: a Ref's meta, a Param's type, else the constant."""
     kind = type(arg)
     if kind is Ref:
         return metas[arg.index]
@@ -171,14 +174,14 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
     return exact(arg)
 
 
-# -- corrections by runs -------------------------------------------------------------------
-# A worker compares the results of a plan's first run with the recorded metas. A result of other
-# strides stays as its kernel laid it out, for later sums to have eager torch's bits, unless a later
-# view needs the recorded strides (``runtime.executors.kernel_layouts``); outputs are laid out as
-# was recorded. The worker reports the strides, the client infers those from then on, and forgets
-# the steps that were recorded with others: they are recorded anew, as on the workers' own device.
+# -- corrected strides -----------------------------------------------------------------------------
+# A worker compares the results of a plan's first run with the recorded metas. A result with other
+# strides retains its kernel's layout, so that later sums have eager torch's bits, unless a later
+# view needs the recorded strides (``runtime.executors.kernel_layouts``); outputs have the recorded
+# layout. The worker reports the strides, the client infers those from then on, and removes the
+# steps that were recorded with others: they are recorded again, as on the workers' own device.
 
-#: (node of a plan's steps, result, strides that its kernel gave it).
+#: (node of a plan's steps, result, strides of its kernel).
 Relaid = tuple[int, int, tuple[int, ...]]
 
 
@@ -193,10 +196,10 @@ class _Stale(NamedTuple):
 def learn(
     inference: Inference, trie: TraceTrie, reports: Iterable[tuple[Graph, Iterable[Relaid]]]
 ) -> list[Any]:
-    """Take in the workers' reports; only while nothing is recorded.
+    """Apply the workers' reports of strides; called only while nothing is recorded.
 
     Returns:
-        The plans that are useless now.
+        The plans that are invalid now.
     """
     stale: set[_Stale] = set()
     for graph, results in reports:
@@ -214,7 +217,7 @@ def learn(
 
 
 def _corrected(inference: Inference, graph: Graph, results: Iterable[Relaid]) -> set[_Stale]:
-    """Correct the inference of a plan's nodes; return the results that were recorded wrong."""
+    """Correct the inference of a plan's nodes; return the results recorded with wrong strides."""
     by_node: dict[int, dict[int, tuple[int, ...]]] = {}
     for number, position, strides in results:
         by_node.setdefault(number, {})[position] = strides

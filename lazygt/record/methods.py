@@ -38,22 +38,24 @@ _ONLY_LAZY = ("placements", "_repr_html_", "_repr_mimebundle_")
 
 
 def _either(cls: type, name: str) -> Any:
-    ours, torchs = vars(LazyTensor)[name], getattr(cls, name)
+    """Return the method of LazyTensor for lazy tensors, and of ``cls`` for all others."""
+    lazy_method, torch_method = vars(LazyTensor)[name], getattr(cls, name)
 
-    @functools.wraps(torchs)
+    @functools.wraps(torch_method)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (ours if is_lazy(self) else torchs)(self, *args, **kwargs)
+        return (lazy_method if is_lazy(self) else torch_method)(self, *args, **kwargs)
 
     return method
 
 
 def _only_lazy(name: str) -> Any:
-    ours = vars(LazyTensor)[name]
+    """Return a property of lazy tensors that raises AttributeError on others."""
+    lazy_attribute = vars(LazyTensor)[name]
 
     def attribute(self: Any) -> Any:
         if not is_lazy(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return ours.__get__(self)
+        return lazy_attribute.__get__(self)
 
     return property(attribute)
 

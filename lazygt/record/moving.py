@@ -1,4 +1,4 @@
-"""Steps that get their position at run time: when they are used, and their making."""
+"""Steps with a run-time position: the decision for them, and their creation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lazygt.graph.node import Node, params_in
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record.infer import Inference
-from lazygt.record.positions import NARROW, SAMPLE, Key, Moved, moved
+from lazygt.record.positions import NARROW, SAMPLE, Key, Moved, hoist_position
 from lazygt.record.repeats import Repeat
 from lazygt.record.trie import TraceTrie, TrieNode
 
@@ -36,51 +36,55 @@ class StepTaker(Protocol):
         """Note that a step is about to be added."""
 
     def reach(self, step: TrieNode) -> None:
-        """Advance to the step of an op that the user did not write."""
+        """Advance to the step of an internal op, which the user did not write."""
 
     def settle(self) -> None:
-        """Make all agree with the step that was reached, after an exception."""
+        """Roll the trace's lists back to the step that was reached, after an exception."""
 
 
-def moving(trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
-    """Return an op that has no step here in the form with its position as a number.
+def hoist_varying_position(
+    trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None
+) -> Moved | None:
+    """Return an op with its varying position as a run-time number; None: a constant.
 
-    None: it is not recorded so, since there was but one position so far.
+    The position stays a constant of the step until a second one occurs at the same program point.
 
     Args:
-        key: key of the step that it has otherwise.
-        source: meta of its first argument.
+        key: key of the op's step with a constant position.
+        source: meta of the op's first argument.
     """
-    op = moved(f, key, source)
+    op = hoist_position(f, key, source)
     if op is None or op.key in trace.step.children or f is NARROW:
         return op
-    what = op.facts, *op.key[1 + op.tensors :]
-    return op if changes(trace, what, op.numbers) else None
+    call = op.facts, *op.key[1 + op.tensors :]
+    return op if position_varies(trace, call, op.numbers) else None
 
 
-def changes(trace: StepTaker, what: Key, numbers: tuple[int, ...]) -> bool:
-    """Return whether the op being recorded is called with positions that change.
+def position_varies(trace: StepTaker, call: Key, numbers: tuple[int, ...]) -> bool:
+    """Return whether an op at this program point has been called with several positions.
 
-    A place is the user's line and the number of ops before it: a loop that is recorded as one trace
-    has as many places as iterations, since it has the same positions every time.
+    A program point is the user's line and the number of ops before it. An unrolled loop that is
+    recorded as one trace has one program point for each iteration, and the same positions every
+    time.
 
     Args:
-        what: the op, and its arguments besides tensors and positions.
+        call: the op, and its arguments besides tensors and positions.
+        numbers: the positions of this call.
     """
-    place = user_call_site(1), trace.step.ops - trace.split, what
-    return trace.trie.places.change(place, numbers)
+    program_point = user_call_site(1), trace.step.ops - trace.split, call
+    return trace.trie.places.change(program_point, numbers)
 
 
-def known_step(trace: StepTaker, op: Moved) -> TrieNode | None:
-    """Return the step of such an op, if any; its numbers are the trace's from here on."""
+def existing_step(trace: StepTaker, op: Moved) -> TrieNode | None:
+    """Return the op's step with run-time positions, or None; append its numbers to the trace's."""
     trace.params.extend(op.numbers)
     return trace.step.children.get(op.key)
 
 
 def new_step(trace: StepTaker, op: Moved, metas: Mapping[int, TensorMeta]) -> TrieNode:
-    """Return a new step of such an op, not in the trie yet; the trace has its numbers.
+    """Return a new step of an op with run-time positions; the caller adds it to the trie.
 
-    It supersedes the steps of single positions.
+    The op's numbers are in the trace already. Steps of the op at single positions are superseded.
 
     Args:
         metas: metas of its operands.
@@ -91,7 +95,7 @@ def new_step(trace: StepTaker, op: Moved, metas: Mapping[int, TensorMeta]) -> Tr
     results = trace.inference.results(f, args, (), dict(metas), samples)
     assert results is not None, f"{f.name}: its results' shapes depend on values"
     trace.note_miss(op.key, f, user_call_site(1))
-    trace.trie.superseded += _single(trace.step, op, source)
+    trace.trie.superseded += _fixed_position_steps(trace.step, op, source)
     step = TrieNode(trace.step, op.key, Node(f.name, args, (), results.fresh), facts=f)
     step.moves = True
     if f.views:
@@ -100,20 +104,20 @@ def new_step(trace: StepTaker, op: Moved, metas: Mapping[int, TensorMeta]) -> Tr
     return step
 
 
-def _single(parent: TrieNode, op: Moved, source: TensorMeta) -> list[TrieNode]:
-    """Return the steps after ``parent`` that do the same at one position."""
+def _fixed_position_steps(parent: TrieNode, op: Moved, source: TensorMeta) -> list[TrieNode]:
+    """Return the steps below ``parent`` that do the op at one constant position."""
     steps = []
     for key, child in parent.children.items():
         f, node = child.facts, child.node
         if f is None or f.position is None or node is None or params_in(node.args):
             continue
-        alike = moved(f, key, source) if key[1] == op.key[1] else None
-        if alike is not None and alike.key == op.key:
+        hoisted = hoist_position(f, key, source) if key[1] == op.key[1] else None
+        if hoisted is not None and hoisted.key == op.key:
             steps.append(child)
     return steps
 
 
 def pitch(key: Key, source: TensorMeta) -> int:
-    """Return the bytes from one position of a view of ``source`` to the next."""
+    """Return the bytes between neighbouring positions of a view of ``source``."""
     step: int = source.stride[key[2]] * source.dtype.itemsize
     return step

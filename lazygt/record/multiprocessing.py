@@ -1,8 +1,8 @@
 """Lazy tensors sent by ``multiprocessing``: they arrive as CPU tensors with their values.
 
 Another process has no part in the session, so the values are fetched when a tensor is pickled: a
-sync point. A queue pickles in a thread of its own, where an error is lost and the reader waits for
-good; so ``put`` itself pickles objects that hold lazy tensors.
+sync point. A queue pickles in its own thread, where an error is lost and the reader waits forever;
+so ``put`` itself pickles objects that hold lazy tensors.
 """
 
 from __future__ import annotations
@@ -32,28 +32,30 @@ from lazygt.record.patches import Patch
 from lazygt.record.swap import on_host
 from lazygt.record.tensor import DEVICE_0, LazyTensor, is_lazy
 
-# -- dataLoaders with worker processes over a dataset in the session -------------------------------
-# Such a process has no session. While a loader starts its processes, the lazy tensors that it
-# holds are CPU tensors, and the processes inherit those; their batches go to the session, where
-# the dataset is, as those of a loader without processes do.
+# -- DataLoader workers ----------------------------------------------------------------------------
+# A DataLoader's worker process has no session. While a loader starts its processes, the lazy
+# tensors that it refers to are CPU tensors, and the processes inherit those. Their batches are
+# uploaded to the session, where the dataset is, like the batches of a loader without processes.
 
 _iterator: Any = dataloader._MultiProcessingDataLoaderIter
-_start: Any = _iterator.__init__
+_original_init: Any = _iterator.__init__
 _process_data: Any = _iterator._process_data
-#: Number of objects searched for lazy tensors; a dataset holds them near its top.
+#: Maximum number of objects searched for lazy tensors; a dataset has them near its root.
 _MOST_OBJECTS = 100_000
-_ENDS = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
+_LEAF_TYPES = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
 
 
-def _starting(self: Any, loader: DataLoader[Any]) -> None:
+def _init_iterator(self: Any, loader: DataLoader[Any]) -> None:
+    """Start a loader's worker processes with the dataset's lazy tensors as CPU tensors."""
     roots = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
-    held = lazy_tensors(roots) if session_stack else []
-    self._is_of_session = bool(held)
-    with on_host(held):
-        _start(self, loader)
+    lazy = lazy_tensors(roots) if session_stack else []
+    self._is_of_session = bool(lazy)
+    with on_host(lazy):
+        _original_init(self, loader)
 
 
-def _processing(self: Any, data: Any, worker_id: int) -> Any:
+def _process_batch(self: Any, data: Any, worker_id: int) -> Any:
+    """Return the loader's next batch, uploaded if the dataset is in the session."""
     batch = _process_data(self, data, worker_id)
     if self._is_of_session and session_stack:
         return tree_map_only(torch.Tensor, lambda t: t.to(DEVICE_0), batch)
@@ -61,37 +63,38 @@ def _processing(self: Any, data: Any, worker_id: int) -> Any:
 
 
 def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
-    """Return the lazy tensors that objects hold, by any attributes, lists and closures."""
-    lazy, seen, waiting = [], {id(root) for root in roots}, deque(roots)
-    while waiting and len(seen) < _MOST_OBJECTS:
-        for held in _held_by(waiting.popleft()):
-            if id(held) in seen:
+    """Return the lazy tensors reachable from objects: breadth-first search of references."""
+    lazy, seen, pending = [], {id(root) for root in roots}, deque(roots)
+    while pending and len(seen) < _MOST_OBJECTS:
+        for referent in _referents(pending.popleft()):
+            if id(referent) in seen:
                 continue
-            seen.add(id(held))
-            if is_lazy(held):
-                lazy.append(held)
-            elif not isinstance(held, _ENDS):
-                waiting.append(held)
+            seen.add(id(referent))
+            if is_lazy(referent):
+                lazy.append(referent)
+            elif not isinstance(referent, _LEAF_TYPES):
+                pending.append(referent)
     return lazy
 
 
-def _held_by(something: Any) -> list[Any]:
-    if isinstance(something, FunctionType):  # not its globals
-        return [something.__closure__, something.__defaults__, something.__kwdefaults__]
-    return gc.get_referents(something)
+def _referents(obj: Any) -> list[Any]:
+    """Return the objects that an object refers to directly; of a function not its globals."""
+    if isinstance(obj, FunctionType):  # not its globals
+        return [obj.__closure__, obj.__defaults__, obj.__kwdefaults__]
+    return gc.get_referents(obj)
 
 
 _NO_SESSION = "a loader's worker process has no session, and inherits the dataset"
 _LOADER_PATCHES = (
-    Patch(_iterator, "__init__", _starting, _NO_SESSION),
-    Patch(_iterator, "_process_data", _processing, _NO_SESSION),
+    Patch(_iterator, "__init__", _init_iterator, _NO_SESSION),
+    Patch(_iterator, "_process_data", _process_batch, _NO_SESSION),
 )
 
 
-# -- lazy tensors sent by ``multiprocessing``: they arrive as CPU tensors with their values --------
+# -- pickled tensors -------------------------------------------------------------------------------
 
 #: Process that is being started -> the CPU tensors among its arguments.
-_handed_on: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
+_sent_copies: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def register_reducers() -> None:
@@ -101,6 +104,7 @@ def register_reducers() -> None:
 
 
 def _reduce(t: torch.Tensor) -> Any:
+    """Reduce a tensor for ``ForkingPickler``; a lazy one as its CPU copy."""
     if not is_lazy(t):
         return reduce_tensor(t)
     if t.requires_grad and not t.is_leaf:
@@ -111,14 +115,14 @@ def _reduce(t: torch.Tensor) -> Any:
         )
     warn_if_has_hooks(t)
     copy = saved_form(t)
-    starting = get_spawning_popen()
-    if starting is not None:  # it hands on descriptors of the memory when it has pickled all
-        _handed_on.setdefault(starting, []).append(copy)
+    starting_process = get_spawning_popen()
+    if starting_process is not None:  # the memory's descriptors are sent after all pickling
+        _sent_copies.setdefault(starting_process, []).append(copy)
     return reduce_tensor(copy)
 
 
 class _Pickled:
-    """Object that was pickled already; unpickling gives the object itself."""
+    """Object that is pickled already; unpickling returns the object itself."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -128,10 +132,10 @@ class _Pickled:
 
 
 def _sendable(queue: Any, item: Any) -> Any:
-    """Return an item for the thread of a queue to send.
+    """Return an item for a queue's thread to send, pickled if it holds lazy tensors.
 
     Raises:
-        Exception: the item can't be pickled, and the queue would tell nobody.
+        Exception: the item can't be pickled, and the queue would report this to nobody.
     """
     if not was_used() or not lazy_tensors(((item,),)):
         return item
@@ -140,16 +144,17 @@ def _sendable(queue: Any, item: Any) -> Any:
     except Exception:
         base: Any = queues.Queue
         if type(queue)._on_queue_feeder_error is not base._on_queue_feeder_error:
-            return item  # the queue tells the waiting thread, as that of concurrent.futures does
+            return item  # the queue reports errors, as that of concurrent.futures does
         raise
 
 
-def _putting(cls: Any) -> Callable[..., None]:
-    own = cls.put
+def _checking_put(cls: Any) -> Callable[..., None]:
+    """Wrap a queue's ``put``: items with lazy tensors are pickled by the caller."""
+    original = cls.put
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def put(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-        own(self, _sendable(self, obj), *args, **kwargs)
+        original(self, _sendable(self, obj), *args, **kwargs)
 
     return put
 
@@ -158,7 +163,7 @@ _IN_A_THREAD = "an error of the thread that pickles reaches nobody"
 PATCHES = (
     *_LOADER_PATCHES,
     *(
-        Patch(cls, "put", _putting(cls), _IN_A_THREAD)
+        Patch(cls, "put", _checking_put(cls), _IN_A_THREAD)
         for cls in (queues.Queue, queues.JoinableQueue)
     ),
 )

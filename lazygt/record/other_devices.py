@@ -1,7 +1,7 @@
 """Errors for programs written for torch's own devices, with the code for a session.
 
-``.cuda()`` and ``device="cuda"`` without a GPU raise them, and torch's wrappers of modules for
-several of its devices. ``torch.cuda.synchronize()`` waits for the workers' GPUs.
+``.cuda()`` and ``device="cuda"`` without a GPU raise them, and so do torch's wrappers of modules
+for several of its devices. ``torch.cuda.synchronize()`` waits for the workers' GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CUDA = (
 
 
 @functools.wraps(_init_cuda)
-def _init_cuda_or_say() -> None:
+def _init_cuda_or_explain() -> None:
     """Initialise CUDA (``torch.cuda._lazy_init``); an error names the session's device."""
     try:
         _init_cuda()
@@ -40,7 +40,7 @@ _synchronize_cuda: Any = torch.cuda.synchronize
 
 @functools.wraps(_synchronize_cuda)
 def _synchronize_workers(device: Any = None) -> None:
-    """Wait for the GPUs of a session's processes, too (``torch.cuda.synchronize``)."""
+    """Wait also for the GPUs of a session's workers (``torch.cuda.synchronize``)."""
     session = current_session()
     if session is not None and session.device_type == "cuda" and not _is_inline(session):
         session.synchronize()
@@ -54,8 +54,8 @@ def _is_inline(session: OpenSession) -> bool:
     return session.config.launcher == "inline"
 
 
-def _refusing(wrapper: Any) -> Any:
-    """Wrap ``__init__`` of DataParallel or DDP: it refuses lazy modules."""
+def _refusing_lazy_modules(wrapper: Any) -> Any:
+    """Wrap ``__init__`` of DataParallel or DDP: lazy modules raise NotImplementedError."""
     init = wrapper.__init__
 
     @functools.wraps(init)
@@ -73,17 +73,24 @@ def _refusing(wrapper: Any) -> Any:
 
 
 def _would_be_lazy(wrapper: Any, module: nn.Module) -> bool:
-    """Return whether the wrapper would get a lazy module, or make it one."""
+    """Return whether the wrapper would get a lazy module, or make the module lazy."""
     moves = wrapper is nn.DataParallel and _device_type() == NAME
     return moves or any(map(is_lazy, module.parameters()))
 
 
 _WRAPPERS: tuple[Any, ...] = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 IN_SESSIONS = (
-    Patch(torch.cuda, "_lazy_init", _init_cuda_or_say, "its error knows torch's own devices alone"),
+    Patch(
+        torch.cuda, "_lazy_init", _init_cuda_or_explain, "its error knows torch's own devices alone"
+    ),
     Patch(torch.cuda, "synchronize", _synchronize_workers, "it knows this process's work alone"),
     *(
-        Patch(wrapper, "__init__", _refusing(wrapper), "it knows torch's own devices alone")
+        Patch(
+            wrapper,
+            "__init__",
+            _refusing_lazy_modules(wrapper),
+            "it knows torch's own devices alone",
+        )
         for wrapper in _WRAPPERS
     ),
 )

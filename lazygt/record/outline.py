@@ -1,4 +1,4 @@
-"""Outlines: comparison of traces that differ in sizes, without building their graphs."""
+"""Shape-polymorphic comparison of traces: equality up to a mapping of sizes, without graphs."""
 
 from __future__ import annotations
 
@@ -23,59 +23,60 @@ def outline_key(steps: Steps) -> tuple[Any, ...]:
 
 
 class Outline:
-    """Planned trace, to be compared with others."""
+    """Planned trace, to be matched with traces that differ in sizes only."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = [step.input if step.node is None else step.node for step in steps]
         self._sizes = [() if step.node is None else sizes_in(step.node) for step in steps]
-        self._inside = [_inside(step) for step in self._steps]
+        self._all_sizes = [_all_sizes(step) for step in self._steps]
 
     def resized(self, steps: Steps) -> dict[int, int] | None:
-        """Return this trace's sizes -> the other's; None: it is another program.
+        """Return the mapping from this trace's sizes to the other's; None: another program.
 
-        Two of this one's may have become equal, if that makes no two tensors or calls equal.
+        Two sizes may map to one, if no two tensors or calls become equal by that.
 
         Args:
             steps: the other trace, with the same ``outline_key``.
         """
-        match = _Match()
-        for mine, sizes, inside, step in zip(
-            self._steps, self._sizes, self._inside, steps, strict=True
+        match = _SizeMatch()
+        for old, sizes, all_sizes, step in zip(
+            self._steps, self._sizes, self._all_sizes, steps, strict=True
         ):
             node = step.node
-            if mine is node:
-                fits = match.unchanged(inside)
-            elif type(mine) is TensorMeta:
-                fits = match.meta(mine, step.input)
+            if old is node:
+                matches = match.unchanged(all_sizes)
+            elif type(old) is TensorMeta:
+                matches = match.meta(old, step.input)
             else:
-                assert isinstance(mine, Node)
-                fits = node is not None and match.node(mine, sizes, node)
-            if not fits:
+                assert isinstance(old, Node)
+                matches = node is not None and match.node(old, sizes, node)
+            if not matches:
                 return None
         if len(set(match.sizes.values())) < len(match.sizes):
-            now = [step.input if step.node is None else step.node for step in steps]
-            if _told_apart(now) != _told_apart(self._steps):
+            new_steps = [step.input if step.node is None else step.node for step in steps]
+            if _distinct_count(new_steps) != _distinct_count(self._steps):
                 return None
         return match.sizes
 
 
-def _told_apart(steps: Sequence[TensorMeta | Node | None]) -> int:
+def _distinct_count(steps: Sequence[TensorMeta | Node | None]) -> int:
+    """Return the number of distinct metas and nodes, as ``told_apart`` counts them."""
     nodes = [step for step in steps if isinstance(step, Node)]
     metas = [step for step in steps if isinstance(step, TensorMeta)]
     return told_apart(metas, nodes)
 
 
-def _inside(step: TensorMeta | Node | None) -> frozenset[int]:
-    """Return all sizes in a node, or none of an input."""
+def _all_sizes(step: TensorMeta | Node | None) -> frozenset[int]:
+    """Return all sizes in a node's arguments and results; an empty set for an input."""
     if not isinstance(step, Node):
         return frozenset()
     metas = [meta for meta in step.results if meta is not None]
-    shown = [size for meta in metas for size in (*meta.shape, *meta.stride, meta.offset)]
-    return frozenset([*sizes_in(step), *[size for size in shown if size >= LEAST]])
+    result_sizes = [size for meta in metas for size in (*meta.shape, *meta.stride, meta.offset)]
+    return frozenset([*sizes_in(step), *[size for size in result_sizes if size >= LEAST]])
 
 
-class _Match:
-    """Match of old sizes to new ones, one and the same everywhere.
+class _SizeMatch:
+    """Consistent mapping of old sizes to new ones, built step by step (first-order matching).
 
     Attributes:
         sizes: old -> new.
@@ -88,20 +89,20 @@ class _Match:
         self._same: set[int] = set()
 
     def unchanged(self, sizes: frozenset[int]) -> bool:
-        """Return whether these sizes may match themselves."""
+        """Map each of these sizes to itself; return whether the mapping stays consistent."""
         if sizes <= self._same:
             return True
         self._same |= sizes
         return all(map(self.size, sizes, sizes))
 
     def size(self, old: int, new: int) -> bool:
-        """Return whether a number may stand in another's place."""
+        """Map a size to another; return whether the mapping stays consistent."""
         if old < LEAST or new < LEAST:
             return old == new
         return self.sizes.setdefault(old, new) == new
 
     def meta(self, old: TensorMeta | None, new: TensorMeta | None) -> bool:
-        """Return whether a tensor may stand in another's place."""
+        """Match the sizes of two metas; return whether they agree in all else."""
         if old is None or new is None:
             return old is new
         known = self._metas.get(id(old))
@@ -118,7 +119,7 @@ class _Match:
         )
 
     def node(self, old: Node, sizes: tuple[int, ...], new: Node) -> bool:
-        """Return whether a node may stand in another's place.
+        """Match the sizes of two nodes; return whether they agree in all else.
 
         Args:
             sizes: sizes in the old node's arguments.
@@ -126,7 +127,7 @@ class _Match:
         if old.args is new.args and old.kwargs is new.kwargs:
             alike = all(map(self.size, sizes, sizes))
         else:
-            alike = self._arguments(old, new)
+            alike = self._match_arguments(old, new)
         return (
             alike
             and old.op == new.op
@@ -137,19 +138,21 @@ class _Match:
             and all(map(self.meta, old.results, new.results))
         )
 
-    def _arguments(self, old: Node, new: Node) -> bool:
+    def _match_arguments(self, old: Node, new: Node) -> bool:
+        """Match the arguments of two calls; return whether they agree but for sizes."""
         if len(old.args) != len(new.args) or len(old.kwargs) != len(new.kwargs):
             return False
-        places = sized(old.op)
-        for place, (a, b) in enumerate(zip(old.args, new.args, strict=True)):
-            if not self._argument(a, b, place in places):
+        size_arguments = sized(old.op)
+        for position, (old_arg, new_arg) in enumerate(zip(old.args, new.args, strict=True)):
+            if not self._match_argument(old_arg, new_arg, position in size_arguments):
                 return False
         return all(
-            name == other and self._argument(a, b, name in places)
-            for (name, a), (other, b) in zip(old.kwargs, new.kwargs, strict=True)
+            name == other and self._match_argument(old_arg, new_arg, name in size_arguments)
+            for (name, old_arg), (other, new_arg) in zip(old.kwargs, new.kwargs, strict=True)
         )
 
-    def _argument(self, old: Arg, new: Arg, sizes: bool) -> bool:
+    def _match_argument(self, old: Arg, new: Arg, sizes: bool) -> bool:
+        """Match two arguments; ``sizes``: whether ints in them are sizes."""
         kind = type(old)
         if kind is not type(new):
             return False
@@ -157,7 +160,7 @@ class _Match:
             return bool(old.index == new.index)
         if kind is tuple:
             return len(old) == len(new) and all(
-                self._argument(a, b, sizes) for a, b in zip(old, new, strict=True)
+                self._match_argument(a, b, sizes) for a, b in zip(old, new, strict=True)
             )
         if kind is int and sizes:
             return self.size(old, new)

@@ -1,7 +1,8 @@
 """Patches of torch: attributes replaced by lazygt's own, with reasons, and their undoing.
 
 torch has hooks for nearly all that a device does. Where it has none, one of its attributes is
-replaced: each is a ``Patch`` beside the replacing function, and ``device`` applies them all.
+replaced. Each replacement is a ``Patch``, defined beside the replacing function; ``device`` applies
+them all.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Patches:
         self._originals: dict[Patch, Any] = {}
 
     def apply(self) -> None:
-        """Set lazygt's attributes."""
+        """Set lazygt's attributes; patches that are applied already are skipped."""
         for patch in self.patches:
             if patch not in self._originals:
                 self._originals[patch] = vars(patch.owner).get(patch.name, _INHERITED)

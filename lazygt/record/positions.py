@@ -1,12 +1,13 @@
-"""Positions: ints that locate an element, and shape nothing (``graph.ops.POSITIONS``).
+"""Positions: ints that select an element and shape no result (``graph.ops.POSITIONS``).
 
-The first one at a place of the program is part of the step, like any other int: ``x[:, -1]`` never
-changes, and constants serve passes best. When another one comes to the same place, a step that
-takes the position as a run-time number (``moving``) supersedes the first, for all later positions.
+The first position at a program point is a constant of the step, like any other int: ``x[:, -1]``
+never changes, and constants serve passes best. When another position comes to the same point, a
+step that takes the position as a run-time number (``moving``) supersedes the first, for all later
+ones.
 
-In a graph such a number is a Param, and metas are those of position 1: neither the beginning of the
-memory nor all of it, so that no pass takes the view for the whole. A user's queries of a handle are
-answered for its actual position (``ViewChain.shift``).
+In a graph such a number is a Param, and metas are those of position 1: neither the start nor all of
+the memory, so that no pass takes the view for its base. A user's queries of a handle are answered
+for its actual position (``ViewChain.shift``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Key = tuple[Any, ...]
 #: Position that inference assumes for all.
 SAMPLE = 1
 #: Number of places with remembered positions.
-_MOST_PLACES = 20_000
+_MOST_POINTS = 20_000
 
 
 class Moved(NamedTuple):
@@ -43,7 +44,7 @@ class Moved(NamedTuple):
     tensors: int = 1
 
     def args(self, first: int) -> tuple[Arg, ...]:
-        """Return its node's arguments, with the run-time numbers from ``first`` on."""
+        """Return the node's arguments; its run-time numbers are numbered from ``first`` on."""
         params = iter(range(first, first + len(self.numbers)))
 
         def arg(item: Any) -> Arg:
@@ -56,29 +57,29 @@ class Moved(NamedTuple):
 
 
 class Places:
-    """Positions seen at places of the program."""
+    """Positions seen at each program point."""
 
     def __init__(self) -> None:
         #: place -> the first positions there, or None: several were
         self._seen: dict[Key, tuple[int, ...] | None] = {}
 
-    def change(self, place: Key, numbers: tuple[int, ...]) -> bool:
-        """Note positions; return whether others have been at that place."""
-        if len(self._seen) >= _MOST_PLACES:
+    def change(self, program_point: Key, numbers: tuple[int, ...]) -> bool:
+        """Note positions at a program point; return whether several have occurred there."""
+        if len(self._seen) >= _MOST_POINTS:
             self._seen.clear()
-        first = self._seen.setdefault(place, numbers)
+        first = self._seen.setdefault(program_point, numbers)
         if first is not None and first != numbers:
-            first = self._seen[place] = None
+            first = self._seen[program_point] = None
         return first is None
 
 
-def moved(f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
-    """Return an op in the form that takes its position at run time; None if there is none.
+def hoist_position(f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
+    """Return an op in the form that takes its position as a run-time number; None if there is none.
 
     There is none if the position is out of range, or the only one possible.
 
     Args:
-        key: key of the step that the op has otherwise.
+        key: key of the op's step with a constant position.
         source: meta of its first argument.
     """
     rule = _RULES.get(f.name)
@@ -86,31 +87,36 @@ def moved(f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
 
 
 def _index(f: OpFacts, key: Key, sizes: tuple[int, ...], tensors: int) -> Moved | None:
+    """Hoist the index of ``select`` and its relatives, counted from the front."""
     assert f.position is not None
-    at = f.position + 1
-    dim, index = key[at - 1 : at + 1]
+    slot = f.position + 1
+    dim, index = key[slot - 1 : slot + 1]
     if not -len(sizes) <= dim < len(sizes):
         return None
     size = sizes[dim]
     if size < 2 or not -size <= index < size:
         return None
-    return Moved(f, (*key[:at], int, *key[at + 1 :]), (index % size,), tensors)
+    return Moved(f, (*key[:slot], int, *key[slot + 1 :]), (index % size,), tensors)
 
 
 def _select(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    """Hoist the index of ``select``."""
     return _index(f, key, source.shape, 1)
 
 
 def _select_scatter(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    """Hoist the index of ``select_scatter``."""
     return _index(f, key, source.shape, 2)
 
 
 def _select_backward(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    """Hoist the index of ``select``'s backward."""
     return _index(f, key, key[2], 1)
 
 
 def _slice(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
-    dim, start, end, step = (*key[2:], *_WHOLE[len(key) - 2 :])
+    """Hoist the start of a slice, as a ``narrow`` of constant length."""
+    dim, start, end, step = (*key[2:], *_SLICE_DEFAULTS[len(key) - 2 :])
     if step != 1 or not -len(source.shape) <= dim < len(source.shape):
         return None
     size = source.shape[dim]
@@ -121,10 +127,12 @@ def _slice(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
 
 
 def _narrow(f: OpFacts, key: Key, source: TensorMeta) -> Moved:
+    """Hoist the start of a ``narrow``."""
     return Moved(f, (*key[:3], int, *key[4:]), (key[3],))
 
 
 def _roll(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    """Hoist all shifts of a roll."""
     shifts = key[2]
     if not shifts:
         return None
@@ -132,7 +140,7 @@ def _roll(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
 
 
 #: Defaults of a slice's dim, start, end and step.
-_WHOLE: Key = (0, None, None, 1)
+_SLICE_DEFAULTS: Key = (0, None, None, 1)
 #: Recorded by lazygt only: torch dispatches ``narrow`` as a ``slice``.
 NARROW = facts(torch.ops.aten.narrow.default)
 _RULES: dict[str, Callable[[OpFacts, Key, TensorMeta], Moved | None]] = {

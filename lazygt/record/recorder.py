@@ -1,8 +1,8 @@
-"""Hot path: ops go through the trie step by step; a miss adds a new step.
+"""Hot path of recording: each op advances the trace by one step of the trie.
 
-Every op comes to ``Recorder.record``. On a hit it does a dictionary look-up and makes the wrappers;
-on a miss (``miss``) the results' metas are inferred, and a wrong shape or dtype raises torch's own
-exception on the user's line.
+Every op comes to ``Recorder.record``. On a hit the recorder looks the step up in a dictionary and
+makes the handles of its results. On a miss (``miss``) the results' metas are inferred, and a wrong
+shape or dtype raises torch's own exception on the user's line.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch
 
 
 class Recorder:
-    """Recorder of ops into the current trace; it decides when to ship that."""
+    """Recorder of ops into the current trace; it decides when to ship the trace."""
 
     #: the session that submits the traces; it sets this attribute itself
     sink: TraceSink
-    #: its counterpart in C++, where that records
+    #: the recorder in C++, if the extension records
     native: Any = None
 
     def __init__(
@@ -73,13 +73,13 @@ class Recorder:
         #: torch's flags under which the trace is recorded
         self.flags: Flags = ()
         self._heeds_threads = heeds_threads
-        #: inference under each of the flags that were met
+        #: flags -> inference under them
         self._inferences: dict[Flags, Inference] = {(): Inference(worker_device)}
         self.lock = self._make_lock()
         self.generator = self._make_generator(worker_device)
         self.closed = self.has_numbers = False
         self.trace = self._make_trace()
-        #: callback for storages that got another value by no op of a trace
+        #: callback for storages whose value an upload replaced
         self.on_overwritten: Callable[[Storage, Held], None] | None = None
         #: ops of the traces before this one
         self.shipped_ops = 0
@@ -130,13 +130,13 @@ class Recorder:
                 self.trace.settle()
                 raise
         except BaseException:
-            self.trace.settle()  # again: Ctrl-C may have ended that
+            self.trace.settle()  # again: Ctrl-C may have interrupted the first call
             raise
 
     def record_plain(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
-        """Record an op as it is, bypassing ``handlers``."""
+        """Record an op in the ordinary way, bypassing its handler."""
         return self._record(facts(func), func, args, kwargs)
 
     def _record(
@@ -146,6 +146,7 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> Any:
+        """Look the op's step up by its key (a miss adds it), and return the user's results."""
         trace = self.trace
         serial = trace.serial
         key: list[Any] = [f]
@@ -216,13 +217,13 @@ class Recorder:
     def foreign_op(
         self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record an op that torch alone does not have, inside ``record``."""
+        """Record a custom op; called by a handler, inside ``record``."""
         if f.random:
             args, kwargs = self.generator.before_draw(args, kwargs)
         return self._record(f, f.func, args, kwargs)
 
     def record_foreign(self, f: OpFacts, args: tuple[Any, ...]) -> Any:
-        """Record an op that torch has never dispatched."""
+        """Record a custom op that torch's dispatcher has not dispatched, such as ``apply``."""
         try:
             if self.closed:
                 raise closed_error()
@@ -235,12 +236,13 @@ class Recorder:
         return result
 
     def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None, str | None]:
+        """Return an op's facts, handler and the handler's keyword, and cache them."""
         f = facts(func)
-        known = self._known[id(func)] = f, *handler_of(f)
-        return known
+        entry = self._known[id(func)] = f, *handler_of(f)
+        return entry
 
     def _key(self, a: Any, hoist: int, f: OpFacts) -> Any:
-        """Return one argument's part of a step's key."""
+        """Return one argument's element of a step's key; append run-time numbers to the trace."""
         kind = type(a)
         if kind is LazyTensor:
             return self.trace.index_of(a)
@@ -260,23 +262,23 @@ class Recorder:
         return a
 
     def _upload_argument(self, t: torch.Tensor, f: OpFacts) -> int:
-        """Upload a CPU tensor among an op's arguments; a miss takes the same upload."""
-        lazy = host_values.foreign(self, t, f)
+        """Upload a CPU operand, note the upload for a miss, and return its value number."""
+        lazy = host_values.upload_operand(self, t, f)
         index = self.trace.index_of(lazy)
         self.trace.uploaded[id(t)] = index, graph_meta(lazy)
         return index
 
     def _list_key(self, items: Any, hoist: int, f: OpFacts) -> tuple[Any, ...]:
-        """Return a list argument's part of a step's key; a schema's list is all of one kind."""
-        first = type(items[0]) if items else None
+        """Return a list's element of a step's key; by the schema its items are of one type."""
+        first_type = type(items[0]) if items else None
         if hoist == 2:
             kinds = tuple(map(type, items))
             if NUMBERS.issuperset(kinds):
                 self.trace.params.extend(items)
                 return kinds
-        elif first is int or first is bool:
+        elif first_type is int or first_type is bool:
             return tuple(items)
-        elif first is LazyTensor:
+        elif first_type is LazyTensor:
             serial = self.trace.serial
             return tuple(
                 [
@@ -288,7 +290,7 @@ class Recorder:
             )
         return tuple([self._key(item, 1 if hoist == 2 else 0, f) for item in items])
 
-    # -- Owner: for storages and handles -------------------------------------------------
+    # -- interface for storages and handles (``Owner``) --------------------------------------------
 
     @property
     def serial(self) -> int:
@@ -317,23 +319,23 @@ class Recorder:
         return self.trace.show(index, meta)
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:
-        """Take a copy of a CPU tensor for the workers."""
+        """Copy a CPU tensor for the workers; return its remote value."""
         return self.sink.upload(source, meta)
 
     def overwritten(self, storage: Storage, before: Held) -> None:
-        """Note that a storage has got another value as a whole, by no op of a trace."""
+        """Note that no op of a trace, but an upload, replaced a storage's full value."""
         if self.on_overwritten is not None:
             self.on_overwritten(storage, before)
 
     def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
-        """Store a handle's values as the user has placed another storage of that shape.
+        """Give a handle the placement of another storage of the same shape.
 
-        A handle with a placement of its own keeps that.
+        A handle with a placement of its own retains that.
         """
         storage = storage_of(t)
-        alike = view_of(t) is None and storage.meta.shape == before.meta.shape
-        here = before.owner is self and not self.closed
-        if before.placed is not None and storage.placed is None and alike and here:
+        same_shape = view_of(t) is None and storage.meta.shape == before.meta.shape
+        is_own = before.owner is self and not self.closed
+        if before.placed is not None and storage.placed is None and same_shape and is_own:
             annotate.restore_sharding(t, before.placed)
 
     # -- sync points ---------------------------------------------------------------------
@@ -344,16 +346,16 @@ class Recorder:
             self.sink.submit(self.trace, reason, None, False)
 
     def fetch(self, t: LazyTensor, reason: str, as_number: bool = False) -> Any:
-        """Return a handle's values as a CPU tensor of its own: ship, run, wait.
+        """Return a handle's values as a CPU tensor of its own; ships the trace and waits.
 
         Args:
-            as_number: a Python number will do for a single value.
+            as_number: a Python number is enough for a single value.
         """
         with self.lock:
             storage = storage_of(t)
             self.trace.check(storage)
             if view_of(t) is not None:
-                # the view's own elements travel, not the whole storage
+                # only the view's elements are sent, not the full storage
                 storage = storage_of(torch.ops.aten.clone.default(t))
             elif storage.host is not None:
                 return storage.host.clone()
@@ -362,12 +364,12 @@ class Recorder:
             return self.sink.submit(self.trace, reason, storage, False, as_number)
 
     def before_backward(self) -> None:
-        """Note the user's line, to record torch's backward ops at."""
+        """Note the user's line, which torch's backward ops are recorded at."""
         self._backward_call_site = user_call_site(1)
         self.backward_error = None
 
     def raise_backward_error(self) -> None:
-        """Raise the error that a backward op or a hook put aside during the pass."""
+        """Raise the error that a backward op or a hook stored during the pass."""
         error, self.backward_error = self.backward_error, None
         if error is not None:
             raise error from None
@@ -387,13 +389,13 @@ class Recorder:
         return sum(inference.runs for inference in self._inferences.values())
 
     def ship_before_flags_change(self) -> None:
-        """Ship the ops recorded under the current flags."""
+        """Ship the ops that were recorded under the current flags."""
         with self.lock:
             if self.trace.step.depth and not self.closed:
                 self.flush("torch flag changed")
 
     def take_flags(self) -> None:
-        """Read torch's flags, and record under them from here on."""
+        """Read torch's flags; if they changed, begin a new trace under them."""
         flags = read_flags(self._heeds_threads)
         if flags == self.flags or self.closed:
             return
@@ -415,12 +417,12 @@ class Recorder:
         return self.shipped_ops + self.trace.step.ops
 
     def overflow(self) -> None:
-        """Flush a trace that has become too long, at a place that comes again.
+        """Flush a trace that has become too long, at a program point that recurs.
 
-        Cut at a fixed length, a loop would be cut at another point of its body every time, and each
-        cut would be a new plan. So the first cut looks for the line that the trace passed least
-        often, but more than once (once an iteration, most likely), and from then on traces end at
-        that line.
+        Flushed at a fixed length, a loop would be split at another point of its body every time,
+        and each trace would need a new plan. So the first overflow selects the line that the trace
+        passed least often, but more than once (most likely once an iteration), and later traces end
+        at that line.
         """
         step = self.trace.step
         if step.full:
@@ -442,7 +444,7 @@ class Recorder:
 
 
 def _begins_on_host(items: list[Any]) -> bool:
-    """Return whether a list begins with a single number that is kept in the client."""
+    """Return whether a list begins with a single number that is on the client."""
     first = items[0] if items else None
     return is_lazy(first) and first._storage.host is not None
 

@@ -1,10 +1,10 @@
-"""Repeats: traces that do the ops of an earlier one in other sizes.
+"""Traces that repeat an earlier one in other sizes, followed step by step.
 
-Where the ints of one call differ from those of every call before (a smaller batch, a longer
-sequence), the trie has nothing below it, though most of the rest is known: the same ops take the
-same values. So a trace that has come to a new step follows the earlier one that goes on like it.
-The calls of ops are taken over; the metas of their results are inferred anew, unless all operands
-of an op have the same metas as there: then the step is the same.
+Where the ints of a call differ from those of every earlier call (a smaller batch, a longer
+sequence), the trie has nothing below the new step, though most of the rest is known: the same ops
+take the same values. So a trace that adds a step follows an earlier trace with the same ops. The
+ops' calls are copied from there; the metas of their results are inferred again, unless all operands
+of an op have the same metas as in the earlier trace: then the step is copied too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lazygt.graph.ops import OpFacts
 from lazygt.record.tensor import graph_meta, is_lazy
 from lazygt.record.trie import TraceTrie, TrieNode
 
-#: Numbers of the newest and the oldest steps below one that are searched for a step that differs in
-#: its ints alone.
+#: Numbers of the newest and the oldest children of a step that are searched for a counterpart: a
+#: step that differs only in ints.
 _NEWEST, _OLDEST = 4, 2
 #: Number of steps added ahead at first: twice as many whenever all were reached, and far less when
 #: they were not.
-_WANTED = 16
+_FIRST_PREFETCH = 16
 
 Call = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
 #: Predicate of a step of an earlier trace: it equals the new one but for sizes.
@@ -36,8 +36,8 @@ class Differences:
 
     Attributes:
         values: numbers of the values with other metas.
-        sizes: size in their shapes there -> here; None: it corresponds to several.
-        resized: those of these sizes that are others here, or several.
+        sizes: old size -> new size in the shapes of these values; None: several new sizes.
+        resized: the old sizes that have another new size, or several.
     """
 
     def __init__(self) -> None:
@@ -46,67 +46,73 @@ class Differences:
         self.resized: set[int] = set()
 
     def note(self, new: TrieNode, old: TrieNode) -> None:
-        """Add the differences of a new step."""
+        """Add the differences between a new step and its counterpart."""
         if new.node is None:
-            self._note(-new.inputs, new.input, old.input)
+            self._note_value(-new.inputs, new.input, old.input)
         elif new.node is not old.node:
             assert old.node is not None
             pairs = zip(new.node.results, old.node.results, strict=True)
-            for number, (here, there) in enumerate(pairs, new.first):
-                self._note(number, here, there)
+            for number, (new_meta, old_meta) in enumerate(pairs, new.first):
+                self._note_value(number, new_meta, old_meta)
 
-    def _note(self, number: int, here: TensorMeta | None, there: TensorMeta | None) -> None:
-        if here is there or here == there:
+    def _note_value(
+        self, number: int, new_meta: TensorMeta | None, old_meta: TensorMeta | None
+    ) -> None:
+        """Add the differences between the metas of one value in the new and the old trace."""
+        if new_meta is old_meta or new_meta == old_meta:
             return
         self.values.add(number)
-        if here is None or there is None:
+        if new_meta is None or old_meta is None:
             return
-        for size, other in zip(here.shape, there.shape, strict=False):
-            if self.sizes.setdefault(other, size) != size:
-                self.sizes[other] = None
-            if self.sizes[other] != other:
-                self.resized.add(other)
+        for new_size, old_size in zip(new_meta.shape, old_meta.shape, strict=False):
+            if self.sizes.setdefault(old_size, new_size) != new_size:
+                self.sizes[old_size] = None
+            if self.sizes[old_size] != old_size:
+                self.resized.add(old_size)
 
 
 class Repeat:
     """Earlier trace that a new one repeats in other sizes, followed step by step.
 
     Attributes:
-        here: the last step of this trace that was followed.
-        step: its counterpart in the earlier trace; None: there is none.
+        last_step: the last step of this trace that was followed.
+        counterpart: the step of the earlier trace that ``last_step`` repeats; None: there is none.
         differences: differences from the earlier trace.
-        ahead: (here, step) of the step from which others were added ahead, and of these.
-        wanted: number of steps to add.
+        prefetched: (step, counterpart) of the step that others were prefetched after, and of these.
+        prefetch_count: number of steps to prefetch.
     """
 
-    __slots__ = ("_metas", "_trie", "ahead", "differences", "here", "step", "wanted")
+    __slots__ = (
+        "_metas", "_trie", "counterpart", "differences", "last_step", "prefetch_count",
+        "prefetched",
+    )  # fmt: skip
 
     def __init__(self, trie: TraceTrie) -> None:
-        self.here: TrieNode | None = None
-        self.step: TrieNode | None = None
-        self.ahead: list[tuple[TrieNode, TrieNode]] = []
-        self.wanted = _WANTED
+        self.last_step: TrieNode | None = None
+        self.counterpart: TrieNode | None = None
+        self.prefetched: list[tuple[TrieNode, TrieNode]] = []
+        self.prefetch_count = _FIRST_PREFETCH
         self._trie = trie
         self.differences = Differences()
         #: metas of this trace's values, once they are needed
         self._metas: dict[int, TensorMeta | None] | None = None
 
     def op(self, parent: TrieNode, key: tuple[Any, ...], f: OpFacts) -> TrieNode | None:
-        """Return the counterpart, in other sizes, of a new op below ``parent``."""
+        """Return the earlier trace's step that a new op below ``parent`` repeats, or None."""
         return self._next(
             parent, key, lambda step: step.facts is f and call_of(step, key) is not None
         )
 
     def input(self, parent: TrieNode, key: Any, meta: TensorMeta) -> TrieNode | None:
-        """Return the counterpart, in other sizes, of a new input below ``parent``."""
-        return self._next(parent, key, lambda step: _shows_alike(step, meta))
+        """Return the earlier trace's step that a new input below ``parent`` repeats, or None."""
+        return self._next(parent, key, lambda step: _has_same_rank_and_dtype(step, meta))
 
     def internal(self, parent: TrieNode, key: Any, node: Node) -> TrieNode | None:
-        """Return the likely counterpart of an op that the user did not write."""
-        return self._next(parent, key, lambda step: _does(step, node))
+        """Return the step that an op which the user did not write most likely repeats, or None."""
+        return self._next(parent, key, lambda step: _has_same_op(step, node))
 
     def same(self, parent: TrieNode, key: tuple[Any, ...], step: TrieNode) -> TrieNode | None:
-        """Return the new step, if all its operands have the metas of ``step``'s; else None.
+        """Return a copy of ``step`` below ``parent`` if its operands' metas are equal; else None.
 
         Args:
             step: the result of ``op``.
@@ -118,26 +124,26 @@ class Repeat:
         return step.again(parent)
 
     def follow(self, new: TrieNode, step: TrieNode | None) -> None:
-        """Note a new step of this trace with its counterpart ``step`` in the earlier one."""
+        """Set the last step of this trace and its counterpart, if both have equal counts."""
         if step is None or counts(new) != counts(step):
-            self.here, self.step = new, None
+            self.last_step, self.counterpart = new, None
         else:
             self.go_on(new, step)
 
     def go_on(self, new: TrieNode, step: TrieNode) -> None:
-        """Do so for steps with equal counts of values, numbers and inputs."""
-        self.here, self.step = new, step
+        """Set the last step of this trace and its counterpart, which has equal counts."""
+        self.last_step, self.counterpart = new, step
         if new.node is not step.node or new.input is not step.input:
             self.differences.note(new, step)
         if self._metas is not None:
             _add_results(new, self._metas)
 
     def metas(self, node: Node) -> dict[int, TensorMeta] | None:
-        """Return the metas of a node's operands in this trace; None: one has none."""
+        """Return the metas of a node's operands in this trace; None if one is unknown."""
         if self._metas is None:
-            assert self.here is not None
+            assert self.last_step is not None
             self._metas = {}
-            for step in self.here.path():
+            for step in self.last_step.path():
                 _add_results(step, self._metas)
         metas = {number: self._metas.get(number) for number in node.refs()}
         if None in metas.values():
@@ -145,41 +151,49 @@ class Repeat:
         return metas  # type: ignore[return-value]
 
     def _next(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
+        """Return the counterpart of a new step, in the followed trace or in another."""
         self._trie.reached(parent)
-        self._come_to(parent)
-        if self.here is parent:
-            if self.step is None:
+        self._advance_to(parent)
+        if self.last_step is parent:
+            if self.counterpart is None:
                 return None
-            step = _below(self.step, key, fits)
+            step = _matching_child(self.counterpart, key, fits)
             if step is not None:
                 return step
-        return self._anew(parent, key, fits)
+        return self._search_last_fork(parent, key, fits)
 
-    def _come_to(self, parent: TrieNode) -> None:
-        """Note that this trace has come to a step, perhaps by some that were added ahead."""
-        if not self.ahead:
+    def _advance_to(self, parent: TrieNode) -> None:
+        """Note that this trace has come to ``parent``, perhaps by prefetched steps.
+
+        The number of steps to prefetch doubles if all were reached, and is quartered otherwise.
+        """
+        if not self.prefetched:
             return
-        came_true = self.here is parent
-        self.wanted = 2 * self.wanted if came_true else self.wanted // 4
-        at = parent.depth - self.ahead[0][0].depth
-        if not came_true and 0 <= at < len(self.ahead) and self.ahead[at][0] is parent:
-            self.here, self.step = self.ahead[at]
-        self.ahead = []
+        all_reached = self.last_step is parent
+        self.prefetch_count = 2 * self.prefetch_count if all_reached else self.prefetch_count // 4
+        position = parent.depth - self.prefetched[0][0].depth
+        if (
+            not all_reached
+            and 0 <= position < len(self.prefetched)
+            and self.prefetched[position][0] is parent
+        ):
+            self.last_step, self.counterpart = self.prefetched[position]
+        self.prefetched = []
 
-    def _anew(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
-        """Search, at the last fork, for an earlier trace that goes on like this one."""
-        way: list[TrieNode] = []
+    def _search_last_fork(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
+        """Search the trie's last fork for another earlier trace, and return the counterpart."""
+        path: list[TrieNode] = []
         fork = parent
-        while fork.parent is not None and len(fork.children) <= len(way[-1:]):
-            way.append(fork)
+        while fork.parent is not None and len(fork.children) <= len(path[-1:]):
+            path.append(fork)
             fork = fork.parent
-        way.reverse()
-        for begin in _tried(fork, way[:1]):
+        path.reverse()
+        for candidate in _candidates(fork, path[:1]):
             differences = Differences()
-            step = begin if not way else _along(begin, way, differences)
-            if step is not None and way:
-                step = _below(step, key, fits)
-            elif not fits(begin):
+            step = candidate if not path else _follow_path(candidate, path, differences)
+            if step is not None and path:
+                step = _matching_child(step, key, fits)
+            elif not fits(candidate):
                 step = None
             if step is not None:
                 self.differences, self._metas = differences, None
@@ -187,56 +201,62 @@ class Repeat:
         return None
 
 
-def _tried(fork: TrieNode, besides: list[TrieNode]) -> Iterator[TrieNode]:
+def _candidates(fork: TrieNode, excluded: list[TrieNode]) -> Iterator[TrieNode]:
     """Yield the newest and the oldest steps below a fork."""
     children = fork.children.values()
-    some = [*islice(reversed(children), _NEWEST), *islice(children, _OLDEST)]
-    return (step for step in dict.fromkeys(some) if step not in besides)
+    candidates = [*islice(reversed(children), _NEWEST), *islice(children, _OLDEST)]
+    return (step for step in dict.fromkeys(candidates) if step not in excluded)
 
 
-def _along(step: TrieNode, way: list[TrieNode], differences: Differences) -> TrieNode | None:
-    """Return the end of the path that begins with ``step`` and is ``way`` in other sizes.
+def _follow_path(step: TrieNode, path: list[TrieNode], differences: Differences) -> TrieNode | None:
+    """Return the end of the path from ``step`` that is ``path`` in other sizes, or None.
 
     Args:
-        differences: filled with the differences.
+        differences: receives the differences between the paths.
     """
     other: TrieNode | None = step
-    for number, own in enumerate(way):
+    for number, expected in enumerate(path):
         if number:
             assert other is not None
-            other = _below(other, own.key, _fits(own))
-        elif not _fits(own)(step):
+            other = _matching_child(other, expected.key, _counterpart_predicate(expected))
+        elif not _counterpart_predicate(expected)(step):
             return None
-        if other is None or counts(other) != counts(own):
+        if other is None or counts(other) != counts(expected):
             return None
-        differences.note(own, other)
+        differences.note(expected, other)
     return other
 
 
-def _below(step: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
-    """Return the step below one that has this key, or else one that fits."""
-    known = step.children.get(key)
-    if known is not None:
-        return known
-    return next((child for child in _tried(step, []) if fits(child)), None)
+def _matching_child(step: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
+    """Return the step below ``step`` with this key, else one that satisfies ``fits``, or None."""
+    exact = step.children.get(key)
+    if exact is not None:
+        return exact
+    return next((child for child in _candidates(step, []) if fits(child)), None)
 
 
-def _fits(own: TrieNode) -> Fits:
-    """Return a predicate: a step is, perhaps, the counterpart of ``own`` in other sizes."""
-    node, meta = own.node, own.input
+def _counterpart_predicate(new: TrieNode) -> Fits:
+    """Return a predicate of steps: the step may be the counterpart of ``new``."""
+    node, meta = new.node, new.input
     if node is not None:
-        return lambda step: _does(step, node)
+        return lambda step: _has_same_op(step, node)
     assert meta is not None
-    return lambda step: _shows_alike(step, meta)
+    return lambda step: _has_same_rank_and_dtype(step, meta)
 
 
-def _does(step: TrieNode, node: Node) -> bool:
+def _has_same_op(step: TrieNode, node: Node) -> bool:
+    """Return whether a step is a call of the node's op."""
     return step.node is not None and step.node.op == node.op
 
 
-def _shows_alike(step: TrieNode, meta: TensorMeta) -> bool:
-    shown = step.input
-    return shown is not None and shown.dtype is meta.dtype and len(shown.shape) == len(meta.shape)
+def _has_same_rank_and_dtype(step: TrieNode, meta: TensorMeta) -> bool:
+    """Return whether a step is an input with the meta's number of dims and dtype."""
+    input_meta = step.input
+    return (
+        input_meta is not None
+        and input_meta.dtype is meta.dtype
+        and len(input_meta.shape) == len(meta.shape)
+    )
 
 
 def counts(step: TrieNode) -> tuple[int, int, int]:
@@ -253,7 +273,7 @@ def _add_results(step: TrieNode, metas: dict[int, TensorMeta | None]) -> None:
 
 
 def call_of(step: TrieNode, key: tuple[Any, ...]) -> Call | None:
-    """Return the call of an op with this key, if a step equals it but for ints; else None."""
+    """Return the call with this key if it differs from the step's in ints only; else None."""
     return None if step.node is None else _call(step.node, step.key, key)
 
 
@@ -262,8 +282,8 @@ def metas_of(
 ) -> dict[int, TensorMeta] | None:
     """Return the metas of a node's operands; None if a CPU tensor is among the arguments."""
     metas: dict[int, TensorMeta] = {}
-    for arg, given in zip(node.args, args, strict=True):
-        if not _add_metas(arg, given, metas):
+    for arg, value in zip(node.args, args, strict=True):
+        if not _add_metas(arg, value, metas):
             return None
     for name, arg in node.kwargs:
         if not _add_metas(arg, kwargs[name], metas):
@@ -271,20 +291,21 @@ def metas_of(
     return metas
 
 
-def _add_metas(arg: Arg, given: Any, metas: dict[int, TensorMeta]) -> bool:
+def _add_metas(arg: Arg, value: Any, metas: dict[int, TensorMeta]) -> bool:
+    """Add the metas of an argument's tensors; return False for a CPU tensor."""
     kind = type(arg)
     if kind is Ref:
-        if not is_lazy(given):
+        if not is_lazy(value):
             return False
-        metas[arg.index] = graph_meta(given)
+        metas[arg.index] = graph_meta(value)
         return True
     if kind is not tuple:
         return True
-    return all(_add_metas(item, one, metas) for item, one in zip(arg, given, strict=True))
+    return all(_add_metas(item, inner, metas) for item, inner in zip(arg, value, strict=True))
 
 
 def _call(node: Node, known: tuple[Any, ...], key: tuple[Any, ...]) -> Call | None:
-    """Return a node's arguments with the ints of another key; None if more differs.
+    """Return a node's (args, kwargs) with the ints of another key; None if more than ints differs.
 
     Args:
         known: the node's own key.
@@ -300,19 +321,19 @@ def _call(node: Node, known: tuple[Any, ...], key: tuple[Any, ...]) -> Call | No
         if next(pairs) != (name, name):
             return None
         kwargs.append((name, _argument(arg, *next(pairs))))
-    if any(arg is _OTHER for arg in (*args, *dict(kwargs).values())):
+    if any(arg is _MISMATCH for arg in (*args, *dict(kwargs).values())):
         return None
     return tuple(args), tuple(kwargs)
 
 
-_OTHER = object()
+_MISMATCH = object()
 
 
 def _argument(arg: Arg, old: Any, new: Any) -> Arg:
-    """Return an argument with the ints of a new key; ``_OTHER``: more than ints differs.
+    """Return an argument with the ints of a new key; ``_MISMATCH``: more than ints differs.
 
     Args:
-        old: the argument's part of its own key.
+        old, new: the argument's elements of the old and the new key.
     """
     if type(old) is type(new) and old == new:
         return arg
@@ -321,7 +342,7 @@ def _argument(arg: Arg, old: Any, new: Any) -> Arg:
         return new
     if kind is tuple and type(new) is tuple and len(arg) == len(new) and _are_ints(arg + new):
         return new
-    return _OTHER
+    return _MISMATCH
 
 
 def _are_ints(items: tuple[Any, ...]) -> bool:

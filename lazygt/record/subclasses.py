@@ -21,11 +21,11 @@ _make_subclass = _tensor._make_subclass
 _as_subclass = _tensor.as_subclass
 _new_parameter = Parameter.__new__
 #: Methods of nn.Parameter that a lazy one overrides.
-_OURS = ("__deepcopy__", "__repr__", "__reduce_ex__")
+_OVERRIDDEN = ("__deepcopy__", "__repr__", "__reduce_ex__")
 
 
 class Subclassed(LazyTensor):
-    """Base joined with users' classes: their ``super().__torch_function__`` is torch's."""
+    """Base of lazy classes of users: ``super().__torch_function__`` in them is torch's."""
 
 
 # here, because torch turns off that of a class with __torch_dispatch__ when it is made
@@ -38,12 +38,13 @@ def is_convertible(cls: type) -> bool:
 
     It must leave its ops to torch, and keep its own attributes in the tensor's ``__dict__``.
     """
-    ops: Any = cls
-    layout = cls.__basicsize__ == torch.Tensor.__basicsize__
-    return layout and ops.__torch_dispatch__ is _tensor.__torch_dispatch__
+    user_class: Any = cls
+    same_layout = cls.__basicsize__ == torch.Tensor.__basicsize__
+    return same_layout and user_class.__torch_dispatch__ is _tensor.__torch_dispatch__
 
 
 def _host_class(cls: Any) -> type:
+    """Return the user's class behind a lazy class; any other class itself."""
     host: type = cls._host_class if issubclass(cls, LazyTensor) else cls
     return host
 
@@ -65,15 +66,16 @@ def lazy_class(cls: type) -> type[torch.Tensor]:
             f"a lazygt tensor can't be of class {cls.__name__}: a class for it derives from "
             f"torch.Tensor and defines neither __torch_dispatch__ nor __slots__"
         )
-    return cls if NATIVE is not None else _joined(cls)
+    return cls if NATIVE is not None else _lazy_subclass(cls)
 
 
 @functools.cache
-def _joined(cls: type) -> type[LazyTensor]:
-    theirs = [base for base in cls.__mro__ if base not in LazyTensor.__mro__]
-    defined = {name for base in theirs if base is not Parameter for name in vars(base)}
+def _lazy_subclass(cls: type) -> type[LazyTensor]:
+    """Return a new subclass of both ``cls`` and LazyTensor."""
+    user_bases = [base for base in cls.__mro__ if base not in LazyTensor.__mro__]
+    defined = {name for base in user_bases if base is not Parameter for name in vars(base)}
     members: dict[str, Any] = {
-        name: vars(LazyTensor)[name] for name in _OURS if name not in defined
+        name: vars(LazyTensor)[name] for name in _OVERRIDDEN if name not in defined
     }
     members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
     members["_host_class"] = cls
@@ -81,27 +83,28 @@ def _joined(cls: type) -> type[LazyTensor]:
         members["__setattr__"] = _set_attribute
     if not issubclass(cls, Parameter):
         members["__new__"] = _new
-    joined: Any = type(cls)(cls.__name__, (cls, Subclassed), members)
-    joined.__torch_function__ = inspect.getattr_static(cls, "__torch_function__")
-    lazy: type[LazyTensor] = joined
+    subclass: Any = type(cls)(cls.__name__, (cls, Subclassed), members)
+    subclass.__torch_function__ = inspect.getattr_static(cls, "__torch_function__")
+    lazy: type[LazyTensor] = subclass
     return lazy
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a tensor of the user's own class, for ``type(t)(values)``."""
+    """Create a tensor of the user's own class, for ``type(t)(values)``."""
     return cls._host_class(*args, **kwargs)
 
 
-def become(t: torch.Tensor, cls: type) -> None:
-    """Set the class of a tensor with lazy values (``t.__class__ = cls``)."""
+def set_class(t: torch.Tensor, cls: type) -> None:
+    """Set the class of a lazy tensor (``t.__class__ = cls``) to the lazy one for ``cls``."""
     object.__setattr__(t, "__class__", lazy_class(cls))
     if issubclass(cls, Parameter):
         t._is_param = True
 
 
 def _set_attribute(self: torch.Tensor, name: str, value: Any) -> None:
+    """Set an attribute; ``__class__`` becomes the lazy class."""
     if name == "__class__":
-        become(self, value)
+        set_class(self, value)
     else:
         object.__setattr__(self, name, value)
 
@@ -110,28 +113,28 @@ def as_subclass(self: torch.Tensor, cls: type) -> Any:
     """Return the same values as class ``cls``; autograd goes through it (``as_subclass``)."""
     if not is_lazy(self):
         return _as_subclass(self, _host_class(cls))
-    twin = torch.ops.aten.alias.default(self)
-    become(twin, cls)
-    return twin
+    alias = torch.ops.aten.alias.default(self)
+    set_class(alias, cls)
+    return alias
 
 
 def make_subclass(*args: Any, **kwargs: Any) -> Any:
-    """Make a tensor of a subclass, of lazy data too (``Tensor._make_subclass``).
+    """Create a tensor of a subclass, also of lazy data (``Tensor._make_subclass``).
 
-    Its arguments have no names, because torch._dynamo compares them with its own.
+    The arguments have no names, because torch._dynamo compares them with its own.
     """
     cls, data = args[:2]
     if not is_lazy(data):
         return _make_subclass(_host_class(cls), *args[1:], **kwargs)
     needs_grad = args[2] if len(args) > 2 else kwargs.get("require_grad", False)
-    twin = data.detach()
-    twin.requires_grad = needs_grad  # torch.vmap refuses requires_grad_()
-    become(twin, cls)
-    return twin
+    tensor = data.detach()
+    tensor.requires_grad = needs_grad  # torch.vmap refuses requires_grad_()
+    set_class(tensor, cls)
+    return tensor
 
 
 def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
-    """Make a parameter; of lazy values it is of the user's class too."""
+    """Create a parameter; lazy values may have a user's class."""
     if is_lazy(data) and cls is not Parameter:
         return make_subclass(cls, data, requires_grad)
     parameter: Any = _new_parameter(_host_class(cls), data, requires_grad)

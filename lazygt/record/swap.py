@@ -1,8 +1,8 @@
-"""Moves of tensors to the workers and back that keep the Python object, as with CUDA.
+"""Moves of tensors between client and workers that keep the Python object, as with CUDA.
 
-``module.to("lazygt")``, ``.cpu()`` and ``p.data = value`` put another TensorImpl under the same
-Python object: weights that are shared stay shared, and optimizers, hooks and weak references made
-before stay valid. ``IN_SESSIONS`` are the patches that hold only while a session is open.
+``module.to("lazygt")``, ``.cpu()`` and ``p.data = value`` swap the TensorImpl under the Python
+object: weights that are shared stay shared, and optimizers, hooks and weak references made before
+stay valid. ``IN_SESSIONS`` are the patches that hold only while a session is open.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
-from lazygt.record.autograd import hand_on_hooks
+from lazygt.record.autograd import move_hooks
 from lazygt.record.copies import host_copy
 from lazygt.record.host_values import blank
 from lazygt.record.patches import Patch
@@ -38,23 +38,25 @@ _lazy_data: Any = LazyTensor.__dict__["data"]
 _compatible: Any = torch._has_compatible_shallow_copy_type
 
 
-class _Moving(threading.local):
+class _Applying(threading.local):
     #: inside ``_apply`` of a TorchScript module
+    """Thread-local flag: ``_apply`` of a TorchScript module is running."""
+
     scripted = False
 
 
-_moving = _Moving()
+_applying = _Applying()
 
 
 def has_compatible_type(*args: Any) -> bool:
-    """Return whether ``t.data = value`` can be done.
+    """Return whether ``t.data = value`` is possible.
 
-    ``nn.Module._apply`` calls it (``torch._has_compatible_shallow_copy_type``), and makes a new
-    Parameter if it is False. Its arguments have no names, because torch._dynamo compares them with
+    ``nn.Module._apply`` calls it (``torch._has_compatible_shallow_copy_type``), and creates a new
+    Parameter if it is False. The arguments have no names, because torch._dynamo compares them with
     its own.
     """
     t, value = args
-    if is_lazy(t) == is_lazy(value) or _moving.scripted:
+    if is_lazy(t) == is_lazy(value) or _applying.scripted:
         return bool(_compatible(t, value))
     return _is_movable(t) and _is_movable(value)
 
@@ -68,12 +70,12 @@ def _is_movable(t: torch.Tensor) -> bool:
 
 
 def _apply_scripted(self: ScriptModule, fn: Any, recurse: bool = True) -> Any:
-    """Apply to a TorchScript module: it holds TensorImpls, no objects, so it gets new ones."""
-    before, _moving.scripted = _moving.scripted, True
+    """Apply to a TorchScript module; its TensorImpls have no objects, so it gets new ones."""
+    before, _applying.scripted = _applying.scripted, True
     try:
         return Module._apply(self, fn, recurse)
     finally:
-        _moving.scripted = before
+        _applying.scripted = before
 
 
 def _set_host_data(t: torch.Tensor, value: torch.Tensor) -> None:
@@ -91,6 +93,7 @@ def _get_data(t: torch.Tensor) -> torch.Tensor:
 
 
 def _set_any_data(t: torch.Tensor, value: torch.Tensor) -> None:
+    """Set ``t.data = value`` of any tensor."""
     if is_lazy(t):
         _lazy_data.__set__(t, value)
     else:
@@ -98,7 +101,7 @@ def _set_any_data(t: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def move_to_host(t: LazyTensor, value: torch.Tensor) -> bool:
-    """Set a lazy tensor's data to a value of the host; return False if it can't be done."""
+    """Set a lazy tensor's data to a CPU or CUDA value; return False if that is not possible."""
     if not (t.is_leaf and _is_movable(value)):
         return False
     _to_host(t, value)
@@ -106,7 +109,7 @@ def move_to_host(t: LazyTensor, value: torch.Tensor) -> bool:
 
 
 def _check(t: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise for a move that can't be done, before anything is moved."""
+    """Raise for a move that is not possible, before anything is moved."""
     if t.grad is not None and not _is_movable(t.grad):
         raise NotImplementedError(
             f"a tensor of shape {list(t.shape)} can't be moved to {value.device} with its gradient "
@@ -118,28 +121,30 @@ def _check(t: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
+    """Make a CPU tensor's object lazy, with the values of ``value``."""
     _check(t, value)
     grad = None if t.grad is None else t.grad.to(DEVICE_0)
-    twin = blank(storage_of(value).owner, t.size(), None, t.dtype)
+    replacement = blank(storage_of(value).owner, t.size(), None, t.dtype)
     is_parameter = isinstance(t, Parameter)
     with DEFER_INTERRUPT, torch._C.DisableTorchFunctionSubclass():
-        _exchange(t, twin, lazy_class(type(t)), grad)
+        _exchange(t, replacement, lazy_class(type(t)), grad)
         for name in OF_LAZY:
-            t.__dict__[name] = twin.__dict__.pop(name)
+            t.__dict__[name] = replacement.__dict__.pop(name)
         if is_parameter:
             t._is_param = True
         _lazy_data.__set__(t, value)
 
 
 def _to_host(t: LazyTensor, value: torch.Tensor) -> None:
+    """Make a lazy tensor's object a CPU or CUDA tensor, with the values of ``value``."""
     _check(t, value)
     grad = None if t.grad is None else t.grad.to(value.device)
     # shape and dtype of the gradient, for a moment
-    twin = torch.empty((), dtype=t.dtype, device=value.device).expand(t.size())
+    replacement = torch.empty((), dtype=t.dtype, device=value.device).expand(t.size())
     with DEFER_INTERRUPT, torch._C.DisableTorchFunctionSubclass():
-        _exchange(t, twin, host_class(t), grad)
+        _exchange(t, replacement, host_class(t), grad)
         for name in OF_LAZY:
-            twin.__dict__[name] = t.__dict__.pop(name)
+            replacement.__dict__[name] = t.__dict__.pop(name)
         t.__dict__.pop("_is_param", None)
         _host_data.__set__(t, value)
 
@@ -151,35 +156,37 @@ def on_host(tensors: list[LazyTensor]) -> Iterator[None]:
     lazy = [(type(t), {name: t.__dict__[name] for name in OF_LAZY}) for t in tensors]
     swapped = 0
     try:
-        for t, twin in pairs:
-            _swap(t, twin, host_class(t))
+        for t, host_tensor in pairs:
+            _swap(t, host_tensor, host_class(t))
             for name in OF_LAZY:
                 del t.__dict__[name]
             swapped += 1
         yield
     finally:
-        for (t, twin), (cls, shown) in list(zip(pairs, lazy, strict=True))[:swapped]:
-            _swap(t, twin, cls)
-            t.__dict__.update(shown)
+        for (t, host_tensor), (cls, handle_attributes) in list(zip(pairs, lazy, strict=True))[
+            :swapped
+        ]:
+            _swap(t, host_tensor, cls)
+            t.__dict__.update(handle_attributes)
 
 
-def _swap(t: torch.Tensor, twin: torch.Tensor, cls: type) -> None:
+def _swap(t: torch.Tensor, other: torch.Tensor, cls: type) -> None:
     """Exchange the TensorImpls and classes of two tensors; ``t`` gets class ``cls``."""
-    torch._C._swap_tensor_impl(t, twin)
-    object.__setattr__(twin, "__class__", type(t))
+    torch._C._swap_tensor_impl(t, other)
+    object.__setattr__(other, "__class__", type(t))
     object.__setattr__(t, "__class__", cls)
 
 
 def _exchange(
-    t: torch.Tensor, twin: torch.Tensor, cls: type, moved_grad: torch.Tensor | None
+    t: torch.Tensor, replacement: torch.Tensor, cls: type, moved_grad: torch.Tensor | None
 ) -> None:
-    """Put ``twin``'s TensorImpl under ``t``, and keep its gradient, requires_grad and hooks."""
+    """Put ``replacement``'s TensorImpl under ``t``; keep gradient, requires_grad and hooks."""
     grad, needs_grad = t.grad, t.requires_grad
-    _swap(t, twin, cls)
-    t.requires_grad, twin.grad = needs_grad, None
-    hand_on_hooks(t)
+    _swap(t, replacement, cls)
+    t.requires_grad, replacement.grad = needs_grad, None
+    move_hooks(t)
     if needs_grad:
-        twin.register_hook(_left_behind)
+        replacement.register_hook(_raise_moved_after_forward)
     if grad is not None and moved_grad is not None:
         if not grad.is_leaf:  # made with create_graph=True: its graph is of the old TensorImpl
             grad.detach_()
@@ -187,7 +194,8 @@ def _exchange(
         t.grad = grad
 
 
-def _left_behind(grad: torch.Tensor) -> None:
+def _raise_moved_after_forward(grad: torch.Tensor) -> None:
+    """Raise: the graph's leaf was moved between forward and backward (a gradient hook)."""
     raise RuntimeError(
         "a parameter was moved between lazygt and the host after the forward pass that this "
         "backward() belongs to; call backward() before module.to(...)"

@@ -1,4 +1,4 @@
-"""LazyTensor: the user's handle, with a shape, a dtype and a storage, but no logic."""
+"""LazyTensor: the user's handle, a shape and dtype over a storage; and its view chains."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Owner(Protocol):
 
     closed: bool
     lock: threading.RLock
-    #: True if it was ever given a single number to keep
+    #: True once a single number was stored on the client
     has_numbers: bool
 
     @property
@@ -63,16 +63,16 @@ class Owner(Protocol):
         """Record an op that the user did not write; return its first result's number."""
 
     def own(self, storage: Storage, index: int) -> None:
-        """Make a storage show a value of the trace from here on."""
+        """Set a storage's value to value ``index`` of the trace."""
 
     def show(self, index: int, meta: TensorMeta) -> LazyTensor:
         """Return a new handle for a value of the trace."""
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
-        """Take a copy of a CPU tensor for the workers."""
+        """Copy a CPU tensor for the workers; return its remote value."""
 
     def overwritten(self, storage: Storage, before: Held) -> None:
-        """Note that a storage has got another value as a whole, by no op of a trace."""
+        """Note that no op of a trace, but an upload, replaced a storage's full value."""
 
     def flush(self, reason: str) -> None:
         """Ship the recorded ops, without waiting for them."""
@@ -81,19 +81,19 @@ class Owner(Protocol):
         """Return a handle's values as a CPU tensor of its own, or as a Python number."""
 
     def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
-        """Store a handle's values as the user has placed another storage's."""
+        """Give a handle the placement of another storage of the same shape."""
 
 
 class Storage:
     """Value that one or more handles view, like a storage of torch's.
 
     Attributes:
-        serial, index: serial of the trace that its value is in, and the value's number there (an
+        serial, index: serial of the trace that the value is in, and the value's number there (an
             input's is negative).
-        remote: its value on the workers.
-        host: its value, a single number that has met no worker data yet and so is computed here.
-        blank: made by ``torch.empty``, not yet written.
-        placed: the user's sharding for it, or None; later values are stored so too.
+        remote: the value on the workers.
+        host: the value on the client: a single number that no op has combined with worker data.
+        blank: True after ``torch.empty``, until the first write.
+        placed: the user's sharding, or None; later values are stored with it too.
     """
 
     __slots__ = ("__weakref__", "_addresses", "blank", "host", "index", "meta", "owner", "placed",
@@ -127,31 +127,31 @@ class Storage:
         return State.BLANK if self.blank else State.LOST
 
     def set_recorded(self, serial: int, index: int) -> None:
-        """Set the value to one that an op of the trace makes."""
+        """Set the value to value ``index`` of trace ``serial``, which an op makes."""
         self.blank, self.index, self.serial, self.remote = False, index, serial, None
 
     def set_remote(self, remote: RemoteValue) -> None:
-        """Set the value to one on the workers."""
+        """Set the value to one that is on the workers."""
         self.blank, self.serial, self.host, self.remote = False, 0, None, remote
 
     def set_host(self, value: torch.Tensor) -> None:
-        """Set the value to a number that is computed here."""
+        """Set the value to a number on the client."""
         self.blank, self.serial, self.host, self.remote = False, 0, value, None
 
     @property
     def addresses(self) -> AddressRange:
-        """Address range that torch is told."""
+        """Address range that ``data_ptr()`` and ``untyped_storage()`` report."""
         if not hasattr(self, "_addresses"):
             self._addresses = new_range(self.meta.extent * self.meta.dtype.itemsize)
         return self._addresses
 
 
 class Held(NamedTuple):
-    """Value of a storage that no op of the trace has made.
+    """Snapshot of a storage's value that no op of the trace has made.
 
     Attributes:
         key, sharding: id and sharding of a value on the workers.
-        host: a value in the client.
+        host: a value on the client.
     """
 
     key: int | None
@@ -192,7 +192,7 @@ else:
 
 
 class ViewOp:
-    """View op between a storage and a handle: all of it but its operand.
+    """View op between a storage and a handle, without its operand.
 
     Attributes:
         meta: meta of its result number ``which``, in a graph.
@@ -218,7 +218,7 @@ class ViewOp:
 
     @property
     def absolute(self) -> bool:
-        """True if its offset is absolute, whatever it is a view of."""
+        """True if its offset counts from the storage's start, for any operand (``as_strided``)."""
         return self.facts.func is torch.ops.aten.as_strided.default
 
 
@@ -260,7 +260,7 @@ class ViewChain:
 
 
 def moved_by(meta: TensorMeta, shift: int) -> TensorMeta:
-    """Return the meta of a view so many bytes further on."""
+    """Return the meta of a view with ``shift`` bytes added to its offset."""
     if not shift:
         return meta
     offset = meta.offset + shift // meta.dtype.itemsize
@@ -278,15 +278,15 @@ _LAZY_CLASS: Any = torch._C._TensorMeta if NATIVE is None else _NativeClass
 
 
 class Above(NamedTuple):
-    """LazyTensor's functions from modules above this one."""
+    """LazyTensor's functions from modules that import this one."""
 
-    #: ``t.data = value`` for a value of the host; False: it can't be done
+    #: ``t.data = value`` for a value on the host; returns False if that is not possible
     move_to_host: Callable[[LazyTensor, torch.Tensor], bool]
-    #: wrapper of a hook that puts exceptions aside while autograd runs
+    #: wrapper of a hook that stores exceptions while autograd runs
     deferring: Callable[[Callable[..., Any]], Callable[..., Any]]
     #: ``copy.deepcopy``, with its memo
     deep_copy: Callable[[LazyTensor, dict[int, Any]], LazyTensor]
-    #: the CPU tensor that is saved in its place
+    #: CPU tensor that is pickled instead
     saved_form: Callable[[LazyTensor], torch.Tensor]
 
 
@@ -294,11 +294,11 @@ _above: Above
 
 
 def connect(dispatch: Callable[..., Any], above: Above) -> None:
-    """Set LazyTensor's functions from above; called once, when the device is registered.
+    """Set LazyTensor's functions of importing modules; called once, at the device's registration.
 
     Args:
-        dispatch: handler of every op. It becomes the method itself: one that called it would cost
-            a Python call an op.
+        dispatch: handler of every op. It becomes the method itself: a method that called it would
+            cost a Python call an op.
     """
     global _above
     _above = above
@@ -319,7 +319,7 @@ class Viewer(Protocol):
 
 
 def viewer() -> Viewer:
-    """Return the notebook viewer, loaded when a notebook asks: it is above this module."""
+    """Return the notebook viewer, loaded on first use: its module imports this one."""
     return _load_viewer()
 
 
@@ -370,11 +370,11 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return viewer().tensor_bundle(self)
 
-    # -- sync points that torch would refuse to a wrapper ---------------------------------
+    # -- sync points -------------------------------------------------------------------------------
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """Placements of the value: one ``torch.distributed.tensor`` placement an axis of the mesh.
+        """Placements of the value: one ``torch.distributed.tensor`` placement for each mesh axis.
 
         A value that is only recorded is shipped: its placements are decided then. A view has those
         of its copy.
@@ -393,7 +393,7 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
         return self.detach().cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as a NumPy array of its own; a sync point.
+        """Return the values as a new NumPy array; a sync point.
 
         Raises:
             RuntimeError: the tensor requires grad, and ``force`` is not set (as in torch).
@@ -434,7 +434,7 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
     def data(self) -> torch.Tensor:
         """The same values without autograd history; if only recorded, they are shipped.
 
-        Newly set values keep the placement of those before, if they have the same shape and no
+        Newly set values get the placement of the former ones, if they have the same shape and no
         placement of their own.
         """
         _ship_pending(self, "data")
@@ -471,7 +471,7 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
         return _register_accumulated_hook(self, _above.deferring(hook))
 
     def untyped_storage(self) -> LazyStorage:
-        """Return a storage with an identity and a size: no memory that could be read here."""
+        """Return a storage with an identity and a size, but no memory in this process."""
         return untyped_storage_of(self, storage_of(self).addresses)
 
     def data_ptr(self) -> int:
@@ -500,9 +500,9 @@ def _ship_pending(t: LazyTensor, reason: str) -> None:
         storage.owner.flush(reason)
 
 
-def _is_values(given: Any) -> bool:
-    """Return whether a parameter can be made of an argument."""
-    return given is None or isinstance(given, torch.Tensor)
+def _is_values(argument: Any) -> bool:
+    """Return whether ``nn.Parameter`` accepts an argument as data."""
+    return argument is None or isinstance(argument, torch.Tensor)
 
 
 #: Attributes that only a lazy tensor has in its ``__dict__``.
@@ -515,10 +515,10 @@ STRIDED = torch.strided
 
 
 def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyTensor:
-    """Return a new handle."""
+    """Return a new handle for a view of a storage; ``view`` None: all of the storage."""
     if NATIVE is not None:
-        shown: LazyTensor = NATIVE.handle(meta, storage, view)
-        return shown
+        handle: LazyTensor = NATIVE.handle(meta, storage, view)
+        return handle
     # by position: torch takes twice as long to read keywords
     if meta.plain:
         t = make_wrapper(LazyTensor, meta.shape, None, None, None, meta.dtype, STRIDED, DEVICE_0)
@@ -529,7 +529,7 @@ def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyT
             torch._C._set_conj(t, True)
         if meta.neg:
             torch._C._set_neg(t, True)
-    # a dictionary made so, and not by two assignments, is read in a third of the time
+    # attributes of a dictionary display are read in a third of the time of assigned ones
     t.__dict__ = {"_storage": storage, "_view": view}
     return t
 
@@ -554,7 +554,7 @@ if NATIVE is not None:
 
 
 def _show(t: LazyTensor, storage: Storage, view: ViewChain | None) -> None:
-    """Make a handle with newly set data show its storage; a native one does so itself."""
+    """Set a handle's storage and view; a native handle has them after ``_set_data``."""
     if NATIVE is None:
         t._storage, t._view = storage, view
 
@@ -574,7 +574,7 @@ def attributes(t: LazyTensor) -> dict[str, Any]:
 
 
 def meta_of(t: LazyTensor) -> TensorMeta:
-    """Return a handle's meta: ``TensorMeta.of`` without asking torch."""
+    """Return a handle's meta from lazygt's own records, without a call of torch."""
     view = view_of(t)
     return storage_of(t).meta if view is None else view.meta
 

@@ -23,7 +23,7 @@ from lazygt.record.context import session_stack, workers_device
 from lazygt.record.patches import Patch, Patches
 from lazygt.record.tensor import NATIVE, LazyTensor, is_lazy
 
-#: Parts of torch that compile on their own account, to trace given functions.
+#: Modules of torch that call torch.compile themselves, to trace functions.
 _TRACING = ("torch._higher_order_ops", "torch.nn.attention.flex_attention")
 _NO_CODE = "no compiler of torch's has code for this device"
 _warned = False
@@ -63,14 +63,15 @@ class _WhenLoaded(MetaPathFinder):
         return spec
 
 
-def _of_calls(eval_frame: Any) -> Patches:
+def _eval_frame_patches(eval_frame: Any) -> Patches:
+    """Return the patches of dynamo's frame evaluation: eager mode inside sessions."""
     callback_from_stance = eval_frame._callback_from_stance
 
-    def callback(given: Any) -> Any:
+    def callback(compiler: Any) -> Any:
         """Return the compiler of the next frames, or None."""
         if not session_stack:
-            return callback_from_stance(given)
-        if given not in (None, False):
+            return callback_from_stance(compiler)
+        if compiler not in (None, False):
             _warn()
         return None
 
@@ -86,7 +87,8 @@ def _of_calls(eval_frame: Any) -> Patches:
     )
 
 
-def _of_flex_attention(module: Any) -> Patches:
+def _flex_attention_patches(module: Any) -> Patches:
+    """Return the patch of flex_attention's device check, for lazy operands."""
     validate_device = module._validate_device
 
     def validate(*operands: torch.Tensor) -> None:
@@ -105,24 +107,25 @@ def _of_flex_attention(module: Any) -> Patches:
     return Patches(Patch(module, "_validate_device", validate, "it knows devices by their names"))
 
 
-def _of_frames(module: Any) -> Patches:
+def _convert_frame_patches(module: Any) -> Patches:
+    """Return the patch that leaves frames uncompiled inside sessions."""
     module.trace_rules.add("lazygt.session")
     convert = module.CatchErrorsWrapper.__call__
 
-    def convert_unless_lazy(self: Any, frame: Any, *more: Any) -> Any:
+    def convert_unless_lazy(self: Any, frame: Any, *args: Any) -> Any:
         """Leave frames unconverted that a compiled function calls to open a session, or in it."""
         if session_stack or frame.f_code.co_filename.startswith(PACKAGE):
             return module.ConvertFrameReturn(apply_to_code=False)
-        return convert(self, frame, *more)
+        return convert(self, frame, *args)
 
     return Patches(Patch(module.CatchErrorsWrapper, "__call__", convert_unless_lazy, _NO_CODE))
 
 
 #: module -> its patches
 _PATCHES: dict[str, Callable[[Any], Patches]] = {
-    "torch._dynamo.convert_frame": _of_frames,
-    "torch._dynamo.eval_frame": _of_calls,
-    "torch.nn.attention.flex_attention": _of_flex_attention,
+    "torch._dynamo.convert_frame": _convert_frame_patches,
+    "torch._dynamo.eval_frame": _eval_frame_patches,
+    "torch.nn.attention.flex_attention": _flex_attention_patches,
 }
 
 

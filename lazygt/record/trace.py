@@ -1,4 +1,4 @@
-"""Trace: the ops recorded since the last flush, and their values."""
+"""Trace: the ops recorded since the last flush, with their values and inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lazygt.graph.node import DEVICE, Node, Param
 from lazygt.graph.ops import OpFacts, facts, returned_write
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import chains
-from lazygt.record.ahead import go_ahead
+from lazygt.record.ahead import prefetch_steps
 from lazygt.record.infer import Inference
 from lazygt.record.repeats import Repeat
 from lazygt.record.tensor import (
@@ -57,24 +57,24 @@ class TraceSink(Protocol):
     def submit(
         self, trace: Trace, reason: str, fetch: Any, ask: bool, as_number: bool = False
     ) -> Any:
-        """Turn a trace into a run; return the reply when something is fetched or asked."""
+        """Run a trace; return the reply if a value is fetched or results are requested."""
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:
-        """Take a copy of a CPU tensor for the workers now; return its RemoteValue."""
+        """Copy a CPU tensor for the workers now; return its RemoteValue."""
 
     def after_backward(self) -> None:
         """Make the sync point at the end of ``.backward()``."""
 
 
 class Living(NamedTuple):
-    """Storages that still show a value of a trace, and those values' numbers."""
+    """Storages that still show a value of a trace, with the numbers of these values."""
 
     storages: list[Storage]
     numbers: tuple[int, ...]
 
 
 class Shown:
-    """Storages that have shown the values and the inputs of a trace, by their numbers."""
+    """Weak references to the storages of an ended trace's values and inputs, by number."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class Shown:
 
     @property
     def values(self) -> list[Storage | None]:
-        """Storages of the values; None: it is gone, or there was none."""
-        return [None if shown_by is None else shown_by() for shown_by in self._values]
+        """Storage of each value; None for a dead or missing one."""
+        return [None if reference is None else reference() for reference in self._values]
 
     @property
     def inputs(self) -> list[Storage | None]:
-        """Storages of the inputs; None: it is gone."""
-        return [entered() for entered in self._inputs]
+        """Storage of each input; None for a dead one."""
+        return [reference() for reference in self._inputs]
 
 
 class TraceOwner(Owner, Protocol):
@@ -146,13 +146,13 @@ class Trace:
 
     @property
     def untouched(self) -> bool:
-        """True if Python has noted nothing in it: C++ may end it and begin another in its place."""
+        """True if Python has recorded nothing in the trace, so that C++ may replace it."""
         return False
 
     # -- values --------------------------------------------------------------------------
 
     def index_of(self, t: LazyTensor) -> int:
-        """Return the number of a handle's current value, which becomes an input if need be."""
+        """Return the value number of a handle; a value of an earlier trace becomes an input."""
         storage = storage_of(t)
         if storage.serial != self.serial:
             self.enter(storage)
@@ -164,7 +164,7 @@ class Trace:
         return view.index
 
     def enter(self, storage: Storage) -> None:
-        """Make a value from before this trace an input of it."""
+        """Make the value of a storage, from before this trace, an input of it."""
         self.make_enterable(storage)
         if storage.blank:
             self.write_blank(storage)
@@ -180,7 +180,7 @@ class Trace:
         storage.index, storage.serial = ~(step.inputs - 1), self.serial
 
     def make_enterable(self, storage: Storage) -> None:
-        """Ensure that a storage's value is on the workers, or not written yet."""
+        """Ensure that a storage's value is on the workers or blank; raise if it was lost."""
         self.check(storage)
         if storage.host is not None:
             storage.set_remote(self.owner.upload(storage.host, storage.meta))
@@ -190,7 +190,7 @@ class Trace:
             )
 
     def input_step(self, meta: TensorMeta, sharding: Sharding | None) -> TrieNode:
-        """Return the step of an input that enters here."""
+        """Return the step of an input with this meta and sharding; add it on a miss."""
         key = meta if sharding is None else (meta, sharding)
         step = self.step.children.get(key)
         if step is None:
@@ -198,7 +198,7 @@ class Trace:
             step = TrieNode(self.step, key, input=meta)
             self.repeat.follow(step, self.repeat.input(self.step, key, meta))
             self.trie.add(step)
-            go_ahead(self)
+            prefetch_steps(self)
         return step
 
     def check(self, storage: Storage) -> None:
@@ -208,7 +208,7 @@ class Trace:
             raise closed_error() if owner.closed else _other_session()
 
     def write_blank(self, storage: Storage) -> None:
-        """Record the op that makes the memory of ``torch.empty``: it is needed now."""
+        """Record the op that allocates the memory of ``torch.empty``, at its first use."""
         meta = storage.meta
         f = facts(torch.ops.aten.empty_strided.default)
         key = (f, meta.shape, meta.stride, "dtype", meta.dtype)
@@ -217,10 +217,10 @@ class Trace:
         self.own(storage, self.internal(key, node, f))
 
     def _replay(self, view: ViewChain, storage: Storage) -> None:
-        """Take a view again, after a write to its storage or in a new trace."""
+        """Replay a view chain, after a write to its storage or in a new trace."""
         base = index = storage.index
         meta, first = storage.meta, len(self.params)
-        numbers, taken = iter(view.numbers), []
+        numbers, new_steps = iter(view.numbers), []
         try:
             for op in view.ops:
                 number = 0 if op.pitch is None else next(numbers)
@@ -230,37 +230,37 @@ class Trace:
                 index, result = step.first + op.which, step.node.fresh[op.which]
                 assert result is not None
                 meta = result
-                taken.append(step)
+                new_steps.append(step)
         except BaseException:
             self.settle()
             raise
         if len(self.params) > first:
-            chains.take_note(self, view, taken, first)
+            chains.update_chain(self, view, new_steps, first)
         view.index, view.base, view.serial = index, base, self.serial
 
     def step_again(
         self, view: ViewChain, op: ViewOp, number: int, index: int, meta: TensorMeta
     ) -> TrieNode:
-        """Return the step of a chain's op, taken of value ``index``.
+        """Return the step of a chain's op, replayed on value ``index``.
 
         Args:
-            number: its position, if that is a run-time number; it is added to the trace's.
+            number: its position, if that is a run-time number; it is appended to the trace's.
             meta: meta of the value.
         """
-        at = op.position + 1
-        key = (*op.key[:at], index, *op.key[at + 1 :])
+        slot = op.position + 1
+        key = (*op.key[:slot], index, *op.key[slot + 1 :])
         if op.pitch is not None:
             self.params.append(number)
         step = self.step.children.get(key)
         return chains.missing_step(self, view, op, key, index, meta) if step is None else step
 
     def own(self, storage: Storage, index: int) -> None:
-        """Make the storage show value ``index`` from here on."""
+        """Set the storage's current value to value ``index`` of the trace."""
         self.storages[index] = weakref.ref(storage)
         storage.set_recorded(self.serial, index)
 
     def show(self, index: int, meta: TensorMeta) -> LazyTensor:
-        """Return a handle with a storage of its own for a value."""
+        """Return a handle with a new storage for value ``index``."""
         storage = new_storage(self.owner, self.serial, index, meta)
         self.storages[index] = weakref.ref(storage)
         return wrapper(meta, storage, None)
@@ -268,7 +268,7 @@ class Trace:
     # -- steps ---------------------------------------------------------------------------
 
     def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
-        """Advance by an op that the user did not write; return its first result's number."""
+        """Record an op that the user did not write; return its first result's number."""
         try:
             step = self.step.children.get(key)
             if step is None:
@@ -276,7 +276,7 @@ class Trace:
                 step = TrieNode(self.step, key, node, facts=f)
                 self.repeat.follow(step, self.repeat.internal(self.step, key, node))
                 self.trie.add(step)
-                go_ahead(self)
+                prefetch_steps(self)
             self.reach(step)
         except BaseException:
             self.settle()
@@ -290,21 +290,21 @@ class Trace:
         self.reserve(step)
 
     def reserve(self, step: TrieNode) -> None:
-        """Reserve room for the storages of a step's values."""
+        """Reserve capacity for the storages of a step's values."""
         self.storages.extend([None] * (step.values - len(self.storages)))
 
     def hoist(self, number: Any) -> Param:
-        """Make a number a run-time number of the trace; the next step has to take it."""
+        """Append a run-time number to the trace; the next step has to use it."""
         self.params.append(number)
         return Param(len(self.params) - 1)
 
     def note_miss(self, key: Any, f: OpFacts | None, call_site: CallSite | None) -> None:
-        """Note that a step is about to be added; only the first such note is kept."""
+        """Note that a step is about to be added; only the trace's first miss is stored."""
         if self.first_miss is None:
             self.first_miss = self.step, key, f, call_site or user_call_site(1)
 
     def settle(self) -> None:
-        """Make the lists agree with the step that was reached, after an exception in an op.
+        """Roll the lists back to the step that was reached, after an exception in an op.
 
         Numbers and inputs are noted before a step is reached, call sites and storages after it, so
         the step always determines the trace's entries.
@@ -317,102 +317,109 @@ class Trace:
 
     @property
     def room(self) -> int:
-        """The number of values that there is room for."""
+        """Number of values that storages are reserved for."""
         return len(self.storages)
 
     @property
     def entered(self) -> list[Any]:
-        """The workers' references of its inputs."""
+        """The workers' references of the trace's inputs."""
         return [remote for _, remote in self.inputs]
 
-    # -- its end -------------------------------------------------------------------------
+    # -- end of the trace --------------------------------------------------------------------------
 
     def alive(self) -> Living:
-        """Return the trace's values that handles still show."""
+        """Return the values of the trace that live handles still show."""
         storages, indices = [], []
         serial = self.serial
-        for index, shown_by in enumerate(self.storages):
-            storage = shown_by() if shown_by is not None else None
+        for index, reference in enumerate(self.storages):
+            storage = reference() if reference is not None else None
             if storage is not None and storage.index == index and storage.serial == serial:
                 storages.append(storage)
                 indices.append(index)
         return Living(storages, tuple(indices))
 
     def plan(self, outputs: tuple[int, ...]) -> Any | None:
-        """Return the plan of a trace that ended here and needs ``outputs``, if there is one.
+        """Return a cached plan of a trace that ends here and yields ``outputs``, or None.
 
-        A plan with more outputs will do: unneeded ones are freed with the next message. Python's
+        A plan with more outputs is accepted: the others are freed with the next message. Python's
         garbage collector decides when a value dies, and this must not cost a miss.
         """
         step = self.step
-        kept = step.plans.get(outputs)
-        if kept is None:
+        plan = step.plans.get(outputs)
+        if plan is None:
             needed = set(outputs)
-            kept = next((p for have, p in step.plans.items() if needed.issubset(have)), None)
-        if kept is not None:
-            self.trie.touch(id(kept))
-        return kept
+            plan = next(
+                (
+                    candidate
+                    for available, candidate in step.plans.items()
+                    if needed.issubset(available)
+                ),
+                None,
+            )
+        if plan is not None:
+            self.trie.touch(id(plan))
+        return plan
 
-    def let_go_of_inputs(self) -> Collection[int]:
-        """End the trace's hold of its inputs: one that nobody else holds is freed with its run.
+    def release_inputs(self) -> Collection[int]:
+        """Drop the ended trace's references to its inputs; an input without others is freed.
 
         Returns:
             The ids of all their blocks.
         """
-        held, self.inputs = self.inputs, []
-        self.shown = Shown(self.storages, [storage for storage, _ in held])
-        for storage, _ in held:
+        released, self.inputs = self.inputs, []
+        self.shown = Shown(self.storages, [storage for storage, _ in released])
+        for storage, _ in released:
             entered = storage()
             if entered is not None and entered.serial == self.serial and entered.index < 0:
                 entered.serial = 0
         ids: list[int] = []
-        for _, remote in held:
+        for _, remote in released:
             ids.append(remote.id)
             ids += [block.id for block in remote.rest]
         return ids
 
     def rebind(
-        self, kept: Any, living: Living, values: Iterable[Any], backward: CallSite | None
+        self, plan: Any, living: Living, values: Iterable[Any], backward: CallSite | None
     ) -> None:
-        """Turn the trace's shown values into outputs of its run.
+        """Bind the storages that are alive to the outputs of the trace's run.
 
         Args:
-            kept: the plan.
+            plan: the plan of the run.
             values: the plan's outputs.
             backward: the user's line for ops that have none of their own.
         """
         outputs = list(values)
         for storage, index in zip(living.storages, living.numbers, strict=True):
-            position = kept.positions[index]
+            position = plan.positions[index]
             value = outputs[position]
-            value.sharding = kept.shardings[position]
-            value.call_site = self.call_sites[kept.makers[position]] or backward
+            value.sharding = plan.shardings[position]
+            value.call_site = self.call_sites[plan.makers[position]] or backward
             storage.set_remote(value)
 
     def bytes_alive(self) -> int:
-        """Return the bytes of this trace's values that handles, autograd's too, still show."""
+        """Return the bytes of this trace's values that handles, autograd's included, still show."""
         entered = {id(storage()) for storage, _ in self.inputs}
         storages = self.alive().storages
         return sum(storage.meta.nbytes for storage in storages if id(storage) not in entered)
 
     def call_site_of(self, index: int) -> CallSite | None:
-        """Return the user's call of the op that makes a value; None of an input or a backward."""
+        """Return the user's call of the op that makes a value; None for an input or a backward."""
         if index < 0:
             return None
         return self.call_sites[makers(self.step.path())[index]]
 
     def here(self) -> TracePoint:
-        """Return the place where the trace is now."""
+        """Return the program point of the newest op: its facts and the user's line."""
         return self.step.facts, self.call_sites[-1] if self.call_sites else None
 
     def rarest_repeated(self) -> TracePoint | None:
-        """Return the place that the trace passed least often, but more than once."""
+        """Return the program point that the trace passed least often, but more than once."""
         ops = [step for step in self.step.path() if step.node is not None]
         seen = Counter(
             (step.facts, call_site) for step, call_site in zip(ops, self.call_sites, strict=True)
         )
-        repeated = [place for place, times in seen.items() if times > 1]
-        return min(repeated, key=lambda place: seen[place], default=None)
+        repeated = [point for point, count in seen.items() if count > 1]
+        return min(repeated, key=lambda point: seen[point], default=None)
 
 
 def written_tensors(f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -435,27 +442,32 @@ def returned(
     fresh: list[Any],
     ints: tuple[int, ...] = (),
 ) -> Any:
-    """Return an op's result, made of its fresh handles, written tensors and ints."""
+    """Return an op's user-level result from its parts.
+
+    Args:
+        fresh: handles of the new results, in order.
+        ints: ints that the op returns.
+    """
     if f.outputs == ("fl",):
         return fresh
-    out: list[Any] = []
+    results: list[Any] = []
     numbers = iter(ints)
     single = sum(kind != "fl" for kind in f.outputs)
     for position, kind in enumerate(f.outputs):
         if kind[0] == "w":
-            which = returned_write(f, position)
-            out.append(kwargs[which] if isinstance(which, str) else args[which])
+            argument = returned_write(f, position)
+            results.append(kwargs[argument] if isinstance(argument, str) else args[argument])
         elif kind == "i":
-            out.append(next(numbers))
+            results.append(next(numbers))
         elif kind == "fl":
-            taken = len(fresh) - (single - len(out))
-            out.append(fresh[:taken])
-            fresh = fresh[taken:]
+            length = len(fresh) - (single - len(results))
+            results.append(fresh[:length])
+            fresh = fresh[length:]
         else:
-            out.append(fresh.pop(0))
-    if not out:
+            results.append(fresh.pop(0))
+    if not results:
         return None
-    return out[0] if len(out) == 1 else tuple(out)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def closed_error() -> NoSession:
@@ -474,6 +486,7 @@ def closed_error() -> NoSession:
 
 
 def _other_session() -> NoSession:
+    """Return the error for a tensor of another open session."""
     return NoSession(
         "this lazygt tensor belongs to another session than the one that is open; move it with "
         ".cpu() there and .to('lazygt') here"

@@ -1,9 +1,9 @@
 """Trie of recorded steps: shape cache, plan cache and guard in one.
 
 Each node is one step of a trace: an input that enters, or an op. Its key has all that is
-structural: the op, the earlier results that feed it, its int and flag arguments, the *types* of its
+structural: the op, the numbers of its operands, its int and flag arguments, the *types* of its
 Python numbers. Since Python really runs every step, reaching a node proves that the program up to
-there is the one that was seen before.
+there is one that was recorded before.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from lazygt.record.tensor import NATIVE, ViewOp
 
 
 class TrieNode:
-    """Recorded step.
+    """Recorded step of a trace.
 
     Attributes:
         make: the meta of the result, for the common op that returns one new tensor.
-        itself: it writes its first argument, keeps its shape, and returns it.
-        view_ops: for an op that returns views: its part of their chains, once some were made.
-        pitch: of a view with a run-time position: bytes from one position to the next.
-        full: the trace is so long here that it has to be flushed.
+        itself: the op writes its first argument, keeps the shape, and returns it.
+        view_ops: for an op that returns views, the view ops of their chains, once computed.
+        pitch: bytes between neighbouring positions, for a view with a run-time position.
+        full: a trace that reaches this step has to be flushed: it has its maximum length.
         node: the op with Ref numbers as in the trace (inputs negative); None for an input.
         numbers: ints that the op returns besides tensors.
         input: the meta of the input that enters here; None for an op.
-        key: see above; of a root the flags under which traces begin there.
+        key: see the module; for a root, the flags under which traces begin there.
         forward: for a backward op, the number of the forward op in the same trace, or -1.
-        backward: autograd ran it.
-        nbytes: bytes that the values made up to here may hold on a rank, including those of handles
-            that are gone since the last count.
+        backward: autograd ran the op.
+        nbytes: bytes on a rank of the values up to here, including those of handles that died since
+            the last count.
         placed: a value up to here is placed on the mesh.
-        moves: its position is a run-time number.
-        native: the same step in the native recorder, once it has been there.
+        moves: the op's position is a run-time number.
+        native: the same step in the native recorder, once it has reached the step.
         first: number of the op's first result.
         ops, values, params, inputs: number of each up to here, this step included.
     """
@@ -85,15 +85,15 @@ class TrieNode:
         if node is not None:
             self.ops += 1
             self.values += len(node.fresh) + len(node.written)
-            # a write through a view takes numbers that the view has taken
-            taken = params_in((node.args, node.kwargs))
-            self.params = max([self.params, *[number + 1 for number in taken]])
+            # a write through a view uses run-time numbers of the view
+            used = params_in((node.args, node.kwargs))
+            self.params = max([self.params, *[number + 1 for number in used]])
             single = facts is not None and facts.outputs == ("f",)
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
 
     def again(self, parent: TrieNode) -> TrieNode:
-        """Return the same op below another step, with operands of the same metas there."""
+        """Return a copy of this step below another one, where its operands have the same metas."""
         before = self.parent
         assert before is not None
         # without ``__init__``, which would compute known values again: many are made at a time
@@ -113,7 +113,7 @@ class TrieNode:
         return step
 
     def forget(self, child: TrieNode) -> None:
-        """Remove a step below this one."""
+        """Remove a child step, here and in the native recorder."""
         del self.children[child.key]
         if NATIVE is not None:
             NATIVE.forget(self, child)
@@ -130,7 +130,7 @@ class TrieNode:
 
 
 class TraceTrie:
-    """Steps, with plans where traces ended; bounded, with least recently used plans evicted.
+    """Trie of steps, with plans where traces ended. An LRU policy evicts plans.
 
     Args:
         max_plans, max_plan_bytes: limits of all plans together.
@@ -154,9 +154,9 @@ class TraceTrie:
         self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
         self.steps = 0
         self.places = Places()
-        #: steps that were added ahead, each below the one before; not reached yet
+        #: prefetched steps, each below the previous one; not reached yet
         self._ahead: list[TrieNode] = []
-        #: steps to forget when the trace that is recorded now has its plan
+        #: steps to remove when the current trace has its plan
         self.superseded: list[TrieNode] = []
         self._max_steps = max_steps
         #: a plan's id -> its step and its outputs
@@ -167,31 +167,30 @@ class TraceTrie:
         self.touch = self._recent.touch
 
     def begin_under(self, flags: Flags) -> None:
-        """Make traces begin at the root for these flags."""
+        """Set the root for traces under these flags of torch."""
         self.root = self._roots.setdefault(flags, TrieNode(None, flags))
 
     def add(self, step: TrieNode, alive: Callable[[], int] | None = None) -> TrieNode:
-        """Add a step below its parent.
+        """Add a step below its parent, and count its bytes.
 
         Args:
-            alive: function that counts the bytes of the trace's earlier values that handles still
-                show.
+            alive: function that returns the bytes of the trace's earlier values that handles show.
         """
         assert step.parent is not None
         fresh = () if step.node is None else step.node.fresh
         nbytes = sum(meta.nbytes for meta in fresh if meta is not None)
-        step.nbytes += self._on_a_rank(step, nbytes)
+        step.nbytes += self._per_rank(step, nbytes)
         if alive is not None and step.nbytes >= self.max_bytes:
-            step.nbytes = self._on_a_rank(step, alive() + nbytes)
+            step.nbytes = self._per_rank(step, alive() + nbytes)
         step.full = step.depth >= self.max_depth or step.nbytes >= self.max_bytes
         step.parent.children[step.key] = step
         self.steps += 1
         return step
 
     def add_ahead(self, step: TrieNode) -> bool:
-        """Add a step that the trace has not reached, below the last such one or the trace's.
+        """Add a prefetched step below the previous one; return False for one that is not added.
 
-        Return False, and add nothing, if the trace might have to be flushed there.
+        A step is not added if the trace might have to be flushed there.
         """
         parent, node = step.parent, step.node
         assert parent is not None
@@ -207,27 +206,27 @@ class TraceTrie:
         return True
 
     def reached(self, step: TrieNode) -> None:
-        """Note that a trace is at this step; remove the steps ahead that it did not reach."""
+        """Note that a trace is at ``step``; remove the prefetched steps that it did not reach."""
         ahead, self._ahead = self._ahead, []
         if not ahead:
             return
-        at = step.depth - ahead[0].depth
-        count = at + 1 if 0 <= at < len(ahead) and ahead[at] is step else 0
-        for top in ahead[count : count + 1]:
-            assert top.parent is not None
-            if top.parent.children.get(top.key) is top:
-                top.parent.forget(top)
-                self._forget(top)
+        position = step.depth - ahead[0].depth
+        count = position + 1 if 0 <= position < len(ahead) and ahead[position] is step else 0
+        for unreached in ahead[count : count + 1]:
+            assert unreached.parent is not None
+            if unreached.parent.children.get(unreached.key) is unreached:
+                unreached.parent.forget(unreached)
+                self._uncount(unreached)
 
     def half_full(self, step: TrieNode, alive: Callable[[], int]) -> bool:
-        """Return whether a trace that ends here is at least half as long as one may be."""
+        """Return whether a trace that ends here has at least half the maximum length."""
         if 2 * step.depth >= self.max_depth:
             return True
-        perhaps = 2 * step.nbytes >= self.max_bytes
-        return perhaps and 2 * self._on_a_rank(step, alive()) >= self.max_bytes
+        may_be = 2 * step.nbytes >= self.max_bytes
+        return may_be and 2 * self._per_rank(step, alive()) >= self.max_bytes
 
-    def _on_a_rank(self, step: TrieNode, nbytes: int) -> int:
-        """Return a rank's share of so many bytes.
+    def _per_rank(self, step: TrieNode, nbytes: int) -> int:
+        """Return a rank's share of ``nbytes`` bytes.
 
         In a trace that is placed on the mesh they count as sharded among all ranks: the placement
         of each value is decided only when the trace is planned.
@@ -239,64 +238,65 @@ class TraceTrie:
         return [step.plans[outputs] for _, (step, outputs) in self._recent.items()]
 
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
-        """Store a plan of so many bytes; return the plans that were dropped to make room."""
+        """Store a plan of ``nbytes`` bytes at the last step of its trace; return evicted plans."""
         self.reached(step)
         step.plans[outputs] = plan
-        forgotten = self._recent.keep(id(plan), (step, outputs), nbytes)
-        dropped = [self._drop(place, step) for _, place in forgotten]
-        dropped += self._forget_superseded(step)
+        evicted = self._recent.keep(id(plan), (step, outputs), nbytes)
+        dropped = [self._remove_plan(location, step) for _, location in evicted]
+        dropped += self._remove_superseded(step)
         while len(self._recent) > 1 and self.steps > self._max_steps:
-            _, place = self._recent.oldest()
-            dropped.append(self._drop(place, step))
+            _, location = self._recent.oldest()
+            dropped.append(self._remove_plan(location, step))
         return dropped
 
     def cut(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
-        """Remove the steps for which ``stale`` holds, and all below; return their plans."""
-        todo, dropped = [*self._roots.values()], []
-        while todo:
-            step = todo.pop()
+        """Remove the steps for which ``stale`` holds, with their subtrees; return their plans."""
+        pending, dropped = [*self._roots.values()], []
+        while pending:
+            step = pending.pop()
             for child in list(step.children.values()):
                 if stale(child):
                     step.forget(child)
-                    dropped += self._forget(child)
+                    dropped += self._uncount(child)
                 else:
-                    todo.append(child)
+                    pending.append(child)
         return dropped
 
-    def _forget_superseded(self, keep: TrieNode) -> list[Any]:
-        """Remove the superseded steps, except for the path to ``keep``; return their plans."""
-        way = {id(keep), *map(id, keep.path())}
+    def _remove_superseded(self, current: TrieNode) -> list[Any]:
+        """Remove the superseded steps, except on the path to ``current``; return their plans."""
+        on_path = {id(current), *map(id, current.path())}
         superseded, self.superseded = self.superseded, []
         dropped = []
         for step in superseded:
             assert step.parent is not None
-            if step.parent.children.get(step.key) is step and id(step) not in way:
+            if step.parent.children.get(step.key) is step and id(step) not in on_path:
                 step.parent.forget(step)
-                dropped += self._forget(step)
+                dropped += self._uncount(step)
         return dropped
 
-    def _forget(self, top: TrieNode) -> list[Any]:
-        """Subtract a removed step, and all below it, from the counts; return their plans."""
-        todo, dropped = [top], []
-        while todo:
-            step = todo.pop()
+    def _uncount(self, removed: TrieNode) -> list[Any]:
+        """Subtract a removed subtree from the counts; return its plans."""
+        pending, dropped = [removed], []
+        while pending:
+            step = pending.pop()
             self.steps -= 1
             for plan in step.plans.values():
                 self._recent.drop(id(plan))
                 dropped.append(plan)
             step.plans.clear()
-            todo += step.children.values()
+            pending += step.children.values()
         return dropped
 
-    def _drop(self, place: tuple[TrieNode, tuple[int, ...]], keep: TrieNode) -> Any:
-        """Remove a plan, and the steps that led to it alone; return it."""
-        step, outputs = place
+    def _remove_plan(self, location: tuple[TrieNode, tuple[int, ...]], current: TrieNode) -> Any:
+        """Remove a plan and the steps that led only to it, up to ``current``; return the plan."""
+        step, outputs = location
         plan = step.plans.pop(outputs)
-        self._prune(step, keep)
+        self._prune(step, current)
         return plan
 
-    def _prune(self, step: TrieNode, keep: TrieNode) -> None:
-        while step.parent is not None and step is not keep:
+    def _prune(self, step: TrieNode, current: TrieNode) -> None:
+        """Remove a step and its ancestors that have neither children nor plans."""
+        while step.parent is not None and step is not current:
             if step.children or step.plans:
                 return
             step.parent.forget(step)
@@ -312,7 +312,7 @@ def _is_placed(node: Node | None, key: Any) -> bool:
 def build_graph(
     steps: list[TrieNode], outputs: tuple[int, ...], lines: tuple[str, ...], kinds: tuple[str, ...]
 ) -> Graph:
-    """Build the graph of a path through the trie: inputs first, then the ops' results."""
+    """Build the graph of a path through the trie; values are renumbered, inputs first."""
     inputs = tuple([step.input for step in steps if step.input is not None])
     recorded = [step.node for step in steps if step.node is not None]
     shift, results = len(inputs), sum([len(node.results) for node in recorded])
@@ -331,7 +331,7 @@ def flags_of(steps: list[TrieNode]) -> Flags:
 
 
 def makers(steps: list[TrieNode]) -> list[int]:
-    """Return, for each value that a trace's ops make, the number of the op."""
+    """Return, for each value that a trace's ops make, the number of its op."""
     nodes = [step.node for step in steps if step.node is not None]
     return [number for number, node in enumerate(nodes) for _ in node.results]
 
@@ -341,7 +341,7 @@ def makers(steps: list[TrieNode]) -> list[int]:
 
 @dataclass(slots=True)  # not frozen: it is made in every flush
 class Provenance:
-    """Recorded op and user's line of each step of a run; expanded only for an error."""
+    """Map from a run's steps to recorded ops and the user's lines, used when an error is raised."""
 
     step: TrieNode
     call_sites: Sequence[CallSite | None]
@@ -359,11 +359,10 @@ class Provenance:
         try:
             return origins[number] if origins else range(len(self.call_sites))[number]
         except IndexError:
-            raise ProtocolError(
-                f"it speaks of step {number}, which its plan does not have"
-            ) from None
+            raise ProtocolError(f"it names step {number}, which its plan does not have") from None
 
     def _origins(self, rank: int) -> tuple[int, ...]:
+        """Return the origins of a rank's plan."""
         return self.origins[rank if len(self.origins) > 1 else 0]
 
     def lines(self, rank: int) -> tuple[str, ...]:
@@ -373,6 +372,7 @@ class Provenance:
         return tuple(lines[origin] for origin in origins) if origins else lines
 
     def __call__(self, number: int, rank: int) -> tuple[str, tuple[str, ...], str]:
+        """Return a step's op, its arguments as text, and the user's line: for an error."""
         number = self.op_of(number, rank)
         steps = self.step.path()
         lines = lines_of(steps, self.call_sites, self.backward)
@@ -387,8 +387,8 @@ class Provenance:
                 return f"[{', '.join(map(show, arg))}]"
             return "a number" if isinstance(arg, Param) else str(arg)
 
-        shown = [show(arg) for arg in node.args]
-        return title(node.op), tuple(shown), graph.line(number)
+        argument_texts = [show(arg) for arg in node.args]
+        return title(node.op), tuple(argument_texts), graph.line(number)
 
 
 def sites_of(
@@ -412,18 +412,18 @@ def lines_of(
 
 
 def line_of(step: TrieNode) -> str:
-    """Return the user's line of a step recorded earlier, from some kept plan, or "?"."""
+    """Return the user's line of a step recorded earlier, from any cached plan below it, or "?"."""
     if step.node is None:
         return "?"
     number = sum(passed.node is not None for passed in step.path()) - 1
     below = [step]
     while below:
         step_below = below.pop()
-        for kept in step_below.plans.values():
-            for plan, made_of in zip(kept.entry.plans, kept.origins, strict=True):
-                origins = made_of or range(len(plan.steps.graph.nodes))
+        for plan in step_below.plans.values():
+            for rank_plan, recorded_ops in zip(plan.entry.plans, plan.origins, strict=True):
+                origins = recorded_ops or range(len(rank_plan.steps.graph.nodes))
                 if number in origins:
-                    line: str = plan.steps.graph.line(origins.index(number))
+                    line: str = rank_plan.steps.graph.line(origins.index(number))
                     return line
         below.extend(step_below.children.values())
     return "?"

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-#: The device by the name it has before device.py renames it.
+#: Device 0, by the backend's name from before device.py renames it.
 DEVICE_0 = torch.device("privateuseone", 0)
-#: Beyond the addresses of an x86 or ARM processor, so that a read there fails at once.
+#: First address: beyond those of an x86 or ARM processor, so that a read there fails at once.
 _FIRST = 1 << 60
 #: Alignment of addresses, as of CUDA's allocator.
 _ALIGNMENT = 512
@@ -67,13 +67,14 @@ class LazyStorage(torch.UntypedStorage):
 
 
 class _Addresses:
-    """Allocator of address ranges, one after the other; none is reused."""
+    """Bump allocator of address ranges; none is reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = _FIRST
 
-    def take(self, nbytes: int) -> AddressRange:
+    def allocate(self, nbytes: int) -> AddressRange:
+        """Return the next range of ``nbytes`` bytes, aligned."""
         with self._lock:
             first = self._free
             self._free += (nbytes // _ALIGNMENT + 1) * _ALIGNMENT
@@ -84,8 +85,8 @@ _ADDRESSES = _Addresses()
 
 
 def new_range(nbytes: int) -> AddressRange:
-    """Return addresses for so many bytes, which nothing else has or will have."""
-    return _ADDRESSES.take(nbytes)
+    """Return an unused address range of ``nbytes`` bytes."""
+    return _ADDRESSES.allocate(nbytes)
 
 
 def untyped_storage_of(t: torch.Tensor, addresses: AddressRange) -> LazyStorage:

@@ -27,7 +27,7 @@ from lazygt.record.trie import TrieNode
 def results(
     trace: Trace, step: TrieNode, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the user's results of a step that is not just one fresh tensor."""
+    """Return the user's results of a step: handles, written tensors, lists and ints."""
     node = step.node
     assert node is not None
     trace.reserve(step)
@@ -35,8 +35,8 @@ def results(
         targets = written_tensors(f, args, kwargs)
         index = step.first + len(node.fresh)
         for target, meta in zip(targets, node.written, strict=True):
-            shown = meta_of(target)
-            if meta.shape != shown.shape or meta.stride != shown.stride:
+            current = meta_of(target)
+            if meta.shape != current.shape or meta.stride != current.stride:
                 resize(target, meta)
             write(trace, target, index)
             index += 1
@@ -50,12 +50,15 @@ def results(
 
 
 def resize(t: LazyTensor, meta: TensorMeta) -> None:
-    """Give a tensor of ``out=`` another shape: it shows a storage of its own from here on."""
+    """Give a tensor of ``out=`` another shape, with a new storage."""
     rebind(t, meta, new_storage(storage_of(t).owner, 0, 0, meta), None)
 
 
 def write(trace: Trace, t: LazyTensor, index: int) -> None:
-    """Note that a handle was written: its new version is value ``index``."""
+    """Note that an op has written a handle; value ``index`` is its new version.
+
+    For a view, a ``write_back`` of the new version into the view's storage is recorded.
+    """
     storage, view = storage_of(t), view_of(t)
     if view is None:
         trace.own(storage, index)
@@ -72,42 +75,44 @@ def write(trace: Trace, t: LazyTensor, index: int) -> None:
 
 
 def handle(trace: Trace, step: TrieNode, args: tuple[Any, ...]) -> LazyTensor:
-    """Return the handle of an op with one view as its result."""
+    """Return the handle of an op whose one result is a view."""
     ops = step.view_ops
     if ops is None:
         ops = chains.view_ops(step)
     trace.reserve(step)
     op = ops[0]
     source: LazyTensor = args[op.position]
-    storage, shown = source._storage, source._view
-    if op.pitch is not None or (shown is not None and shown.numbers):
-        chain = chains.longer(trace, shown, storage, op, step.first)
+    storage, view = source._storage, source._view
+    if op.pitch is not None or (view is not None and view.numbers):
+        chain = chains.extended(trace, view, storage, op, step.first)
         return wrapper(chain.meta, storage, chain)
-    viewed = ops if shown is None else shown.ops + ops
+    viewed = ops if view is None else view.ops + ops
     return wrapper(op.meta, storage, ViewChain(viewed, trace.serial, storage.index, step.first))
 
 
 def handles(trace: Trace, f: OpFacts, step: TrieNode, args: tuple[Any, ...]) -> list[LazyTensor]:
-    """Return the handles of an op with a list of views as its result."""
+    """Return the handles of an op whose result is a list of views."""
     ops = step.view_ops
     if ops is None:
         ops = chains.view_ops(step)
     source: LazyTensor = args[viewed_argument(f)]
     storage, serial, first = source._storage, trace.serial, step.first
-    shown = source._view
-    if shown is not None and shown.numbers:
-        viewed = [chains.longer(trace, shown, storage, op, first + op.which) for op in ops]
-        return [wrapper(chain.meta, storage, chain) for chain in viewed]
-    before = shown.ops if shown is not None else ()
+    view = source._view
+    if view is not None and view.numbers:
+        chains_of_views = [
+            chains.extended(trace, view, storage, op, first + op.which) for op in ops
+        ]
+        return [wrapper(chain.meta, storage, chain) for chain in chains_of_views]
+    prefix = view.ops if view is not None else ()
     return [
         wrapper(op.meta, storage,
-                ViewChain((*before, op), serial, storage.index, first + op.which))
+                ViewChain((*prefix, op), serial, storage.index, first + op.which))
         for op in ops
     ]  # fmt: skip
 
 
 def same_view(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return another handle for the same, without a step (``detach``, ``alias``)."""
+    """Return another handle of the same view, without a step (``detach``, ``alias``)."""
     return alias(args[0])
 
 

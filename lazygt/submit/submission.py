@@ -300,7 +300,7 @@ class Submitter:
         entry = None if kept is None else kept.entry
         wanted, regions = self._wanted(fetch, trace, kept)
         self._recorder.next_trace()
-        inputs = trace.let_go_of_inputs()
+        inputs = trace.release_inputs()
         provenance = self._provenance(trace.step, trace.call_sites, kept)
         params, base = tuple(trace.params), self._client.next_output(0)
         seq, values = self._client.run(

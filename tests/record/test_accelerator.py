@@ -44,7 +44,7 @@ assert now() == outside
 with lazygt.session(launcher="inline", device="cpu"):
     assert now() == "lazygt"
     assert in_thread(now) == outside
-    with accelerator.taken(False):
+    with accelerator.selected(False):
         assert now() == outside
         assert gradient() == [4.0] * 3
         assert now() == outside
@@ -77,5 +77,5 @@ def test_refused_backward_names_remedy(
 
 
 def test_other_errors_of_a_backward_pass_stay() -> None:
-    with pytest.raises(RuntimeError, match="does not require grad"), accelerator.taken(False):
+    with pytest.raises(RuntimeError, match="does not require grad"), accelerator.selected(False):
         torch.ones(2).sum().backward()

@@ -87,7 +87,7 @@ def recorded(
         return add(trie, step)
 
     with pytest.MonkeyPatch.context() as patch, lazygt.session(launcher="inline") as s:
-        patch.setattr(repeats, "_WANTED", wanted)
+        patch.setattr(repeats, "_FIRST_PREFETCH", wanted)
         patch.setattr(TraceTrie, "add_ahead", counted)
         for program, size in programs:
             state = start("lazygt", *size)

@@ -141,5 +141,5 @@ def test_both_searches_find_the_modules_that_hold_one() -> None:
     extension = native.load().module
     assert extension is not None
     found = extension.holders(names, wanted)
-    assert list(map(id, found)) == list(map(id, factories._holding(names, wanted)))
+    assert list(map(id, found)) == list(map(id, factories._dicts_with(names, wanted)))
     assert any(each is globals() for each in found)

@@ -1,10 +1,10 @@
-"""Shape rules: metas of an op's results without a meta kernel, exact and much quicker.
+"""Shape rules: metas of an op's results without a meta kernel, exact and much faster.
 
-An answer comes only where it is sure; errors and unusual calls are left to torch's meta kernels, so
-every error stays torch's own. A rule, one small function an op, has the parameters of its op,
-tensors as metas, and returns None for an unusual call; no rule is called for tensors with lazy bits
-or without elements. There are rules for the ops of common training steps. Pointwise ops
-need no rule: their results' dtypes are learned, from a sample of the op or from the first meta
+A rule answers only where its result is certain; errors and unusual calls are left to torch's meta
+kernels, so every error is torch's own. A rule, one small function for each op, has the parameters
+of its op, tensors as metas, and returns None for an unusual call; no rule is called for tensors
+with lazy bits or without elements. There are rules for the ops of common training steps. Pointwise
+ops need no rule: their results' dtypes are learned, from a sample of the op or from the first meta
 kernel that ran for the same operands in other sizes.
 """
 
@@ -32,7 +32,7 @@ from lazygt.graph.shapes.rules import (
     is_contiguous,
 )
 
-# -- A pointwise op's dtype and layout found by running it on a few elements, on the CPU -----------
+# -- sampled dtypes of pointwise ops ---------------------------------------------------------------
 # torch's meta kernels of pointwise ops are written in Python, and load sympy and dynamo: a second
 # or more, in every process that needs one of them.
 
@@ -47,9 +47,10 @@ def sampled_dtype(
     metas: Mapping[int, TensorMeta],
     params: Sequence[Any],
 ) -> torch.dtype | None:
-    """Return the dtype of a pointwise result on row-major tensors, if it is row-major too.
+    """Return the dtype of a pointwise result by running the op on small CPU tensors.
 
-    None where the op refuses such arguments, or where it is not sure.
+    None where the op raises, has operands of several dtypes, or gives a result that is not
+    row-major.
     """
 
     def leaf(arg: Arg) -> Any:
@@ -59,9 +60,9 @@ def sampled_dtype(
 
     # of several dtypes torch's kernels and their meta kernels do not always make the same
     condition = {torch.bool} if f.name == "aten.where.self" else set()
-    several = len({meta.dtype for meta in metas.values()} - condition) > 1
-    far = DEVICE in (*args, *[arg for _, arg in kwargs])
-    if several or far or any(len(meta.shape) > _MOST_DIMS for meta in metas.values()):
+    mixed_dtypes = len({meta.dtype for meta in metas.values()} - condition) > 1
+    names_device = DEVICE in (*args, *[arg for _, arg in kwargs])
+    if mixed_dtypes or names_device or any(len(meta.shape) > _MOST_DIMS for meta in metas.values()):
         return None
     try:
         with undispatched(), torch.no_grad():
@@ -79,11 +80,11 @@ def _sample(meta: TensorMeta) -> torch.Tensor:
     return torch.ones([min(size, 2) for size in meta.shape], dtype=meta.dtype, device="cpu")
 
 
-# -- shape rules: metas of an op's results without a meta kernel, exact and much quicker -----------
+# -- shape rules -----------------------------------------------------------------------------------
 
 Named = tuple[tuple[str, Arg], ...]
 
-#: Op -> rule for the tensors it returns anew.
+#: Op -> rule for its new tensors.
 RULES = VIEWS | TENSORS | LAYERS
 #: Op -> rule for its first argument, which it writes and returns.
 WRITING_RULES = WRITING
@@ -115,11 +116,11 @@ class Shapes:
                 return None
         rule = RULES.get(f.name)
         if rule is not None:
-            answer = _ask(rule, args, kwargs, metas, params)
+            answer = _apply_rule(rule, args, kwargs, metas, params)
             return None if answer is None else Results(answer)
         rule = WRITING_RULES.get(f.name)
         if rule is not None:
-            answer = _ask(rule, args, kwargs, metas, params)
+            answer = _apply_rule(rule, args, kwargs, metas, params)
             return None if answer is None else Results((), answer)  # type: ignore[arg-type]
         key = _pointwise_key(f, args, kwargs, metas, params)
         if key is None:
@@ -140,24 +141,25 @@ class Shapes:
         params: list[Any],
         results: Results,
     ) -> None:
-        """Record the meta kernel's result for a pointwise op."""
+        """Store the meta kernel's result dtype of a pointwise op."""
         if f.name in RULES or f.name in WRITING_RULES or len(self._learned) >= _LEARNED_LIMIT:
             return
         key = _pointwise_key(f, args, kwargs, metas, params)
         if key is None or key in self._learned:
             return
         result = (results.fresh or results.written)[0]
-        right = result is not None and _pointwise(f, args, metas, result.dtype) == results
-        self._learned[key] = result.dtype if result is not None and right else None
+        is_pointwise = result is not None and _pointwise(f, args, metas, result.dtype) == results
+        self._learned[key] = result.dtype if result is not None and is_pointwise else None
 
 
-def _ask(
+def _apply_rule(
     rule: Rule,
     args: tuple[Arg, ...],
     kwargs: Named,
     metas: dict[int, TensorMeta],
     params: list[Any],
 ) -> Metas | None:
+    """Return a rule's metas for a call."""
     operands = [
         metas[arg.index] if type(arg) is Ref else _resolved(arg, metas, params) for arg in args
     ]
@@ -166,6 +168,7 @@ def _ask(
 
 
 def _resolved(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:
+    """Return an argument with a Param's value, or a list's metas, in place."""
     kind = type(arg)
     if kind is Param:
         return params[arg.index]
@@ -181,8 +184,8 @@ def _one_result(f: OpFacts) -> bool:
     return plain and (f.outputs, f.writes) in ((("f",), ()), (("w",), (0,)))
 
 
-#: Pointwise ops that torch's own loop over elements computes: where all operands have one shape
-#: and lie row by row, but perhaps for the strides of dims of one element, so does the result.
+#: Pointwise ops computed by TensorIterator: if all operands have one shape and are row-major, apart
+#: from the strides of dims of one element, the result is row-major.
 _ITERATED = frozenset(
     f"aten.{name}.Tensor"
     for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")
@@ -196,7 +199,7 @@ def _pointwise_key(
     metas: dict[int, TensorMeta],
     params: list[Any],
 ) -> tuple[Any, ...] | None:
-    """Return all that a pointwise result's dtype depends on; None where that is hard to say."""
+    """Return the key of all that a pointwise result's dtype depends on; None for unusual calls."""
     if not _one_result(f):
         return None
     key: list[Any] = [f]
@@ -204,10 +207,10 @@ def _pointwise_key(
         kind = type(arg)
         if kind is Ref:
             meta = metas[arg.index]
-            usual = is_contiguous(meta)
-            if not usual and not (f.name in _ITERATED and meta.is_contiguous()):
+            row_major = is_contiguous(meta)
+            if not row_major and not (f.name in _ITERATED and meta.is_contiguous()):
                 return None
-            key += (meta.dtype, len(meta.shape), usual)
+            key += (meta.dtype, len(meta.shape), row_major)
         elif kind is Param:
             key.append(type(params[arg.index]))
         elif kind is tuple:
@@ -222,8 +225,8 @@ def _pointwise_key(
     return tuple(key)
 
 
-def _alike(operands: list[TensorMeta]) -> bool:
-    """Return whether both are tensors of one shape; to torch a number is one without dims."""
+def _have_one_shape(operands: list[TensorMeta]) -> bool:
+    """Return whether two operands have one shape; to torch a number is a tensor without dims."""
     return len(operands) == 2 and operands[0].shape == operands[1].shape
 
 
@@ -235,7 +238,7 @@ def _pointwise(
     shape = broadcast([meta.shape for meta in operands])
     if shape is None:
         return None
-    if not all(map(is_contiguous, operands)) and not _alike(operands):
+    if not all(map(is_contiguous, operands)) and not _have_one_shape(operands):
         return None
     if f.outputs == ("f",):
         return Results((contiguous(shape, dtype),))

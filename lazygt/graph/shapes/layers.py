@@ -20,6 +20,7 @@ from lazygt.graph.shapes.rules import (
 
 
 def _softmax(source: TensorMeta, dim: int, half_to_float: bool) -> Metas | None:
+    """Shape rule of softmax and log-softmax: the source's shape, row-major."""
     fits = is_contiguous(source) and source.dtype in FLOATS and not half_to_float
     if not fits or position(dim, len(source.shape)) is None:
         return None
@@ -29,6 +30,7 @@ def _softmax(source: TensorMeta, dim: int, half_to_float: bool) -> Metas | None:
 def _softmax_backward(
     grad: TensorMeta, output: TensorMeta, dim: int, input_dtype: torch.dtype
 ) -> Metas | None:
+    """Shape rule of the backward ops of softmax and log-softmax."""
     fits = grad.shape == output.shape and input_dtype is grad.dtype and is_contiguous(output)
     return _softmax(grad, dim, False) if fits and same_float(grad, output) else None
 
@@ -36,6 +38,7 @@ def _softmax_backward(
 def _nll(
     source: TensorMeta, target: TensorMeta, weight: TensorMeta | None, reduction: int, ignored: int
 ) -> Metas | None:
+    """Shape rule of the negative log-likelihood of [N, C] scores: (loss, total weight)."""
     if len(source.shape) != 2 or target.shape != source.shape[:1] or weight is not None:
         return None
     if target.dtype != torch.int64 or source.dtype not in FLOATS or reduction not in (0, 1, 2):
@@ -53,6 +56,7 @@ def _nll_backward(
     ignored: int,
     total: TensorMeta,
 ) -> Metas | None:
+    """Shape rule of the backward of the negative log-likelihood: the gradient of the scores."""
     forward = _nll(source, target, weight, reduction, ignored)
     if forward is None or forward[0] is None or forward[0].shape != grad.shape or total.shape != ():
         return None
@@ -66,6 +70,7 @@ def _layer_norm(
     bias: TensorMeta | None,
     eps: float,
 ) -> Metas | None:
+    """Shape rule of layer norm in float32: (output, mean, inverse deviation)."""
     tensors = [source, *(t for t in (weight, bias) if t is not None)]
     inner = len(source.shape) - len(shape)
     if inner < 0 or not shape or source.shape[inner:] != shape:
@@ -89,15 +94,16 @@ def _layer_norm_backward(
     bias: TensorMeta | None,
     mask: tuple[bool, ...],
 ) -> Metas | None:
+    """Shape rule of layer norm's backward: gradients of source, weight, bias by ``mask``."""
     forward = _layer_norm(source, shape, weight, bias, 0.0)
     if forward != (contiguous(grad.shape, grad.dtype), mean, rstd) or not is_contiguous(grad):
         return None
     shapes = (grad.shape, shape, shape)
-    absent = (False, weight is None, bias is None)
-    if any(wanted and gone for wanted, gone in zip(mask, absent, strict=True)):
+    missing = (False, weight is None, bias is None)
+    if any(is_wanted and is_missing for is_wanted, is_missing in zip(mask, missing, strict=True)):
         return None
     pairs = zip(mask, shapes, strict=True)
-    return tuple(contiguous(size, grad.dtype) if wanted else None for wanted, size in pairs)
+    return tuple(contiguous(size, grad.dtype) if is_wanted else None for is_wanted, size in pairs)
 
 
 _INDICES = (torch.int32, torch.int64)
@@ -110,6 +116,7 @@ def _embedding(
     scale_by_frequency: bool = False,
     sparse: bool = False,
 ) -> Metas | None:
+    """Shape rule of an embedding: one row of ``weight`` for each index."""
     if len(weight.shape) != 2 or indices.dtype not in _INDICES or not indices.is_contiguous():
         return None
     return (contiguous((*indices.shape, weight.shape[1]), weight.dtype),)
@@ -118,6 +125,7 @@ def _embedding(
 def _embedding_backward(
     grad: TensorMeta, indices: TensorMeta, count: int, padding: int, scale_by_frequency: bool
 ) -> Metas | None:
+    """Shape rule of an embedding's backward: the gradient of a weight of ``count`` rows."""
     if grad.shape[:-1] != indices.shape or indices.dtype not in _INDICES or not is_contiguous(grad):
         return None
     return (contiguous((count, grad.shape[-1]), grad.dtype),) if grad.dtype in FLOATS else None
@@ -133,7 +141,7 @@ def _attention_on_cpus(
     attn_mask: TensorMeta | None = None,
     scale: float | None = None,
 ) -> Metas | None:
-    """Return attention's metas; keys may have fewer heads, each for several of the queries."""
+    """Shape rule of CPU flash attention: (output, logsumexp); supports grouped key heads."""
     if not len(query.shape) == len(key.shape) == 4 or key.shape != value.shape or dropout:
         return None
     batch, heads, length, size = query.shape
@@ -150,6 +158,7 @@ def _attention_on_cpus(
 
 
 def _masks(mask: TensorMeta, weights: Shape) -> bool:
+    """Return whether a mask broadcasts to the attention weights."""
     known = mask.dtype in (torch.bool, torch.float32) and len(mask.shape) in (2, 4)
     return known and broadcast([mask.shape, weights]) == weights
 

@@ -1,4 +1,4 @@
-"""Meta kernels of lazygt's own, where torch's refuse valid calls or give wrong shapes.
+"""Meta kernels of lazygt's own, where torch's refuse valid calls or return wrong shapes.
 
 They have the op's parameters, tensors as meta tensors, and raise the errors of torch's kernels.
 """
@@ -13,9 +13,10 @@ from torch._prims_common import suggest_memory_format
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 
-# -- strides of results where torch's meta kernels differ from its CPU and GPU kernels -------------
-# Strides decide which views are allowed, so a handle must show those of eager torch. Each op is
-# listed under the layout of its kernel. The workers notice an op that the list lacks (see
+# -- strides of kernels ----------------------------------------------------------------------------
+# torch's meta kernels give some results other strides than its CPU and GPU kernels. Strides decide
+# which views are allowed, so a handle must show those of eager torch. Each op is listed under the
+# layout of its kernel. The workers report an op that the list lacks (see
 # ``infer.Inference.correct``).
 
 Strides = tuple[int, ...]
@@ -29,15 +30,15 @@ def relaid(
     operands: Sequence[torch.Tensor],
     fresh: Sequence[TensorMeta | None],
 ) -> list[TensorMeta | None]:
-    """Return the metas of an op's fresh results, with the strides that its kernel gives.
+    """Return the metas of an op's new results with the strides of its real kernel.
 
     Args:
         device_type: of the workers.
-        operands: the tensors that the op takes, in order, as meta tensors.
+        operands: the tensors that the op gets, in order, as meta tensors.
         fresh: the metas of torch's meta kernel.
     """
-    here = _ON_CPU if device_type == "cpu" else _ON_GPU
-    layouts = _EVERYWHERE.get(name) or here.get(name)
+    by_device = _ON_CPU if device_type == "cpu" else _ON_GPU
+    layouts = _EVERYWHERE.get(name) or by_device.get(name)
     if layouts is None:
         return list(fresh)
     metas = list(fresh)
@@ -51,7 +52,7 @@ def relaid(
     return metas
 
 
-def _rows(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
+def _row_major(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
     """Return row-major strides, for any operands."""
     return contiguous_stride(shape)
 
@@ -59,26 +60,27 @@ def _rows(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
 def _iterated(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
     """Return the strides that TensorIterator gives a result of up to three operands.
 
-    A lone operand goes with a number. torch makes it a CPU tensor, which a meta kernel leaves out,
-    and so keeps strides of dims of one element that TensorIterator does not.
+    A lone operand is combined with a number. torch makes the number a CPU tensor, which a meta
+    kernel ignores, and so preserves strides of dims of one element, unlike TensorIterator.
     """
     if len(operands) < 3:
         other = operands[-1] if len(operands) > 1 else torch.empty((), device="meta")
-        return torch.ne(_single(operands[0]), _single(other)).stride()
+        return torch.ne(_halves_as_floats(operands[0]), _halves_as_floats(other)).stride()
     return torch.lerp(*map(_floats, operands)).stride()
 
 
-def _single(t: torch.Tensor) -> torch.Tensor:
-    """Return halves in single precision: meta kernels convert halves, and lose strides of 0."""
+def _halves_as_floats(t: torch.Tensor) -> torch.Tensor:
+    """Return a half tensor in float32: meta kernels of halves lose strides of 0."""
     return _floats(t) if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def _floats(t: torch.Tensor) -> torch.Tensor:
+    """Return a float32 meta tensor of the same shape and strides."""
     return torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device="meta")
 
 
 def _iterated_over(*positions: int) -> Layout:
-    """Return the same layout over some of the operands, in the kernel's order."""
+    """Return TensorIterator's layout over some of the operands, in the kernel's order."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         return _iterated([operands[position] for position in positions], shape)
@@ -92,7 +94,7 @@ def _power(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
 
 
 def _negated(position: int) -> Layout:
-    """Return TensorIterator's layout for a function of that operand alone."""
+    """Return TensorIterator's layout for a function of one operand."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         return _floats(operands[position]).neg().stride()
@@ -101,7 +103,7 @@ def _negated(position: int) -> Layout:
 
 
 def _format_of(position: int) -> Layout:
-    """Return a layout: channels-last where that operand is, else row-major."""
+    """Return a layout: channels-last if the operand is, else row-major."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         form = suggest_memory_format(operands[position])
@@ -111,7 +113,7 @@ def _format_of(position: int) -> Layout:
 
 
 def _like(position: int) -> Layout:
-    """Return the layout of that operand, if it is dense and has the result's shape."""
+    """Return the layout of the operand, if it is dense and has the result's shape."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         source = operands[position]
@@ -130,10 +132,10 @@ def _convolved(*positions: int) -> Layout:
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
         forms = [suggest_memory_format(operands[position]) for position in positions]
-        last = next((form for form in forms if form != torch.contiguous_format), None)
-        if last is None or operands[0].dtype == torch.float64:
+        channels_last = next((form for form in forms if form != torch.contiguous_format), None)
+        if channels_last is None or operands[0].dtype == torch.float64:
             return contiguous_stride(shape)
-        return torch.empty(shape, device="meta", memory_format=last).stride()
+        return torch.empty(shape, device="meta", memory_format=channels_last).stride()
 
     return layout
 
@@ -141,6 +143,7 @@ def _convolved(*positions: int) -> Layout:
 def _table(
     *families: tuple[tuple[Layout | None, ...], str],
 ) -> dict[str, tuple[Layout | None, ...]]:
+    """Return op -> layouts from pairs of layouts and op names."""
     return {f"aten.{name}": layouts for layouts, names in families for name in names.split()}
 
 
@@ -167,7 +170,7 @@ _EVERYWHERE = _table(
         true_divide.Tensor where.self xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor""",
     ),
     (
-        (_rows,),
+        (_row_major,),
         """_foreach_pow.ScalarAndTensor _weight_norm_interface.default isin.Tensor_Scalar
         isin.Tensor_Tensor pow.Scalar renorm.default tril.default triu.default""",
     ),
@@ -189,13 +192,13 @@ _EVERYWHERE = _table(
 
 _ON_CPU = _table(
     (
-        (_rows,),
+        (_row_major,),
         """_log_softmax_backward_data.default huber_loss_backward.default
         mse_loss_backward.default normal.Tensor_Tensor smooth_l1_loss_backward.default""",
     ),
     ((_like(0),), "log_sigmoid_backward.default"),
-    ((_rows, _rows), "log_sigmoid_forward.default"),
-    ((_rows, _rows, _rows), "native_layer_norm_backward.default"),
+    ((_row_major, _row_major), "log_sigmoid_forward.default"),
+    ((_row_major, _row_major, _row_major), "native_layer_norm_backward.default"),
     (
         (_format_of(0),),
         """_batch_norm_no_update.default _batch_norm_with_update.default
@@ -221,7 +224,7 @@ _ON_GPU = _table(
 )
 
 
-# -- meta kernels of lazygt's own, where torch's refuse valid calls or give wrong shapes -----------
+# -- meta kernels ----------------------------------------------------------------------------------
 
 aten: Any = torch.ops.aten
 #: Dtypes of a grouped product, with their names in torch's kernels.
@@ -242,6 +245,7 @@ _ALIGNMENT = 16
 
 
 def _check(holds: bool, message: str) -> None:
+    """Raise RuntimeError with ``message`` unless the condition holds."""
     if not holds:
         raise RuntimeError(message)
 
@@ -253,7 +257,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Infer a grouped product; torch's own knows bfloat16 alone."""
+    """Infer a grouped matrix product; torch's own meta kernel accepts only bfloat16."""
     flat = [t.dim() == 2 for t in (a, b)]
     _check_factors(a, b, flat)
     _check(
@@ -275,6 +279,7 @@ def _grouped_mm(
 
 
 def _check_factors(a: torch.Tensor, b: torch.Tensor, flat: list[bool]) -> None:
+    """Check dtypes, dims and strides of a grouped product's operands."""
     for name, t in (("mat_a", a), ("mat_b", b)):
         _check(
             t.dtype in _CPP_NAMES,
@@ -307,6 +312,7 @@ def _check_strides(t: torch.Tensor) -> None:
 
 
 def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> list[int]:
+    """Return the shape of a grouped product."""
     wrong = "matrix batch sizes have to match"
     if a.dim() == 2:
         assert offs is not None
@@ -323,6 +329,7 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) 
 
 
 def _rows_aligned(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a result with rows padded to 16 bytes."""
     elements = _ALIGNMENT // dtype.itemsize
     row = (shape[-1] + elements - 1) // elements * elements
     stride = [shape[1] * row, row, 1] if len(shape) == 3 else [row, 1]
@@ -337,7 +344,7 @@ def _multi_margin_loss(
     weight: torch.Tensor | None = None,
     reduction: int = 1,
 ) -> torch.Tensor:
-    """Infer the loss; torch's own makes one loss of a target without dims a vector."""
+    """Infer the loss; for a target without dims torch's own meta kernel returns a vector."""
     loss: torch.Tensor = aten.multi_margin_loss.default(x, target, p, margin, weight, reduction)
     return loss if target.dim() else loss.new_empty(())
 
@@ -345,13 +352,13 @@ def _multi_margin_loss(
 def _multilabel_margin_loss(
     x: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Infer the loss; torch's own makes that of one sample without a batch a vector."""
+    """Infer the loss; for a sample without a batch torch's own meta kernel returns a vector."""
     loss, is_target = aten.multilabel_margin_loss_forward.default(x, target, reduction)
     return (loss if target.dim() > 1 else loss.new_empty(())), is_target
 
 
 def _view_copy(source: torch.Tensor, size: list[int]) -> torch.Tensor:
-    """Infer a reshaped copy; torch's own refuses a tensor that needs more than a view."""
+    """Infer a reshaped copy; torch's own meta kernel refuses tensors that no view can reshape."""
     return source.reshape(size).contiguous()
 
 
@@ -389,8 +396,8 @@ def _cudnn_rnn(
 ) -> tuple[torch.Tensor, ...]:
     """Infer a recurrent layer's results.
 
-    torch's own packs no weights, and gives batch-first outputs row-major. Only cuDNN knows the
-    sizes of the last two results, reserve and packed weights.
+    torch's own meta kernel packs no weights, and returns row-major batch-first outputs. Only cuDNN
+    knows the sizes of the last two results, reserve and packed weights.
     """
     _check_same_dtype(x, [hx, cx], "hidden")
     _check_same_dtype(x, weight, "parameter")
@@ -408,16 +415,18 @@ def _cudnn_rnn(
 
 
 def _check_same_dtype(x: torch.Tensor, tensors: Sequence[torch.Tensor | None], name: str) -> None:
+    """Raise torch's error if a tensor's dtype differs from the input's."""
     for tensor in tensors:
         if tensor is not None and tensor.dtype != x.dtype:
-            expected, given = (_TYPE_NAMES.get(t.dtype, str(t.dtype)) for t in (x, tensor))
+            expected, actual = (_TYPE_NAMES.get(t.dtype, str(t.dtype)) for t in (x, tensor))
             raise RuntimeError(
                 f"Input and {name} tensors are not the same dtype, found input tensor with "
-                f"{expected} and {name} tensor with {given}"
+                f"{expected} and {name} tensor with {actual}"
             )
 
 
 def _check_size(state: torch.Tensor, expected: list[int], name: str) -> None:
+    """Raise torch's error if a state has another shape than expected."""
     size = [*state.shape]
     _check(size == expected, f"Expected {name} size {expected}, got {size}")
 
@@ -425,7 +434,7 @@ def _check_size(state: torch.Tensor, expected: list[int], name: str) -> None:
 def _steps_first(
     x: torch.Tensor, batch_first: bool, batch_sizes: list[int], width: int
 ) -> torch.Tensor:
-    """Return a sequence like ``x``, which lies in memory step by step."""
+    """Return a sequence like ``x`` with ``width`` features, step-major in memory."""
     if not batch_first or batch_sizes:
         return x.new_empty((*x.shape[:-1], width))
     return x.new_empty((x.size(1), x.size(0), width)).transpose(0, 1)

@@ -1,8 +1,8 @@
-"""An op's results found by running it on meta tensors.
+"""Inference of an op's results by a run on meta tensors.
 
-A meta tensor has shape, strides and dtype but no memory. torch's own meta kernels raise torch's
-own errors for arguments that do not fit. A few of them depend on the device; those run on
-fake tensors, which are meta tensors that claim to be on the workers' device.
+A meta tensor has shape, strides and dtype but no memory. torch's own meta kernels raise torch's own
+errors for arguments that do not fit. A few of them depend on the device; those run on fake tensors,
+which are meta tensors that claim to be on the workers' device.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
 from lazygt.graph.shapes.meta_kernels import META_KERNELS, relaid
 from lazygt.graph.shapes.rules import Results
 
-# -- fake tensors of a GPU, without a CUDA context in this process ---------------------------------
+# -- fake tensors without a CUDA context -----------------------------------------------------------
 
 _create_context = fake_tensor.init_gpu_context
 _here = threading.local()
 
 
 def _init_gpu_context(device: torch.device) -> None:
-    """Call torch's own, which allocates on the GPU, only outside of ``fake_tensors``."""
+    """Call torch's function, which allocates on the GPU, only outside of ``fake_tensors``."""
     if not getattr(_here, "is_inside", False):
         _create_context(device)
 
@@ -40,9 +40,9 @@ fake_tensor.init_gpu_context = _init_gpu_context  # type: ignore[assignment]
 
 @contextmanager
 def fake_tensors(fallback: bool) -> Iterator[None]:
-    """Mode of fake tensors that opens no CUDA context.
+    """Context of fake tensors that opens no CUDA context.
 
-    A context takes 0.5 GB, and children that are forked later could not use CUDA.
+    A CUDA context takes 0.5 GB, and children that are forked later could not use CUDA.
 
     Args:
         fallback: True to run an op without a fake kernel on zeros.
@@ -56,7 +56,7 @@ def fake_tensors(fallback: bool) -> Iterator[None]:
         _here.is_inside = before
 
 
-# -- an op's results found by running it on meta tensors -------------------------------------------
+# -- runs on meta tensors --------------------------------------------------------------------------
 
 
 def run_on_metas(
@@ -86,16 +86,15 @@ def run_on_metas(
         tensors.append(meta.empty(device))
         return tensors[-1]
 
-    # a foreign op is not to be run on made-up values in place of the fake kernel that it lacks,
-    # and no op on a GPU
+    # fallback kernels run on zeros: never for a custom op without a fake kernel, never on a GPU
     fallback = not f.foreign and device_type == "cpu"
     mode = fake_tensors(fallback) if by_device else nullcontext()
     with undispatched(), torch.no_grad(), nondeterministic(), mode:
-        margs, mkwargs = with_tensors(args, kwargs, empty, metas, params, device)
+        meta_args, meta_kwargs = with_tensors(args, kwargs, empty, metas, params, device)
         try:
-            returned = META_KERNELS.get(f.name, f.func)(*margs, **mkwargs)
+            returned = META_KERNELS.get(f.name, f.func)(*meta_args, **meta_kwargs)
         except NotImplementedError:
-            # a foreign op that has no fake kernel is not one of those that resize their outputs
+            # a custom op without a fake kernel does not resize its written arguments
             only_writes = f.foreign and all(kind[0] == "w" for kind in f.outputs)
             if f.outputs and not only_writes:
                 return None
@@ -103,13 +102,13 @@ def run_on_metas(
     if f.name in _ONE_DTYPE:
         _check_one_dtype(f, tensors)
     elif f.name in _KEEPING_DTYPE:
-        _check_cast(f, margs)
-    results = _described(f, returned, margs, mkwargs)
+        _check_cast(f, meta_args)
+    results = _described(f, returned, meta_args, meta_kwargs)
     fresh = _corrected(f, list(results.fresh), tensors, device_type)
-    wide = _widened(metas) if f.pointwise and f.outputs == ("f",) else None
-    if wide is not None:
-        again = run_on_metas(f, args, kwargs, wide, params, device_type)
-        fresh = [_with_strides(fresh[0], again)]
+    float32_metas = _halves_in_float32(metas) if f.pointwise and f.outputs == ("f",) else None
+    if float32_metas is not None:
+        float32_results = run_on_metas(f, args, kwargs, float32_metas, params, device_type)
+        fresh = [_with_strides(fresh[0], float32_results)]
     return results._replace(fresh=tuple(fresh))
 
 
@@ -147,7 +146,7 @@ def _described(
         if kind[0] in "fv":
             fresh.extend(None if t is None else TensorMeta.of(t) for t in _flat([item]))
     return Results(
-        tuple(_rooted(f, fresh)),
+        tuple(_without_offset(f, fresh)),
         tuple(TensorMeta.of(t) for t in _flat(written) if t is not None),
         tuple(int(item) for kind, item in zip(f.outputs, items, strict=True) if kind == "i"),
     )
@@ -156,7 +155,7 @@ def _described(
 def _corrected(
     f: OpFacts, fresh: list[TensorMeta | None], operands: list[torch.Tensor], device_type: str
 ) -> list[TensorMeta | None]:
-    """Return the metas with the errors of torch's meta kernels corrected."""
+    """Return the metas with known errors of torch's meta kernels corrected."""
     if f.name in _NORMS and device_type == "cpu":
         _mixed_statistics(operands, fresh)
     if f.name == _GROUP_NORM_BACKWARD and fresh[0] is not None:
@@ -179,19 +178,19 @@ def _with_strides(meta: TensorMeta | None, of: Results | None) -> TensorMeta | N
 def _by_device(f: OpFacts, metas: Mapping[int, TensorMeta], device_type: str) -> bool:
     """Return whether the results depend on the kind of device.
 
-    Norms are told apart on CPUs only. On fake tensors of a GPU their decompositions would write
-    in place, which torch refuses where it was built without CUDA.
+    Norms count as device-dependent on CPUs only. On fake tensors of a GPU their decompositions
+    would write in place, which torch refuses where it was built without CUDA.
     """
     if f.name in _CONVOLUTIONS:
         return device_type == "cpu" and not all(meta.plain for meta in metas.values())
     return f.name in BY_DEVICE and (device_type == "cpu" or f.name not in _NORMS)
 
 
-def _widened(metas: Mapping[int, TensorMeta]) -> Mapping[int, TensorMeta] | None:
-    """Return the operands in single precision if an expanded one is of half precision.
+def _halves_in_float32(metas: Mapping[int, TensorMeta]) -> Mapping[int, TensorMeta] | None:
+    """Return the operands' metas in float32 if one in half precision is expanded; else None.
 
     torch's meta kernels convert such operands first, and the converted ones are row-major; its
-    kernels do not, and lay their result out as for any other dtype.
+    kernels do not convert, and choose the result's strides as for any other dtype.
     """
     halves = [meta for meta in metas.values() if meta.dtype in (torch.float16, torch.bfloat16)]
     if all(all(meta.stride) for meta in halves):
@@ -214,6 +213,7 @@ _ONE_DTYPE = frozenset(
 
 
 def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
+    """Raise for operands of several dtypes, as torch's kernels do."""
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     if len(dtypes) > 1:
         names = " != ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -225,6 +225,7 @@ _KEEPING_DTYPE = frozenset({"aten.add_.Tensor", "aten.sub_.Tensor", "aten.mul_.T
 
 
 def _check_cast(f: OpFacts, args: Sequence[Any]) -> None:
+    """Raise if the result's dtype can't be cast to the written tensor's."""
     result, target = torch.result_type(args[0], args[1]), args[0].dtype
     if not torch.can_cast(result, target):
         raise RuntimeError(
@@ -241,7 +242,7 @@ def _no_buffer(operands: list[torch.Tensor], buffer: TensorMeta | None) -> Tenso
     return TensorMeta((0,), (1,), operands[0].dtype)
 
 
-def _single_norms(operands: list[torch.Tensor], norms: TensorMeta | None) -> TensorMeta | None:
+def _float32_norms(operands: list[torch.Tensor], norms: TensorMeta | None) -> TensorMeta | None:
     """Return the norms' meta: GPUs keep norms of half precision in single precision."""
     if norms is None or norms.dtype != torch.float16:
         return norms
@@ -253,7 +254,7 @@ _OTHER_ON_GPUS: Mapping[
     str, Callable[[list[torch.Tensor], TensorMeta | None], TensorMeta | None]
 ] = {
     "aten.log_sigmoid_forward.default": _no_buffer,
-    "aten._weight_norm_interface.default": _single_norms,
+    "aten._weight_norm_interface.default": _float32_norms,
 }
 
 #: The input's gradient has the input's dtype; torch's meta kernel promotes it with the weights'.
@@ -276,8 +277,8 @@ def _mixed_statistics(tensors: list[torch.Tensor], fresh: list[TensorMeta | None
             fresh[i] = TensorMeta(m.shape, m.stride, torch.float32)
 
 
-def _rooted(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:
-    """Return the metas with offset 0: fresh results own their memory."""
+def _without_offset(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:
+    """Return the metas with offset 0: new results have memory of their own."""
     if f.views:
         return metas
     return [
@@ -287,6 +288,7 @@ def _rooted(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | Non
 
 
 def _flat(items: Any) -> Any:
+    """Yield the items of nested lists."""
     for item in items:
         if isinstance(item, (list, tuple)):
             yield from _flat(item)
@@ -294,13 +296,13 @@ def _flat(items: Any) -> Any:
             yield item
 
 
-# -- errors of torch's CPU kernels, for calls that a meta kernel refuses with another text ---------
-# The refused op runs once more on zeros of the same shapes, strides and dtypes. They lie in
-# mapped memory, of which no page exists until it is written; a kernel that refuses its arguments
-# has touched none of it.
+# -- errors of torch's CPU kernels -----------------------------------------------------------------
+# A meta kernel's error text may differ from the CPU kernel's. So the refused op runs once more on
+# zeros of the same shapes, strides and dtypes. They are in mapped memory, of which no page exists
+# until the first write; a kernel that refuses its arguments has written none of it.
 
-#: Most elements of all operands, and largest number among arguments: a kernel that takes a call
-#: that the meta kernel refused computes with as much.
+#: Maximum elements of all operands, and maximum number among arguments: a kernel that accepts the
+#: call computes with no more.
 _MOST_ELEMENTS = 2**26
 #: Ops that compute nothing before they have compared all shapes and dtypes.
 _CHECK_FIRST = frozenset(
@@ -308,14 +310,14 @@ _CHECK_FIRST = frozenset(
     for name in ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "convolution")
 )
 #: Refusals of values, which are zeros here, and of memory.
-_OF_OTHER_KIND: tuple[type[Exception], ...] = (
+_OTHER_ERRORS: tuple[type[Exception], ...] = (
     torch.linalg.LinAlgError,  # type: ignore[attr-defined]
     MemoryError,
     OSError,
     OverflowError,  # operands that no address space holds
 )
 #: The same by their texts, and refusals for want of a kernel.
-_OTHER_REASONS = ("Could not run ", "DefaultCPUAllocator", "[enforce fail")
+_OTHER_ERROR_TEXTS = ("Could not run ", "DefaultCPUAllocator", "[enforce fail")
 _MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 
 
@@ -341,16 +343,17 @@ def cpu_error(
         with undispatched(), torch.no_grad(), nondeterministic():
             operands = with_tensors(args, kwargs, _zeros, metas, params, torch.device("cpu"))
             f.func(*operands[0], **operands[1])
-    except _OF_OTHER_KIND:
+    except _OTHER_ERRORS:
         return None
     except Exception as error:  # noqa: BLE001 - any error of the kernel is the answer
-        return None if str(error).startswith(_OTHER_REASONS) else error
+        return None if str(error).startswith(_OTHER_ERROR_TEXTS) else error
     return None
 
 
 def _is_small(
     f: OpFacts, args: Any, metas: Mapping[int, TensorMeta], params: Sequence[Any]
 ) -> bool:
+    """Return whether a call computes little enough to be tried on the CPU."""
     if f.name in _CHECK_FIRST:
         return True
     elements = sum(max(meta.extent, meta.numel) for meta in metas.values())
@@ -359,6 +362,7 @@ def _is_small(
 
 
 def _numbers(arg: Any) -> Iterable[int]:
+    """Yield the ints in an argument."""
     if type(arg) is tuple:
         for item in arg:
             yield from _numbers(item)

@@ -1,4 +1,4 @@
-"""Copies, fills, products and reductions: fresh row-major tensors."""
+"""Shape rules of copies, fills, products, reductions and views."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Shape = tuple[int, ...]
 
 
 class Results(NamedTuple):
-    """Metas and numbers of an op's results, known before they are computed.
+    """Metas and ints of an op's results, known before they are computed.
 
     Attributes:
-        fresh, written: metas of the tensors it returns anew, and of those it writes.
-        ints: the numbers it returns among them.
+        fresh, written: metas of the new tensors, and of the written ones.
+        ints: ints among the results.
     """
 
     fresh: Metas
@@ -48,9 +48,9 @@ def is_contiguous(meta: TensorMeta) -> bool:
 
 
 def is_dense(meta: TensorMeta) -> bool:
-    """Return whether elements lie in places of their own, without gaps.
+    """Return whether the elements fill memory without gaps or overlap.
 
-    ``empty_like`` and its kin keep the strides of such a tensor.
+    ``empty_like`` and its variants preserve the strides of such a tensor.
     """
     step = 1
     for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
@@ -86,17 +86,19 @@ def same_float(*metas: TensorMeta) -> bool:
     return dtype in FLOATS and all(m.dtype is dtype for m in metas)
 
 
-def seen(source: TensorMeta, shape: Iterable[int], stride: Iterable[int], offset: int) -> Metas:
-    """Return the meta of a view of ``source``."""
+def view_meta(
+    source: TensorMeta, shape: Iterable[int], stride: Iterable[int], offset: int
+) -> Metas:
+    """Return the meta of a view of ``source``, as the results of a rule."""
     return (intern(tuple(shape), tuple(stride), source.dtype, offset),)
 
 
 def without(items: Shape, at: int) -> Shape:
-    """Return a shape, or strides, without dimension ``at``."""
+    """Return a tuple without the item at dimension ``at``."""
     return items[:at] + items[at + 1 :]
 
 
-# -- copies, fills, products and reductions: fresh row-major tensors -------------------------------
+# -- copies, fills, products and reductions --------------------------------------------------------
 
 
 def _like(
@@ -106,6 +108,7 @@ def _like(
     memory_format: torch.memory_format | None = None,
     **where: Any,
 ) -> Metas | None:
+    """Shape rule of ``empty_like`` and its variants, for row-major results."""
     if memory_format is torch.contiguous_format or (
         memory_format in (None, torch.preserve_format) and is_contiguous(source)
     ):
@@ -114,17 +117,20 @@ def _like(
 
 
 def _full_like(source: TensorMeta, value: Any, **kwargs: Any) -> Metas | None:
+    """Shape rule of ``full_like``."""
     return _like(source, **kwargs)
 
 
 def _clone(source: TensorMeta, *, memory_format: torch.memory_format | None = None) -> Metas | None:
+    """Shape rule of ``clone``."""
     return _like(source, memory_format=memory_format)
 
 
 def _cat(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
+    """Shape rule of ``cat`` for tensors of one dtype and number of dims."""
     first = tensors[0]
     at = position(dim, len(first.shape))
-    # a row-major one among them decides, and of other ranks than 4 and 5 there is no other result
+    # one row-major tensor makes the result row-major; so do numbers of dims other than 4 and 5
     decided = len(first.shape) not in (4, 5) or any(map(is_contiguous, tensors))
     if at is None or not decided or any(t.dtype != first.dtype for t in tensors):
         return None
@@ -138,6 +144,7 @@ def _cat(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
 
 
 def _stack(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
+    """Shape rule of ``stack`` for row-major tensors of one shape and dtype."""
     first = tensors[0]
     at = position(dim, len(first.shape) + 1)
     same = all(
@@ -149,32 +156,37 @@ def _stack(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
 
 
 def _isin(elements: TensorMeta, among: TensorMeta, **flags: Any) -> Metas | None:
-    numbers = _WHOLE.issuperset((elements.dtype, among.dtype))
-    return (contiguous(elements.shape, torch.bool),) if numbers else None
+    """Shape rule of ``isin`` for integers."""
+    are_integers = _INDEX_DTYPES.issuperset((elements.dtype, among.dtype))
+    return (contiguous(elements.shape, torch.bool),) if are_integers else None
 
 
-_WHOLE = frozenset({torch.int32, torch.int64})
+_INDEX_DTYPES = frozenset({torch.int32, torch.int64})
 
 
 def _copied_into(
     target: TensorMeta, source: TensorMeta, non_blocking: bool = False
 ) -> Metas | None:
+    """Shape rule of ``copy_`` into a row-major tensor."""
     fits = is_contiguous(target) and broadcast([target.shape, source.shape]) == target.shape
     return (target,) if fits else None
 
 
 def _filled(target: TensorMeta, *numbers: Any) -> Metas | None:
+    """Shape rule of in-place fills and draws of a row-major float tensor."""
     real = all(type(number) in (bool, int, float) for number in numbers)
     return (target,) if real and is_contiguous(target) and target.dtype in FLOATS else None
 
 
 def _mm(a: TensorMeta, b: TensorMeta) -> Metas | None:
+    """Shape rule of a matrix product."""
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
         return None
     return (contiguous((a.shape[0], b.shape[1]), a.dtype),) if same_float(a, b) else None
 
 
 def _addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, **scales: Any) -> Metas | None:
+    """Shape rule of ``bias + a @ b``."""
     product = _mm(a, b)
     if product is None or scales or product[0] is None or not same_float(bias, a):
         return None
@@ -182,6 +194,7 @@ def _addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, **scales: Any) -> Met
 
 
 def _bmm(a: TensorMeta, b: TensorMeta) -> Metas | None:
+    """Shape rule of a batched matrix product."""
     if len(a.shape) != 3 or len(b.shape) != 3 or a.shape[0] != b.shape[0]:
         return None
     if a.shape[2] != b.shape[1] or not same_float(a, b):
@@ -196,22 +209,23 @@ def _reduced(
     *,
     dtype: torch.dtype | None = None,
 ) -> Metas | None:
-    """Return the meta of a sum or mean of floats over some dimensions."""
+    """Shape rule of a sum or mean of floats over some dims (all if ``dims`` is empty)."""
     rank = len(source.shape)
     if not is_contiguous(source) or source.dtype not in FLOATS or dtype not in (None, source.dtype):
         return None
-    wanted = dims if isinstance(dims, tuple) and dims else range(rank)
-    gone = {position(dim, rank) for dim in wanted}
-    if None in gone or len(gone) != len(wanted):
+    reduced_dims = dims if isinstance(dims, tuple) and dims else range(rank)
+    reduced = {position(dim, rank) for dim in reduced_dims}
+    if None in reduced or len(reduced) != len(reduced_dims):
         return None
     if keepdim:
-        shape = tuple(1 if d in gone else size for d, size in enumerate(source.shape))
+        shape = tuple(1 if d in reduced else size for d, size in enumerate(source.shape))
     else:
-        shape = tuple(size for d, size in enumerate(source.shape) if d not in gone)
+        shape = tuple(size for d, size in enumerate(source.shape) if d not in reduced)
     return (contiguous(shape, source.dtype),)
 
 
 def _reduced_whole(source: TensorMeta, *, dtype: torch.dtype | None = None) -> Metas | None:
+    """Shape rule of a sum or mean over all dims."""
     return _reduced(source, dtype=dtype)
 
 
@@ -244,19 +258,21 @@ WRITING: dict[str, Rule] = {
 }
 
 
-# -- views: any strides, any offset ----------------------------------------------------------------
+# -- views -----------------------------------------------------------------------------------------
 
 
 def _permute(source: TensorMeta, dims: tuple[int, ...]) -> Metas | None:
+    """Shape rule of ``permute``: reordered shape and strides."""
     rank = len(source.shape)
     order = [dim + rank if dim < 0 else dim for dim in dims]
     if sorted(order) != list(range(rank)):
         return None
     shape = [source.shape[d] for d in order]
-    return seen(source, shape, [source.stride[d] for d in order], source.offset)
+    return view_meta(source, shape, [source.stride[d] for d in order], source.offset)
 
 
 def _transpose(source: TensorMeta, dim0: int, dim1: int) -> Metas | None:
+    """Shape rule of ``transpose``."""
     first, second = position(dim0, len(source.shape)), position(dim1, len(source.shape))
     if first is None or second is None:
         return None
@@ -266,44 +282,50 @@ def _transpose(source: TensorMeta, dim0: int, dim1: int) -> Metas | None:
 
 
 def _t(source: TensorMeta) -> Metas | None:
+    """Shape rule of ``t`` of a matrix."""
     if len(source.shape) != 2:
         return None
-    return seen(source, source.shape[::-1], source.stride[::-1], source.offset)
+    return view_meta(source, source.shape[::-1], source.stride[::-1], source.offset)
 
 
 def _view(source: TensorMeta, shape: Shape) -> Metas | None:
+    """Shape rule of ``view`` of a row-major tensor."""
     if not is_contiguous(source):
         return None
-    sizes = _with_guess(shape, source.numel)
-    return None if sizes is None else seen(source, sizes, contiguous_stride(sizes), source.offset)
+    sizes = _infer_size(shape, source.numel)
+    return (
+        None if sizes is None else view_meta(source, sizes, contiguous_stride(sizes), source.offset)
+    )
 
 
 def _unsafe_view(source: TensorMeta, shape: Shape) -> Metas | None:
+    """Shape rule of ``_unsafe_view``, for sources at offset 0."""
     return _view(source, shape) if not source.offset else None
 
 
-def _with_guess(shape: Shape, numel: int) -> Shape | None:
-    """Return the shape with its one -1 replaced; None if it does not hold ``numel`` elements."""
-    known = math.prod(size for size in shape if size != -1)
-    if any(size < -1 for size in shape) or shape.count(-1) > 1 or known == 0:
+def _infer_size(shape: Shape, numel: int) -> Shape | None:
+    """Return the shape with its one -1 replaced; None if it does not have ``numel`` elements."""
+    known_numel = math.prod(size for size in shape if size != -1)
+    if any(size < -1 for size in shape) or shape.count(-1) > 1 or known_numel == 0:
         return None
-    sizes = tuple(numel // known if size == -1 else size for size in shape)
+    sizes = tuple(numel // known_numel if size == -1 else size for size in shape)
     return sizes if math.prod(sizes) == numel else None
 
 
 def _expand(source: TensorMeta, shape: Shape, *, implicit: bool = False) -> Metas | None:
+    """Shape rule of ``expand``: stride 0 for dims that are broadcast."""
     new = len(shape) - len(source.shape)
-    # a dimension of one in front has strides of its own kind
+    # torch computes strides of new leading dims of size 1 in another way
     if new < 0 or any(size < 2 for size in shape[:new]):
         return None
     pairs = zip(shape[new:], source.shape, source.stride, strict=True)
     sizes, steps = list(shape[:new]), [0] * new
-    for size, have, step in pairs:
-        if size not in (-1, have) and (have != 1 or size < 1):
+    for size, old_size, step in pairs:
+        if size not in (-1, old_size) and (old_size != 1 or size < 1):
             return None
-        sizes.append(have if size == -1 else size)
-        steps.append(step if size in (-1, have) else 0)
-    return seen(source, sizes, steps, source.offset)
+        sizes.append(old_size if size == -1 else size)
+        steps.append(step if size in (-1, old_size) else 0)
+    return view_meta(source, sizes, steps, source.offset)
 
 
 def _slice(
@@ -313,6 +335,7 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Metas | None:
+    """Shape rule of a nonempty slice."""
     at = position(dim, len(source.shape))
     if at is None or type(step) is not int or step < 1:
         return None
@@ -323,10 +346,11 @@ def _slice(
     shape[at] = (last - first + step - 1) // step
     offset = source.offset + first * stride[at]
     stride[at] *= step
-    return seen(source, shape, stride, offset)
+    return view_meta(source, shape, stride, offset)
 
 
 def _narrow(source: TensorMeta, dim: int, start: int, length: int) -> Metas | None:
+    """Shape rule of ``narrow``, as a slice."""
     at = position(dim, len(source.shape))
     if at is None or not 0 <= start <= start + length <= source.shape[at]:
         return None
@@ -334,6 +358,7 @@ def _narrow(source: TensorMeta, dim: int, start: int, length: int) -> Metas | No
 
 
 def _select(source: TensorMeta, dim: int, index: int) -> Metas | None:
+    """Shape rule of ``select``: the view without the indexed dim."""
     at = position(dim, len(source.shape))
     if at is None:
         return None
@@ -341,10 +366,11 @@ def _select(source: TensorMeta, dim: int, index: int) -> Metas | None:
     if which is None:
         return None
     offset = source.offset + which * source.stride[at]
-    return seen(source, without(source.shape, at), without(source.stride, at), offset)
+    return view_meta(source, without(source.shape, at), without(source.stride, at), offset)
 
 
 def _unbind(source: TensorMeta, dim: int = 0) -> Metas | None:
+    """Shape rule of ``unbind``: one select for each index."""
     at = position(dim, len(source.shape))
     if at is None:
         return None
@@ -355,28 +381,31 @@ def _unbind(source: TensorMeta, dim: int = 0) -> Metas | None:
 
 
 def _unsqueeze(source: TensorMeta, dim: int) -> Metas | None:
+    """Shape rule of ``unsqueeze``."""
     rank = len(source.shape)
     at = position(dim, rank + 1)
     if at is None:
         return None
     step = source.shape[at] * source.stride[at] if at < rank else 1
     shape = (*source.shape[:at], 1, *source.shape[at:])
-    return seen(source, shape, (*source.stride[:at], step, *source.stride[at:]), source.offset)
+    return view_meta(source, shape, (*source.stride[:at], step, *source.stride[at:]), source.offset)
 
 
 def _squeeze(source: TensorMeta, dims: int | Shape | None = None) -> Metas | None:
+    """Shape rule of ``squeeze``: dims of size 1 are removed."""
     rank = len(source.shape)
-    wanted = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
-    gone = {position(dim, rank) for dim in wanted}
-    if None in gone or len(gone) != len(wanted):
+    candidates = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    squeezed = {position(dim, rank) for dim in candidates}
+    if None in squeezed or len(squeezed) != len(candidates):
         return None
-    kept = [d for d in range(rank) if d not in gone or source.shape[d] != 1]
-    shape, stride = [source.shape[d] for d in kept], [source.stride[d] for d in kept]
-    return seen(source, shape, stride, source.offset)
+    remaining = [d for d in range(rank) if d not in squeezed or source.shape[d] != 1]
+    shape, stride = [source.shape[d] for d in remaining], [source.stride[d] for d in remaining]
+    return view_meta(source, shape, stride, source.offset)
 
 
 def _detach(source: TensorMeta) -> Metas:
-    return seen(source, source.shape, source.stride, source.offset)
+    """Shape rule of ``detach``: the same view."""
+    return view_meta(source, source.shape, source.stride, source.offset)
 
 
 #: Op -> rule.

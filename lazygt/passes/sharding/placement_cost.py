@@ -32,7 +32,7 @@ from lazygt.graph.placement import (
     Replicate,
     StridedShard,
     around,
-    held,
+    local_size,
     whole_groups,
 )
 from lazygt.machine import Machine, collective_seconds
@@ -276,7 +276,7 @@ def share(meta: TensorMeta | None, placement: Placement, parts: int) -> float:
     if meta is None or not isinstance(placement, Cut):
         return 1.0
     size = meta.shape[placement.dim]
-    return held(placement, size, parts, 0) / size if size else 1.0
+    return local_size(placement, size, parts, 0) / size if size else 1.0
 
 
 def work_share(strategy: Strategy, operands: Metas, results: Metas, parts: int) -> float:

@@ -1,8 +1,8 @@
-"""Definitions of ops that torch alone does not have, for the workers.
+"""Definitions of custom ops, sent to the workers.
 
 A worker imports the modules that define the op, if it can; else the op's kernel is pickled by
-value. Its content is checked whenever the op is recorded: an op that is defined anew, or that
-refers to a changed object, is another op.
+value. Its code is checked whenever the op is recorded: an op that is defined again, or that refers
+to a changed object, is another op.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lazygt.record.custom.pickling import Witness, bundle
 from lazygt.record.custom.registry import ANY_DEVICE, importable, source_of
 from lazygt.runtime.custom_ops import Definition, code_name, tag_names
 
-_ONLY_VALUES_TELL = (
+_DATA_DEPENDENT = (
     fake_tensor.UnsupportedOperatorException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.DataDependentOutputException,
@@ -33,18 +33,18 @@ _ONLY_VALUES_TELL = (
 
 @dataclass(slots=True)
 class _Known:
-    """Op as it was recorded last.
+    """Custom op as it was recorded last.
 
     Attributes:
         modules: modules that workers import for it; None: its code is sent.
-        witness: dependencies of that code; None: one of them may change unnoticed.
+        fingerprint: objects that its code refers to; None: one of them may change unnoticed.
     """
 
     func: Any
     op: Foreign
     fake: Any
     modules: tuple[str, ...] | None
-    witness: Witness | None
+    fingerprint: Witness | None
 
     def is_current(self) -> bool:
         """Return whether the op's definition is unchanged."""
@@ -52,11 +52,11 @@ class _Known:
             return False
         if self.modules is not None:
             return all(map(importable, self.modules))
-        return self.witness is not None and self.witness.holds()
+        return self.fingerprint is not None and self.fingerprint.holds()
 
 
 class ForeignOps:
-    """Foreign ops of a session.
+    """Custom ops of a session.
 
     Args:
         ship_code: True if code may be pickled for the workers.
@@ -69,14 +69,14 @@ class ForeignOps:
         self.functions: dict[Any, tuple[Witness, Foreign]] = {}
 
     def facts(self, func: Any) -> OpFacts:
-        """Return the facts of a foreign op as it is defined now.
+        """Return the facts of a custom op as it is defined now.
 
         Raises:
-            CodeError: the op's code can't be brought to the workers.
+            CodeError: the op's code can't be sent to the workers.
         """
         known = self._known.get(id(func))
         if known is None or not known.is_current():
-            known = self._known[id(func)] = self._find(func)
+            known = self._known[id(func)] = self._define(func)
         return known.op.facts
 
     def check_shipping(self, title: str, module: str) -> None:
@@ -90,39 +90,41 @@ class ForeignOps:
                 "such as a file next to the script, or leave ship_code out",
             )
 
-    def _find(self, func: Any) -> _Known:
+    def _define(self, func: Any) -> _Known:
+        """Return the op's current definition: its modules, or its pickled code."""
         source = source_of(func, self.device_type)
         fake = _fake_kernel(func)
         title, schema = str(func), str(func._schema)
         tags = tag_names(func.tags)
         if source.can_be_imported:
-            first = [*source.modules, *map(os.path.basename, source.libraries)][0]
+            origin = [*source.modules, *map(os.path.basename, source.libraries)][0]
             definition = Definition(
-                f"{title}@{first}", schema, tags, source.modules, source.libraries
+                f"{title}@{origin}", schema, tags, source.modules, source.libraries
             )
-            imported, witness = source.modules, None
+            imported_modules, fingerprint = source.modules, None
         else:
             module = ", ".join(name for name in source.modules if not name.startswith("torch."))
             self.check_shipping(title, module)
             if source.kernel is None:
                 raise _no_kernel(title, module, self.device_type)
-            imported, witness = None, Witness.of(source.kernel)
+            imported_modules, fingerprint = None, Witness.of(source.kernel)
             code, modules, libraries = bundle(source.kernel, title, module)
             definition = Definition(
                 f"{title}@{code_name(code)}", schema, tags, modules, libraries, code
             )
         infer = None if fake is None else _Infer(func, fake)
-        return _Known(func, known_op(definition, infer), fake, imported, witness)
+        return _Known(func, known_op(definition, infer), fake, imported_modules, fingerprint)
 
 
 def _no_kernel(title: str, module: str, device_type: str) -> Exception:
+    """Return the error for an op without a Python kernel on the workers' device."""
     if module:
         return NotImplementedError(f"{title} (defined in {module}) has no kernel for {device_type}")
     return CodeError(
         title,
         "",
-        "it was defined before lazygt was imported, and torch does not tell by whom. Import lazygt "
-        "first, or define it in a module that the workers can import",
+        "it was defined before lazygt was imported, by a module that torch does not record. Import "
+        "lazygt first, or define it in a module that the workers can import",
     )
 
 
@@ -138,15 +140,15 @@ def _fake_kernel(func: Any) -> Any:
         if defined._abstract_fn is None and trivial is not None and trivial(func):
             return True
         return defined._abstract_fn
-    holder = fake_kernels.find(qualname).fake_impl.kernel
-    if holder is not None:
-        return holder.func
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return True if has(qualname, "Meta") or has(qualname, ANY_DEVICE[-1]) else None
+    fake_kernel = fake_kernels.find(qualname).fake_impl.kernel
+    if fake_kernel is not None:
+        return fake_kernel.func
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return True if has_kernel(qualname, "Meta") or has_kernel(qualname, ANY_DEVICE[-1]) else None
 
 
 def known_op(definition: Definition, infer: Callable[..., Any] | None) -> Foreign:
-    """Return the op of a definition in graphs: the known one, or a new one."""
+    """Return the graph op of a definition: the registered one if it is equal, else a new one."""
     try:
         known: Foreign = overload(definition.name)
     except KeyError:
@@ -167,7 +169,8 @@ class _Infer:
     fake: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the fake kernel; NotImplementedError if only values determine the results."""
         try:
             return self.func(*args, **kwargs)
-        except _ONLY_VALUES_TELL as error:
+        except _DATA_DEPENDENT as error:
             raise NotImplementedError(str(error)) from error

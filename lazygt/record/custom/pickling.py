@@ -1,4 +1,4 @@
-"""Pickling of code: functions that no worker can import by value, with the ops they call."""
+"""Pickling of code for workers, by value where no worker can import it, with the ops it calls."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ from lazygt.runtime.custom_ops import (
 
 
 def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...], tuple[str, ...]]:
-    """Pickle ``value`` with the ops that it may call.
+    """Pickle ``value`` with the custom ops that it may call, found transitively.
 
     Returns:
-        The pickle, and the modules and shared libraries that define other such ops.
+        The pickle, and the modules and shared libraries that define other custom ops.
 
     Raises:
         CodeError: a part of it can't be pickled.
     """
     main = pickled(value, title, module, _reduced)
-    inner: dict[str, bytes] = {}
+    inner_ops: dict[str, bytes] = {}
     modules: dict[str, None] = {}
-    todo = [main]
-    while todo:
-        for func in _named_in(todo.pop()):
+    pending = [main]
+    while pending:
+        for func in _ops_named_in(pending.pop()):
             qualname = func.name()
-            if qualname in inner:
+            if qualname in inner_ops:
                 continue
             source = source_of(func, "cpu")
             if source.can_be_imported:
                 modules.update(dict.fromkeys(source.modules))
             else:
-                inner[qualname] = pickled(
-                    _inner(func), qualname, ", ".join(source.modules), _reduced
+                inner_ops[qualname] = pickled(
+                    _inner_op(func), qualname, ", ".join(source.modules), _reduced
                 )
-                todo.append(inner[qualname])
+                pending.append(inner_ops[qualname])
     libraries = sorted(torch.ops.loaded_libraries) if b"ops" in main else []
-    return pickle.dumps(Bundle(main, tuple(inner.items()))), tuple(modules), tuple(libraries)
+    return pickle.dumps(Bundle(main, tuple(inner_ops.items()))), tuple(modules), tuple(libraries)
 
 
-def _named_in(text: bytes) -> Iterator[OpOverload]:
-    """Yield the ops defined in Python that are named in pickled code: it may call them."""
+def _ops_named_in(text: bytes) -> Iterator[OpOverload]:
+    """Yield the ops defined in Python whose names occur in pickled code."""
     for qualname in {**dict(OPDEFS), **defined()}:
         space, _, name = qualname.partition("::")
         if space.encode() in text and name.encode() in text and space not in ("prims", "aten"):
@@ -79,7 +79,8 @@ def _named_in(text: bytes) -> Iterator[OpOverload]:
                 yield overload
 
 
-def _inner(func: OpOverload) -> InnerOp:
+def _inner_op(func: OpOverload) -> InnerOp:
+    """Return an op's schema, kernels and backward, for a worker to define it."""
     schema = str(func._schema)
     defined = OPDEFS.get(func.name())
     backward = None if defined is None else defined._backward_fn
@@ -88,7 +89,7 @@ def _inner(func: OpOverload) -> InnerOp:
 
 
 def _reduced(operation: Any) -> Any:
-    """Return the reduction of a torch op, or a namespace of them, in pickled code."""
+    """Return the pickle reduction of a torch op, or of a namespace of ops."""
     if isinstance(operation, OpOverload):
         return NamedOp, (operation.name(), operation._overloadname)
     if isinstance(operation, OpOverloadPacket):
@@ -127,8 +128,8 @@ def pickled(value: Any, title: str, module: str, operation: Callable[[Any], Any]
         raise CodeError(
             title,
             module,
-            f"pickling it failed: {type(error).__name__}: {error}. It refers to something that "
-            f"only this process has: make that inside of it, or put the code into a module that "
+            f"pickling it failed: {type(error).__name__}: {error}. It refers to an object that "
+            f"only this process has: create that inside of it, or put the code into a module that "
             f"workers can import",
         ) from error
     finally:
@@ -141,23 +142,26 @@ _OPERATIONS = (CustomOpDef, OpOverload, OpOverloadPacket, _OpNamespace)
 
 
 class _Refused(Exception):
-    """Refusal to pickle an object, with the reason."""
+    """Reason why an object is not pickled."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickler with reductions for torch ops, Triton kernels and unimportable modules."""
+
     def __init__(self, file: io.BytesIO, operation: Callable[[Any], Any]) -> None:
         super().__init__(file)
         self._operation = operation
         self.by_value: list[ModuleType] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
+        """Return an object's reduction; raise ``_Refused`` for a lazy tensor."""
+        cls = type(obj)
         if is_lazy(obj):
             raise _Refused(
-                f"it refers to a lazygt tensor ({list(obj.shape)}, {obj.dtype}): give that to it "
-                f"as an argument"
+                f"it refers to a lazygt tensor ({list(obj.shape)}, {obj.dtype}): pass that as an "
+                f"argument"
             )
-        if kind in _OPERATIONS:
+        if cls in _OPERATIONS:
             return self._operation(obj)
         if (fn := kernel_function(obj)) is not None:
             if is_imported(obj):
@@ -165,16 +169,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             options = {name: value for name in OPTIONS if (value := getattr(obj, name, None))}
             lines, first = inspect.getsourcelines(fn)
             return jitted, (fn, tuple(lines), first, options)
-        if kind is FunctionType or issubclass(kind, type):
-            self._look_at(obj.__module__)
+        if cls is FunctionType or issubclass(cls, type):
+            self._pickle_module_by_value(obj.__module__)
         elif isinstance(obj, ModuleType):
-            self._look_at(obj.__name__)
-            if kind is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            self._pickle_module_by_value(obj.__name__)
+            if cls is not ModuleType and sys.modules.get(obj.__name__) is obj:
                 return import_module, (obj.__name__,)  # torch.ops, and others that are objects
         return super().reducer_override(obj)
 
-    def _look_at(self, name: str | None) -> None:
-        """Pickle a module's objects by value if workers can't import it."""
+    def _pickle_module_by_value(self, name: str | None) -> None:
+        """Register a module for pickling by value if workers can't import it."""
         module = sys.modules.get(name or "")
         if module is None or name == "__main__" or importable(module.__name__):
             return
@@ -183,7 +187,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.by_value.append(module)
 
 
-# -- witnesses: dependencies of a function's pickled code, compared to detect changes --------------
+# -- code fingerprints -----------------------------------------------------------------------------
 
 #: Immutable types without references to mutable objects.
 _ATOMS = frozenset(
@@ -197,7 +201,7 @@ class _Mutable(Exception):
 
 
 class Witness:
-    """Objects that a function was seen to refer to, in order."""
+    """Fingerprint of a function: the objects that its code refers to, compared by identity."""
 
     def __init__(self, value: Any, seen: list[Any]) -> None:
         self._value, self._seen = value, seen
@@ -205,13 +209,13 @@ class Witness:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Witness):
             return NotImplemented
-        return _same(self._seen, other._seen)
+        return _identical(self._seen, other._seen)
 
     __hash__ = None  # type: ignore[assignment]
 
     @staticmethod
     def of(value: Any) -> Witness | None:
-        """Return a function's witness; None if an object that it refers to is mutable."""
+        """Return a function's fingerprint; None if it refers to a mutable object."""
         try:
             return Witness(value, _seen(value))
         except _Mutable:
@@ -220,81 +224,86 @@ class Witness:
     def holds(self) -> bool:
         """Return whether the function still refers to the same objects."""
         try:
-            return _same(_seen(self._value), self._seen)
+            return _identical(_seen(self._value), self._seen)
         except _Mutable:
             return False
 
 
-def _same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
+def _identical(first: list[Any], second: list[Any]) -> bool:
+    """Return whether two lists have the same objects, by identity."""
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def _seen(value: Any) -> list[Any]:
-    seen: list[Any] = []
-    _walk(value, seen, set())
-    seen.append(registry.count())  # a small number is one object, a new one is another
-    return seen
+    """Return the objects that a value's code refers to, and the count of op registrations."""
+    objects: list[Any] = []
+    _collect(value, objects, set())
+    objects.append(registry.count())  # a small number is one object, a new one is another
+    return objects
 
 
-def _walk(value: Any, seen: list[Any], known: set[int]) -> None:
-    kind = type(value)
-    if kind not in (FunctionType, tuple) or id(value) in known:
-        seen.append(value)  # of a function its parts say more than its identity
-    if kind in _ATOMS or id(value) in known:
+def _collect(value: Any, objects: list[Any], visited: set[int]) -> None:
+    """Append the objects that a value refers to, depth first; raise ``_Mutable`` if one is."""
+    cls = type(value)
+    if cls not in (FunctionType, tuple) or id(value) in visited:
+        objects.append(value)  # a function is compared by its parts, not by identity
+    if cls in _ATOMS or id(value) in visited:
         return
-    known.add(id(value))
-    if kind is FunctionType:
-        _walk_function(value, seen, known)
-    elif kind is tuple:
-        seen.append(len(value))
-        _walk_all(value, seen, known)
-    elif kind is ModuleType:
+    visited.add(id(value))
+    if cls is FunctionType:
+        _collect_function(value, objects, visited)
+    elif cls is tuple:
+        objects.append(len(value))
+        _collect_all(value, objects, visited)
+    elif cls is ModuleType:
         if not importable(value.__name__):
             raise _Mutable
-        seen.append(value.__spec__)
+        objects.append(value.__spec__)
     elif isinstance(value, type):
         if not is_imported(value):
             raise _Mutable
-        seen.append(sys.modules[value.__module__].__spec__)
+        objects.append(sys.modules[value.__module__].__spec__)
     elif (kernel := kernel_function(value)) is not None:
-        _walk(kernel, seen, known)
-    elif kind is CustomOpDef:
-        _walk_all((*value._backend_fns.values(), value._backward_fn), seen, known)
-    elif kind not in (OpOverload, OpOverloadPacket):
+        _collect(kernel, objects, visited)
+    elif cls is CustomOpDef:
+        _collect_all((*value._backend_fns.values(), value._backward_fn), objects, visited)
+    elif cls not in (OpOverload, OpOverloadPacket):
         raise _Mutable
 
 
-def _walk_function(fn: FunctionType, seen: list[Any], known: set[int]) -> None:
-    seen.append(fn.__code__)
+def _collect_function(fn: FunctionType, objects: list[Any], visited: set[int]) -> None:
+    """Append a function's code, defaults, closure, attributes and used globals."""
+    objects.append(fn.__code__)
     if is_imported(fn):
-        seen.append(sys.modules[fn.__module__].__spec__)
+        objects.append(sys.modules[fn.__module__].__spec__)
         return
-    _walk_all(fn.__defaults__ or (), seen, known)
-    _walk_all((fn.__kwdefaults__ or {}).values(), seen, known)
+    _collect_all(fn.__defaults__ or (), objects, visited)
+    _collect_all((fn.__kwdefaults__ or {}).values(), objects, visited)
     for cell in fn.__closure__ or ():
         try:
             contents = cell.cell_contents
         except ValueError:  # its variable is defined later
-            seen.append(cell)
+            objects.append(cell)
         else:
-            _walk(contents, seen, known)
+            _collect(contents, objects, visited)
     for name, value in vars(fn).items():
-        seen.append(name)
-        _walk(value, seen, known)
+        objects.append(name)
+        _collect(value, objects, visited)
     space = fn.__globals__
     for name in _names(fn.__code__):
         if name in space:
-            _walk(space[name], seen, known)
+            _collect(space[name], objects, visited)
 
 
-def _walk_all(values: Iterable[Any], seen: list[Any], known: set[int]) -> None:
+def _collect_all(values: Iterable[Any], objects: list[Any], visited: set[int]) -> None:
+    """Append the objects that each of some values refers to."""
     for value in values:
-        _walk(value, seen, known)
+        _collect(value, objects, visited)
 
 
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Return all names in a function and in those inside; some are attributes, no globals."""
+    """Return the names used in a function and in the functions inside: globals and attributes."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType)
              for name in _names(const)]  # fmt: skip
     return tuple(dict.fromkeys((*code.co_names, *inner)))

@@ -1,7 +1,7 @@
-"""Registry of ops that torch alone does not have: their modules, functions and libraries.
+"""Registry of custom ops: the modules, functions and libraries that define them.
 
-torch keeps such functions in C++, out of Python's reach, so they are noted as they are registered:
-from lazygt's import on.
+torch keeps an op's functions in C++, out of Python's reach. So registrations are noted as they
+occur, from lazygt's import on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lazygt.record.tensor import NATIVE
 #: Dispatch keys of kernels that compute on any device.
 ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional",
               "CompositeImplicitAutograd")  # fmt: skip
-#: Those of them that torch takes before a backend's fallback.
+#: Those of them with precedence over a backend's fallback.
 _BEFORE_FALLBACK = ANY_DEVICE[:2]
 #: Namespaces of ops that every process has.
 _TORCHS_OWN = ("aten", "prim", "prims")
@@ -37,7 +37,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 #: Names in a library that is linked with torch's.
 _LINKED = (b"libc10", b"libtorch")
 _REGISTERED_AT = re.compile(r"registered at (.+?):\d+")
-#: module -> its spec when it was first asked about, and True if workers can import it
+#: module -> its spec at the first query, and True if workers can import it
 _modules: dict[str, tuple[Any, bool]] = {}
 
 
@@ -59,7 +59,7 @@ class Noted:
     times: int = 0
 
     def by(self, module: str) -> None:
-        """Note a registration by a module."""
+        """Add a registering module."""
         global _count
         _count += 1
         if module not in self.modules:
@@ -88,7 +88,7 @@ def count() -> int:
 
 
 def note_defined() -> None:
-    """Note the ops defined before lazygt's import; torch does not tell their modules."""
+    """Note the ops defined before lazygt's import, of modules that torch does not know."""
     for qualname in torch.library._defs:
         _noted[qualname] = Noted(times=1)
     if NATIVE is not None:
@@ -99,12 +99,12 @@ def note_defined() -> None:
 
 
 def _foreign(qualname: str) -> bool:
-    """Return whether an op is none of torch's own."""
+    """Return whether an op is in none of torch's own namespaces."""
     return qualname.partition("::")[0] not in _TORCHS_OWN
 
 
 def _record_whole(qualname: str) -> None:
-    """Make C++ record an op that torch would run there by its kernel for any device."""
+    """Make C++ record a custom op as one op, where torch would decompose it by its kernel."""
     if NATIVE is not None and _foreign(qualname):
         space, _, op = qualname.partition("::")
         NATIVE.record_whole(space, op)
@@ -112,6 +112,7 @@ def _record_whole(qualname: str) -> None:
 
 @functools.wraps(_define)
 def _noting_define(self: Library, schema: str, *args: Any, **kwargs: Any) -> Any:
+    """Define an op, and note the registering module (replaces ``Library.define``)."""
     result = _define(self, schema, *args, **kwargs)
     qualname = _qualname(self, schema.split("(")[0])
     _noted[qualname] = note = Noted(times=noted(qualname).times + 1)
@@ -123,6 +124,7 @@ def _noting_define(self: Library, schema: str, *args: Any, **kwargs: Any) -> Any
 def _noting_impl(
     self: Library, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **kwargs: Any
 ) -> Any:
+    """Register a kernel, and note it with its module (replaces ``Library.impl``)."""
     result = _impl(self, op_name, fn, dispatch_key, **kwargs)
     key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
     if key in _BEFORE_FALLBACK:
@@ -142,6 +144,7 @@ PATCHES = (
 
 
 def _qualname(library: Library, op: Any) -> str:
+    """Return ``namespace::op`` or ``namespace::op.overload``."""
     name = str(op._schema.name) if isinstance(op, torch._ops.OpOverload) else str(op)
     which = op._schema.overload_name if isinstance(op, torch._ops.OpOverload) else ""
     name = name.split("::")[-1].strip().removesuffix(".default")
@@ -149,18 +152,18 @@ def _qualname(library: Library, op: Any) -> str:
 
 
 def _registering_module() -> str:
-    """Return the module that is being run: importing it registers the op again."""
+    """Return the module that is being imported: its import registers the op again."""
     frame = sys._getframe(2)
     while frame.f_code.co_name != "<module>" and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
 
 
-# -- sources of ops --------------------------------------------------------------------------
+# -- sources of custom ops -------------------------------------------------------------------------
 
 
 def is_foreign(func: Any) -> bool:
-    """Return whether an overload exists only after somebody has defined it."""
+    """Return whether an overload belongs to a custom op: torch alone does not define it."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCHS_OWN:
         return False
     qualname = func.name()
@@ -194,30 +197,30 @@ class Source:
 
 
 def source_of(func: Any, device_type: str) -> Source:
-    """Return the source of a foreign op's code.
+    """Return the source of a custom op's code.
 
-    All parts are empty where nobody knows it; ``ForeignOps.facts`` raises CodeError then.
+    All parts are empty for an unknown source; ``ForeignOps.facts`` raises CodeError then.
     """
     qualname = func.name()
-    note, defined = noted(qualname), OPDEFS.get(qualname)
+    registrations, defined = noted(qualname), OPDEFS.get(qualname)
     kernels = inner_kernels(func)
     kernel = kernels.get(device_type) or kernels.get(None)
     if defined is not None:
-        by_name = note.modules or [defined._init_fn.__module__]
-        by_name = [*by_name, *([kernel.__module__] if kernel else [])]
-        return Source(kernel, tuple(dict.fromkeys(by_name)), again=note.times > 1)
-    modules = list(note.modules)
+        names = registrations.modules or [defined._init_fn.__module__]
+        names = [*names, *([kernel.__module__] if kernel else [])]
+        return Source(kernel, tuple(dict.fromkeys(names)), again=registrations.times > 1)
+    modules = list(registrations.modules)
     if kernel is None and not modules and qualname in torch.library._defs:
         modules = _registered_by(qualname)
     loaded = () if kernel else libraries_with(func.namespace, _opname(func))
     by_module = [(module_of(path), path) for path in loaded]
     modules += [name for name, _ in by_module if name and name not in modules]
-    alone = tuple(path for name, path in by_module if not name)
-    return Source(kernel, tuple(modules), alone, again=note.times > 1)
+    standalone = tuple(path for name, path in by_module if not name)
+    return Source(kernel, tuple(modules), standalone, again=registrations.times > 1)
 
 
 def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
-    """Return the Python functions that compute an op, by type of device; None: on any."""
+    """Return the Python kernels of an op by device type; None: a kernel for any device."""
     defined = OPDEFS.get(func.name())
     if defined is not None:
         return {kind: _plain(kernel) for kind, kernel in defined._backend_fns.items()}
@@ -228,27 +231,30 @@ def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
 
 
 def _opname(func: Any) -> str:
+    """Return an overload's bare op name."""
     return str(func._schema.name).split("::")[1]
 
 
 def _plain(kernel: Any) -> Any:
     """Return the user's function inside the wrapper of ``CustomOpDef.register_kernel``."""
-    inner = getattr(kernel, "__wrapped__", kernel)
-    names = getattr(inner, "__code__", None)
-    if names is None or "fn" not in names.co_freevars:
+    function = getattr(kernel, "__wrapped__", kernel)
+    code = getattr(function, "__code__", None)
+    if code is None or "fn" not in code.co_freevars:
         return kernel
-    return inner.__closure__[names.co_freevars.index("fn")].cell_contents
+    return function.__closure__[code.co_freevars.index("fn")].cell_contents
 
 
 def _registered_by(qualname: str) -> list[str]:
-    """Return modules that registered an op before lazygt's import, as far as torch tells."""
+    """Return modules that registered an op before lazygt's import, from torch's debug dump."""
     files = _REGISTERED_AT.findall(torch._C._dispatch_dump(qualname))
-    ours = {file for file in files if not file.startswith(_TORCH)}
-    holder = fake_kernels.find(qualname).fake_impl.kernel
-    if holder is not None:
-        ours.add(str(holder.source).rpartition(":")[0])
-    known = {getattr(module, "__file__", None): name for name, module in sys.modules.items()}
-    return [known[file] for file in ours if file in known]
+    user_files = {file for file in files if not file.startswith(_TORCH)}
+    fake_kernel = fake_kernels.find(qualname).fake_impl.kernel
+    if fake_kernel is not None:
+        user_files.add(str(fake_kernel.source).rpartition(":")[0])
+    modules_by_file = {
+        getattr(module, "__file__", None): name for name, module in sys.modules.items()
+    }
+    return [modules_by_file[file] for file in user_files if file in modules_by_file]
 
 
 # -- shared libraries ------------------------------------------------------------------------
@@ -256,8 +262,8 @@ def _registered_by(qualname: str) -> list[str]:
 
 def libraries_with(namespace: str, op: str) -> tuple[str, ...]:
     """Return the loaded libraries, besides torch's own, that contain these names."""
-    wanted = namespace.encode(), op.encode()
-    return tuple(path for path in _loaded() if _linked(path) and _names_all(path, wanted))
+    names = namespace.encode(), op.encode()
+    return tuple(path for path in _loaded() if _linked(path) and _names_all(path, names))
 
 
 def module_of(path: str) -> str:
@@ -270,6 +276,7 @@ def module_of(path: str) -> str:
 
 
 def _loaded() -> list[str]:
+    """Return the loaded shared libraries of this process, without torch's."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line}
     return sorted(p for p in paths - _of_torch() if os.path.isfile(p))
@@ -284,50 +291,53 @@ def _of_torch() -> frozenset[str]:
 
 @cache
 def _linked(path: str) -> bool:
+    """Return whether a library is linked with torch's."""
     return any(_names_all(path, (name,)) for name in _LINKED)
 
 
 def _names_all(path: str, names: tuple[bytes, ...]) -> bool:
+    """Return whether a file contains all these byte strings."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return all(data.find(name) >= 0 for name in names)
 
 
-# -- modules that workers can import ---------------------------------------------------------
+# -- importable modules ----------------------------------------------------------------------------
 
 
 def importable(name: str) -> bool:
-    """Return whether workers that import a module get the same as the client has.
+    """Return whether workers that import a module get the same one as the client.
 
-    They do not for a script, for a module that was made by hand, and for one that has been loaded
-    again since its first use: its file may have changed in between.
+    False for a script, a module created by hand, and one that was reloaded since its first use: its
+    file may have changed in between.
     """
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is None or name == "__main__" or spec is None:
         return False
-    known = _modules.get(name)
-    if known is None:
-        known = _modules[name] = spec, _is_found(name, module)
-    return known[1] and known[0] is spec
+    first_seen = _modules.get(name)
+    if first_seen is None:
+        first_seen = _modules[name] = spec, _is_found(name, module)
+    return first_seen[1] and first_seen[0] is spec
 
 
 def is_imported(obj: Any) -> bool:
-    """Return whether workers get a function, class or kernel by an import and its name."""
-    reached: Any = sys.modules.get(obj.__module__)
+    """Return whether workers can get a function, class or kernel by importing its name."""
+    resolved: Any = sys.modules.get(obj.__module__)
     for name in obj.__qualname__.split("."):
-        reached = getattr(reached, name, None)
-    return reached is obj and importable(obj.__module__)
+        resolved = getattr(resolved, name, None)
+    return resolved is obj and importable(obj.__module__)
 
 
 def _is_found(name: str, module: ModuleType) -> bool:
+    """Return whether an import would find the module's own file."""
     if name.partition(".")[0] in sys.stdlib_module_names or name in sys.builtin_module_names:
         return True
     parent = name.rpartition(".")[0]
     if parent and not importable(parent):
         return False
-    above = sys.modules.get(parent)
-    path = getattr(above, "__path__", None)
-    for finder in sys.meta_path:  # not importlib.util.find_spec: that asks the module itself
+    parent_module = sys.modules.get(parent)
+    path = getattr(parent_module, "__path__", None)
+    for finder in sys.meta_path:  # importlib.util.find_spec would return the module's own spec
         spec = finder.find_spec(name, path, None)
         if spec is not None:
             return spec.origin == getattr(module.__spec__, "origin", None)

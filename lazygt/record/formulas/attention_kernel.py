@@ -1,7 +1,7 @@
-"""Attention: the kernel that eager torch would choose on the workers' device.
+"""Choice of the attention kernel: the one that eager torch takes on the workers' device.
 
-On GPUs the choice is that of torch's ``sdp_utils``, by the conditions that torch's versions from
-2.11 on have in common: a kernel is taken where all of them would take it.
+On GPUs the choice follows torch's ``sdp_utils``, by the conditions that torch's versions from 2.11
+on have in common: a kernel is chosen if all of them would choose it.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Call(NamedTuple):
 
     @property
     def differentiates(self) -> bool:
-        """True if a gradient of query, key, value or mask may be asked for."""
+        """True if a gradient of query, key, value or mask may be requested."""
         tensors = self.operands if self.mask is None else (*self.operands, self.mask)
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
     @property
     def additive(self) -> torch.Tensor | None:
-        """The mask as a term that is added to the scores."""
+        """The mask as a term added to the scores: 0 and -inf for a boolean mask."""
         mask = self.mask
         if mask is None or mask.dtype != torch.bool:
             return mask
-        kept, left = (
+        zero, minus_infinity = (
             torch.scalar_tensor(number, dtype=self.query.dtype, device=self.query.device)
             for number in (0.0, float("-inf"))
         )
-        return torch.where(mask, kept, left)
+        return torch.where(mask, zero, minus_infinity)
 
 
 def attention(
@@ -67,11 +67,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Record a fused kernel where eager torch would take it, else plain matmuls.
+    """Record a fused kernel where eager torch would choose one, else plain matmuls.
 
     Raises:
-        RuntimeError: both a mask and ``is_causal`` are given, or all fitting kernels are switched
-            off.
+        RuntimeError: both a mask and ``is_causal`` are passed, or all fitting kernels are off.
     """
     if attn_mask is not None and is_causal:
         raise RuntimeError(
@@ -86,6 +85,7 @@ def attention(
 
 
 def _math(call: Call) -> torch.Tensor:
+    """Record attention as matmuls and a softmax."""
     if not torch.backends.cuda.math_sdp_enabled():
         raise RuntimeError("No available kernel. Aborting execution.")
     return aten._scaled_dot_product_attention_math.default(
@@ -98,11 +98,11 @@ def _math(call: Call) -> torch.Tensor:
     )[0]
 
 
-# -- on CPUs -----------------------------------------------------------------------------
+# -- attention on CPUs -----------------------------------------------------------------------------
 
 
 def _empty(call: Call) -> torch.Tensor:
-    """Return zeros, and NaN where an operand has one; the sums give each its gradient."""
+    """Return attention without elements: zeros, NaN from any operand, and gradients for each."""
     query, key, value = call.operands
     zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
     values, keys = value.sum(), key.sum()
@@ -110,12 +110,14 @@ def _empty(call: Call) -> torch.Tensor:
 
 
 def _on_cpus(call: Call) -> torch.Tensor:
+    """Record the flash-attention kernel for CPUs."""
     return aten._scaled_dot_product_flash_attention_for_cpu.default(
         *call.operands, call.dropout_p, call.is_causal, attn_mask=call.additive, scale=call.scale
     )[0]
 
 
 def _fits_cpus(call: Call) -> bool:
+    """Return whether the CPU kernel accepts the call."""
     query, key, value = call.operands
     return torch.backends.cuda.flash_sdp_enabled() and (
         call.dropout_p == 0
@@ -130,11 +132,11 @@ def _fits_cpus(call: Call) -> bool:
 _CPU_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-# -- conditions of all devices -----------------------------------------------------------
+# -- conditions on all devices ---------------------------------------------------------------------
 
 
 def _shapes_fit(call: Call, gqa: bool) -> bool:
-    """Return whether all have four dims, the same samples, and heads that match.
+    """Return whether all have four dims, the same batch size, and matching heads.
 
     Args:
         gqa: the kernel can share each head of the keys among a group of query heads.
@@ -150,30 +152,35 @@ def _shapes_fit(call: Call, gqa: bool) -> bool:
 
 
 def _mask_fits(call: Call) -> bool:
+    """Return whether the mask broadcasts to the scores and needs no gradient."""
     mask = call.mask
     if mask is None:
         return True
     mask.size(-2)  # a mask of one dim is torch's own IndexError
     if mask.requires_grad or mask.dim() not in (2, 4):
         return False
-    wanted = (*call.query.shape[:3], call.key.shape[2])[-mask.dim() :]
-    return all(size in (1, want) for size, want in zip(mask.shape, wanted, strict=True))
+    score_shape = (*call.query.shape[:3], call.key.shape[2])[-mask.dim() :]
+    return all(
+        size in (1, score_size) for size, score_size in zip(mask.shape, score_shape, strict=True)
+    )
 
 
 def _rows_are_dense(call: Call) -> bool:
+    """Return whether the last dims have stride 1."""
     return all(t.stride(-1) == 1 for t in call.operands)
 
 
 def _of_dtypes(call: Call, dtypes: frozenset[torch.dtype]) -> bool:
+    """Return whether query, key and value share one of these dtypes."""
     query, key, value = call.operands
     return query.dtype == key.dtype == value.dtype and query.dtype in dtypes
 
 
-# -- on GPUs -----------------------------------------------------------------------------
+# -- attention on GPUs -----------------------------------------------------------------------------
 
 
 def _choice(call: Call, gpu: Gpu) -> Callable[[Call], torch.Tensor]:
-    """Return the first kernel in torch's order that is switched on and fits."""
+    """Return the first kernel in torch's order that is enabled and fits the call."""
     for backend in _order(gpu):
         if backend in _KERNELS:
             enabled, fits, kernel = _KERNELS[backend]
@@ -207,6 +214,7 @@ _DEFAULT_ORDER = [
 
 
 def _prefers_cudnn(gpu: Gpu) -> bool:
+    """Return whether torch tries cuDNN first on this GPU."""
     major, minor = gpu.capability
     return (
         gpu.cudnn > 91500
@@ -217,6 +225,7 @@ def _prefers_cudnn(gpu: Gpu) -> bool:
 
 
 def _fits_cudnn(call: Call, gpu: Gpu) -> bool:
+    """Return whether cuDNN's attention accepts the call."""
     query, key, value = call.operands
     return (
         gpu.cudnn >= 90000
@@ -225,7 +234,7 @@ def _fits_cudnn(call: Call, gpu: Gpu) -> bool:
         and _shapes_fit(call, gqa=True)
         and _mask_fits(call)
         and not _must_be_deterministic()
-        and _is_filled(call)
+        and _has_elements(call)
         and _rows_are_dense_on_gpus(call, singles=True)
         and max(query.shape[3], value.shape[3]) <= 128
         and query.shape[3] % 8 == value.shape[3] % 8 == 0
@@ -235,11 +244,12 @@ def _fits_cudnn(call: Call, gpu: Gpu) -> bool:
 
 
 def _cudnn_drops(call: Call, gpu: Gpu) -> bool:
-    """Return whether cuDNN draws the dropout: its probabilities are sixteenths."""
+    """Return whether cuDNN supports the call's dropout: a multiple of 1/16."""
     return gpu.cudnn >= 91400 and call.query.shape[2] != 1 and (call.dropout_p * 16).is_integer()
 
 
 def _cudnn(call: Call) -> torch.Tensor:
+    """Record cuDNN's attention."""
     return aten._scaled_dot_product_cudnn_attention.default(
         *call.operands,
         call.additive,
@@ -252,6 +262,7 @@ def _cudnn(call: Call) -> torch.Tensor:
 
 
 def _fits_flash(call: Call, gpu: Gpu) -> bool:
+    """Return whether flash attention accepts the call."""
     query, key, value = call.operands
     return (
         call.mask is None
@@ -260,14 +271,14 @@ def _fits_flash(call: Call, gpu: Gpu) -> bool:
         and _shapes_fit(call, gqa=True)
         and query.shape[3] == key.shape[3] == value.shape[3] <= 256
         and not (call.is_causal and query.shape[2] != key.shape[2])
-        and _is_filled(call)
+        and _has_elements(call)
         and _rows_are_dense_on_gpus(call, singles=True)
         and _flash_differentiates(call, gpu)
     )
 
 
 def _flash_differentiates(call: Call, gpu: Gpu) -> bool:
-    """Return whether flash attention has the gradients.
+    """Return whether flash attention has gradients for the call's head size.
 
     GPUs with little shared memory lack those of some head sizes.
     """
@@ -279,37 +290,39 @@ def _flash_differentiates(call: Call, gpu: Gpu) -> bool:
 
 
 def _flash(call: Call) -> torch.Tensor:
-    """Run the flash kernel, with heads padded to a multiple of 8, and the scale kept."""
+    """Record flash attention, with heads zero-padded to a multiple of 8 and the scale unchanged."""
     size = call.query.shape[3]
     scale = 1 / math.sqrt(size) if call.scale is None else call.scale
-    filled = [_filled_up(t, -size % 8) for t in call.operands]
+    padded = [_zero_padded(t, -size % 8) for t in call.operands]
     result: torch.Tensor = aten._scaled_dot_product_flash_attention.default(
-        *filled, call.dropout_p, call.is_causal, False, scale=scale
+        *padded, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
     return result if size % 8 == 0 else result[..., :size]
 
 
-def _filled_up(t: torch.Tensor, count: int) -> torch.Tensor:
+def _zero_padded(t: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a tensor with ``count`` zeros appended to its last dim."""
     return torch.nn.functional.pad(t, (0, count)) if count else t
 
 
 def _fits_efficient(call: Call, gpu: Gpu) -> bool:
+    """Return whether memory-efficient attention accepts the call."""
     query, key, value = call.operands
-    recent = gpu.capability >= (8, 0)
-    step = _step(query.dtype, gpu.capability)
+    ampere = gpu.capability >= (8, 0)
+    alignment = _alignment(query.dtype, gpu.capability)
     return (
         (5, 0) <= gpu.capability <= (12, 1)
-        and _of_dtypes(call, _EFFICIENT if recent else _EFFICIENT - {torch.bfloat16})
+        and _of_dtypes(call, _EFFICIENT if ampere else _EFFICIENT - {torch.bfloat16})
         and _shapes_fit(call, gqa=False)
         and query.shape[3] == key.shape[3]
         and 0 not in (query.shape[3], value.shape[3])
-        and query.shape[3] % step == value.shape[3] % step == 0
-        and _is_filled(call)
+        and query.shape[3] % alignment == value.shape[3] % alignment == 0
+        and _has_elements(call)
         and _rows_are_dense_on_gpus(call, singles=False)
     )
 
 
-def _step(dtype: torch.dtype, capability: tuple[int, int]) -> int:
+def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
     """Return the number of elements that efficient attention's matmuls read at once."""
     half = dtype in _HALVES
     if capability >= (8, 0) or (capability >= (7, 0) and half):
@@ -318,9 +331,10 @@ def _step(dtype: torch.dtype, capability: tuple[int, int]) -> int:
 
 
 def _efficient(call: Call) -> torch.Tensor:
+    """Record memory-efficient attention."""
     return aten._scaled_dot_product_efficient_attention.default(
         *call.operands,
-        _expanded(call),
+        _expanded_mask(call),
         call.differentiates,
         call.dropout_p,
         call.is_causal,
@@ -328,18 +342,19 @@ def _efficient(call: Call) -> torch.Tensor:
     )[0]
 
 
-def _expanded(call: Call) -> torch.Tensor | None:
-    """Return the mask of all scores, with rows aligned for the kernel to read 8 elements."""
+def _expanded_mask(call: Call) -> torch.Tensor | None:
+    """Return the mask expanded to all scores, with rows aligned to 8 elements."""
     mask, query = call.additive, call.query
     if mask is None:
         return None
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
         length = mask.shape[-1]
-        mask = _filled_up(mask, 8 - length % 8)[..., :length]
+        mask = _zero_padded(mask, 8 - length % 8)[..., :length]
     return mask.expand(*query.shape[:3], call.key.shape[2])
 
 
-def _is_filled(call: Call) -> bool:
+def _has_elements(call: Call) -> bool:
+    """Return whether query, key and value have elements."""
     return 0 not in (t.numel() for t in call.operands)
 
 
@@ -355,6 +370,7 @@ def _rows_are_dense_on_gpus(call: Call, singles: bool) -> bool:
 
 
 def _must_be_deterministic() -> bool:
+    """Return whether torch raises for nondeterministic ops."""
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,4 +1,4 @@
-"""``torch.autocast``: policies that give each op its precision, by the workers' device.
+"""``torch.autocast``: policies that cast each op's arguments, by the workers' device.
 
 The tables are those of ``ATen/autocast_mode.cpp`` for CPU and CUDA. An op that the installed torch
 does not cast on a device is not cast here either.
@@ -17,7 +17,7 @@ from lazygt.record.patches import Patch
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-#: Function that calls an overload with the arguments that autocast gives it.
+#: Function that calls an overload with arguments cast by autocast.
 Policy = Callable[[torch._ops.OpOverload, Args, Kwargs], Any]
 
 _KEY: Any = torch._C.DispatchKey
@@ -27,12 +27,12 @@ _KEYS = torch._C.DispatchKeySet(_KEY.AutocastPrivateUse1)
 # -- policies --------------------------------------------------------------------------------
 
 
-def _lower(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _to_lower_precision(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Compute in autocast's dtype (``lower_precision_fp``)."""
     return _call_in(torch.get_autocast_dtype(NAME), overload, args, kwargs)
 
 
-def _single(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _to_float32(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Compute in float32 (``fp32``)."""
     return _call_in(torch.float32, overload, args, kwargs)
 
@@ -45,27 +45,28 @@ def _promote(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any
     return overload(*args, **kwargs)
 
 
-def _single_result(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Ask for a float32 result where no dtype is asked for (``fp32_set_opt_dtype``)."""
-    place = [argument.name for argument in overload._schema.arguments].index("dtype")
-    given = args[place] if place < len(args) else kwargs.get("dtype")
-    if given is None and _is_cast(args[0]):
-        args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
+def _float32_result(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Set a float32 result dtype if the call has none (``fp32_set_opt_dtype``)."""
+    position = [argument.name for argument in overload._schema.arguments].index("dtype")
+    dtype = args[position] if position < len(args) else kwargs.get("dtype")
+    if dtype is None and _is_cast(args[0]):
+        args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
     return overload(*args, **kwargs)
 
 
-def _norm_in_single(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Ask for a float32 result by the overload with a dtype (``fp32_append_dtype``)."""
+def _float32_norm(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Call the norm's overload with a float32 result dtype (``fp32_append_dtype``)."""
     if not _is_cast(args[0]):
         return overload(*args, **kwargs)
     norm = torch.ops.aten.norm
     if overload is norm.Scalar:
         return norm.ScalarOpt_dtype(*args, **kwargs, dtype=torch.float32)
-    whole = (*args, False)[:4]  # with keepdim, which may be left out
-    return norm.ScalarOpt_dim_dtype(*whole, **kwargs, dtype=torch.float32)
+    full_args = (*args, False)[:4]  # with keepdim, which may be left out
+    return norm.ScalarOpt_dim_dtype(*full_args, **kwargs, dtype=torch.float32)
 
 
 def _refuse(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Raise RuntimeError: the op is unsafe to autocast."""
     raise RuntimeError(
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: "
         "use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss, which are safe"
@@ -75,12 +76,13 @@ def _refuse(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def _call_in(
     dtype: torch.dtype, overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs
 ) -> Any:
+    """Call an op with its floating-point arguments cast to a dtype."""
     cast = [_cast(a, dtype) for a in args]
     return overload(*cast, **{name: _cast(a, dtype) for name, a in kwargs.items()})
 
 
 def as_cudnn(layers: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap recurrent layers: under cuDNN autocast computes in float16, whatever its dtype."""
+    """Wrap recurrent layers: under cuDNN, autocast computes in float16 for any autocast dtype."""
 
     @wraps(layers)
     def op(x: torch.Tensor, *args: Any) -> Any:
@@ -94,13 +96,14 @@ def as_cudnn(layers: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast(arg: Any, dtype: torch.dtype) -> Any:
+    """Return an argument with autocast's tensors in it cast to a dtype."""
     if isinstance(arg, torch.Tensor):
         return arg.to(dtype) if _is_cast(arg) and arg.dtype != dtype else arg
     return [_cast(item, dtype) for item in arg] if _is_list(arg) else arg
 
 
 def _is_cast(t: Any) -> bool:
-    """Return whether autocast changes a tensor, not of float64 nor of another device."""
+    """Return whether autocast casts a tensor: a float one of the workers, not float64."""
     if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
         return False
     return t.device.type == NAME or workers_device() == "cpu"
@@ -114,6 +117,7 @@ def _is_list(a: Any) -> bool:
 
 
 def _table(*rows: tuple[Policy, str]) -> dict[str, Policy]:
+    """Return op -> policy from pairs of a policy and op names."""
     return {name: policy for policy, names in rows for name in names.split()}
 
 
@@ -121,14 +125,14 @@ def _table(*rows: tuple[Policy, str]) -> dict[str, Policy]:
 TABLES = {
     "cpu": _table(
         (
-            _lower,
+            _to_lower_precision,
             """_addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm
             baddbmm bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc
             conv_transpose1d conv_transpose2d.input conv_transpose3d.input linalg_vecdot linear
             matmul mkldnn_rnn_layer mm prelu scaled_dot_product_attention""",
         ),
         (
-            _single,
+            _to_float32,
             """_grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d
             avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky
             cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss
@@ -153,7 +157,7 @@ TABLES = {
     ),
     "cuda": _table(
         (
-            _lower,
+            _to_lower_precision,
             """_convolution _convolution.deprecated _scaled_dot_product_flash_attention
             _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm
             chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -162,7 +166,7 @@ TABLES = {
             rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention""",
         ),
         (
-            _single,
+            _to_float32,
             """_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
             _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin
             binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
@@ -176,11 +180,11 @@ TABLES = {
             upsample_nearest3d upsample_trilinear3d""",
         ),
         (
-            _single_result,
+            _float32_result,
             """cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm
             log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList""",
         ),
-        (_norm_in_single, "norm.Scalar norm.ScalarOpt_dim"),
+        (_float32_norm, "norm.Scalar norm.ScalarOpt_dim"),
         (
             _promote,
             """addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add
@@ -225,12 +229,17 @@ def torchs_own(name: str, device: str) -> bool:
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
-    packet, _, which = name.partition(".")
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), which or "default")
+    """Return the overload ``name`` or ``name.overload`` of aten."""
+    packet, _, overload_name = name.partition(".")
+    overload: torch._ops.OpOverload = getattr(
+        getattr(torch.ops.aten, packet), overload_name or "default"
+    )
     return overload
 
 
 def _casting(overload: torch._ops.OpOverload, policies: dict[str, Policy]) -> Callable[..., Any]:
+    """Return the Autocast kernel of an op: it applies the policy of the workers' device."""
+
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = policies.get(workers_device())
         if policy is None:  # as a fallthrough: ops that it calls are cast
@@ -243,7 +252,7 @@ def _casting(overload: torch._ops.OpOverload, policies: dict[str, Policy]) -> Ca
 
 # -- autocast of the workers' device -----------------------------------------------------------
 # ``torch.autocast("cpu")`` in a session on CPUs, and ``torch.autocast("cuda")`` in one on GPUs,
-# are for lazy tensors, too: their ops run on that device.
+# also apply to lazy tensors: their ops run on that device.
 
 _autocast: Any = torch.autocast
 _init, _enter, _exit = _autocast.__init__, _autocast.__enter__, _autocast.__exit__
@@ -251,7 +260,7 @@ _init, _enter, _exit = _autocast.__init__, _autocast.__enter__, _autocast.__exit
 
 @wraps(_init)
 def _begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-    """Make a context; one of CUDA is of lazy tensors alone where the client has no GPU."""
+    """Create an autocast context; a CUDA one is for lazy tensors if the client has no GPU."""
     if device_type == "cuda" == _device_in_session() and not torch.cuda.is_available():
         device_type = NAME
     _init(self, device_type, *args, **kwargs)
@@ -259,6 +268,7 @@ def _begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
 
 @wraps(_enter)
 def _enter_both(self: Any) -> Any:
+    """Enter the context, and with it one for lazy tensors if it is for the workers' device."""
     inner = None
     if self.device == _device_in_session():
         inner = _autocast(NAME, self.fast_dtype, self._enabled, self._cache_enabled)
@@ -271,6 +281,7 @@ def _enter_both(self: Any) -> Any:
 
 @wraps(_exit)
 def _exit_both(self: Any, *error: Any) -> Any:
+    """Exit the context, and the one for lazy tensors."""
     entered = vars(self).get("_lazygt")  # none, if lazygt was imported in the block
     inner = entered.pop() if entered else None
     if inner is not None:
@@ -279,6 +290,7 @@ def _exit_both(self: Any, *error: Any) -> Any:
 
 
 def _device_in_session() -> str:
+    """Return the workers' device type inside a session; "" outside."""
     return workers_device() if session_stack else ""
 
 

@@ -1,10 +1,10 @@
-"""Recurrent layers on GPUs: cuDNN's op for all layers at once, where eager CUDA takes it.
+"""Recurrent layers on GPUs: cuDNN's op for all layers at once, where eager CUDA uses it.
 
 The op's reserve and packed weights are of sizes that cuDNN alone knows, and its backward writes
-into the reserve. Workers give it a copy (``runtime.cudnn_rnn``), so the op is pure here: a second
+into the reserve. Workers pass it a copy (``runtime.cudnn_rnn``), so the op is pure here: a second
 backward pass and a repeated run find the reserve as the forward left it.
 
-cuDNN's dropout draws from a state that no seed sets again. Layers with dropout between them are an
+cuDNN's dropout draws from a state that no seed resets. So layers with dropout between them are one
 op each, with torch's dropout in between.
 """
 
@@ -27,7 +27,7 @@ RELU, TANH, LSTM, GRU = range(4)
 State = tuple[torch.Tensor, ...]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16)
-#: Least version of cuDNN, and compute capability, for which torch takes it for bfloat16.
+#: Minimum cuDNN version, and compute capability, for bfloat16 layers in torch.
 _BFLOAT16 = 91300
 _AMPERE = (8, 0)
 
@@ -76,7 +76,7 @@ class Layers(NamedTuple):
 
 
 def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op on whole sequences: by cuDNN, or by ``steps``."""
+    """Return an op on dense sequences: by cuDNN where eager torch uses it, else by ``steps``."""
 
     @wraps(steps)
     def op(
@@ -90,7 +90,7 @@ def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
-        if not _is_taken(x):
+        if not _uses_cudnn(x):
             return steps(x, hx, params, has_biases, num_layers, dropout, train, bidirectional,
                          batch_first)  # fmt: skip
         first = _states(hx)
@@ -103,7 +103,7 @@ def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op on packed sequences: by cuDNN, or by ``steps``."""
+    """Return an op on packed sequences: by cuDNN where eager torch uses it, else by ``steps``."""
 
     @wraps(steps)
     def op(
@@ -117,7 +117,7 @@ def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
         train: bool,
         bidirectional: bool,
     ) -> Any:
-        if not _is_taken(data):
+        if not _uses_cudnn(data):
             return steps(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train,
                          bidirectional)  # fmt: skip
         first, sizes = _states(hx), batch_sizes.tolist()
@@ -129,15 +129,18 @@ def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
     return op
 
 
-def _is_taken(x: torch.Tensor) -> bool:
-    """Return whether eager torch would take cuDNN; False in transforms: it has no rules."""
+def _uses_cudnn(x: torch.Tensor) -> bool:
+    """Return whether eager torch would use cuDNN; False in transforms, which cuDNN lacks."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if workers_device() != "cuda" or not torch.backends.cudnn.enabled or transformed:
         return False
-    return x.numel() != 0 and (x.dtype in _DTYPES or (x.dtype == torch.bfloat16 and _bfloat16()))
+    return x.numel() != 0 and (
+        x.dtype in _DTYPES or (x.dtype == torch.bfloat16 and _supports_bfloat16())
+    )
 
 
-def _bfloat16() -> bool:
+def _supports_bfloat16() -> bool:
+    """Return whether cuDNN and the GPU compute layers in bfloat16."""
     gpu = workers_gpu()
     return gpu.cudnn >= _BFLOAT16 and gpu.capability >= _AMPERE
 
@@ -161,22 +164,22 @@ def _states(hx: Any) -> State:
 
 
 def _stack(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
-    """Return output and last states; one op does all layers without dropout between them."""
+    """Return output and last states of stacked layers, with dropout between them if any."""
     if not layers.drops:
         return _fused(x, first, layers)
-    ends = []
+    last_states = []
     for number in range(layers.num_layers):
         if number:
             x = torch.dropout(x, layers.dropout, True)
-        begin = number * layers.directions
-        states = tuple(state[begin : begin + layers.directions] for state in first)
-        x, end = _fused(x, states, layers.layer(number))
-        ends.append(end)
-    return x, tuple(torch.cat(parts, 0) for parts in zip(*ends, strict=True))
+        start = number * layers.directions
+        states = tuple(state[start : start + layers.directions] for state in first)
+        x, last = _fused(x, states, layers.layer(number))
+        last_states.append(last)
+    return x, tuple(torch.cat(states, 0) for states in zip(*last_states, strict=True))
 
 
 def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
-    """Return output and last states by one op."""
+    """Return output and last states by one cuDNN op."""
     hx, cx = first if len(first) == 2 else (first[0], None)
     tensors = (x, *first, *layers.params)
     settings = layers.settings(first)
@@ -190,7 +193,7 @@ def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor,
 
 
 class _Cudnn(torch.autograd.Function):
-    """torch's own formula, except that it never clones the reserve, of unknown size here."""
+    """torch's own derivative of cuDNN's op, without the clone of the reserve."""
 
     @staticmethod
     def forward(
@@ -218,13 +221,15 @@ class _Cudnn(torch.autograd.Function):
         grad_cy: torch.Tensor | None = None,
     ) -> Any:
         x, packed, hx, cx, out, reserve, *params = ctx.saved_tensors
-        needed = ctx.needs_input_grad
-        wanted = [*needed[:3], any(needed[5:])]
+        needs_grad = ctx.needs_input_grad
+        wanted = [*needs_grad[:3], any(needs_grad[5:])]
         if grad_out is None and grad_hy is None and grad_cy is None:
-            return (None,) * len(needed)
+            return (None,) * len(needs_grad)
         dx, dhx, dcx, weights = aten._cudnn_rnn_backward.default(
             x, params, ctx.per_layer, packed, hx, cx, out, grad_out, grad_hy, grad_cy,
             *ctx.settings, reserve, wanted,
         )  # fmt: skip
-        made = (dx, dhx, dcx, None, None, *(weights or [None] * len(params)))
-        return tuple(grad if need else None for grad, need in zip(made, needed, strict=True))
+        grads = (dx, dhx, dcx, None, None, *(weights or [None] * len(params)))
+        return tuple(
+            grad if needed else None for grad, needed in zip(grads, needs_grad, strict=True)
+        )

@@ -1,8 +1,8 @@
-"""Composite ops with C++ code that chooses by device.
+"""Composite ops whose C++ code chooses by device: the choices of the workers' device.
 
 torch decomposes composite ops above the dispatcher's Python key, in C++ that chooses by device. It
-does not know device ``lazygt``, so here each such op makes the choice that eager torch would make
-on the workers' device: this keeps numbers equal, bit for bit on CPUs.
+does not know device ``lazygt``, so each such op makes here the choice of eager torch on the
+workers' device: this keeps numbers equal, bit for bit on CPUs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lazygt.record.formulas.attention_kernel import attention
 
 aten: Any = torch.ops.aten
 
-#: Composite ops that have a kernel on CPUs: decomposed, they round differently. torch decomposes
-#: them for a device without a kernel of its own.
+#: Composite ops with a kernel on CPUs, recorded as one op: their decompositions, which torch uses
+#: for a device without a kernel, round differently.
 KERNELS_OF_THEIR_OWN = ("silu_backward", "mish_backward", "native_channel_shuffle")
 #: Composite ops that have a kernel on GPUs only.
 KERNELS_ON_GPUS = ("_fused_rms_norm",)
@@ -33,23 +33,24 @@ def register_decompositions(record: Callable[..., Any] | None) -> torch.library.
     """
     library = _library(DECOMPOSED)
     if record is not None:
-        _record_whole(library, KERNELS_OF_THEIR_OWN, record)
+        _record_undecomposed(library, KERNELS_OF_THEIR_OWN, record)
     return library
 
 
 def register_for_gpus(record: Callable[..., Any] | None) -> torch.library.Library:
-    """Register choices that differ on GPUs only, to spare sessions on CPUs Python there.
+    """Register choices that differ on GPUs only, so that CPU sessions run no Python for them.
 
     Args:
         record: see `register_decompositions`.
     """
     library = _library({"rms_norm": _rms_norm, "grid_sampler": _grid_sampler})
     if record is not None:
-        _record_whole(library, KERNELS_ON_GPUS, record)
+        _record_undecomposed(library, KERNELS_ON_GPUS, record)
     return library
 
 
 def _library(choices: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
+    """Register kernels by name, with and without autograd."""
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in choices.items():
         library.impl(name, kernel, "AutogradPrivateUse1")
@@ -57,14 +58,16 @@ def _library(choices: Mapping[str, Callable[..., Any]]) -> torch.library.Library
     return library
 
 
-def _record_whole(
+def _record_undecomposed(
     library: torch.library.Library, names: Sequence[str], record: Callable[..., Any]
 ) -> None:
+    """Register kernels that record these ops as one op each."""
     for name in names:
         library.impl(name, functools.partial(record, getattr(aten, name).default), "PrivateUse1")
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Record dropout as torch's CPU (Bernoulli noise) or CUDA (fused) code does."""
     if not 0.0 <= p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p:g}")
     if p == 0 or not train or x.numel() == 0:
@@ -79,6 +82,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 def _dropout_(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Record in-place dropout by Bernoulli noise."""
     if not 0.0 <= p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p:g}")
     if p == 0 or not train or x.numel() == 0:
@@ -96,7 +100,7 @@ def _rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """Run one kernel on GPUs, where torch has one for such operands; on CPUs simpler ops."""
+    """Record the fused kernel on GPUs where torch has one for such operands; on CPUs plain ops."""
     fits = list(x.shape[x.dim() - len(shape) :]) == list(shape)
     if workers_device() == "cpu" and fits and (weight is None or list(weight.shape) == list(shape)):
         return aten._fused_rms_norm.default.decompose(x, shape, weight, eps)[0]
@@ -106,7 +110,7 @@ def _rms_norm(
 def _grid_sampler(
     x: torch.Tensor, grid: torch.Tensor, interpolation: int, padding: int, align_corners: bool
 ) -> torch.Tensor:
-    """Run cuDNN's kernel on GPUs where torch does: bilinear, zero padding, aligned corners."""
+    """Record cuDNN's kernel where torch uses it: bilinear, zero padding, aligned corners."""
     if (
         workers_device() != "cpu"
         and torch.backends.cudnn.enabled
@@ -126,7 +130,7 @@ _CUDNN_DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
 
 def _fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, layout: Any = None, device: Any = None,
              pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    """Concatenate two ranges: torch's own code writes through a view that it resizes."""
+    """Concatenate two ranges; torch's own code writes through a resized view."""
     upper = torch.arange(0, (n + 1) // 2, dtype=dtype or torch.get_default_dtype(), device=device)
     lower = torch.arange(-(n // 2), 0, dtype=upper.dtype, device=device)
     return torch.cat([upper, lower]).mul_(1.0 / (n * d))
@@ -135,30 +139,32 @@ def _fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, layout: Any = None, d
 def _kaiser_window(size: int, periodic: bool = True, beta: float = 12.0, *, dtype: Any = None,
                    layout: Any = None, device: Any = None,
                    pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    """Make the window here and upload it: torch has a kernel on its own devices only."""
+    """Compute the window on the client and upload it: only torch's devices have a kernel."""
     window = torch.kaiser_window(size, periodic, beta, dtype=dtype, device="cpu")
     return window.to(device)
 
 
 def _eigvals(a: torch.Tensor) -> torch.Tensor:
-    """Compute no vectors unless a gradient asks for them: LAPACK then rounds differently."""
+    """Return eigenvalues; eigenvectors are computed only for a gradient: they change the bits."""
     if torch.is_grad_enabled() and a.requires_grad:
         return aten.linalg_eig.default(a)[0]
     return aten._linalg_eigvals.default(a)
 
 
 def _eigvalsh(a: torch.Tensor, uplo: str = "L") -> torch.Tensor:
+    """Return eigenvalues of a Hermitian matrix; eigenvectors are computed only for a gradient."""
     vectors = torch.is_grad_enabled() and a.requires_grad
     return aten._linalg_eigh.default(a, uplo, vectors)[0]
 
 
 def _svdvals(a: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    """Return singular values; singular vectors are computed only for a gradient."""
     vectors = torch.is_grad_enabled() and a.requires_grad
     return aten._linalg_svd.default(a, False, vectors, driver=driver)[1]
 
 
 def _tensor_split(x: torch.Tensor, sections: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-    """Split at sections that shapes depend on: a sync point."""
+    """Split at sections given as a tensor: a sync point, since shapes depend on them."""
     if sections.dim() > 1 or sections.dtype != torch.int64:
         raise RuntimeError(
             f"tensor_split expected tensor_indices_or_sections to be a zero- or one-dimensional "

@@ -1,8 +1,8 @@
-"""Gradients of ops with two formulas in torch: for plain tensors, and for all others.
+"""Autograd formulas of ops with two formulas in torch: for plain tensors, and for all others.
 
-torch's autograd tests for a plain tensor where the quicker formula needs its values, and takes
+torch's autograd tests for a plain tensor where the quicker formula needs its values, and uses
 another formula for a device written in Python. That one rounds differently, so the plain one is
-written here once more. It needs no values: the workers choose where torch would look.
+repeated here. It needs no values: the workers choose where torch would read them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lazygt.record.context import NAME, computes_values, workers_device
 from lazygt.record.patches import Patch
 from lazygt.record.tensor import LazyTensor, is_lazy
 
-# -- optimizers' choice of formula: the one that eager torch takes on the workers' device ----------
-# torch has two of each optimizer: a loop over the parameters, and one of horizontal (foreach)
-# ops. It takes the loop on CPUs and foreach on accelerators, device ``lazygt`` among them, so
-# that few ops are recorded. Nearly all give the same bits either way. Those named here round
-# differently, so on CPU workers they loop, unless the user asks for foreach.
+# -- foreach formulas of optimizers ----------------------------------------------------------------
+# torch has two formulas for each optimizer: a loop over the parameters, and horizontal (foreach)
+# ops. It chooses the loop on CPUs and foreach on accelerators, device ``lazygt`` among them, so
+# that few ops are recorded. Nearly all optimizers give the same bits by both. Those named here
+# round differently, so on CPU workers they loop, unless the user requests foreach.
 
 #: Optimizer (name of its module and function) -> predicate: foreach rounds differently.
 _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -38,42 +38,44 @@ _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def register_optimizers() -> None:
-    """Let optimizers and gradient clipping take foreach formulas, as on any accelerator."""
-    for asked in (optimizer, _foreach_utils):
-        asked._foreach_supported_types.append(LazyTensor)
+    """Let optimizers and gradient clipping use foreach formulas, as on any accelerator."""
+    for module in (optimizer, _foreach_utils):
+        module._foreach_supported_types.append(LazyTensor)
 
 
-def _choosing(
+def _preferring_loop(
     update: Callable[..., None],
     differs: Callable[[dict[str, Any]], bool],
 ) -> Callable[..., None]:
-    """Wrap an optimizer's function: it loops where foreach would round differently."""
+    """Wrap an optimizer's function: it loops over parameters if foreach rounds differently."""
     signature = inspect.signature(update)
 
     @functools.wraps(update)
     def chosen(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        arguments = given.arguments
+        """Call the optimizer's function with ``foreach=False`` where needed."""
+        bound = signature.bind(*args, **kwargs)
+        arguments = bound.arguments
         lazy = any(is_lazy(p) for p in arguments["params"])
         if lazy and arguments.get("foreach") is None and workers_device() == "cpu":
             arguments["foreach"] = False if differs(arguments) else None
-        update(*given.args, **given.kwargs)
+        update(*bound.args, **bound.kwargs)
 
     return chosen
 
 
-_everywhere: Any = swa_utils._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]
+_foreach_devices: Any = swa_utils._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]
 
 
-@functools.wraps(_everywhere)
+@functools.wraps(_foreach_devices)
 def _averaging_devices() -> list[str]:
-    """Return the devices on which ``AveragedModel`` (SWA) uses a horizontal lerp."""
-    return [d for d in _everywhere() if d != NAME or workers_device() != "cpu"]
+    """Return the devices on which ``AveragedModel`` (SWA) uses a foreach lerp."""
+    return [d for d in _foreach_devices() if d != NAME or workers_device() != "cpu"]
 
 
 def _patch(name: str, differs: Callable[[dict[str, Any]], bool]) -> Patch:
+    """Return the patch of one optimizer's function."""
     module = importlib.import_module(f"torch.optim.{name}")
-    return Patch(module, name, _choosing(getattr(module, name), differs), _BITS)
+    return Patch(module, name, _preferring_loop(getattr(module, name), differs), _BITS)
 
 
 _BITS = "on CPU workers the loop has eager torch's bits, and torch asks only for the device's type"
@@ -83,27 +85,27 @@ PATCHES = (
 )
 
 
-# -- gradients of ops with two formulas in torch: for plain tensors, and for all others ------------
+# -- registration of derivatives -------------------------------------------------------------------
 
 aten: Any = torch.ops.aten
 _Kernel = Callable[..., torch.Tensor]
 
 
 def register_derivatives() -> torch.library.Library:
-    """Register the formulas."""
+    """Register the formulas for max, min, median, prod and masked_fill."""
     library = torch.library.Library("aten", "IMPL")
     for op in (aten.max, aten.min, aten.median, aten.nanmedian):
-        _register(library, op.default, _extreme(op.default))
+        _register(library, op.default, _minmax(op.default))
     _register(library, aten.prod.default, _product)
     _register(library, aten.prod.dim_int, _product_along)
 
     def filled(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-        wanted = value.requires_grad
-        return _Filled.apply(x, mask, value) if wanted else NotImplemented  # type: ignore[no-untyped-call]
+        needs_grad = value.requires_grad
+        return _Filled.apply(x, mask, value) if needs_grad else NotImplemented  # type: ignore[no-untyped-call]
 
     def filled_(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-        wanted = value.requires_grad
-        return x.copy_(x.masked_fill(mask, value)) if wanted else NotImplemented
+        needs_grad = value.requires_grad
+        return x.copy_(x.masked_fill(mask, value)) if needs_grad else NotImplemented
 
     _register(library, aten.masked_fill.Tensor, filled)
     _register(library, aten.masked_fill_.Tensor, filled_)
@@ -115,23 +117,26 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
     keys = torch._C.DispatchKey
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = all(is_lazy(a) for a in args if isinstance(a, torch.Tensor))
-        wanted = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
-        if torch.is_grad_enabled() and plain and wanted and forward_ad._current_level < 0:
+        """Apply the formula, or redispatch to torch's kernel."""
+        all_lazy = all(is_lazy(a) for a in args if isinstance(a, torch.Tensor))
+        needs_grad = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
+        if torch.is_grad_enabled() and all_lazy and needs_grad and forward_ad._current_level < 0:
             result = formula(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        others = keyset.remove(keys.AutogradPrivateUse1)
-        others = others | torch._C.DispatchKeySet(keys.AutogradOther)
-        return op.redispatch(others, *args, **kwargs)
+        remaining_keys = keyset.remove(keys.AutogradPrivateUse1)
+        remaining_keys = remaining_keys | torch._C.DispatchKeySet(keys.AutogradOther)
+        return op.redispatch(remaining_keys, *args, **kwargs)
 
     library.impl(op, kernel, "AutogradPrivateUse1", with_keyset=True)
 
 
-# -- the largest, the smallest and the middle element ---------------------------------------------
+# -- max, min and median ---------------------------------------------------------------------------
 
 
-def _extreme(op: Any) -> _Kernel:
+def _minmax(op: Any) -> _Kernel:
+    """Return the differentiable function of max, min or median over all elements."""
+
     class Extreme(torch.autograd.Function):
         """Reduction with a gradient that all elements equal to the result share."""
 
@@ -154,12 +159,14 @@ def _extreme(op: Any) -> _Kernel:
 
 
 def _product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """Return the product of all elements, with its formula."""
     return _Product.apply(x, None, False, dtype)  # type: ignore[no-untyped-call]
 
 
 def _product_along(
     x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
+    """Return the product along a dim, with its formula."""
     return _Product.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
 
 
@@ -170,8 +177,8 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        where = () if dim is None else (dim, keepdim)
-        result: torch.Tensor = torch.prod(x, *where, dtype=dtype)
+        reduction_args = () if dim is None else (dim, keepdim)
+        result: torch.Tensor = torch.prod(x, *reduction_args, dtype=dtype)
         ctx.save_for_backward(x, result)
         ctx.dim, ctx.keepdim = dim, keepdim
         return result
@@ -191,35 +198,36 @@ class _Product(torch.autograd.Function):
 def _product_gradient(
     grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int | None
 ) -> torch.Tensor:
+    """Return the gradient of a product: result / x, or leave-one-out products if x has zeros."""
     zeros = x == 0
-    # the divisor is x itself unless the other formula is taken; its second gradient must not
-    # meet a division by zero
+    # zeros are replaced in the divisor: the second gradient must not divide by zero, even where
+    # the other formula gives the result
     quotient = grad * (result / torch.where(zeros, 1, x)).conj()
     if x.numel() == 0:
         return quotient
     if dim is not None:
-        others = _products_of_others(grad, x, dim)
+        leave_one_out = _leave_one_out_products(grad, x, dim)
     else:
-        others = _products_of_others(grad, x.contiguous().view(-1), 0).view_as(x)
+        leave_one_out = _leave_one_out_products(grad, x.contiguous().view(-1), 0).view_as(x)
         if not torch.is_grad_enabled():
-            others = torch.where(zeros.sum() > 1, 0, others)
-    return torch.where(zeros.any().logical_not(), quotient, others)
+            leave_one_out = torch.where(zeros.sum() > 1, 0, leave_one_out)
+    return torch.where(zeros.any().logical_not(), quotient, leave_one_out)
 
 
-def _products_of_others(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return for each element the product of those before it times that of those behind."""
+def _leave_one_out_products(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return grad times the product of all other elements, by prefix and suffix products."""
     size = x.shape[dim]
     if size == 1:
         return grad
     shape = list(x.shape)
     shape[dim] = 1
-    one = torch.ones(shape, dtype=grad.dtype, device=grad.device)
-    before = torch.cat([one, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
-    behind = torch.cat([one, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    ones = torch.ones(shape, dtype=grad.dtype, device=grad.device)
+    before = torch.cat([ones, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
+    behind = torch.cat([ones, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
     return grad * (before * behind).conj()
 
 
-# -- filling with a number that is learned ---------------------------------------------------------
+# -- masked_fill with a differentiable value -------------------------------------------------------
 
 
 class _Filled(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Recurrent layers: by step or fused, as torch's CPU kernels, or by cuDNN on GPUs.
+"""Recurrent layers: step by step or fused, as torch's CPU kernels, or by cuDNN on GPUs.
 
-Over packed sequences fewer samples are left at each step, or more in the reverse direction. The
-client has the numbers of samples (``PackedSequence.batch_sizes`` is a CPU tensor on every device).
+Packed sequences have fewer samples at each later step, or more in the reverse direction. The client
+has the numbers of samples (``PackedSequence.batch_sizes`` is a CPU tensor on every device).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lazygt.record.formulas.cudnn_recurrent import GRU, LSTM, RELU, TANH, dense_
 aten: Any = torch.ops.aten
 #: State of a layer: one tensor, or two for an LSTM.
 State = tuple[torch.Tensor, ...]
-#: Function of a step's gates, the state before, and the weights besides those of the input.
+#: Function from a step's gates, the previous state, and the weights besides the input's to a state.
 Cell = Callable[[torch.Tensor, State, list[Any]], State]
 #: The same for a state of one tensor: of gates, state, and weights and bias of the state.
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -35,7 +35,7 @@ def register_recurrent() -> torch.library.Library:
     return library
 
 
-# -- cells and whole sequences -------------------------------------------------------------
+# -- cells and dense sequences ---------------------------------------------------------------------
 
 
 def _lstm_cell_op(
@@ -46,6 +46,7 @@ def _lstm_cell_op(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Record ``aten::lstm_cell``."""
     gates = torch.nn.functional.linear(x, w_ih, b_ih)
     return _lstm_step(gates, hx[0], hx[1], w_hh, b_hh, None)
 
@@ -58,6 +59,7 @@ def _lstm_step(
     b_hh: torch.Tensor | None,
     w_hr: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (h, c) after one LSTM step; ``gates`` has the input's share of the gates."""
     total = torch.nn.functional.linear(h, w_hh, b_hh).add_(gates)
     i, f, g, o = aten.unsafe_chunk.default(total, 4, 1)
     c = f.sigmoid_().mul(c).add_(i.sigmoid_().mul(g.tanh_()))
@@ -75,12 +77,14 @@ def _gru_cell_op(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Record ``aten::gru_cell``."""
     return _gru_step(torch.nn.functional.linear(x, w_ih, b_ih), h, w_hh, b_hh)
 
 
 def _gru_step(
     gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
 ) -> torch.Tensor:
+    """Return h after one GRU step; ``gates`` has the input's share of the gates."""
     chunked_x = aten.unsafe_chunk.default(gates, 3, 1)
     chunked_h = aten.unsafe_chunk.default(torch.nn.functional.linear(h, w_hh, b_hh), 3, 1)
     reset = chunked_h[0].add_(chunked_x[0]).sigmoid_()
@@ -115,6 +119,7 @@ def _lstm_input(
     weights = [params[i : i + size] for i in range(0, len(params), size)]
 
     def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        """Run one layer and direction; return output and state (h, c)."""
         h, c = hx[0].select(0, index), hx[1].select(0, index)
         layer_weights = weights[index]
         if fused:
@@ -165,6 +170,7 @@ def _onednn_lstm(
     train: bool,
     bidirectional: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Run one LSTM layer and direction by oneDNN's fused kernel."""
     b_ih, b_hh = weights[2:4] if has_biases else (torch.zeros_like(weights[0]),) * 2
     if not has_biases:
         b_ih = b_hh = torch.zeros(weights[0].shape[0], dtype=h.dtype, device=h.device)
@@ -185,6 +191,7 @@ def _lstm_layer(
     has_biases: bool,
     projected: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Run one LSTM layer and direction step by step, with one matmul for all inputs."""
     b_ih, b_hh = weights[2:4] if has_biases else (None, None)
     w_hr = weights[-1] if projected else None
     gates = torch.nn.functional.linear(steps, weights[0], b_ih).unbind(0)
@@ -207,15 +214,16 @@ def _simple_rnn(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run layers of one state, step by step, with one matmul for all inputs, as on a CPU."""
+    """Run layers with one state tensor step by step, with one matmul for all inputs."""
     size = 2 + 2 * has_biases
     weights = [params[i : i + size] for i in range(0, len(params), size)]
-    before = hx.unbind(0)
+    first_states = hx.unbind(0)
 
     def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        """Run one layer and direction; return output and state."""
         layer_weights = weights[index]
         b_ih, b_hh = layer_weights[2:4] if has_biases else (None, None)
-        h = before[index]
+        h = first_states[index]
         gates = torch.nn.functional.linear(steps, layer_weights[0], b_ih).unbind(0)
         outs = []
         for gate in reversed(gates) if reverse else gates:
@@ -231,39 +239,41 @@ def _simple_rnn(
 # -- packed sequences ----------------------------------------------------------------------
 
 
-def _join(states: list[State]) -> State:
-    return tuple(torch.cat(parts, 0) for parts in zip(*states, strict=True))
+def _concatenated(states: list[State]) -> State:
+    """Concatenate states along the batch."""
+    return tuple(torch.cat(tensors, 0) for tensors in zip(*states, strict=True))
 
 
-def _cut(state: State, start: int, end: int) -> State:
-    return tuple(part[start:end] for part in state)
+def _batch_slice(state: State, start: int, end: int) -> State:
+    """Return the states of samples ``start`` to ``end``."""
+    return tuple(tensor[start:end] for tensor in state)
 
 
 def _forwards(
     gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
 ) -> tuple[list[torch.Tensor], State]:
-    """Run the steps forwards; put samples that end aside with their last state."""
+    """Run the steps forwards; samples that end leave the batch with their last state."""
     outs, ended, state = [], [], first
     for gate in gates:
-        left, before = gate.shape[0], state[0].shape[0]
-        if left < before:
-            ended.append(_cut(state, left, before))
-            state = _cut(state, 0, left)
+        remaining, active = gate.shape[0], state[0].shape[0]
+        if remaining < active:
+            ended.append(_batch_slice(state, remaining, active))
+            state = _batch_slice(state, 0, remaining)
         state = cell(gate, state)
         outs.append(state[0])
-    return outs, _join([state, *reversed(ended)])
+    return outs, _concatenated([state, *reversed(ended)])
 
 
 def _backwards(
     gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
 ) -> tuple[list[torch.Tensor], State]:
-    """Run the steps backwards; samples that begin come with their first state."""
+    """Run the steps backwards; samples that begin join the batch with their first state."""
     outs: list[torch.Tensor] = []
-    state = _cut(first, 0, gates[-1].shape[0])
+    state = _batch_slice(first, 0, gates[-1].shape[0])
     for gate in reversed(gates):
-        now, before = gate.shape[0], state[0].shape[0]
-        if now > before:
-            state = _join([state, _cut(first, before, now)])
+        active, previous = gate.shape[0], state[0].shape[0]
+        if active > previous:
+            state = _concatenated([state, _batch_slice(first, previous, active)])
         state = cell(gate, state)
         outs.append(state[0])
     return outs[::-1], state
@@ -282,19 +292,20 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[torch.Tensor, State]:
-    """Return the layers' output and last states; ``first`` has the states of all layers."""
+    """Run layers over packed sequences; return output and last states of all layers."""
     sizes = batch_sizes.tolist()
     weights = [params[i : i + per_layer] for i in range(0, len(params), per_layer)]
 
     def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        """Run one layer and direction over the packed steps; return output and state."""
         w_ih, w_hh, *others = weights[index]
         biases, rest = (others[:2], others[2:]) if has_biases else ((None, None), others)
         b_ih, b_hh = biases
-        whole = torch.nn.functional.linear(steps, w_ih, b_ih)
+        all_gates = torch.nn.functional.linear(steps, w_ih, b_ih)
         gates = [
-            whole.narrow(0, end - n, n) for n, end in zip(sizes, accumulate(sizes), strict=True)
+            all_gates.narrow(0, end - n, n) for n, end in zip(sizes, accumulate(sizes), strict=True)
         ]
-        state_before = tuple(part[index] for part in first)
+        state_before = tuple(tensor[index] for tensor in first)
         run = _backwards if reverse else _forwards
         outs, state = run(
             gates, state_before, lambda gate, state: cell(gate, state, [w_hh, b_hh, *rest])
@@ -303,10 +314,11 @@ def _layers(
 
     directions = 2 if bidirectional else 1
     out, states = _stack(data, layer, num_layers, directions, dropout, train, False)
-    return out, tuple(torch.stack(parts, 0) for parts in zip(*states, strict=True))
+    return out, tuple(torch.stack(tensors, 0) for tensors in zip(*states, strict=True))
 
 
 def _lstm_cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
+    """Return the LSTM's state after one step of a packed sequence."""
     w_hh, b_hh, *projection = weights
     return _lstm_step(gate, state[0], state[1], w_hh, b_hh, projection[0] if projection else None)
 
@@ -319,6 +331,7 @@ def _lstm(
     has_biases: bool,
     *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Record ``aten::lstm.data``."""
     per_layer = 2 + 2 * has_biases + (hx[0].shape[2] != hx[1].shape[2])
     out, (h, c) = _layers(
         _lstm_cell, data, batch_sizes, (hx[0], hx[1]), params, per_layer, has_biases, *rest
@@ -327,6 +340,8 @@ def _lstm(
 
 
 def _one_state(step: Step) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return the packed op of layers with one state tensor."""
+
     def cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
         return (step(gate, state[0], weights[0], weights[1]),)
 
@@ -348,12 +363,14 @@ def _one_state(step: Step) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 def _tanh_step(
     gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
 ) -> torch.Tensor:
+    """Return h after one step of a tanh RNN."""
     return torch.tanh(torch.nn.functional.linear(h, w_hh, b_hh).add_(gates))
 
 
 def _relu_step(
     gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
 ) -> torch.Tensor:
+    """Return h after one step of a ReLU RNN."""
     return torch.relu(torch.nn.functional.linear(h, w_hh, b_hh).add_(gates))
 
 

@@ -18,9 +18,9 @@ from tests.support.bits import assert_same_bits
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 MACROS = {
-    "LOWER_PRECISION_FP": autocast._lower,
-    "FP32": autocast._single,
-    "FP32_SET_OPT_DTYPE": autocast._single_result,
+    "LOWER_PRECISION_FP": autocast._to_lower_precision,
+    "FP32": autocast._to_float32,
+    "FP32_SET_OPT_DTYPE": autocast._float32_result,
     "PROMOTE": autocast._promote,
 }
 #: In ``autocast_mode.cpp`` alone.
