@@ -21,16 +21,16 @@ from lazygt.runtime.launch.status_file import MOST_RANKS, StatusFile, WorkerPage
 
 #: Seconds between two samples of the main thread.
 EVERY = 0.25
-_WEIGH_EVERY = 1.0  # seconds, at the least
-_WEIGH_BUSY = 3.0  # seconds to wait for a moment at which no run is under way
-_WEIGHED_TIMES = 5
-_WEIGH_SHARE = 500  # the interval to the next measurement, in durations of one
+_MEASURE_SECONDS = 1.0  # seconds, at the least
+_MEASURE_BUSY_SECONDS = 3.0  # seconds to wait for a moment at which no run is under way
+_LIVE_SAMPLES = 5
+_MEASURE_SHARE = 500  # the interval to the next measurement, in durations of one
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 #: Paths of code that no user wrote.
 _LIBRARIES = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<")
 #: Frames further out on the stack belong to the start of the process.
 _OUTERMOST = str(Path(__file__).with_name("process.py"))
-_MOST_DOING = 200  # characters
+_LONGEST_DOING = 200  # characters
 
 
 class Activity:
@@ -95,12 +95,12 @@ class Reporter:
         self._file, self._activity = StatusFile(fd), activity
         os.close(fd)
         self._thread = threading.get_ident()
-        self._next = self._weigh_at = 0.0
+        self._next = self._measure_at = 0.0
         self._run: tuple[int, str] = 0, ""
         self._memory = (0, 0, 0, 0)
-        self._weighed = 0
+        self._measured_at = 0
         #: a run takes some values out of the store, so the maximum of several samples counts
-        self._living: deque[int] = deque(maxlen=_WEIGHED_TIMES)
+        self._live_samples: deque[int] = deque(maxlen=_LIVE_SAMPLES)
 
     def begin(self, rank: int, handler: object) -> None:
         """Set the process's rank and take the insight of its message handler, if any."""
@@ -122,32 +122,36 @@ class Reporter:
             return WorkerPage(rank, os.getpid(), "starting")
         activity, insight = self._activity, self.insight
         frames, begun, done = activity.frames, activity.begun, activity.done
-        state, step, doing, waits = "idle", -1, "", tuple[int, ...]()
+        state, step, doing, waits_for = "idle", -1, "", tuple[int, ...]()
         if insight is not None:
             self._run = insight.run_named(frames[0] if frames else activity.last) or self._run
-            due = now - self._weigh_at
-            if due >= 0 and (frames is None or due >= _WEIGH_BUSY) and self._file.watched:
-                self._weigh(insight, frames is None)
+            overdue = now - self._measure_at
+            if (
+                overdue >= 0
+                and (frames is None or overdue >= _MEASURE_BUSY_SECONDS)
+                and self._file.watched
+            ):
+                self._measure_memory(insight, frames is None)
         if frames is not None:
             state = "busy"
             doing = users_function(sys._current_frames().get(self._thread))
             if insight is not None:
-                waits, step = insight.waits_for()[:MOST_RANKS], insight.step(self._run[0])
+                waits_for, step = insight.waits_for()[:MOST_RANKS], insight.step(self._run[0])
         return WorkerPage(
-            rank, os.getpid(), state, *self._run, step, doing, begun if frames else 0, waits, done,
-            *self._memory, self._weighed,
+            rank, os.getpid(), state, *self._run, step, doing, begun if frames else 0, waits_for, done,
+            *self._memory, self._measured_at,
         )  # fmt: skip
 
-    def _weigh(self, insight: Insight, idle: bool) -> None:
+    def _measure_memory(self, insight: Insight, idle: bool) -> None:
         begin = time.monotonic()
         if idle:
-            self._living.clear()
+            self._live_samples.clear()
         living, allocated, peak, resident = insight.memory()
-        self._living.append(living)
-        self._memory = max(self._living), allocated, peak, resident
-        took = time.monotonic() - begin
-        self._weighed = time.monotonic_ns()
-        self._weigh_at = begin + max(_WEIGH_EVERY, _WEIGH_SHARE * took)
+        self._live_samples.append(living)
+        self._memory = max(self._live_samples), allocated, peak, resident
+        seconds = time.monotonic() - begin
+        self._measured_at = time.monotonic_ns()
+        self._measure_at = begin + max(_MEASURE_SECONDS, _MEASURE_SHARE * seconds)
 
 
 def users_function(frame: FrameType | None) -> str:
@@ -160,6 +164,6 @@ def users_function(frame: FrameType | None) -> str:
         if name == _OUTERMOST:
             break
         if not name.startswith(_LIBRARIES) and "site-packages" not in name:
-            return f"{frame.f_code.co_qualname} {name}:{frame.f_lineno}"[-_MOST_DOING:]
+            return f"{frame.f_code.co_qualname} {name}:{frame.f_lineno}"[-_LONGEST_DOING:]
         frame = frame.f_back
     return ""

@@ -189,16 +189,16 @@ class Doorbell:
 
 
     Attributes:
-        settled: True if a receive found nothing and the socket has not been used since.
-        rings: poll function; its result is not empty if the descriptor has signalled since.
+        drained: True if a receive found nothing and the socket has not been used since.
+        has_signalled: poll function; its result is not empty if the descriptor has signalled since.
     """
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
         self.fd = int(sock.getsockopt(zmq.FD))
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
-        self.rings = partial(poller.poll, 0)
-        self.settled = False
+        self.has_signalled = partial(poller.poll, 0)
+        self.drained = False
 
 
 # -- the worker's end --------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Server:
         token: bytes,
         keys: Keys | None = None,
         max_message: int = MAX_MESSAGE_BYTES,
-        boxes: Mailboxes | None = None,
+        mailboxes: Mailboxes | None = None,
         cores: Cores | None = None,
     ) -> None:
         if address.endpoint.startswith("tcp://"):
@@ -242,92 +242,92 @@ class Server:
             self.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
         self.socket.setsockopt(zmq.USE_FD, address.fd)
         self.socket.bind(address.endpoint)
-        self._boxes, self._cores = boxes, cores
+        self._mailboxes, self._cores = mailboxes, cores
         #: the message taken from the socket and not yet received
-        self._held: list[bytes] = []
+        self._next_message: list[bytes] = []
         self._doorbell = Doorbell(self.socket)
-        self._anywhere = select.poll()
-        self._anywhere.register(self._doorbell.fd, select.POLLIN)
-        self._watched: int | None = None
-        if boxes is not None:
-            self._anywhere.register(boxes.wakes, select.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(self._doorbell.fd, select.POLLIN)
+        self._watched_eventfd: int | None = None
+        if mailboxes is not None:
+            self._poller.register(mailboxes.wakes, select.POLLIN)
 
     def watch(self, eventfd: int) -> None:
         """Let ``receive`` also return None if an eventfd is written; it is then read."""
-        self._watched = eventfd
-        self._anywhere.register(eventfd, select.POLLIN)
+        self._watched_eventfd = eventfd
+        self._poller.register(eventfd, select.POLLIN)
 
     def receive(self) -> tuple[bytes, list[memoryview]] | None:
         """Wait for a message and return its kind and frames if the owner sent it.
 
         None: the message was a hello or a stranger's, and has been handled here.
         """
-        waits_in_zmq = self._boxes is None and self._watched is None
+        waits_in_zmq = self._mailboxes is None and self._watched_eventfd is None
         if waits_in_zmq or self._owner is None:
-            held, self._held = self._held, []
-            return self._of_socket(held or self._taken(0))
+            message, self._next_message = self._next_message, []
+            return self._unpack_from_owner(message or self._receive_multipart(0))
         while True:
             try:
-                frames = None if self._boxes is None else self._of_mailbox(self._boxes)
+                frames = None if self._mailboxes is None else self._next_in_mailbox(self._mailboxes)
             except ProtocolError as error:
                 self._drop(self._owner, str(error))
                 return None
             if frames is not None:
                 return DATA, frames
-            if self._held:
-                held, self._held = self._held, []
-                return self._of_socket(held)
-            if not self._doorbell.settled:
+            if self._next_message:
+                message, self._next_message = self._next_message, []
+                return self._unpack_from_owner(message)
+            if not self._doorbell.drained:
                 # A message put into the mailbox earlier is there by now, and comes first.
                 with suppress(zmq.Again):
-                    self._held = self._taken(zmq.NOBLOCK)
+                    self._next_message = self._receive_multipart(zmq.NOBLOCK)
                     continue
-                self._doorbell.settled = True
-            for fd, _ in self._anywhere.poll():
+                self._doorbell.drained = True
+            for fd, _ in self._poller.poll():
                 if fd == self._doorbell.fd:
-                    self._doorbell.settled = False
-                elif fd == self._watched:
+                    self._doorbell.drained = False
+                elif fd == self._watched_eventfd:
                     os.eventfd_read(fd)
                     return None
-                elif self._boxes is not None:
-                    self._boxes.awake()
+                elif self._mailboxes is not None:
+                    self._mailboxes.clear_wakeup()
 
-    def _of_mailbox(self, boxes: Mailboxes) -> list[memoryview] | None:
+    def _next_in_mailbox(self, mailboxes: Mailboxes) -> list[memoryview] | None:
         """Take the mailbox's next message, if there is one or one comes in a moment."""
-        if not self._held and self._cores is not None and self._cores.enough:
-            spin((boxes,), self._doorbell.rings)
-        return boxes.take()
+        if not self._next_message and self._cores is not None and self._cores.enough:
+            spin((mailboxes,), self._doorbell.has_signalled)
+        return mailboxes.take()
 
-    def _taken(self, flags: int) -> list[bytes]:
-        self._doorbell.settled = False
+    def _receive_multipart(self, flags: int) -> list[bytes]:
+        self._doorbell.drained = False
         return self.socket.recv_multipart(flags)
 
-    def _of_socket(self, message: list[bytes]) -> tuple[bytes, list[memoryview]] | None:
-        identity, *parts = message
+    def _unpack_from_owner(self, message: list[bytes]) -> tuple[bytes, list[memoryview]] | None:
+        identity, *zmq_frames = message
         if identity in self._strangers:
             return None
         try:
-            kind, frames = _single(parts)
+            kind, frames = _unpack_single(zmq_frames)
             if identity != self._owner:
                 self._admit(identity, kind, frames)
                 return None
         except ProtocolError as error:
             self._drop(identity, str(error))
             return None
-        if self._boxes is not None and kind == DATA:
-            self._boxes.received += 1
+        if self._mailboxes is not None and kind == DATA:
+            self._mailboxes.received += 1
         return kind, frames
 
     def reply(self, kind: bytes, frames: Sequence[Frame] = ()) -> None:
         """Send to the owner. Does nothing without an owner, or if it has gone."""
         if self._owner is None:
             return
-        boxes = self._boxes if kind == DATA else None
-        if boxes is None:
+        mailboxes = self._mailboxes if kind == DATA else None
+        if mailboxes is None:
             self._send(self._owner, kind, frames)
-        elif not boxes.put(frames):
+        elif not mailboxes.put(frames):
             self._send(self._owner, kind, frames)
-            boxes.sent += 1
+            mailboxes.sent += 1
 
     def drop_owner(self, reason: str) -> None:
         """Send the owner an ERROR with the reason, and ignore it from now on."""
@@ -355,7 +355,7 @@ class Server:
 
     def _send(self, identity: bytes, kind: bytes, frames: Sequence[Frame]) -> None:
         message = pack(kind, frames)
-        self._doorbell.settled = False
+        self._doorbell.drained = False
         try:
             self.socket.send(identity, zmq.SNDMORE)
             self.socket.send(message, 0, copy=len(message) < _COPY_BELOW)
@@ -376,10 +376,10 @@ def check_hello(kind: bytes, frames: Sequence[Frame], token: bytes) -> None:
         raise ProtocolError("the token is not this session's")
 
 
-def _single(parts: list[bytes]) -> tuple[bytes, list[memoryview]]:
-    if len(parts) != 1:
-        raise ProtocolError(f"a message is one frame, not {len(parts)}")
-    return unpack(parts[0])
+def _unpack_single(zmq_frames: list[bytes]) -> tuple[bytes, list[memoryview]]:
+    if len(zmq_frames) != 1:
+        raise ProtocolError(f"a message is one frame, not {len(zmq_frames)}")
+    return unpack(zmq_frames[0])
 
 
 # -- the client's end --------------------------------------------------------------------------
@@ -402,9 +402,9 @@ class Client:
         token: bytes,
         server_key: str | None = None,
         max_message: int = MAX_MESSAGE_BYTES,
-        boxes: Mailboxes | None = None,
+        mailboxes: Mailboxes | None = None,
     ) -> None:
-        self._max_message, self._boxes = max_message, boxes
+        self._max_message, self._mailboxes = max_message, mailboxes
         self._lock = threading.RLock()
         self._socket = context.socket(zmq.DEALER)
         _configure(self._socket, max_message)
@@ -430,15 +430,15 @@ class Client:
         """
         message = pack(kind, frames)
         check_length(len(message), self._max_message)
-        boxes = self._boxes if kind == DATA else None
+        mailboxes = self._mailboxes if kind == DATA else None
         with self._lock:
-            self.doorbell.settled = False
+            self.doorbell.drained = False
             try:
                 self._socket.send(message, zmq.NOBLOCK, copy=len(message) < _COPY_BELOW)
             except zmq.Again:
                 return False  # disconnected: there is no one to send to
-            if boxes is not None:
-                boxes.sent += 1
+            if mailboxes is not None:
+                mailboxes.sent += 1
             return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def take(self, inbox: deque[bytes]) -> bool:
@@ -447,10 +447,10 @@ class Client:
             try:
                 # `extend` over `map` runs receive-and-append in C, with no place between the two
                 # where a KeyboardInterrupt could lose the message.
-                self.doorbell.settled = False
+                self.doorbell.drained = False
                 inbox.extend(map(self._socket.recv, (zmq.NOBLOCK,)))
             except zmq.Again:
-                self.doorbell.settled = True
+                self.doorbell.drained = True
                 return False
         return True
 

@@ -38,18 +38,18 @@ from lazygt.host.processes import cpu_quota
 #: One page per message: a run of a known plan fits, and so does a number in an answer. There are
 #: more slots than runs that a client is ahead.
 _SLOT, _SLOTS = 4096, 64
-_FIRST = 4096
-_BOX = _FIRST + _SLOTS * _SLOT
+_RING_HEADER_BYTES = 4096
+_RING_BYTES = _RING_HEADER_BYTES + _SLOTS * _SLOT
 _WRITTEN, _READ = 0, 8  # as 64-bit words
-_HEAD = struct.Struct("<QH")
+_SLOT_HEADER = struct.Struct("<QH")
 #: Bytes of the longest message, with two for each of its frames.
-CAPACITY = _SLOT - _HEAD.size
+CAPACITY = _SLOT - _SLOT_HEADER.size
 
 #: Duration of a spin: longer than falling asleep and being woken takes, and than a worker needs to
 #: copy a MiB.
 SPIN_SECONDS = 250e-6
-_LOOKS = 200  # between two looks elsewhere: some 10 us
-_JUDGED_EVERY = 0.1  # seconds
+_CHECKS_PER_ROUND = 200  # between two looks elsewhere: some 10 us
+_RECHECK_SECONDS = 0.1  # seconds
 
 
 Frame = bytes | memoryview
@@ -73,9 +73,9 @@ class MailboxFiles:
         """Create new ones; return None on machines without mailboxes."""
         if platform.machine() not in ("x86_64", "AMD64"):
             return None
-        memory = create_file("lazygt-mailbox", 2 * _BOX)
-        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-        return MailboxFiles(memory, os.eventfd(0, flags), os.eventfd(0, flags))
+        memory = create_file("lazygt-mailbox", 2 * _RING_BYTES)
+        eventfd_flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        return MailboxFiles(memory, os.eventfd(0, eventfd_flags), os.eventfd(0, eventfd_flags))
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -115,8 +115,8 @@ class _Mailbox:
     """Mailbox in Python."""
 
     def __init__(self, memory: mmap.mmap, begin: int) -> None:
-        self._memory, self._begin = memory, begin + _FIRST
-        self._words = memoryview(memory)[begin : begin + _FIRST].cast("Q")
+        self._memory, self._slots_offset = memory, begin + _RING_HEADER_BYTES
+        self._words = memoryview(memory)[begin : begin + _RING_HEADER_BYTES].cast("Q")
 
     def filled(self) -> bool:
         words = self._words
@@ -128,9 +128,9 @@ class _Mailbox:
         sizes = [len(frame) for frame in frames]
         if 2 * len(sizes) + sum(sizes) > CAPACITY or written - words[_READ] >= _SLOTS:
             return False
-        slot = self._begin + written % _SLOTS * _SLOT
+        slot = self._slots_offset + written % _SLOTS * _SLOT
         message = b"".join(
-            (_HEAD.pack(before, len(sizes)), _lengths(len(sizes)).pack(*sizes), *frames)
+            (_SLOT_HEADER.pack(before, len(sizes)), _lengths(len(sizes)).pack(*sizes), *frames)
         )
         self._memory[slot : slot + len(message)] = message
         words[_WRITTEN] = written + 1
@@ -141,14 +141,14 @@ class _Mailbox:
         read, written = words[_READ], words[_WRITTEN]
         if written == read:
             return None
-        slot = self._begin + read % _SLOTS * _SLOT
-        before, count = _HEAD.unpack_from(self._memory, slot)
+        slot = self._slots_offset + read % _SLOTS * _SLOT
+        before, count = _SLOT_HEADER.unpack_from(self._memory, slot)
         if before > received:
             return None
         begin = 2 * count
         if not 0 < written - read <= _SLOTS or begin > CAPACITY:
             raise ValueError("a mailbox contradicts itself")
-        slot += _HEAD.size
+        slot += _SLOT_HEADER.size
         sizes = _lengths(count).unpack_from(self._memory, slot)
         if begin + sum(sizes) > CAPACITY:
             raise ValueError("a message in a mailbox contradicts its own lengths")
@@ -175,17 +175,17 @@ class Mailboxes:
     """
 
     def __init__(self, files: MailboxFiles, *, of_worker: bool) -> None:
-        self._memory = mmap.mmap(files.memory, 2 * _BOX)
-        self._begins = (0, _BOX) if of_worker else (_BOX, 0)
+        self._memory = mmap.mmap(files.memory, 2 * _RING_BYTES)
+        self._ring_offsets = (0, _RING_BYTES) if of_worker else (_RING_BYTES, 0)
         self.incoming: Mailbox
         self._out: Mailbox
-        self.incoming, self._out = [_Mailbox(self._memory, begin) for begin in self._begins]
+        self.incoming, self._out = [_Mailbox(self._memory, begin) for begin in self._ring_offsets]
         #: the extension's way to spin
         self.spin: Callable[[Sequence[Mailbox], Callable[[], object], float], None] | None = None
         ours, theirs = files.to_worker, files.to_client
         self.wakes, self._wakes_other = (ours, theirs) if of_worker else (theirs, ours)
         self.sent = self.received = 0
-        self._putting = threading.Lock()
+        self._put_lock = threading.Lock()
         self.files = files
 
     def use_extension(self) -> None:
@@ -193,26 +193,27 @@ class Mailboxes:
         module = native.load().module
         if module is None:
             return
-        mailboxes = self.incoming, self._out
+        replaced = self.incoming, self._out
         self.incoming, self._out = [
-            module.Mailbox(self._memory, begin, _FIRST, _SLOT, _SLOTS) for begin in self._begins
+            module.Mailbox(self._memory, begin, _RING_HEADER_BYTES, _SLOT, _SLOTS)
+            for begin in self._ring_offsets
         ]
         self.spin = module.spin
-        for box in mailboxes:
-            box.close()
+        for mailbox in replaced:
+            mailbox.close()
 
     def put(self, frames: Sequence[Frame]) -> bool:
         """Put a message for the other process; False if it has to go by the socket.
 
         Also False during another call, of another thread or of this one (in a finalizer).
         """
-        if not self._putting.acquire(blocking=False):
+        if not self._put_lock.acquire(blocking=False):
             return False
         try:
             if not self._out.put(frames, self.sent):
                 return False
         finally:
-            self._putting.release()
+            self._put_lock.release()
         os.eventfd_write(self._wakes_other, 1)
         return True
 
@@ -227,7 +228,7 @@ class Mailboxes:
         except ValueError as error:
             raise ProtocolError(str(error)) from None
 
-    def awake(self) -> None:
+    def clear_wakeup(self) -> None:
         """Reset `wakes` after a wake-up."""
         with suppress(BlockingIOError):  # somebody else has
             os.eventfd_read(self.wakes)
@@ -241,20 +242,20 @@ class Mailboxes:
             self.files.close()
 
 
-def spin(boxes: Sequence[Mailboxes], elsewhere: Callable[[], object]) -> None:
-    """Spin for a moment until a message comes in, or ``elsewhere`` reports an event."""
-    incoming = [box.incoming for box in boxes]
-    if (native_spin := boxes[0].spin) is not None:
-        native_spin(incoming, elsewhere, SPIN_SECONDS)
+def spin(mailboxes: Sequence[Mailboxes], other_events: Callable[[], object]) -> None:
+    """Spin for a moment until a message comes in, or ``other_events`` reports an event."""
+    incoming = [mailbox.incoming for mailbox in mailboxes]
+    if (native_spin := mailboxes[0].spin) is not None:
+        native_spin(incoming, other_events, SPIN_SECONDS)
         return
     until = time.perf_counter() + SPIN_SECONDS
-    looks = [box.filled for box in incoming]
+    checks = [mailbox.filled for mailbox in incoming]
     while True:
-        for _ in range(_LOOKS):
-            for filled in looks:
+        for _ in range(_CHECKS_PER_ROUND):
+            for filled in checks:
                 if filled():
                     return
-        if elsewhere() or time.perf_counter() >= until:
+        if other_events() or time.perf_counter() >= until:
             return
 
 
@@ -273,18 +274,18 @@ class Cores:
         self._enough, self._judge_at = False, 0.0
         quota = cpu_quota()
         #: spinning takes from the quota that the others share
-        self._may = quota is None or quota >= processes
+        self._quota_suffices = quota is None or quota >= processes
 
     @property
     def enough(self) -> bool:
         """True if there are enough cores; judged anew now and then, as affinities may change."""
         now = time.monotonic()
         if now >= self._judge_at:
-            self._judge_at = now + _JUDGED_EVERY
-            self._enough = self._may and self._judge()
+            self._judge_at = now + _RECHECK_SECONDS
+            self._enough = self._quota_suffices and self._count_suffices()
         return self._enough
 
-    def _judge(self) -> bool:
+    def _count_suffices(self) -> bool:
         try:
             cores = set[int]().union(*map(os.sched_getaffinity, self._pids))
         except OSError as error:

@@ -31,22 +31,22 @@ def device_type(config: Config) -> str:
     return config.device
 
 
-def _job(asked: bool) -> Job | None:
+def _job(requested: bool) -> Job | None:
     """Return the job of this process, or None.
 
     Few programs have one, so the reader is only loaded if needed.
 
     Args:
-        asked: True if the user says that there is one.
+        requested: True if the user says that there is one.
     """
     # The client of a job has its variables no more, and has loaded this.
     loaded = "lazygt.runtime.cluster.environment" in sys.modules
-    if not (asked or loaded) and ENGINE_VARIABLES.isdisjoint(os.environ):
+    if not (requested or loaded) and ENGINE_VARIABLES.isdisjoint(os.environ):
         return None
     # why: see above
     from lazygt.runtime.cluster.environment import job_here, may_be_of_several
 
-    return job_here() if asked or may_be_of_several() else None
+    return job_here() if requested or may_be_of_several() else None
 
 
 def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
         LaunchError: the engine's variables contradict each other, or the settings.
         SystemExit: the program's rank 0, which is the client, has ended.
     """
-    given = dict(settings)
-    launcher = given.get("launcher") or os.environ.get("LAZYGT_LAUNCHER") or "auto"
-    elsewhere = given.get("on") or os.environ.get("LAZYGT_ON")  # a pool's workers
+    completed = dict(settings)
+    launcher = completed.get("launcher") or os.environ.get("LAZYGT_LAUNCHER") or "auto"
+    elsewhere = completed.get("on") or os.environ.get("LAZYGT_ON")  # a pool's workers
     if launcher not in {"auto", "environment"} or elsewhere:
-        return given
-    given["launcher"] = "process"
-    job = _job(asked=launcher == "environment")
+        return completed
+    completed["launcher"] = "process"
+    job = _job(requested=launcher == "environment")
     if job is None:
         if launcher == "environment":
             raise LaunchError(
@@ -73,14 +73,14 @@ def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
                 "of several. Start the program with torchrun, srun, mpirun ... (docs/clusters.md), "
                 "or leave launcher= out",
             )
-        return given
+        return completed
     # why: few programs are started by an engine
     from lazygt.runtime.cluster import attach
 
-    config = Config.load(**{**given, "launcher": "environment"})
+    config = Config.load(**{**completed, "launcher": "environment"})
     if job.rank != 0:
         attach.serve(job, config.start_timeout)
-    return attach.asked(job, given | {"launcher": "environment"})
+    return attach.asked(job, completed | {"launcher": "environment"})
 
 
 def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:

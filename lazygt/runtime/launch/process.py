@@ -49,7 +49,7 @@ from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes
 # by commas.
 
 VARIABLE = "LAZYGT_FAULT"
-_WHENS = ("before", "inside", "after")
+_PHASES = ("before", "inside", "after")
 
 
 def faults_of(rank: int, group_number: int) -> dict[int, str]:
@@ -61,11 +61,11 @@ def faults_of(rank: int, group_number: int) -> dict[int, str]:
     faults: dict[int, str] = {}
     for text in filter(None, os.environ.get(VARIABLE, "").split(",")):
         try:
-            of, message, when, number = f"{text}:0".split(":")[:4]
-            if when not in _WHENS:
-                raise ValueError(f"expected one of {', '.join(_WHENS)}")
-            if (int(of), int(number)) == (rank, group_number):
-                faults[int(message)] = when
+            fault_rank, message, phase, fault_group = f"{text}:0".split(":")[:4]
+            if phase not in _PHASES:
+                raise ValueError(f"expected one of {', '.join(_PHASES)}")
+            if (int(fault_rank), int(fault_group)) == (rank, group_number):
+                faults[int(message)] = phase
         except ValueError as error:
             raise ValueError(f"{VARIABLE}={text!r}: expected RANK:MESSAGE:WHEN: {error}") from None
     return faults
@@ -89,20 +89,20 @@ class Faulty:
     def handle(self, frames: list[Any]) -> Sequence[Sequence[Any]]:
         """See ``Worker.handle``."""
         self._messages += 1
-        when = self._faults.get(self._messages)
-        if when == "before":
+        phase = self._faults.get(self._messages)
+        if phase == "before":
             die()
-        with ExitStack() as meanwhile:
-            if when == "inside":
+        with ExitStack() as patches:
+            if phase == "inside":
                 # the extension would run it without asking anybody
-                meanwhile.enter_context(mock.patch.object(self._worker, "known_runs", None))
-                meanwhile.enter_context(mock.patch.object(self._worker.store, "put_from", die))
-                meanwhile.enter_context(mock.patch.object(group, "line", die))
+                patches.enter_context(mock.patch.object(self._worker, "known_runs", None))
+                patches.enter_context(mock.patch.object(self._worker.store, "put_from", die))
+                patches.enter_context(mock.patch.object(group, "line", die))
             replies: Sequence[Sequence[Any]] = self._worker.handle(frames)
-        if when == "after":
+        if phase == "after":
             die()
-        if when == "inside":  # that was no run
-            self._faults.setdefault(self._messages + 1, when)
+        if phase == "inside":  # that was no run
+            self._faults.setdefault(self._messages + 1, phase)
         return replies
 
 
@@ -115,7 +115,7 @@ def die(*_: object) -> NoReturn:
 # -- the worker process: ``python -m lazygt.runtime.launch.process LIVENESS_FD`` -------------------
 
 _LOG_LIMIT = 1 << 20
-_LOG_KEPT = 64 << 10
+_LOG_RETAINED = 64 << 10
 _TICK_MS = int(1000 * EVERY)
 
 
@@ -148,18 +148,18 @@ def main() -> None:
     reporter = None
     if boot.status is not None:
         reporter = Reporter(boot.status, None if boot.spare else boot.rank, activity)
-    boxes = cores = None
+    mailboxes = cores = None
     if boot.mailboxes is not None:
-        boxes = Mailboxes(boot.mailboxes, of_worker=True)
+        mailboxes = Mailboxes(boot.mailboxes, of_worker=True)
         if boot.spins:
             cores = Cores((os.getpid(), boot.client_pid), boot.neighbours + 1)
-    server = Server(context, boot.data, token, boot.keys, boot.max_message, boxes, cores)
+    server = Server(context, boot.data, token, boot.keys, boot.max_message, mailboxes, cores)
     Control(context, boot, token, liveness_pipe, reporter).start()
     if boot.spare is not None:
         boot = wait_for_rank(server, boot, boot.spare)
     handler = build_handler(boot, reporter)
-    if boxes is not None and boot.loads_torch:
-        boxes.use_extension()
+    if mailboxes is not None and boot.loads_torch:
+        mailboxes.use_extension()
     gc.freeze()  # torch's modules live as long as the process: no collection need walk them
     serve(server, handler, activity)
     leave_group(boot)
@@ -184,10 +184,12 @@ def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
     kind, frames = received
     if kind != DATA:
         os._exit(0)
-    told = json.loads(bytes(frames[0]))
-    os.environ.update(told["environment"])
-    rank, number = told["rank"], told["group_number"]
-    return replace(boot, rank=rank, group_number=number, snapshots=memory[told["index"]])
+    assignment = json.loads(bytes(frames[0]))
+    os.environ.update(assignment["environment"])
+    rank, group_number = assignment["rank"], assignment["group_number"]
+    return replace(
+        boot, rank=rank, group_number=group_number, snapshots=memory[assignment["index"]]
+    )
 
 
 def serve(server: Server, handler: MessageHandler, activity: Activity) -> None:
@@ -232,22 +234,22 @@ def build_handler(boot: Boot, reporter: Reporter | None = None) -> MessageHandle
 
         torch.set_num_threads(boot.threads)
         if boot.group is not None and boot.rendezvous is not None:
-            at = boot.rendezvous.fd
-            group.join(boot.group, boot.rank, boot.world_size, at, boot.group_number)
+            listener = boot.rendezvous.fd
+            group.join(boot.group, boot.rank, boot.world_size, listener, boot.group_number)
         upload = None if boot.upload is None else arenas.Arena.attach(boot.upload)
         fetch = None if boot.fetch is None else arenas.Arena.own(boot.fetch)
-    more: dict[str, object] = {}
+    options: dict[str, object] = {}
     if boot.copier:
-        more["copier"] = lambda device: load_named(boot.copier)(device)
+        options["copier"] = lambda device: load_named(boot.copier)(device)
     if boot.snapshots is not None and boot.loads_torch:
-        more["snapshots"] = arenas.Arena.own(boot.snapshots)
+        options["snapshots"] = arenas.Arena.own(boot.snapshots)
     handler: MessageHandler = load_named(boot.factory)(
         device=boot.device,
         rank=boot.rank,
         world_size=boot.world_size,
         upload=upload,
         fetch=fetch,
-        **more,
+        **options,
     )
     if reporter is not None:
         reporter.begin(boot.rank, handler)
@@ -341,19 +343,19 @@ def _shorten_log(fd: int) -> None:
     """Cut a log that has become long to its last part."""
     size = os.fstat(fd).st_size
     if size > _LOG_LIMIT:
-        kept = os.pread(fd, _LOG_KEPT, size - _LOG_KEPT)
+        tail = os.pread(fd, _LOG_RETAINED, size - _LOG_RETAINED)
         os.ftruncate(fd, 0)
-        os.write(fd, b"[...]\n" + kept)
+        os.write(fd, b"[...]\n" + tail)
 
 
 def _read_exactly(fd: int, length: int) -> bytes:
-    parts = b""
-    while len(parts) < length:
-        part = os.read(fd, length - len(parts))
-        if not part:
+    data = b""
+    while len(data) < length:
+        chunk = os.read(fd, length - len(data))
+        if not chunk:
             raise ProtocolError("the client went away before the boot configuration was complete")
-        parts += part
-    return parts
+        data += chunk
+    return data
 
 
 if __name__ == "__main__":

@@ -44,44 +44,44 @@ def check_limits(workers: int, threads: int) -> None:
     Args:
         threads: compute threads of each worker.
     """
-    wanted = _DESCRIPTORS + _DESCRIPTORS_A_WORKER * workers
-    available = _descriptors(wanted)
-    if available < wanted:
+    needed = _DESCRIPTORS + _DESCRIPTORS_A_WORKER * workers
+    available = _available_descriptors(needed)
+    if available < needed:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise OSError(
             errno.EMFILE,
-            f"a session of {workers} worker(s) needs {wanted} file descriptors, and this process "
+            f"a session of {workers} worker(s) needs {needed} file descriptors, and this process "
             f"gets {available} more; close files, or raise the limit, now {limit} (ulimit -n)",
         )
-    wanted = _THREADS + (_THREADS_A_WORKER + threads) * workers
-    available = _threads(wanted)
-    if available < wanted:
+    needed = _THREADS + (_THREADS_A_WORKER + threads) * workers
+    available = _available_threads(needed)
+    if available < needed:
         raise OSError(
             errno.EAGAIN,
-            f"a session of {workers} worker(s) needs {wanted} processes and threads, and this "
+            f"a session of {workers} worker(s) needs {needed} processes and threads, and this "
             f"process gets {available} more; end some, or raise the limit of this user (ulimit -u) "
             f"or container (pids.max)",
         )
 
 
-def _descriptors(wanted: int) -> int:
-    """Return the number of file descriptors available, up to ``wanted``."""
-    with ExitStack() as taken:
-        for count in range(wanted):
+def _available_descriptors(needed: int) -> int:
+    """Return the number of file descriptors available, up to ``needed``."""
+    with ExitStack() as opened:
+        for count in range(needed):
             try:
                 fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
                 return count
-            taken.callback(os.close, fd)
-    return wanted
+            opened.callback(os.close, fd)
+    return needed
 
 
-def _threads(wanted: int) -> int:
-    """Return the number of threads that can be started, up to ``wanted``."""
+def _available_threads(needed: int) -> int:
+    """Return the number of threads that can be started, up to ``needed``."""
     end = threading.Event()
     started: list[threading.Thread] = []
     try:
-        for _ in range(wanted):
+        for _ in range(needed):
             thread = threading.Thread(target=end.wait, name="lazygt-room", daemon=True)
             thread.start()
             started.append(thread)
@@ -91,12 +91,12 @@ def _threads(wanted: int) -> int:
         end.set()
         for thread in started:
             thread.join()
-    return wanted
+    return needed
 
 
 # -- specification of a session's workers, and each one's boot configuration -----------------------
 
-_ORDERED = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_NCCL_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _SIOCGIFADDR = 0x8915  # of an interface: its IPv4 address (netdevice(7))
 
 
@@ -190,31 +190,31 @@ class StartPlan:
 
     def boot(
         self,
-        place: int,
+        socket_number: int,
         rank: int | None,
         upload: Arena | None,
         fetch: Arena | None,
         mailboxes: MailboxFiles | None,
-        ours: ExitStack,
+        copies: ExitStack,
     ) -> Boot:
         """Return a worker's boot configuration.
 
         Args:
-            place: number of its sockets.
+            socket_number: number of its sockets.
             rank: the worker's rank; None: not known yet.
-            ours: stack that closes our copies of its listening sockets.
+            copies: stack that closes our copies of its listening sockets.
         """
         spec = self.spec
         keys = None if spec.transport == "ipc" else Keys.generate()
         addresses = []
         for name in ("data", "control"):
-            address = self._listen(f"{name}{place}", keys)
-            ours.callback(os.close, address.fd)
+            address = self._listen(f"{name}{socket_number}", keys)
+            copies.callback(os.close, address.fd)
             addresses.append(address)
         rendezvous = None
         if spec.world_size > 1:
-            rendezvous = channel.listen_local(self._place(f"rendezvous{place}"))
-            ours.callback(os.close, rendezvous.fd)
+            rendezvous = channel.listen_local(self._socket_path(f"rendezvous{socket_number}"))
+            copies.callback(os.close, rendezvous.fd)
         return Boot(
             factory=spec.factory,
             device="cuda:0" if spec.device == "cuda" else spec.device,
@@ -241,29 +241,29 @@ class StartPlan:
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment variables of one worker, its GPU among them."""
-        given = {"LAZYGT_CACHE_DIR": self.cache, **self.spec.environment}
+        variables = {"LAZYGT_CACHE_DIR": self.cache, **self.spec.environment}
         if self.spec.device == "cuda":
             gpu = self.spec.gpu_of(rank)
-            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, torch.cuda.device_count())
+            variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, torch.cuda.device_count())
             # NCCL listens for the ranks' first meeting: only on the interface to other ranks. Its
             # peers there must know a number that the ranks share.
             interface = os.environ.get("NCCL_SOCKET_IFNAME") or nccl_interface(self.spec.address)
             if interface:
-                given.setdefault("NCCL_SOCKET_IFNAME", interface)
+                variables.setdefault("NCCL_SOCKET_IFNAME", interface)
             # Axes of a mesh have communicators of their own, with kernels of several under way at
             # once: without an order they may deadlock (NCCL's guide on concurrent communicators).
-            given.setdefault(_ORDERED, os.environ.get(_ORDERED, "1"))
-        return given
+            variables.setdefault(_NCCL_ORDER, os.environ.get(_NCCL_ORDER, "1"))
+        return variables
 
     def _listen(self, name: str, keys: Keys | None) -> Address:
         if keys is None:
-            return channel.listen_local(self._place(name))
+            return channel.listen_local(self._socket_path(name))
         scheme, _, host = self.spec.transport.partition("://")
         if scheme != "tcp":
             raise ValueError(f"transport {self.spec.transport!r}: expected 'ipc' or 'tcp://HOST'")
         return channel.listen_tcp(host or "127.0.0.1", keys)
 
-    def _place(self, name: str) -> Path:
+    def _socket_path(self, name: str) -> Path:
         """Return the path of a socket; the socket of an earlier worker is removed."""
         path = self.directory / name
         path.unlink(missing_ok=True)
@@ -301,10 +301,10 @@ def nccl_interface(address: str) -> str:
     """
     if not address:
         return "=lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
-                there = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(there[20:24]) == address:
+                reply = fcntl.ioctl(udp, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return f"={name}"
     return ""

@@ -36,7 +36,7 @@ class DeathWatch(threading.Thread):
     def __init__(self, living: Callable[[], Sequence[int]], look: Callable[[], object]) -> None:
         super().__init__(name="lazygt-deaths", daemon=True)
         self._living, self._look = living, look
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = False
 
     def run(self) -> None:
@@ -46,18 +46,18 @@ class DeathWatch(threading.Thread):
                 self._look()
                 self._wait(living)
         finally:
-            os.close(self._alarm)
+            os.close(self._eventfd)
 
     def _wait(self, living: Sequence[int]) -> None:
         poller = select.poll()
-        for descriptor in (self._alarm, *living):
+        for descriptor in (self._eventfd, *living):
             poller.register(descriptor, select.POLLIN)
-        if self._alarm in [descriptor for descriptor, _ in poller.poll()]:
-            os.eventfd_read(self._alarm)
+        if self._eventfd in [descriptor for descriptor, _ in poller.poll()]:
+            os.eventfd_read(self._eventfd)
 
     def look_again(self) -> None:
         """Watch the current set of processes, which has changed."""
-        os.eventfd_write(self._alarm, 1)
+        os.eventfd_write(self._eventfd, 1)
 
     def end(self) -> None:
         """Stop watching: once this returns, ``look`` is not running."""
@@ -138,10 +138,10 @@ class _State:
     heard: float = 0.0
     #: once it was pinged: when it counts as frozen, and the processor time that defers it
     due: float | None = None
-    patience: float = 0.0
+    spare_usage: float = 0.0
     #: time of the last look at its processor usage, and the usage that has deferred nothing yet
-    seen: float = 0.0
-    used: float = 0.0
+    usage_at: float = 0.0
+    uncounted_usage: float = 0.0
 
 
 class Watch:
@@ -171,7 +171,7 @@ class Watch:
         return tuple(rank for rank, state in enumerate(self._states) if state.dead)
 
     @property
-    def asked(self) -> tuple[int, ...]:
+    def awaiting_pong(self) -> tuple[int, ...]:
         """Ranks that owe an answer to a ping; their processor usage matters."""
         states = enumerate(self._states)
         return tuple(rank for rank, state in states if state.due is not None and not state.dead)
@@ -186,9 +186,9 @@ class Watch:
         """Handle an event seen at ``now``; return the instructions. Times never run backwards."""
         match event:
             case Heard(rank):
-                self._hear(rank, now)
+                self._record_sign_of_life(rank, now)
             case Used(rank, seconds, runnable):
-                self._see_use(self._states[rank], seconds, runnable, now)
+                self._record_usage(self._states[rank], seconds, runnable, now)
             case Started(rank):
                 self._states[rank] = _State(heard=now)
             case Ended(rank):
@@ -197,21 +197,21 @@ class Watch:
                 return self._tick(now)
         return []
 
-    def _hear(self, rank: int, now: float) -> None:
+    def _record_sign_of_life(self, rank: int, now: float) -> None:
         state = self._states[rank]
         state.started, state.heard, state.due, state.frozen = True, now, None, False
 
-    def _see_use(self, state: _State, seconds: float, runnable: bool, now: float) -> None:
+    def _record_usage(self, state: _State, seconds: float, runnable: bool, now: float) -> None:
         if state.due is None:
             return
         # threads side by side use more than has passed
-        seconds, state.seen = min(seconds, now - state.seen), now
-        state.patience -= seconds
-        state.used += seconds
-        if runnable or state.used >= _WORK_SECONDS:
-            state.used = 0.0
-            longer = min(self._deadline(state) - self.silence, state.patience)
-            state.due = max(state.due, now + longer)
+        seconds, state.usage_at = min(seconds, now - state.usage_at), now
+        state.spare_usage -= seconds
+        state.uncounted_usage += seconds
+        if runnable or state.uncounted_usage >= _WORK_SECONDS:
+            state.uncounted_usage = 0.0
+            extension = min(self._deadline(state) - self.silence, state.spare_usage)
+            state.due = max(state.due, now + extension)
 
     def _end(self, rank: int) -> list[Instruction]:
         state = self._states[rank]
@@ -226,15 +226,19 @@ class Watch:
             self._patient_until = now + TICK_SECONDS
         self._last_tick = now
         living = ((rank, state) for rank, state in enumerate(self._states) if not state.dead)
-        return [step for rank, state in living for step in self._judge(rank, state, now)]
+        return [step for rank, state in living for step in self._check_worker(rank, state, now)]
 
-    def _judge(self, rank: int, state: _State, now: float) -> list[Instruction]:
+    def _check_worker(self, rank: int, state: _State, now: float) -> list[Instruction]:
         deadline = self._deadline(state)
         if state.due is None:
             if now - state.heard < self.silence:
                 return []
             state.due = now + deadline - self.silence
-            state.patience, state.seen, state.used = _BUSY_DEADLINES * deadline, now, 0.0
+            state.spare_usage, state.usage_at, state.uncounted_usage = (
+                _BUSY_DEADLINES * deadline,
+                now,
+                0.0,
+            )
             return [Ping(rank)]
         if now < state.due or now < self._patient_until:
             return []

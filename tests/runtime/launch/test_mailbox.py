@@ -112,13 +112,13 @@ def test_a_message_wakes_the_other_once():
         client.put([b"y"])
         assert woken(worker)
         assert not woken(client)
-        worker.awake()
-        worker.awake()
+        worker.clear_wakeup()
+        worker.clear_wakeup()
         assert not woken(worker)
 
 
 def test_a_second_sender_at_a_time_is_sent_to_the_socket():
-    with both_ends() as (client, worker), client._putting:
+    with both_ends() as (client, worker), client._put_lock:
         assert not client.put([b"x"])
         assert worker.take() is None
 
@@ -187,7 +187,7 @@ def test_process_without_own_core_does_not_spin():
 
 def test_a_process_that_is_moved_to_one_core_stops_spinning(monkeypatch):
     masks = {1: {0, 1}, 2: {0, 1}}
-    monkeypatch.setattr(mailbox, "_JUDGED_EVERY", 0)
+    monkeypatch.setattr(mailbox, "_RECHECK_SECONDS", 0)
     monkeypatch.setattr(mailbox.os, "sched_getaffinity", lambda pid: masks[pid])
     cores = Cores((1, 2), 2)
     assert cores.enough
