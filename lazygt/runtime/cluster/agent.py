@@ -86,11 +86,11 @@ class Agent:
     ) -> None:
         self._connection, self._adapt = connection, adapt
         #: frames of the client's last message to workers
-        self._told: list[memoryview] = []
-        self.mirrors = Mirrors(address, self._say)
+        self._last_frames: list[memoryview] = []
+        self.mirrors = Mirrors(address, self._send)
         #: messages that wait for pieces of uploads from other hosts, and all later ones
-        self._held: deque[tuple[Part, list[memoryview]]] = deque()
-        self._shadows: dict[tuple[int, int], Arena] = {}
+        self._deferred: deque[tuple[Part, list[memoryview]]] = deque()
+        self._snapshots: dict[tuple[int, int], Arena] = {}
         self.parts: dict[int, HostPart] = {}
 
     def serve(self) -> str:
@@ -117,21 +117,21 @@ class Agent:
         while (frames := self._connection.take()) is not None:
             message = protocol.read(frames, TO_AGENT)
             try:
-                self._heard(message, frames[1:])
+                self._handle(message, frames[1:])
             except (OSError, ValueError, OverflowError, MemoryError) as error:
                 raise ProtocolError(f"{type(message).__name__} can't be done: {error}") from error
         self.mirrors.pump()
-        while self._held and not self._waits(self._held[0][0]):
-            self._act(*self._held.popleft())
+        while self._deferred and not self._needs_uploads(self._deferred[0][0]):
+            self._execute(*self._deferred.popleft())
         for number in [number for number, part in self.parts.items() if not part.is_alive()]:
             self.parts.pop(number).close()
 
     @property
     def held(self) -> int:
         """Bytes of memory that the client has filled here."""
-        waiting = sum(size_of(rest) for _, rest in self._held)
-        shadows = sum(arena.held for arena in self._shadows.values())
-        return waiting + self.mirrors.held + shadows
+        waiting = sum(size_of(rest) for _, rest in self._deferred)
+        snapshots = sum(arena.held for arena in self._snapshots.values())
+        return waiting + self.mirrors.held + snapshots
 
     def close(self) -> None:
         """End all workers at once, without letting them finish. Takes seconds at most."""
@@ -140,55 +140,55 @@ class Agent:
         for part in self.parts.values():
             part.close()
         self.parts.clear()
-        for arena in self._shadows.values():
+        for arena in self._snapshots.values():
             arena.close()
         self.mirrors.close()
 
-    def _say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+    def _send(self, message: Part, frames: Sequence[Frame] = ()) -> None:
         self._connection.send(encode(message, list(frames)))
 
-    def _heard(self, message: Part, rest: list[memoryview]) -> None:
+    def _handle(self, message: Part, rest: list[memoryview]) -> None:
         """Handle a message in order, except that some wait for uploads."""
         match message:
             case Mirror():
-                self.mirrors.take(message, _only(rest))
+                self.mirrors.take(message, _single_frame(rest))
             case Begin():
-                self._held.clear()  # of a session that has ended
+                self._deferred.clear()  # of a session that has ended
                 self.mirrors.begin(message)
             case Follow():
                 self.mirrors.follow(message)
             case Close(part):
-                self._end(part)
+                self._end_part(part)
             case Look(part, seconds):
-                there = self.parts.get(part)
-                pages = () if there is None else there.look(seconds)
-                self._say(Seen(part), [msgspec.msgpack.encode(pages)])
-            case _ if self._held or self._waits(message):
-                self._held.append((message, rest))
+                host_part = self.parts.get(part)
+                pages = () if host_part is None else host_part.look(seconds)
+                self._send(Seen(part), [msgspec.msgpack.encode(pages)])
+            case _ if self._deferred or self._needs_uploads(message):
+                self._deferred.append((message, rest))
             case _:
-                self._act(message, rest)
+                self._execute(message, rest)
 
-    def _end(self, number: int) -> None:
+    def _end_part(self, number: int) -> None:
         """End a part, which need not have been opened yet."""
-        kept = [held for held in self._held if getattr(held[0], "part", None) != number]
-        self._held = deque(kept)
+        remaining = [held for held in self._deferred if getattr(held[0], "part", None) != number]
+        self._deferred = deque(remaining)
         if number in self.parts:
             self.parts[number].end()
         else:
-            self._say(Closed(number))
+            self._send(Closed(number))
 
-    def _waits(self, message: Part) -> bool:
+    def _needs_uploads(self, message: Part) -> bool:
         """Return whether a message needs uploads that are not here yet."""
         return isinstance(message, Tell) and message.mirrors > self.mirrors.number
 
-    def _act(self, message: Part, rest: list[memoryview]) -> None:
+    def _execute(self, message: Part, rest: list[memoryview]) -> None:
         match message:
             case Tell(part, workers):
-                self._told = rest or self._told
-                if (there := self.parts.get(part)) is not None:
-                    there.tell(workers, self._told)
+                self._last_frames = rest or self._last_frames
+                if (host_part := self.parts.get(part)) is not None:
+                    host_part.tell(workers, self._last_frames)
             case Shadow():
-                self._shadow(message, _only(rest))
+                self._store_snapshot(message, _single_frame(rest))
             case Open(part, text):
                 self._open(part, text)
             case Replace(part, worker, number) if part in self.parts:
@@ -200,27 +200,27 @@ class Agent:
         try:
             spec = self._adapt(protocol.spec_of(text))
         except LazyGTError as error:
-            self._say(Refused(number, str(error)))
+            self._send(Refused(number, str(error)))
             return
         upload = self.mirrors.arena(spec.arena_bytes) if spec.arena_bytes else None
-        shadows = [
-            self._shadows.pop((number, worker))
+        snapshots = [
+            self._snapshots.pop((number, worker))
             for worker in range(len(spec.here))
-            if (number, worker) in self._shadows
+            if (number, worker) in self._snapshots
         ]
-        self.parts[number] = HostPart(number, spec, self._say, upload, shadows)
+        self.parts[number] = HostPart(number, spec, self._send, upload, snapshots)
         self.parts[number].start()
-        for arena in shadows:
+        for arena in snapshots:
             arena.close()
 
-    def _shadow(self, told: Shadow, data: Frame) -> None:
-        key = told.part, told.worker
-        if key not in self._shadows:
-            self._shadows[key] = Arena.own(create_memory(told.first))
-        write(self._shadows[key], told.offset, data)
+    def _store_snapshot(self, message: Shadow, data: Frame) -> None:
+        key = message.part, message.worker
+        if key not in self._snapshots:
+            self._snapshots[key] = Arena.own(create_memory(message.first))
+        write(self._snapshots[key], message.offset, data)
 
 
-def _only(frames: list[memoryview]) -> memoryview:
+def _single_frame(frames: list[memoryview]) -> memoryview:
     if len(frames) != 1:
         raise ProtocolError(f"expected one frame of bytes, not {len(frames)}")
     return frames[0]

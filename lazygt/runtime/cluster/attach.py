@@ -68,9 +68,9 @@ class Refusals:
     """
 
     def __init__(
-        self, job: Job, listener: Listener, told: Callable[[], str], seconds: float
+        self, job: Job, listener: Listener, rejected_by: Callable[[], str], seconds: float
     ) -> None:
-        self._job, self._listener, self._told = job, listener, told
+        self._job, self._listener, self._rejected_by = job, listener, rejected_by
         self._share = SHARE_FOR_TRUE_HOSTS * seconds
         #: time from which strangers may end the wait; None: none has come
         self._until: float | None = None
@@ -84,17 +84,19 @@ class Refusals:
         Raises:
             LaunchError: awaited hosts were refused.
         """
-        if process := self._told():
+        if process := self._rejected_by():
             raise LaunchError(
                 "LAZYGT_TOKEN", f"is another one for {process!r} of this job than here. {_ADVICE}"
             )
-        if others := dict(self._listener.other_versions):
+        if other_versions := dict(self._listener.other_versions):
             self._listener.other_versions.clear()  # another start may come with the right ones
-            there = "; ".join(f"at {address}: {what}" for address, what in others.items())
+            differences = "; ".join(
+                f"at {address}: {what}" for address, what in other_versions.items()
+            )
             raise LaunchError(
                 self._job.rank_variable,
                 f"tells of several hosts, and one has other versions of lazygt, torch or Python, "
-                f"{there}. Install the same ones on all hosts",
+                f"{differences}. Install the same ones on all hosts",
             )
         self._check_strangers(has_come)
 
@@ -102,15 +104,17 @@ class Refusals:
         strangers = self._listener.strangers.addresses
         if not any(strangers.values()):
             return
-        known = [address for address, other_key in strangers.items() if address and other_key]
-        addresses = known or ["an unknown address"]
+        addresses_with_key = [
+            address for address, other_key in strangers.items() if address and other_key
+        ]
+        addresses = addresses_with_key or ["an unknown address"]
         if self._until is None:
             self._until = time.monotonic() + self._share
             _log.warning(
                 "refused %s: no proof of this host's LAZYGT_TOKEN; still waiting for all hosts",
                 ", ".join(addresses),
             )
-        if has_come or len(addresses) < self._awaited or time.monotonic() < self._until:
+        if has_come or len(addresses) < self._expected_hosts or time.monotonic() < self._until:
             return
         strangers.clear()  # for the next start
         raise LaunchError(
@@ -120,7 +124,7 @@ class Refusals:
         )
 
     @property
-    def _awaited(self) -> int:
+    def _expected_hosts(self) -> int:
         """Number of other hosts; if the engine does not set it, the largest possible."""
         job = self._job
         return job.world_size - job.local_world_size if job.hosts is None else job.hosts - 1
@@ -168,14 +172,14 @@ class Cluster:
 
     def __init__(self, job: Job, token: bytes, seconds: float) -> None:
         self._job, self._arrived = job, dict[int, Arrived]()
-        known = derived(token, "agent").public
+        agent_key = derived(token, "agent").public
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._listener = Listener(
             context,
             _address(job),
             port_to_bind(job),
             derived(token, "client"),
-            lambda public: "agent" if public == known else None,
+            lambda public: "agent" if public == agent_key else None,
             _MAX_MESSAGE,
         )
         try:
@@ -197,7 +201,7 @@ class Cluster:
         token = new_token()
         store = StoreServer(address, token)
         spec = replace(spec, token=token, store=store.endpoint, host=host_id(), address=address)
-        agents = sorted(self._living(), key=lambda agent: agent.rank)
+        agents = sorted(self._live_agents(), key=lambda agent: agent.rank)
         hosts = [(RemoteHost(agent.name, agent.connection), agent.workers) for agent in agents]
         return ClusterLink(spec, self._job.local_world_size, hosts, store)
 
@@ -207,31 +211,31 @@ class Cluster:
         poller = select.poll()
         poller.register(self._listener.fd, select.POLLIN)
         refused = Refusals(job, self._listener, self._refusal, seconds)
-        while (there := self._count()) != job.world_size:
-            if (left := until - time.monotonic()) <= 0 or there > job.world_size:
-                raise self._incomplete(there, seconds, refused)
+        while (count := self._count()) != job.world_size:
+            if (left := until - time.monotonic()) <= 0 or count > job.world_size:
+                raise self._incomplete(count, seconds, refused)
             refused.check(bool(self._arrived))
             poller.poll(1_000 * min(left, 0.25))
             while (connection := self._listener.accept()) is not None:
-                agent = _arrived(connection)
+                agent = _agent_of(connection)
                 self._arrived[agent.rank] = agent
 
-    def _incomplete(self, there: int, seconds: float, refused: Refusals) -> LaunchError:
+    def _incomplete(self, count: int, seconds: float, refused: Refusals) -> LaunchError:
         """Return the error for a job with missing hosts."""
         job = self._job
-        names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._living())
+        names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._live_agents())
         return LaunchError(
             job.rank_variable,
-            f"tells of {job.world_size} processes, and after {seconds:g} s there are {there}: "
+            f"tells of {job.world_size} processes, and after {seconds:g} s there are {count}: "
             f"{job.local_world_size} on this host{names and ', '}{names}. Does the program open a "
             f"lazygt.session() on all hosts, and do all know the same LAZYGT_TOKEN? {refused}",
         )
 
     def _count(self) -> int:
         """Return the number of workers on all hosts that have connected."""
-        return self._job.local_world_size + sum(agent.workers for agent in self._living())
+        return self._job.local_world_size + sum(agent.workers for agent in self._live_agents())
 
-    def _living(self) -> list[Arrived]:
+    def _live_agents(self) -> list[Arrived]:
         return [agent for agent in self._arrived.values() if agent.connection.closed is None]
 
 
@@ -254,9 +258,9 @@ def _address(job: Job) -> str:
     return address
 
 
-def _arrived(connection: Connection) -> Arrived:
-    told: dict[str, Any] = json.loads(connection.hello)
-    return Arrived(told["rank"], told["name"], told["workers"], connection)
+def _agent_of(connection: Connection) -> Arrived:
+    hello: dict[str, Any] = json.loads(connection.hello)
+    return Arrived(hello["rank"], hello["name"], hello["workers"], connection)
 
 
 @cache
@@ -346,21 +350,21 @@ def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -
         ConnectionLost: the client did not answer in time.
         AccessDenied, VersionMismatch: the client refuses us.
     """
-    told = {"rank": rank, "name": socket.gethostname(), "workers": workers}
+    hello = {"rank": rank, "name": socket.gethostname(), "workers": workers}
     connection = dial(
         zmq.Context.instance(),
         endpoint,
         derived(token, "agent"),
         derived(token, "client").public,
-        json.dumps(told).encode(),
+        json.dumps(hello).encode(),
         _MAX_MESSAGE,
         seconds,
     )
     address = address_towards(endpoint)
     agent = Agent(connection, lambda spec: replace(spec, host=host_id(), address=address), address)
-    why = agent.serve()
-    if _ENDED not in why:
-        raise SystemExit(f"lazygt: this host's workers have ended: {why}")
+    reason = agent.serve()
+    if _ENDED not in reason:
+        raise SystemExit(f"lazygt: this host's workers have ended: {reason}")
     raise SystemExit(0)
 
 
@@ -378,7 +382,9 @@ def address_towards(endpoint: str) -> str:
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
-    family, kind, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
+    family, socktype, _, _, sockaddr = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, socktype) as udp:
+        udp.connect(sockaddr)
+        return str(udp.getsockname()[0])

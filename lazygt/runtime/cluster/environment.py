@@ -33,7 +33,7 @@ _OF_SEVERAL = re.compile(
     r"|JOB_COMPLETION_INDEX"
 )
 #: The job by process id, once its variables are gone; a child that it forks has none.
-_left: dict[int, Job] = {}
+_attached_jobs: dict[int, Job] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class Job:
         if environment.get("LAZYGT_WORKER"):
             return None
         variables = _Variables(environment)
-        reader = next((read for told, read in _ENGINES if environment.get(told)), None)
+        reader = next((read for variable, read in _ENGINES if environment.get(variable)), None)
         if reader is None:
-            _refuse_half(variables)
+            _check_world_size(variables)
             return None
         job = reader(variables)
         if job.world_size == 1:
@@ -112,12 +112,12 @@ class Job:
 
 def may_be_of_several() -> bool:
     """Return whether this process may belong to a job with several processes."""
-    return os.getpid() in _left or not ENGINE_VARIABLES.isdisjoint(os.environ)
+    return os.getpid() in _attached_jobs or not ENGINE_VARIABLES.isdisjoint(os.environ)
 
 
 def job_here() -> Job | None:
     """Return the job of this process; see `Job.from_environment`."""
-    return _left.get(os.getpid()) or Job.from_environment(os.environ)
+    return _attached_jobs.get(os.getpid()) or Job.from_environment(os.environ)
 
 
 def be_alone(job: Job, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -126,7 +126,7 @@ def be_alone(job: Job, environment: MutableMapping[str, str] = os.environ) -> No
     Training libraries would otherwise look for the job's other processes, and wait for them for
     ever; so would programs that this one starts.
     """
-    _left[os.getpid()] = job
+    _attached_jobs[os.getpid()] = job
     for name in filter(_OF_SEVERAL.fullmatch, list(environment)):
         del environment[name]
 
@@ -165,14 +165,14 @@ class _Variables:
             raise LaunchError(name, f"is {number}: expected a port, 1 to 65535")
         return number
 
-    def address(self, is_on_one_host: bool, how: str) -> str:
+    def address(self, is_on_one_host: bool, example: str) -> str:
         """Return the address of rank 0, required for several hosts."""
         address = self.text("MASTER_ADDR")
         if not address and not is_on_one_host:
             raise LaunchError(
                 "MASTER_ADDR",
                 f"is not set, and the job has several hosts: set it to the name or address of the "
-                f"host of rank 0, {how}",
+                f"host of rank 0, {example}",
             )
         return address
 
@@ -308,7 +308,7 @@ _ENGINES: Final[tuple[tuple[str, Callable[[_Variables], Job]], ...]] = (
 )
 
 
-def _refuse_half(variables: _Variables) -> None:
+def _check_world_size(variables: _Variables) -> None:
     if variables.text("WORLD_SIZE") not in ("", "0", "1"):
         variables.number("RANK", "Set it to this process's number, or unset WORLD_SIZE.")
 

@@ -90,7 +90,7 @@ def pack(kind: bytes, frames: Sequence[Frame] = (), acknowledged: int = 0) -> by
     return bytearray().join((_NUMBERS.pack(0, acknowledged), head, *views))
 
 
-def give_number(message: bytearray, number: int, acknowledged: int) -> None:
+def set_number(message: bytearray, number: int, acknowledged: int) -> None:
     _NUMBERS.pack_into(message, 0, number, acknowledged)
 
 
@@ -106,9 +106,9 @@ def parse(frame: memoryview) -> tuple[int, int, bytes, list[memoryview]]:
     return number, acknowledged, *unpack(frame[_NUMBERS.size :])
 
 
-def pack_hello(turn: int, fresh: bool, said: bytes, received: int) -> bytearray:
+def pack_hello(turn: int, fresh: bool, user_data: bytes, received: int) -> bytearray:
     hello = msgspec.msgpack.encode(Hello(versions_here(), turn, fresh))
-    return pack(HELLO, (_MARK + struct.pack("<H", PROTOCOL_VERSION), hello, said), received)
+    return pack(HELLO, (_MARK + struct.pack("<H", PROTOCOL_VERSION), hello, user_data), received)
 
 
 def read_hello(frames: Sequence[memoryview]) -> tuple[Hello | int, bytes]:

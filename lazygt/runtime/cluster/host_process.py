@@ -26,29 +26,29 @@ from lazygt.runtime.launch.channel import Keys
 
 def main() -> None:
     keys = Keys.generate()
-    _say(keys.public)
-    told: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    _write_line(keys.public)
+    request: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
-    hello = json.dumps({"rank": told["rank"], "name": socket.gethostname()}).encode()
+    hello = json.dumps({"rank": request["rank"], "name": socket.gethostname()}).encode()
     try:
         connection = dial(
             zmq.Context.instance(),
-            told["endpoint"],
+            request["endpoint"],
             keys,
-            told["public"],
+            request["public"],
             hello,
-            told["max_message"],
-            told["seconds"],
+            request["max_message"],
+            request["seconds"],
         )
     except LazyGTError as error:
-        _say(f"{type(error).__name__}: {error}".replace("\n", " "))
+        _write_line(f"{type(error).__name__}: {error}".replace("\n", " "))
         raise SystemExit(1) from error
-    _say("")
-    address = address_towards(told["endpoint"])
+    _write_line("")
+    address = address_towards(request["endpoint"])
     Agent(connection, lambda spec: replace(spec, host=host_id(), address=address), address).serve()
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -31,7 +31,7 @@ class End:
         self.other: End
         self.closed: str | None = None
         self.messages_sent = self.bytes_sent = 0
-        self._came: deque[list[bytes]] = deque()
+        self._inbox: deque[list[bytes]] = deque()
         weakref.finalize(self, os.close, self.fd)
 
     def send(self, frames: Sequence[Frame]) -> None:
@@ -41,7 +41,7 @@ class End:
         copies = [bytes(frame) for frame in frames]
         self.messages_sent += 1
         self.bytes_sent += sum(map(len, copies))
-        self.other._came.append(copies)
+        self.other._inbox.append(copies)
         os.eventfd_write(self.other.fd, 1)
 
     def take(self) -> list[memoryview] | None:
@@ -49,8 +49,8 @@ class End:
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         with suppress(IndexError):
-            message = self._came.popleft()
-            if self._came:
+            message = self._inbox.popleft()
+            if self._inbox:
                 os.eventfd_write(self.fd, 1)
             return [memoryview(frame) for frame in message]
         return None

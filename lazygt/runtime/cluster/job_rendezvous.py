@@ -19,7 +19,7 @@ from typing import Any
 from lazygt.errors import LaunchError, SecurityError
 from lazygt.runtime.cluster.environment import Job
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _PURPOSE = b"lazygt client endpoint"
 
 
@@ -66,12 +66,12 @@ def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
         return f"tcp://{host}:{job.port}"
     until = time.monotonic() + deadline
     store, key = _store(job, deadline), _key(job, session)
-    while not _asked(job, lambda: store.check([key])):
+    while not _query(job, lambda: store.check([key])):
         if time.monotonic() > until:
             raise _absent(job, deadline)
-        time.sleep(_LOOK_SECONDS)
-    said = _asked(job, lambda: store.get(key)).decode(errors="replace")
-    code, _, endpoint = said.partition(" ")
+        time.sleep(_POLL_SECONDS)
+    published = _query(job, lambda: store.get(key)).decode(errors="replace")
+    code, _, endpoint = published.partition(" ")
     if not hmac.compare_digest(code.encode(), _code(job, endpoint, token).encode()):
         with suppress(RuntimeError):  # the store has gone, and rank 0 with it
             store.set(_refusal_key(job, session), f"rank {job.rank} on {socket.gethostname()}")
@@ -97,12 +97,12 @@ def refusals(job: Job, deadline: float, session: int = 0) -> Callable[[], str]:
         return lambda: ""
     store, key = _store(job, deadline), _refusal_key(job, session)
 
-    def look() -> str:
-        if not _asked(job, lambda: store.check([key])):
+    def read_refusal() -> str:
+        if not _query(job, lambda: store.check([key])):
             return ""
-        return str(_asked(job, lambda: store.get(key)).decode(errors="replace")[:200])
+        return str(_query(job, lambda: store.get(key)).decode(errors="replace")[:200])
 
-    return look
+    return read_refusal
 
 
 def _store(job: Job, deadline: float) -> Any:
@@ -127,14 +127,14 @@ def _store(job: Job, deadline: float) -> Any:
         ) from error
 
 
-def _asked(job: Job, ask: Any) -> Any:
+def _query(job: Job, request: Any) -> Any:
     """Return the result of a request to the store.
 
     Raises:
         LaunchError: the store has gone.
     """
     try:
-        return ask()
+        return request()
     except RuntimeError as error:  # torch's DistError, and exceptions of its C++
         raise LaunchError(
             "", f"torchrun's store at {job.address}:{job.port} has gone: {error}"

@@ -154,12 +154,12 @@ class Keyring:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._clients = directory / "clients"
-        for place in (directory, self._clients):
+        for folder in (directory, self._clients):
             try:
-                make_folder(place)
+                make_folder(folder)
             except PermissionError as error:
                 raise SecurityError(
-                    f"{place}: whoever may write here may let anybody in: `chmod 700 {place}`, "
+                    f"{folder}: whoever may write here may let anybody in: `chmod 700 {folder}`, "
                     f"and it must be yours"
                 ) from error
         self.server = self._server()

@@ -36,8 +36,8 @@ _log = logging.getLogger("lazygt")
 _MAX_MESSAGE: Final = MAX_MESSAGE_BYTES + (1 << 16)
 #: Seconds that Ray may take to place lost bundles anew, before other hosts take their workers.
 ANOTHER_SECONDS = 60.0
-_LOOK_SECONDS = 0.05
-_AGAIN_SECONDS = 0.5
+_POLL_SECONDS = 0.05
+_RETRY_SECONDS = 0.5
 
 
 class _ActorGone(LaunchError):
@@ -77,10 +77,10 @@ class RayHosts:
     def __init__(self, workers: int, device: str = "cpu") -> None:
         self._ray = _ray()
         self._workers = workers
-        self._needs = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+        self._bundle_resources = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         self._is_ours = not self._ray.is_initialized()
         self._group: Any = None
-        self._places: dict[int, Place] = {}
+        self._placements: dict[int, Place] = {}
         #: rank -> its bundle, which never changes
         self._bundles: list[int] = []
         self._hosts: dict[int, RemoteHost] = {}
@@ -96,7 +96,7 @@ class RayHosts:
                 self._join_cluster(seconds)
             self._place_gang(seconds)
             self._listen()
-            hosts = self._agents_for(range(self._workers), until)
+            hosts = self._start_agents(range(self._workers), until)
         except BaseException:
             self.close()
             raise
@@ -108,7 +108,7 @@ class RayHosts:
         lost = self._hosts[self._bundles[rank]]
         if lost.lost:
             bundles = [bundle for bundle, host in self._hosts.items() if host is lost]
-            self._agents_anew(bundles, time.monotonic() + ANOTHER_SECONDS)
+            self._restart_agents(bundles, time.monotonic() + ANOTHER_SECONDS)
         return self._hosts[self._bundles[rank]]
 
     def close(self) -> None:
@@ -119,9 +119,9 @@ class RayHosts:
         if self._listener is not None:
             self._listener.close("the session has ended")
             self._listener = None
-        for place in self._places.values():
+        for place in self._placements.values():
             self._kill(place.actor)
-        self._places.clear()
+        self._placements.clear()
         group, self._group = self._group, None
         if group is not None:
             with suppress(self._ray.exceptions.RayError):
@@ -146,41 +146,43 @@ class RayHosts:
 
     def _place_gang(self, seconds: float) -> None:
         """Place all bundles, on as few nodes as possible."""
-        bundles = [dict(self._needs)] * self._workers
+        bundles = [dict(self._bundle_resources)] * self._workers
         self._group = self._ray.util.placement_group(bundles, strategy="PACK")
         if not self._group.wait(seconds):
-            raise LaunchError("", self._what_is_missing(seconds))
+            raise LaunchError("", self._describe_shortage(seconds))
 
-    def _what_is_missing(self, seconds: float) -> str:
+    def _describe_shortage(self, seconds: float) -> str:
         """Describe the requested resources, and each node's total and free ones."""
-        asked = _amounts({name: count * self._workers for name, count in self._needs.items()})
-        left = self._ray.available_resources()
+        requested = _amounts(
+            {name: count * self._workers for name, count in self._bundle_resources.items()}
+        )
+        available = self._ray.available_resources()
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         lines = [
-            f"  {node['NodeManagerHostname']}: {_amounts(self._of(node['Resources'])) or 'nothing'}"
+            f"  {node['NodeManagerHostname']}: {_amounts(self._relevant(node['Resources'])) or 'nothing'}"
             for node in nodes
         ]
-        free = _amounts(self._of(left)) or "nothing"
+        free = _amounts(self._relevant(available)) or "nothing"
         return (
-            f"Ray has not placed {self._workers} workers within {seconds:g} s: asked for {asked}, "
+            f"Ray has not placed {self._workers} workers within {seconds:g} s: asked for {requested}, "
             f"free in the whole cluster: {free}. Its nodes have in all:\n"
             + "\n".join(lines)
             + "\n  Ask for fewer workers, wait for other jobs, add nodes, or give it longer: "
             "lazygt.session(start_timeout=...)"
         )
 
-    def _of(self, resources: Mapping[str, float]) -> dict[str, float]:
-        return {name: resources.get(name, 0.0) for name in self._needs}
+    def _relevant(self, resources: Mapping[str, float]) -> dict[str, float]:
+        return {name: resources.get(name, 0.0) for name in self._bundle_resources}
 
-    def _slots(self, bundles: Sequence[int], until: float) -> list[Place]:
+    def _start_slots(self, bundles: Sequence[int], until: float) -> list[Place]:
         """Start a new actor in each of some bundles, on their current nodes."""
         ray = self._ray
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        options = {"num_cpus": 1, "num_gpus": self._needs.get("GPU", 0)}
+        options = {"num_cpus": 1, "num_gpus": self._bundle_resources.get("GPU", 0)}
         remote = ray.remote(max_restarts=0, max_task_retries=0, **options)(Slot)
         for bundle in bundles:
-            if (before := self._places.pop(bundle, None)) is not None:
-                self._kill(before.actor)
+            if (previous := self._placements.pop(bundle, None)) is not None:
+                self._kill(previous.actor)
         actors = [
             remote.options(
                 scheduling_strategy=strategy(self._group, placement_group_bundle_index=bundle)
@@ -188,17 +190,17 @@ class RayHosts:
             for bundle in bundles
         ]
         try:
-            told = self._get([actor.where.remote("") for actor in actors], until)
+            answers = self._get([actor.where.remote("") for actor in actors], until)
         except BaseException:
             for actor in actors:
                 self._kill(actor)
             raise
-        places = [
+        placements = [
             Place(bundle, actor, node, name, tuple(gpus))
-            for bundle, actor, (node, name, gpus) in zip(bundles, actors, told, strict=True)
+            for bundle, actor, (node, name, gpus) in zip(bundles, actors, answers, strict=True)
         ]
-        self._places |= {place.bundle: place for place in places}
-        return places
+        self._placements |= {place.bundle: place for place in placements}
+        return placements
 
     def _kill(self, actor: Any) -> None:
         with suppress(self._ray.exceptions.RayError, ValueError):  # it has gone, or Ray has
@@ -232,12 +234,12 @@ class RayHosts:
             context, self.address, 0, self._keys, self._agents.get, _MAX_MESSAGE
         )
 
-    def _agents_for(
+    def _start_agents(
         self, bundles: Sequence[int], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
         """Start an agent on each node with some of these bundles; return them with theirs."""
         nodes: dict[str, list[Place]] = {}
-        for place in self._slots(bundles, until):
+        for place in self._start_slots(bundles, until):
             nodes.setdefault(place.node, []).append(place)
         groups = list(nodes.values())
         starts = [
@@ -246,26 +248,26 @@ class RayHosts:
         ]
         for key, group in zip(self._get(starts, until), groups, strict=True):
             self._agents[key] = group[0].name
-        return self._joined(groups, until)
+        return self._accept_agents(groups, until)
 
-    def _agents_anew(self, bundles: Sequence[int], until: float) -> None:
+    def _restart_agents(self, bundles: Sequence[int], until: float) -> None:
         """Start agents for bundles of a lost node, once Ray has placed them anew."""
         while True:
             try:
-                self._agents_for(bundles, until)
+                self._start_agents(bundles, until)
                 return
             except _ActorGone:
                 if time.monotonic() > until:
                     raise
-                time.sleep(_AGAIN_SECONDS)
+                time.sleep(_RETRY_SECONDS)
 
-    def _joined(
+    def _accept_agents(
         self, groups: Sequence[Sequence[Place]], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
         """Return the groups' agents, once each has connected."""
         assert self._listener is not None
         waiting = [
-            group[0].actor.join.remote(self._told(number, until))
+            group[0].actor.join.remote(self._join_request(number, until))
             for number, group in enumerate(groups)
         ]
         hosts: dict[int, RemoteHost] = {}
@@ -273,10 +275,10 @@ class RayHosts:
             done: list[Any] = []
             if waiting:
                 done, waiting = self._ray.wait(
-                    waiting, num_returns=len(waiting), timeout=_LOOK_SECONDS
+                    waiting, num_returns=len(waiting), timeout=_POLL_SECONDS
                 )
-            for wrong in filter(None, self._get(done, until) if done else []):
-                raise LaunchError("", f"an agent could not join the session: {wrong}")
+            for error in filter(None, self._get(done, until) if done else []):
+                raise LaunchError("", f"an agent could not join the session: {error}")
             while (connection := self._listener.accept()) is not None:
                 number = json.loads(connection.hello)["rank"]
                 hosts[number] = RemoteHost(groups[number][0].name, connection)
@@ -289,7 +291,7 @@ class RayHosts:
             for number, group in enumerate(groups)
         ]
 
-    def _told(self, number: int, until: float) -> str:
+    def _join_request(self, number: int, until: float) -> str:
         assert self._listener is not None
         return json.dumps(
             {

@@ -50,17 +50,17 @@ class Slot:
             stdout=subprocess.PIPE,
             text=True,
         )
-        return self._line()
+        return self._read_line()
 
-    def join(self, told: str) -> str:
+    def join(self, request: str) -> str:
         """Let the agent join a session; return "" or the error."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{told}\n")
+        self._process.stdin.write(f"{request}\n")
         self._process.stdin.flush()
-        return self._line()
+        return self._read_line()
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
         assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import zmq
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.cluster.frames import GOODBYE, MESSAGE, OVERHEAD, RECEIVED, give_number, pack
-from lazygt.runtime.cluster.tcp import keep_from_children, word_of
+from lazygt.runtime.cluster.frames import GOODBYE, MESSAGE, OVERHEAD, RECEIVED, pack, set_number
+from lazygt.runtime.cluster.tcp import close_in_children, kernel_state
 from lazygt.runtime.launch.channel import probe
 from lazygt.runtime.launch.mailbox import Frame
 
@@ -25,8 +25,8 @@ from lazygt.runtime.launch.mailbox import Frame
 # on (go-back-N), and the receiver takes each number once. This is a pure state machine, without
 # clock or socket.
 
-_TELL_MESSAGES = 32
-_TELL_BYTES = 1 << 20
+_ACK_MESSAGES = 32
+_ACK_BYTES = 1 << 20
 
 
 class Arrival(Enum):
@@ -46,13 +46,13 @@ class Stream:
     """
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[bytearray, int]] = deque()
+        self._unacknowledged: deque[tuple[bytearray, int]] = deque()
         self._numbers = count(1)
         self._next = 1
         self._highest = 0
         self.taken = 0
         self.told = 0
-        self._untold_bytes = 0
+        self._bytes_to_acknowledge = 0
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -62,14 +62,14 @@ class Stream:
         There is no place in between where a finalizer that sends, or a KeyboardInterrupt, could
         fall.
         """
-        self._kept.extend(zip((message,), self._numbers, strict=False))
+        self._unacknowledged.extend(zip((message,), self._numbers, strict=False))
 
     def due(self) -> tuple[bytearray, int] | None:
         """Return the next message to send and its number; `sent` confirms it."""
-        if not self._kept:
+        if not self._unacknowledged:
             return None
-        index = max(0, self._next - self._kept[0][1])
-        return self._kept[index] if index < len(self._kept) else None
+        index = max(0, self._next - self._unacknowledged[0][1])
+        return self._unacknowledged[index] if index < len(self._unacknowledged) else None
 
     def is_first_time(self, number: int) -> bool:
         return number > self._highest
@@ -92,13 +92,13 @@ class Stream:
             raise ProtocolError(
                 f"message {number} is acknowledged, and {self._highest} was the last one sent"
             )
-        while self._kept and self._kept[0][1] <= number:
-            self._kept.popleft()
+        while self._unacknowledged and self._unacknowledged[0][1] <= number:
+            self._unacknowledged.popleft()
 
     @property
     def pending(self) -> int:
         """Bytes of the messages that are kept."""
-        return sum(len(message) for message, _ in self._kept)
+        return sum(len(message) for message, _ in self._unacknowledged)
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Stream:
     def take(self, number: int, size: int) -> None:
         """Note the arrival of message ``number``, the next one; ``size`` in bytes."""
         self.taken = number
-        self._untold_bytes += size
+        self._bytes_to_acknowledge += size
 
     @property
     def untold(self) -> bool:
@@ -120,11 +120,11 @@ class Stream:
     @property
     def must_tell(self) -> bool:
         """True if so many are unacknowledged that the acknowledgement goes out at once."""
-        return self.taken - self.told >= _TELL_MESSAGES or self._untold_bytes >= _TELL_BYTES
+        return self.taken - self.told >= _ACK_MESSAGES or self._bytes_to_acknowledge >= _ACK_BYTES
 
     def tell(self) -> int:
         """Return the number to acknowledge."""
-        self.told, self._untold_bytes = self.taken, 0
+        self.told, self._bytes_to_acknowledge = self.taken, 0
         return self.taken
 
 
@@ -133,10 +133,10 @@ class Stream:
 #: Seconds for which a dead link is tolerated, and for which a peer that hung up may come back.
 GRACE, GONE_AFTER = 60.0, 1.0
 
-_TELL_AFTER = 0.05  # seconds until arrivals are acknowledged, unless another message does it
+_ACK_SECONDS = 0.05  # seconds until arrivals are acknowledged, unless another message does it
 _COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
 _LINGER_MS = 1000  # most time for a goodbye after the socket was closed
-_WATCH_EVERY = 1.0  # seconds between two checks for answers to sent messages
+_WATCH_SECONDS = 1.0  # seconds between two checks for answers to sent messages
 
 
 class Line(Protocol):
@@ -152,16 +152,16 @@ class Line(Protocol):
     def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
         """Give a message to ZMQ; False if the peer is not there."""
 
-    def remind(self, at: float) -> None:
+    def schedule_tick(self, at: float) -> None:
         """Call `Connection.tick` from ``at`` on, and let ``fd`` ring."""
 
-    def leave(self, connection: Connection) -> None:
+    def detach(self, connection: Connection) -> None:
         """Mark a connection as over; ``fd`` still rings, so a waiting thread sees that."""
 
     def release(self, connection: Connection) -> None:
         """Release a connection's resources: ``fd`` is not polled any more."""
 
-    def still_rings(self) -> None:
+    def rearm(self) -> None:
         """Let ``fd`` ring if a message has come: using the socket has swallowed its signal."""
 
 
@@ -192,25 +192,31 @@ class Connection:
     """
 
     def __init__(
-        self, line: Line, id: bytes, peer: str, hello: bytes, max_message: int, patience: Patience
+        self,
+        carrier: Line,
+        id: bytes,
+        peer: str,
+        hello: bytes,
+        max_message: int,
+        timeouts: Patience,
     ) -> None:
         self.id, self.peer, self.hello = id, peer, hello
         self.closed: str | None = None
-        self._line, self._max_message, self._patience = line, max_message, patience
+        self._carrier, self._max_message, self._timeouts = carrier, max_message, timeouts
         self._stream = Stream()
         self._ready: deque[tuple[list[memoryview], int]] = deque()
         self._sending = False
-        self._left_at: float | None = None
+        self._disconnected_at: float | None = None
         #: the TCP socket that the kernel is asked about; -1 if none is known
         self.tcp = -1
-        keep_from_children(self)
+        close_in_children(self)
 
     # -- for everybody -------------------------------------------------------------------------
 
     @property
     def fd(self) -> int:
         """Descriptor to poll for reading."""
-        return self._line.fd
+        return self._carrier.fd
 
     @property
     def away(self) -> float:
@@ -218,10 +224,10 @@ class Connection:
 
         This is the kernel's report, not the peer's: a busy or stopped process counts as connected.
         """
-        with self._line.lock:
-            if self._left_at is not None:
-                return time.monotonic() - self._left_at
-            return 0.0 if self.closed else word_of(self.tcp).silence
+        with self._carrier.lock:
+            if self._disconnected_at is not None:
+                return time.monotonic() - self._disconnected_at
+            return 0.0 if self.closed else kernel_state(self.tcp).silence
 
     @property
     def has_mail(self) -> bool:
@@ -231,7 +237,7 @@ class Connection:
     @property
     def pending(self) -> int:
         """Bytes that were sent and that the peer has not acknowledged."""
-        with self._line.lock:
+        with self._carrier.lock:
             return self._stream.pending
 
     def send(self, frames: Sequence[Frame]) -> None:
@@ -248,11 +254,11 @@ class Connection:
                 f"a message of {len(message) - OVERHEAD} bytes is over the limit of "
                 f"{self._max_message - OVERHEAD}"
             )
-        with self._line.lock:
+        with self._carrier.lock:
             if self.closed is None:
                 self._stream.put(message)
                 self.flush()
-                self._line.still_rings()
+                self._carrier.rearm()
 
     def take(self) -> list[memoryview] | None:
         """Return the frames of the next message, or None if there is none."""
@@ -275,17 +281,17 @@ class Connection:
 
     def pump(self) -> None:
         """Do pending work: read and acknowledge arrivals, notice lost peers."""
-        with self._line.lock:
-            self._line.pump()
+        with self._carrier.lock:
+            self._carrier.pump()
 
     def close(self, reason: str = "done") -> None:
         """Close the connection. Earlier messages still go if the peer is there within a second."""
-        with self._line.lock:
+        with self._carrier.lock:
             if self.closed is None:
                 self._stream.put(pack(GOODBYE, (reason.encode(),)))
                 self.flush()
             self.end(f"closed here: {reason}")
-            self._line.release(self)
+            self._carrier.release(self)
 
     # -- for the line, which holds its lock ----------------------------------------------------
 
@@ -294,7 +300,7 @@ class Connection:
 
         A finalizer that sends in the middle of this adds to it.
         """
-        while not self._sending and self._left_at is None and self._stream.due():
+        while not self._sending and self._disconnected_at is None and self._stream.due():
             self._sending = True
             try:
                 self._send_due()
@@ -306,7 +312,7 @@ class Connection:
         while (entry := stream.due()) is not None:
             message, number = entry
             if stream.is_first_time(number):
-                give_number(message, number, stream.tell())
+                set_number(message, number, stream.tell())
             if not self._transmit(message):
                 self.lost()
                 return
@@ -328,19 +334,19 @@ class Connection:
             stream.taken = max(stream.taken, self._ready[-1][1])
         arrival = stream.arrival(number)
         if arrival is Arrival.REPLAYED:
-            self._line.counts["replayed"] += 1
+            self._carrier.counts["replayed"] += 1
         if arrival is not Arrival.NEXT:
             return
         if kind == GOODBYE:
-            why = bytes(view[0]).decode(errors="replace") if view else ""
-            self.end(f"the other end closed the connection: {why}")
+            reason = bytes(view[0]).decode(errors="replace") if view else ""
+            self.end(f"the other end closed the connection: {reason}")
             return
         self._ready.append((view, number))
         stream.take(number, sum(map(len, view)))
         if stream.must_tell:
             self.tell()
         else:
-            self._line.remind(time.monotonic() + _TELL_AFTER)
+            self._carrier.schedule_tick(time.monotonic() + _ACK_SECONDS)
 
     def tell(self) -> bool:
         """Acknowledge the received messages; False if the peer is not there."""
@@ -348,11 +354,11 @@ class Connection:
 
     def _transmit(self, message: bytes | bytearray) -> bool:
         self.watch()
-        return self._line.transmit(self, message)
+        return self._carrier.transmit(self, message)
 
     def watch(self) -> None:
         """Schedule a check for the answer to a message in flight."""
-        self._line.remind(time.monotonic() + _WATCH_EVERY)
+        self._carrier.schedule_tick(time.monotonic() + _WATCH_SECONDS)
 
     @property
     def taken(self) -> int:
@@ -372,13 +378,13 @@ class Connection:
 
     def lost(self) -> None:
         """Note that the TCP connection has ended."""
-        if self._left_at is None and self.closed is None:
-            self._left_at, self.tcp = time.monotonic(), -1
-            self._line.remind(self._left_at + self._patience.gone_after)
+        if self._disconnected_at is None and self.closed is None:
+            self._disconnected_at, self.tcp = time.monotonic(), -1
+            self._carrier.schedule_tick(self._disconnected_at + self._timeouts.gone_after)
 
     def found(self) -> None:
         """Note that the peer is connected again, though it may not have sent anything yet."""
-        self._left_at = None
+        self._disconnected_at = None
         self.watch()
 
     def tick(self, now: float) -> None:
@@ -387,35 +393,35 @@ class Connection:
             self.tell()
         if self.closed is not None:
             return
-        if self._left_at is None:
-            self._watch(now)
-        elif now < self._left_at + self._patience.gone_after:
-            self._line.remind(self._left_at + self._patience.gone_after)
+        if self._disconnected_at is None:
+            self._check_link(now)
+        elif now < self._disconnected_at + self._timeouts.gone_after:
+            self._carrier.schedule_tick(self._disconnected_at + self._timeouts.gone_after)
         elif self.tell():
             self.found()
         else:
             self.end(
                 f"{self.peer} is gone: its process has ended, or the network between closed the "
-                f"connection, and it did not come back within {self._patience.gone_after:g} s"
+                f"connection, and it did not come back within {self._timeouts.gone_after:g} s"
             )
 
-    def _watch(self, now: float) -> None:
+    def _check_link(self, now: float) -> None:
         """Give up a dead link with messages in flight; otherwise the kernel probes and ends it.
 
         The kernel's own limit (TCP_USER_TIMEOUT) would end a connection to a busy peer, too, if it
         does not read its messages.
         """
-        word = word_of(self.tcp)
-        if 0.0 < word.silence >= self._patience.grace:
-            self.end(f"{self.peer} did not answer for {self._patience.grace:g} s: the link is down")
-        elif word.waits or self._stream.pending:
-            self._line.remind(now + _WATCH_EVERY)
+        state = kernel_state(self.tcp)
+        if 0.0 < state.silence >= self._timeouts.grace:
+            self.end(f"{self.peer} did not answer for {self._timeouts.grace:g} s: the link is down")
+        elif state.waits or self._stream.pending:
+            self._carrier.schedule_tick(now + _WATCH_SECONDS)
 
-    def end(self, why: str) -> None:
+    def end(self, reason: str) -> None:
         """Mark the connection as closed: no message will come any more."""
         if self.closed is None:
-            self.closed = why
-        self._line.leave(self)
+            self.closed = reason
+        self._carrier.detach(self)
 
 
 def configure(sock: zmq.Socket[bytes], max_message: int, grace: float) -> None:
@@ -431,12 +437,14 @@ def configure(sock: zmq.Socket[bytes], max_message: int, grace: float) -> None:
     probe(sock, grace)
 
 
-def give(sock: zmq.Socket[bytes], message: bytes | bytearray, flags: int = zmq.NOBLOCK) -> None:
+def queue_message(
+    sock: zmq.Socket[bytes], message: bytes | bytearray, flags: int = zmq.NOBLOCK
+) -> None:
     """Give a message to ZMQ, without a copy if it is long."""
     sock.send(message, flags, copy=len(message) < _COPY_BELOW)
 
 
-def say_goodbye(sock: zmq.Socket[bytes]) -> None:
+def close_lingering(sock: zmq.Socket[bytes]) -> None:
     """Close a socket; messages in its queue are still sent for a second."""
     sock.setsockopt(zmq.LINGER, _LINGER_MS)
     sock.close()

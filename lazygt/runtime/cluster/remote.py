@@ -55,7 +55,7 @@ class RemotePart:
         ranks: ranks of its workers, by their number in the part.
         opened: True if its processes have been started; ended: True if they have all gone.
         replacing: workers that are being replaced: messages of the old process are ignored.
-        asked: time of the unanswered status request, in nanoseconds of the monotonic clock; 0:
+        requested_at: time of the unanswered status request, in nanoseconds of the monotonic clock; 0:
             none.
         seen: the last status answer, until it is used.
     """
@@ -66,7 +66,7 @@ class RemotePart:
     opened: bool = False
     ended: bool = False
     replacing: set[int] = field(default_factory=set)
-    asked: int = 0
+    requested_at: int = 0
     seen: tuple[Page | None, ...] | None = None
 
 
@@ -86,15 +86,15 @@ class RemoteHost:
         self.inbox: deque[tuple[int, list[memoryview]]] = deque()
         self.errors: deque[LazyGTError] = deque()
         #: messages about uploads that are passed on, see `chain`
-        self.news: deque[Listens | Has | Alone] = deque()
+        self.upload_events: deque[Listens | Has | Alone] = deque()
         #: rank -> the error of its death
         self.deaths: dict[int, WorkerDied] = {}
         #: rank -> the run and the step that it did last when it died
         self.last_steps: dict[int, tuple[int, int]] = {}
         #: rank -> copies of its snapshots, which outlive the host
         self.shadows: dict[int, Arena] = {}
-        self._last: Sequence[Frame] | None = None
-        self._lost = self._closing = False
+        self._last_frames: Sequence[Frame] | None = None
+        self._loss_handled = self._closing = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -134,17 +134,17 @@ class RemoteHost:
         Args:
             mirrors: number of the last piece of uploads that must arrive before it.
         """
-        part, worker = self._place(rank)
-        same, self._last = frames is self._last, frames
+        part, worker = self._locate(rank)
+        same, self._last_frames = frames is self._last_frames, frames
         self.say(Tell(part.number, (worker,), mirrors), () if same else frames)
 
-    def mirror(self, told: Mirror, data: Frame) -> None:
+    def mirror(self, message: Mirror, data: Frame) -> None:
         """Send bytes of the client's arena to the host."""
-        self.say(told, [data])
+        self.say(message, [data])
 
     def replace(self, rank: int, group: int) -> None:
         """Order another process in a worker's place."""
-        part, worker = self._place(rank)
+        part, worker = self._locate(rank)
         part.replacing.add(worker)
         self.deaths.pop(rank, None)
         self.inbox = deque(item for item in self.inbox if item[0] != rank)
@@ -163,8 +163,8 @@ class RemoteHost:
             seconds: time for which the workers shall report more details.
         """
         for part in list(self.parts.values()):
-            if not (part.asked or part.ended or self.lost):
-                part.asked = time.monotonic_ns()
+            if not (part.requested_at or part.ended or self.lost):
+                part.requested_at = time.monotonic_ns()
                 self.say(Look(part.number, seconds))
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class RemoteHost:
         if not self.lost:
             self.connection.send(encode(message, list(frames)))
 
-    def _place(self, rank: int) -> tuple[RemotePart, int]:
+    def _locate(self, rank: int) -> tuple[RemotePart, int]:
         for part in self.parts.values():
             if rank in part.ranks:
                 return part, part.ranks.index(rank)
@@ -200,19 +200,19 @@ class RemoteHost:
     def pump(self) -> None:
         """Handle arrived messages; if the host is lost, all its workers have died."""
         while (frames := self.connection.take()) is not None:
-            self._heard(protocol.read(frames, TO_CLIENT), frames[1:])
-        if self.lost and not self._lost:
-            self._lost = True
+            self._handle(protocol.read(frames, TO_CLIENT), frames[1:])
+        if self.lost and not self._loss_handled:
+            self._loss_handled = True
             for part in self.parts.values():
                 for worker, rank in enumerate(part.ranks):
                     # an agent that was interrupted has ended them without an order
                     if not self._closing and rank not in self.deaths:
-                        why = f"its host {self.name} is lost ({self.connection.closed})"
-                        self._died(WorkerDied(rank, part.pids[worker], why, ""))
+                        reason = f"its host {self.name} is lost ({self.connection.closed})"
+                        self._record_death(WorkerDied(rank, part.pids[worker], reason, ""))
 
-    def _heard(self, message: Part, rest: list[memoryview]) -> None:
+    def _handle(self, message: Part, rest: list[memoryview]) -> None:
         if isinstance(message, Listens | Has | Alone):
-            self.news.append(message)
+            self.upload_events.append(message)
             return
         part = self.parts.get(message.part)  # type: ignore[attr-defined]
         if part is None:
@@ -232,20 +232,20 @@ class RemoteHost:
                 if worker not in part.replacing:
                     rank = part.ranks[worker]
                     self.last_steps[rank] = run, step
-                    self._died(WorkerDied(rank, pid, self._there(status), stderr))
+                    self._record_death(WorkerDied(rank, pid, self._with_host_name(status), stderr))
             case Frozen(_, worker, pid, deadline):
                 self.errors.append(WorkerFrozen(part.ranks[worker], pid, deadline))
             case Seen():
-                part.seen, part.asked = protocol.pages_of(rest[0]), 0
+                part.seen, part.requested_at = protocol.pages_of(rest[0]), 0
             case Refused(_, why):
                 self.errors.append(ProtocolError(f"host {self.name}: {why}"))
             case Closed():
                 part.ended = True
 
-    def _there(self, status: str) -> str:
+    def _with_host_name(self, status: str) -> str:
         return f"{status}, on host {self.name}"
 
-    def _died(self, death: WorkerDied) -> None:
+    def _record_death(self, death: WorkerDied) -> None:
         self.deaths[death.rank] = death
         self.errors.append(death)
 
@@ -306,7 +306,7 @@ class Relay:
     def __init__(self, file: StatusFile) -> None:
         self._file = file
         #: rank -> its last page, and the time of that
-        self._told: dict[int, tuple[WorkerPage, int]] = {}
+        self._last_pages: dict[int, tuple[WorkerPage, int]] = {}
 
     def look(self, hosts: Sequence[RemoteHost], host_of: Mapping[int, RemoteHost]) -> None:
         """Write the pages that have arrived, and request new ones.
@@ -321,42 +321,46 @@ class Relay:
                     for worker, rank in enumerate(part.ranks)
                     if host_of.get(rank) is host and not part.ended
                 }
-                self._show(host, part, here)
+                self._update_part(host, part, here)
             host.look(_LEASE_SECONDS)
 
-    def _show(self, host: RemoteHost, part: RemotePart, here: Mapping[int, int]) -> None:
+    def _update_part(
+        self, host: RemoteHost, part: RemotePart, workers_here: Mapping[int, int]
+    ) -> None:
         now = time.monotonic_ns()
-        seen, part.seen = part.seen, None
+        pages, part.seen = part.seen, None
         if host.lost:
-            for rank in here.values():
+            for rank in workers_here.values():
                 self._write(rank, Elsewhere(host.name, "", now))
-        elif seen is not None:
-            for worker, rank in here.items():
-                page = seen[worker] if worker < len(seen) else None
-                self._hear(rank, part.pids[worker], page, now)
+        elif pages is not None:
+            for worker, rank in workers_here.items():
+                page = pages[worker] if worker < len(pages) else None
+                self._store_page(rank, part.pids[worker], page, now)
                 process = "S" if page is None else page.process
                 self._write(rank, Elsewhere(host.name, process, now))
-        elif part.asked and now - part.asked > _UNHEARD_AFTER:
-            for rank in here.values():
-                self._write(rank, Elsewhere(host.name, "S", now, part.asked))
+        elif part.requested_at and now - part.requested_at > _UNHEARD_AFTER:
+            for rank in workers_here.values():
+                self._write(rank, Elsewhere(host.name, "S", now, part.requested_at))
 
-    def _hear(self, rank: int, pid: int, page: Page | None, now: int) -> None:
+    def _store_page(self, rank: int, pid: int, page: Page | None, now: int) -> None:
         """Store a rank's page, with times converted to this host's clock."""
-        self._told[rank] = WorkerPage(rank, pid, "starting"), now
+        self._last_pages[rank] = WorkerPage(rank, pid, "starting"), now
         if page is None:
             return
         when = now - int(page.age * 1e9)
-        ahead = when - page.when  # of this host's clock, as far as that shows
+        clock_offset = when - page.when  # of this host's clock, as far as that shows
         with suppress(ProtocolError):
             message = decoded(page.message, WorkerPage)
             message = replace(
                 message,
                 rank=rank,
-                begun=message.begun and message.begun + ahead,
-                weighed=message.weighed and message.weighed + ahead,
+                begun=message.begun and message.begun + clock_offset,
+                weighed=message.weighed and message.weighed + clock_offset,
             )
-            self._told[rank] = message, when
+            self._last_pages[rank] = message, when
 
-    def _write(self, rank: int, there: Elsewhere) -> None:
-        message, when = self._told.get(rank, (WorkerPage(rank, 0, "starting"), there.heard))
-        self._file.write(1 + rank, replace(message, elsewhere=there), when)
+    def _write(self, rank: int, elsewhere: Elsewhere) -> None:
+        message, when = self._last_pages.get(
+            rank, (WorkerPage(rank, 0, "starting"), elsewhere.heard)
+        )
+        self._file.write(1 + rank, replace(message, elsewhere=elsewhere), when)

@@ -21,7 +21,7 @@ FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_REMEMBERED = 1024  # addresses of strangers
+_MAX_REMEMBERED = 1024  # addresses of strangers
 _names = count()
 
 
@@ -33,16 +33,16 @@ class Monitor:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes], events: int
+        self, context: zmq.Context[zmq.Socket[bytes]], monitored: zmq.Socket[bytes], events: int
     ) -> None:
-        place = f"inproc://lazygt-monitor-{next(_names)}"
-        watched.monitor(place, events)
-        self._watched = watched
+        endpoint = f"inproc://lazygt-monitor-{next(_names)}"
+        monitored.monitor(endpoint, events)
+        self._monitored = monitored
         self._socket = context.socket(zmq.PAIR)
         # Without a limit: where there is one, ZMQ's own thread waits for the reader.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(place)
+        self._socket.connect(endpoint)
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def events(self) -> Iterator[tuple[int, int]]:
@@ -52,7 +52,7 @@ class Monitor:
             yield int(event["event"]), int(event["value"])
 
     def close(self) -> None:
-        self._watched.disable_monitor()
+        self._monitored.disable_monitor()
         self._socket.close(0)
 
 
@@ -78,7 +78,7 @@ class Strangers:
         """Addresses of all peers that are connected, or were a moment ago."""
         return self._open.values()
 
-    def happened(self, event: int, value: int) -> None:
+    def handle_event(self, event: int, value: int) -> None:
         """Record one event of the monitor, also of peers with a key."""
         if event == zmq.EVENT_ACCEPTED:
             self._open[value] = _address_of(value)
@@ -87,7 +87,7 @@ class Strangers:
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._open.pop(value, "")
             failed, self._failed = self._failed, None
-            if failed is not None and len(self.addresses) < _REMEMBERED:
+            if failed is not None and len(self.addresses) < _MAX_REMEMBERED:
                 other_key = failed == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
                 self.addresses[address] = other_key or self.addresses.get(address, False)
 
@@ -128,7 +128,7 @@ class Holder(Protocol):
 _holders: WeakSet[Holder] = WeakSet()
 
 
-def keep_from_children(holder: Holder) -> None:
+def close_in_children(holder: Holder) -> None:
     """Close the holder's socket in each child that this process forks (a DataLoader's worker).
 
     A child that held it would keep the connection open, and the port taken, after the end of this
@@ -160,7 +160,7 @@ class Word(NamedTuple):
     waits: bool = False
 
 
-def word_of(tcp: int) -> Word:
+def kernel_state(tcp: int) -> Word:
     """Return the kernel's state of a TCP socket."""
     if tcp < 0:
         return Word()
@@ -169,12 +169,12 @@ def word_of(tcp: int) -> Word:
     except OSError:  # it is closed, and the news of it is on its way
         return Word()
     try:
-        facts = kernel.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        info = kernel.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except OSError:
         return Word()
     finally:
         kernel.detach()
-    fields = _TCP_INFO.unpack(facts)
+    fields = _TCP_INFO.unpack(info)
     retransmits, probes, unacknowledged = fields[2], fields[3], fields[12]
     received, answered = fields[-2:]
     silence = min(received, answered) / 1000

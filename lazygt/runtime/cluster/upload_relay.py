@@ -47,9 +47,9 @@ WINDOW_BYTES = 16 * UPLOAD_BYTES
 MEET_SECONDS = 10.0
 _LONGEST = UPLOAD_BYTES + (1 << 16)
 #: Pieces after which their arrival is reported to the client.
-_TELL_EVERY = 32
+_REPORT_INTERVAL = 32
 
-Say = Callable[[Part, Sequence[Frame]], None]
+SendMessage = Callable[[Part, Sequence[Frame]], None]
 
 
 @cache
@@ -69,25 +69,25 @@ class Source(threading.Thread):
         why: reason why there will be none; else "".
     """
 
-    def __init__(self, endpoint: str, token: bytes, bell: int) -> None:
+    def __init__(self, endpoint: str, token: bytes, eventfd: int) -> None:
         super().__init__(name="lazygt-follow", daemon=True)
         self.connection: Connection | None = None
         self.why = ""
-        self._endpoint, self._token, self._bell = endpoint, token, bell
+        self._endpoint, self._token, self._eventfd = endpoint, token, eventfd
         self._lock = threading.Lock()
         self._left = False
 
     def run(self) -> None:
-        connection, why = None, ""
+        connection, reason = None, ""
         keys, server = derived(self._token, "follower"), derived(self._token, "source").public
         try:
             connection = dial(_context(), self._endpoint, keys, server, b"", _LONGEST, MEET_SECONDS)
         except (LazyGTError, zmq.ZMQError) as error:
-            why = str(error)
+            reason = str(error)
         with self._lock:
             if not self._left:
-                self.connection, self.why = connection, why
-                os.eventfd_write(self._bell, 1)
+                self.connection, self.why = connection, reason
+                os.eventfd_write(self._eventfd, 1)
             elif connection is not None:
                 connection.close("another is followed")
 
@@ -124,23 +124,23 @@ class Mirrors:
         passed_bytes: bytes sent to followers.
     """
 
-    def __init__(self, address: str, say: Say) -> None:
-        self._address, self._say = address, say
+    def __init__(self, address: str, send: SendMessage) -> None:
+        self._address, self._send = address, send
         self._arena: Arena | None = None
         self.number = self.passed_bytes = 0
         self._session = self._turn = self._reported = 0
         self._first = self._done = 0
         #: number, offset and bytes of pieces that a host may still lack
-        self._log: deque[tuple[int, int, int]] = deque()
+        self._pieces: deque[tuple[int, int, int]] = deque()
         self._token = b""
         self._listener: Listener | None = None
         self._followers: list[Follower] = []
         self._source: Source | None = None
         self._followed: Connection | None = None
         self._epoll = select.epoll() if address else None
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if address else -1
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if address else -1
         if self._epoll is not None:
-            self._epoll.register(self._bell, select.EPOLLIN)
+            self._epoll.register(self._eventfd, select.EPOLLIN)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -160,48 +160,48 @@ class Mirrors:
 
     # -- messages of the client ----------------------------------------------------------
 
-    def begin(self, told: Begin) -> None:
+    def begin(self, message: Begin) -> None:
         """Start counting pieces; without a token, stop passing them on."""
-        self._part_company()
-        self._log.clear()
-        self._session, self._turn, self._done = told.session, 0, 0
-        self.number = self._reported = told.number
-        if told.token:
-            self._say(Listens(told.session, self._listen(told.token)), ())
+        self._leave_chain()
+        self._pieces.clear()
+        self._session, self._turn, self._done = message.session, 0, 0
+        self.number = self._reported = message.number
+        if message.token:
+            self._send(Listens(message.session, self._listen(message.token)), ())
 
-    def follow(self, told: Follow) -> None:
+    def follow(self, message: Follow) -> None:
         """Take pieces from another agent; without an endpoint, from the client."""
         self._leave_source()
-        self._turn = told.turn
-        if not (told.endpoint and self._listener):
-            self._alone("", met=True)
+        self._turn = message.turn
+        if not (message.endpoint and self._listener):
+            self._request_from_client("", met=True)
             return
-        self._source = Source(told.endpoint, self._token, self._bell)
+        self._source = Source(message.endpoint, self._token, self._eventfd)
         self._source.start()
 
-    def take(self, told: Mirror, data: Frame) -> None:
+    def take(self, message: Mirror, data: Frame) -> None:
         """Store a piece, from any source.
 
         Raises:
             ProtocolError: an earlier piece is missing, or this one is outside the arena.
         """
-        if 0 < told.number <= self.number:
+        if 0 < message.number <= self.number:
             return
-        if told.number > self.number + 1:
-            raise ProtocolError(f"piece {told.number} of the uploads came after {self.number}")
-        write(self.arena(told.first), told.offset, data)
-        if not told.number:  # nobody counts
+        if message.number > self.number + 1:
+            raise ProtocolError(f"piece {message.number} of the uploads came after {self.number}")
+        write(self.arena(message.first), message.offset, data)
+        if not message.number:  # nobody counts
             return
-        self.number, self._first = told.number, told.first
+        self.number, self._first = message.number, message.first
         if self._listener is not None:
-            self._log.append((told.number, told.offset, memoryview(data).nbytes))
-            self._done = max(self._done, told.done)
-            while self._log and self._log[0][0] <= self._done:
-                self._log.popleft()
+            self._pieces.append((message.number, message.offset, memoryview(data).nbytes))
+            self._done = max(self._done, message.done)
+            while self._pieces and self._pieces[0][0] <= self._done:
+                self._pieces.popleft()
             self._pass_on()
-        if self.number - self._reported >= _TELL_EVERY:
+        if self.number - self._reported >= _REPORT_INTERVAL:
             self._reported = self.number
-            self._say(Has(self._session, self.number), ())
+            self._send(Has(self._session, self.number), ())
 
     # -- between agents ------------------------------------------------------------------
 
@@ -210,17 +210,17 @@ class Mirrors:
         if self._epoll is None or not self._epoll.poll(0):
             return
         with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-        self._hear_followers()
-        self._hear_source()
+            os.eventfd_read(self._eventfd)
+        self._receive_from_followers()
+        self._receive_from_source()
         self._pass_on()
 
     def close(self) -> None:
         """Release everything."""
-        self._part_company()
+        self._leave_chain()
         if self._epoll is not None:
             self._epoll.close()
-            os.close(self._bell)
+            os.close(self._eventfd)
         if self._arena is not None:
             self._arena.close()
 
@@ -230,9 +230,9 @@ class Mirrors:
             return ""
         try:
             token = bytes.fromhex(secret)
-            keys, known = derived(token, "source"), derived(token, "follower").public
+            keys, follower_key = derived(token, "source"), derived(token, "follower").public
             listener = Listener(
-                _context(), self._address, 0, keys, {known: "follower"}.get, _LONGEST
+                _context(), self._address, 0, keys, {follower_key: "follower"}.get, _LONGEST
             )
         except (OSError, ValueError, LazyGTError, zmq.ZMQError) as error:
             _log.warning("uploads can't be passed on from %s: %s", self._address, error)
@@ -241,7 +241,7 @@ class Mirrors:
         self._epoll.register(listener.fd, select.EPOLLIN)
         return listener.address
 
-    def _hear_followers(self) -> None:
+    def _receive_from_followers(self) -> None:
         if self._listener is None:
             return
         while (connection := self._listener.accept()) is not None:
@@ -249,28 +249,28 @@ class Mirrors:
         for follower in list(self._followers):
             try:
                 while (frames := follower.connection.take()) is not None:
-                    told = read(frames, (Has,))
-                    assert isinstance(told, Has)
-                    follower.number = self._check(told)
+                    report = read(frames, (Has,))
+                    assert isinstance(report, Has)
+                    follower.number = self._check(report)
             except ProtocolError as error:
                 follower.connection.close(str(error))
             if follower.connection.closed is not None:
                 self._followers.remove(follower)
 
-    def _check(self, told: Has) -> int:
+    def _check(self, report: Has) -> int:
         """Return a follower's piece number; the next piece must be here, now or later."""
-        oldest = self._log[0][0] if self._log else self.number + 1
-        if told.session != self._session or told.number + 1 < oldest:
-            raise ProtocolError(f"what follows piece {told.number} is not here any more")
-        return told.number
+        oldest = self._pieces[0][0] if self._pieces else self.number + 1
+        if report.session != self._session or report.number + 1 < oldest:
+            raise ProtocolError(f"what follows piece {report.number} is not here any more")
+        return report.number
 
     def _pass_on(self) -> None:
         """Send each follower the pieces that it lacks, as far as it keeps up."""
         for follower in self._followers:
-            if follower.number is None or follower.number >= self.number or not self._log:
+            if follower.number is None or follower.number >= self.number or not self._pieces:
                 continue
-            begin = max(follower.number + 1 - self._log[0][0], 0)
-            for number, offset, nbytes in islice(self._log, begin, None):
+            begin = max(follower.number + 1 - self._pieces[0][0], 0)
+            for number, offset, nbytes in islice(self._pieces, begin, None):
                 if follower.connection.pending >= WINDOW_BYTES:
                     break
                 piece = self.arena(self._first).view(offset, nbytes).numpy().data
@@ -279,7 +279,7 @@ class Mirrors:
                 follower.number = number
                 self.passed_bytes += nbytes
 
-    def _hear_source(self) -> None:
+    def _receive_from_source(self) -> None:
         source = self._source
         if source is None:
             return
@@ -291,25 +291,25 @@ class Mirrors:
             connection.send(encode(Has(self._session, self.number)))
         why = source.why
         if connection is not None:
-            why = self._take_all(connection) or connection.closed or ""
+            why = self._receive_pieces(connection) or connection.closed or ""
         if why:
             self._leave_source()
-            self._alone(why, met=connection is not None)
+            self._request_from_client(why, met=connection is not None)
 
-    def _take_all(self, connection: Connection) -> str:
+    def _receive_pieces(self, connection: Connection) -> str:
         """Take pieces from the agent before; return its error, or ""."""
         try:
             while (frames := connection.take()) is not None:
-                told = read(frames, (Mirror,))
-                assert isinstance(told, Mirror)
-                self.take(told, frames[1])
+                message = read(frames, (Mirror,))
+                assert isinstance(message, Mirror)
+                self.take(message, frames[1])
         except (ProtocolError, IndexError) as error:
             return f"what it sends makes no sense: {error}"
         return ""
 
-    def _alone(self, why: str, met: bool) -> None:
+    def _request_from_client(self, why: str, met: bool) -> None:
         """Ask the client for the next pieces."""
-        self._say(Alone(self._session, self._turn, self.number, met, why), ())
+        self._send(Alone(self._session, self._turn, self.number, met, why), ())
 
     def _leave_source(self) -> None:
         if self._followed is not None:
@@ -319,7 +319,7 @@ class Mirrors:
             self._source.leave()
         self._source = self._followed = None
 
-    def _part_company(self) -> None:
+    def _leave_chain(self) -> None:
         """Stop following, and drop all followers."""
         self._leave_source()
         self._followers.clear()
@@ -332,5 +332,5 @@ class Mirrors:
 
 def write(arena: Arena, offset: int, data: Frame) -> None:
     """Write bytes at an offset of an arena."""
-    room = arena.view(offset, memoryview(data).nbytes).numpy()
-    memoryview(room.data).cast("B")[:] = memoryview(data).cast("B")
+    target = arena.view(offset, memoryview(data).nbytes).numpy()
+    memoryview(target.data).cast("B")[:] = memoryview(data).cast("B")

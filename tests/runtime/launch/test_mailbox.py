@@ -133,9 +133,9 @@ def test_a_second_sender_at_a_time_is_sent_to_the_socket():
 )
 def test_nonsense_is_a_protocol_error(written, slot):
     with both_ends() as (client, worker):
-        begin = client._begins[1] + mailbox._FIRST
+        begin = client._ring_offsets[1] + mailbox._RING_HEADER_BYTES
         client._memory[begin : begin + len(slot)] = slot
-        client._memory[client._begins[1] : client._begins[1] + 8] = struct.pack("<Q", written)
+        client._memory[client._ring_offsets[1] : client._ring_offsets[1] + 8] = struct.pack("<Q", written)
         with pytest.raises(ProtocolError, match="mailbox"):
             worker.take()
 
