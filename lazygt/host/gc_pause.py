@@ -37,7 +37,7 @@ _holders = _Holders()
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Turn garbage collection off for a block.
 
     A plan is made of many small objects; and during imports a walk through all objects of torch
@@ -55,9 +55,9 @@ def _after_fork() -> None:
     """Other threads, which would have put it back, are not in the child; one may have had the
     lock."""
     global _holders
-    forgotten, _holders = _holders, _Holders()
-    forgotten._lock = threading.Lock()
-    if forgotten._count and forgotten._was_enabled:
+    before, _holders = _holders, _Holders()
+    before._lock = threading.Lock()
+    if before._count and before._was_enabled:
         gc.enable()
 
 

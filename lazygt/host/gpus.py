@@ -26,8 +26,8 @@ class HostGpu(NamedTuple):
 @functools.cache
 def host_gpus() -> tuple[HostGpu, ...]:
     """Return all GPUs of this host that answer, visible to CUDA or not; none without a driver."""
-    count = _told(lambda: int(_driver().nvmlDeviceGetCount())) or 0
-    gpus = (_told(functools.partial(_gpu, index)) for index in range(count))
+    count = _queried(lambda: int(_driver().nvmlDeviceGetCount())) or 0
+    gpus = (_queried(functools.partial(_gpu, index)) for index in range(count))
     return tuple(gpu for gpu in gpus if gpu is not None)
 
 
@@ -46,7 +46,7 @@ def why_none() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides this host's {gpus}: unset it or name one"
-    driver = _told(lambda: int(_driver().nvmlSystemGetCudaDriverVersion_v2())) or 0
+    driver = _queried(lambda: int(_driver().nvmlSystemGetCudaDriverVersion_v2())) or 0
     major, minor = driver // 1000, driver % 1000 // 10
     if major < int(built.partition(".")[0]):
         return (
@@ -58,9 +58,9 @@ def why_none() -> str:
 
 def why_unusable(index: int, error: BaseException) -> str:
     """Return the reason for which a process can't use a visible GPU, with the GPU's processes."""
-    held = _told(lambda: torch.cuda.list_gpu_processes(index)) or "the driver does not tell"
+    users = _queried(lambda: torch.cuda.list_gpu_processes(index)) or "the driver does not tell"
     return (
-        f"{error}. Processes on it ({'; '.join(held.splitlines())}). Wait for them, end them, or "
+        f"{error}. Processes on it ({'; '.join(users.splitlines())}). Wait for them, end them, or "
         f"choose other GPUs with CUDA_VISIBLE_DEVICES. In the compute mode EXCLUSIVE_PROCESS, a "
         f"GPU takes one process: ask for at most as many workers as there are GPUs"
     )
@@ -86,9 +86,9 @@ def _gpu(index: int) -> HostGpu:
     return HostGpu(driver.nvmlDeviceGetName(handle), (major, minor))
 
 
-def _told(ask: Callable[[], T]) -> T | None:
+def _queried(query: Callable[[], T]) -> T | None:
     """Return the driver's answer; None if it has none."""
     try:
-        return ask()
+        return query()
     except _library().NVMLError:
         return None

@@ -74,7 +74,7 @@ class Journal:
         #: values that have failed, besides those that have in the snapshot
         self.failed: list[tuple[int, Failure]] = []
         #: bytes of the first entries, and their number
-        self._nbytes, self._counted = 0, 0
+        self._nbytes, self._measured = 0, 0
         #: the snapshot that is being taken
         self._next: Snapshot | None = None
         self._numbers = 0
@@ -82,8 +82,8 @@ class Journal:
     @property
     def nbytes(self) -> int:
         """Approximate bytes of memory of the entries."""
-        self._nbytes += sum(map(_nbytes, self.entries[self._counted :]))
-        self._counted = len(self.entries)
+        self._nbytes += sum(map(_nbytes, self.entries[self._measured :]))
+        self._measured = len(self.entries)
         return self._nbytes
 
     def entry_of(self, seq: int) -> PlanRecord | None:
@@ -98,26 +98,26 @@ class Journal:
         self.entries.append(Cut(self._numbers))
         return self._numbers
 
-    def took(self, rank: int, part: Snapped) -> bool:
+    def took(self, rank: int, rank_snapshot: Snapped) -> bool:
         """Note that a rank has taken its part; return whether all have, and it is committed."""
-        taken = self._next
-        if taken is None or part.number != taken.number:
+        snapshot = self._next
+        if snapshot is None or rank_snapshot.number != snapshot.number:
             return False
-        taken.parts[rank] = part
-        if len(taken.parts) < self._ranks:
+        snapshot.parts[rank] = rank_snapshot
+        if len(snapshot.parts) < self._ranks:
             return False
-        self.committed, self._next, self.cutting = taken, None, False
+        self.committed, self._next, self.cutting = snapshot, None, False
         self.failed.clear()
-        at = self.entries.index(Cut(taken.number))
-        self.entries = self.entries[at + 1 :]
-        self._nbytes = self._counted = 0
+        index = self.entries.index(Cut(snapshot.number))
+        self.entries = self.entries[index + 1 :]
+        self._nbytes = self._measured = 0
         return True
 
     def give_up_cut(self) -> None:
         """Give up the snapshot that is being taken: it would contain failures."""
         self._next, self.cutting = None, False
 
-    def rewind(
+    def rollback(
         self, seq: int, uploads: Sequence[Ran], failed: Sequence[tuple[int, Failure]]
     ) -> None:
         """Undo all runs from this one on.
@@ -126,13 +126,13 @@ class Journal:
             uploads: runs with the uploads made since.
             failed: values that were made since.
         """
-        at = next(at for at, entry in enumerate(self.entries) if _is_run(entry, seq))
-        swaps = [entry for entry in self.entries[at:] if isinstance(entry, SwappedIn)]
-        self.entries[at:] = [*swaps, *uploads]
+        index = next(index for index, entry in enumerate(self.entries) if _is_run(entry, seq))
+        swaps = [entry for entry in self.entries[index:] if isinstance(entry, SwappedIn)]
+        self.entries[index:] = [*swaps, *uploads]
         self.failed += failed
         if self._next is not None and self._next.seq >= seq:
             self.give_up_cut()
-        self._nbytes = self._counted = 0
+        self._nbytes = self._measured = 0
 
     def since(self, seq: int) -> list[Ran]:
         """Return the runs from this one on."""
@@ -152,5 +152,5 @@ def _is_run(entry: Entry, seq: int) -> bool:
 def _nbytes(entry: Entry) -> int:
     if not isinstance(entry, tuple):
         return _OVERHEAD
-    different = {id(frames): frames for frames in entry[2]}
-    return _OVERHEAD + sum(map(size_of, different.values()))
+    distinct = {id(frames): frames for frames in entry[2]}
+    return _OVERHEAD + sum(map(size_of, distinct.values()))

@@ -66,11 +66,11 @@ def write(file: IO[bytes], about: Mapping[str, Any], sections: Iterable[memoryvi
         OSError: the disk does not take it.
     """
     file.write(bytes(_HEADER_BYTES))
-    rows, end = [], _HEADER_BYTES
+    written, end = [], _HEADER_BYTES
     for data in sections:
-        rows.append(_write_section(file, data, end))
-        end = _next(rows[-1])
-    index = msgspec.msgpack.encode(_Index(dict(about), rows))
+        written.append(_write_section(file, data, end))
+        end = _end_of(written[-1])
+    index = msgspec.msgpack.encode(_Index(dict(about), written))
     file.write(index)
     header = _HEADER.pack(_MAGIC, end + len(index), end, len(index), crc32(index))
     file.seek(0)
@@ -86,12 +86,12 @@ def _write_section(file: IO[bytes], data: memoryview, offset: int) -> _Section:
         file.write(block)
         crc = crc32(block, crc)
     section = _Section(offset, len(data), crc)
-    rest = bytes(_next(section) - offset - len(data))
-    file.write(rest)
-    return _Section(offset, len(data), crc32(rest, crc))
+    padding = bytes(_end_of(section) - offset - len(data))
+    file.write(padding)
+    return _Section(offset, len(data), crc32(padding, crc))
 
 
-def _next(section: _Section) -> int:
+def _end_of(section: _Section) -> int:
     """Return the offset of the section after this one."""
     return -(-(section.offset + section.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
@@ -138,7 +138,7 @@ class CheckpointFile:
             raise self._damaged("its index")
         self.about, self._sections = self._read_index(index, begin)
         for number, section in enumerate(self._sections):
-            if crc32(self._data[section.offset : _next(section)]) != section.crc:
+            if crc32(self._data[section.offset : _end_of(section)]) != section.crc:
                 raise self._damaged(f"section {number}")
 
     def _opened(self) -> IO[bytes]:
@@ -149,21 +149,21 @@ class CheckpointFile:
 
     def _read_index(self, index: memoryview, end: int) -> tuple[About, list[_Section]]:
         """Return the description and the sections, which follow one another up to the index."""
-        told = unpacked(self.path, index, _Index)
+        contents = unpacked(self.path, index, _Index)
         begin = _HEADER_BYTES
-        for number, section in enumerate(told.sections):
-            if section.offset != begin or _next(section) > end:
+        for number, section in enumerate(contents.sections):
+            if section.offset != begin or _end_of(section) > end:
                 raise CheckpointError(self.path, f"section {number} is not where it must be")
-            begin = _next(section)
-        return told.about, told.sections
+            begin = _end_of(section)
+        return contents.about, contents.sections
 
     def _header(self, header: bytes, size: int) -> tuple[int, int, int]:
         """Return the offset of the index, its bytes and its checksum."""
         if len(header) < _HEADER_BYTES or not any(header):
             raise CheckpointError(self.path, "it was never written to its end", torn=True)
         magic, nbytes, begin, length, crc = _HEADER.unpack(header[: _HEADER.size])
-        whole = _HEADER_CRC.pack(crc32(header[: _HEADER.size])) == header[_HEADER.size :]
-        if not (whole and magic.startswith(_FAMILY)):
+        intact = _HEADER_CRC.pack(crc32(header[: _HEADER.size])) == header[_HEADER.size :]
+        if not (intact and magic.startswith(_FAMILY)):
             raise self._damaged("its header")
         if magic != _MAGIC:
             raise CheckpointError(
@@ -203,7 +203,7 @@ _NAME = re.compile(r"checkpoint-(\d{6,})\.lazygt(\.part)?")
 _LOCK = "lazygt.lock"
 #: Content of the lock: a process, or nothing yet.
 _OWNER = re.compile(rb"(\d{1,20}\n?)?")
-_KEPT = 2
+_RETAINED = 2
 
 
 class CheckpointFolder:
@@ -224,15 +224,15 @@ class CheckpointFolder:
         _open_folders.add(self)
         try:
             _take_lock(self.path, lock)
-            for name in self._files(parts=True):
+            for name in self._files(partial=True):
                 self._remove(name)
         except BaseException:
             self.close()
             raise
         #: numbers of the files that are kept
-        self.whole = self._numbers()[-_KEPT:]
+        self.whole = self._numbers()[-_RETAINED:]
         #: number of the next file; files that are not ours keep their names, too
-        self._next = max([0, *self._numbers(), *map(_number, self._files(parts=True))]) + 1
+        self._next = max([0, *self._numbers(), *map(_number, self._files(partial=True))]) + 1
 
     def close(self) -> None:
         """Release the folder for other sessions. May be called twice."""
@@ -243,7 +243,7 @@ class CheckpointFolder:
         checkpoint = newest(self.path)
         if checkpoint is not None:
             number = _number(checkpoint.path)
-            self.whole = [kept for kept in self.whole if kept <= number]
+            self.whole = [retained for retained in self.whole if retained <= number]
         return checkpoint
 
     def write(self, about: Mapping[str, Any], sections: Iterable[memoryview]) -> Path:
@@ -254,16 +254,16 @@ class CheckpointFolder:
         """
         number = self._next
         path = self.path / f"checkpoint-{number:06}.lazygt"
-        part = path.with_name(f"{path.name}.part")
+        partial = path.with_name(f"{path.name}.part")
         try:
-            with open(create(part), "wb") as file:
+            with open(create(partial), "wb") as file:
                 write(file, {**about, "number": number}, sections)
-            part.rename(path)
+            partial.rename(path)
         except BaseException:
-            part.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
         self._next += 1
-        self.whole = [*self.whole, number][-_KEPT:]
+        self.whole = [*self.whole, number][-_RETAINED:]
         self._sync()
         for old in set(self._numbers()) - set(self.whole):
             self._remove(f"checkpoint-{old:06}.lazygt")
@@ -277,15 +277,15 @@ class CheckpointFolder:
         finally:
             os.close(folder)
 
-    def _files(self, parts: bool) -> list[str]:
+    def _files(self, partial: bool) -> list[str]:
         return [
             name
             for name in os.listdir(self.path)
-            if (match := _NAME.fullmatch(name)) and bool(match[2]) == parts
+            if (match := _NAME.fullmatch(name)) and bool(match[2]) == partial
         ]
 
     def _numbers(self) -> list[int]:
-        return sorted(map(_number, self._files(parts=False)))
+        return sorted(map(_number, self._files(partial=False)))
 
     def _remove(self, name: str) -> None:
         path = self.path / name
@@ -298,13 +298,13 @@ class CheckpointFolder:
 _open_folders: weakref.WeakSet[CheckpointFolder] = weakref.WeakSet()
 
 
-def _forked() -> None:
+def _close_in_child() -> None:
     """Close the locks in a forked child, which would keep them beyond its parent's end."""
     for folder in _open_folders:
         folder.close()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _take_lock(path: Path, lock: int) -> None:
@@ -342,7 +342,7 @@ def newest(folder: Path) -> CheckpointFile | None:
         check_folder(folder)
     except PermissionError as error:
         raise CheckpointError(folder, f"nothing is read from it: {error}") from error
-    names = sorted(filter(_is_whole_name, os.listdir(folder)), key=_number, reverse=True)
+    names = sorted(filter(_is_complete_name, os.listdir(folder)), key=_number, reverse=True)
     torn: list[CheckpointError] = []
     for name in names:
         try:
@@ -366,6 +366,6 @@ def newest(folder: Path) -> CheckpointFile | None:
     return None
 
 
-def _is_whole_name(name: str) -> bool:
+def _is_complete_name(name: str) -> bool:
     match = _NAME.fullmatch(name)
     return match is not None and match[2] is None

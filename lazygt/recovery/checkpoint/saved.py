@@ -67,7 +67,7 @@ class Saved(Mapping[str, Any]):
             self.path = file.path
             _check_versions(file)
             self._contents = _contents(file)
-            self.step, self.settings = _described(file)
+            self.step, self.settings = _step_and_settings(file)
 
     # -- reading -------------------------------------------------------------------------
 
@@ -89,26 +89,26 @@ class Saved(Mapping[str, Any]):
         """Names of registered objects; the others are values that came with the step."""
         return frozenset(self._contents.classes)
 
-    def _state(self, name: str, tensor: Callable[[int], Any]) -> Any:
-        return self._decoded(repr(name), self._contents.states[name], tensor)
+    def _state(self, name: str, tensor_of_number: Callable[[int], Any]) -> Any:
+        return self._decoded(repr(name), self._contents.states[name], tensor_of_number)
 
     def _decoded(self, title: str, data: bytes, tensor: Callable[[int], Any]) -> Any:
         try:
             return decoded(data, tensor)
         except ValueError as error:
-            raise self._refused(f"{title} in it is not as a checkpoint has it: {error}") from error
+            raise self._error(f"{title} in it is not as a checkpoint has it: {error}") from error
 
-    def _refused(self, why: str) -> CheckpointError:
+    def _error(self, why: str) -> CheckpointError:
         return CheckpointError(self.path or "", f"{why}. Nothing was loaded")
 
-    def _leaf(self, number: int) -> Leaf:
+    def _leaf_of(self, number: int) -> Leaf:
         if not 0 <= number < len(self._contents.leaves):
             raise ValueError(f"there is no tensor {number}")
         return self._contents.leaves[number]
 
     def _on_cpu(self, number: int) -> Tensor:
         assert self._file is not None
-        return tensor_of(self._leaf(number), self._file.section(number + 1))
+        return tensor_of(self._leaf_of(number), self._file.section(number + 1))
 
     # -- loading -------------------------------------------------------------------------
 
@@ -121,21 +121,23 @@ class Saved(Mapping[str, Any]):
             CheckpointError: the objects are not the registered ones, and nothing was loaded; or an
                 object rejects its state, and then models and optimizers are unchanged.
         """
-        for name, given in objects.items():
-            self._check(name, given)
-        drawn = self._decoded("the random generators", self._contents.generators, self._on_cpu)
-        here = self._here()
+        for name, obj in objects.items():
+            self._check(name, obj)
+        random_states = self._decoded(
+            "the random generators", self._contents.generators, self._on_cpu
+        )
+        on_device = self._device_lookup()
         # objects with fewer checks first: if one raises, models and optimizers are unchanged
         for name in sorted(objects, key=lambda name: _is_checked(objects[name])):
-            with self._taking(name):
-                values.load(objects[name], self._state(name, here))
-        for name, given in objects.items():
-            self._place(name, given)
-        with self._taking("random"):
-            set_generators(drawn)
+            with self._loading(name):
+                values.load(objects[name], self._state(name, on_device))
+        for name, obj in objects.items():
+            self._restore_shardings(name, obj)
+        with self._loading("random"):
+            set_generators(random_states)
 
     @contextmanager
-    def _taking(self, name: str) -> Iterator[None]:
+    def _loading(self, name: str) -> Iterator[None]:
         """Conversion of an object's error in loading to one that names file and object."""
         try:
             yield
@@ -147,40 +149,40 @@ class Saved(Mapping[str, Any]):
                 f"{name!r} does not take the state that was saved: {type(error).__name__}: {error}",
             ) from error
 
-    def _check(self, name: str, given: Any) -> None:
+    def _check(self, name: str, obj: Any) -> None:
         if name not in self._contents.classes:
             raise CheckpointError(
                 self.path or "",
                 f"it is of another program: nothing was registered as {name!r}, but "
                 f"{', '.join(map(repr, self._contents.classes)) or 'nothing'}. Nothing was loaded",
             )
-        state = self._state(name, self._leaf)
-        with self._taking(name):
-            values.check(self.path, name, given, self._contents.classes[name], state)
+        state = self._state(name, self._leaf_of)
+        with self._loading(name):
+            values.check(self.path, name, obj, self._contents.classes[name], state)
 
-    def _here(self) -> Callable[[int], Tensor]:
+    def _device_lookup(self) -> Callable[[int], Tensor]:
         """Return the lookup of tensors on their devices; each is moved there once."""
         in_session = current_session() is not None
-        known: dict[int, Tensor] = {}
+        moved: dict[int, Tensor] = {}
 
-        def here(number: int) -> Tensor:
-            if number not in known:
+        def on_device(number: int) -> Tensor:
+            if number not in moved:
                 value, lazy = self._on_cpu(number), self._contents.leaves[number].lazy
-                known[number] = value.to("lazygt") if lazy and in_session else value.clone()
-            return known[number]
+                moved[number] = value.to("lazygt") if lazy and in_session else value.clone()
+            return moved[number]
 
-        return here
+        return on_device
 
-    def _place(self, name: str, given: Any) -> None:
+    def _restore_shardings(self, name: str, obj: Any) -> None:
         """Restore the saved shardings of tensors without a placement of their own."""
-        state = self._state(name, self._leaf)
-        for tensor, leaf in values.pairs(values.state_of(given), state):
+        state = self._state(name, self._leaf_of)
+        for tensor, leaf in values.pairs(values.state_of(obj), state):
             if not is_lazy(tensor) or view_of(tensor) is not None:
                 continue
             placements = placements_of(leaf)
             same_mesh = str(mesh_of(tensor)) == self.settings.get("mesh")
-            cut = any(not isinstance(placement, Replicate) for placement in placements)
-            if cut and same_mesh and storage_of(tensor).placed is None:
+            is_sharded = any(not isinstance(placement, Replicate) for placement in placements)
+            if is_sharded and same_mesh and storage_of(tensor).placed is None:
                 restore_sharding(tensor, Sharding(placements))
 
 
@@ -195,7 +197,7 @@ def _contents(file: CheckpointFile) -> Contents:
     return contents
 
 
-def _described(file: CheckpointFile) -> tuple[int, dict[str, str]]:
+def _step_and_settings(file: CheckpointFile) -> tuple[int, dict[str, str]]:
     """Return step and settings."""
     step, settings = file.about.get("step"), file.about.get("settings")
     if not isinstance(step, int) or not isinstance(settings, dict):
@@ -203,8 +205,8 @@ def _described(file: CheckpointFile) -> tuple[int, dict[str, str]]:
     return step, settings
 
 
-def _is_checked(given: Any) -> bool:
-    return isinstance(given, torch.nn.Module | torch.optim.Optimizer | Tensor)
+def _is_checked(obj: Any) -> bool:
+    return isinstance(obj, torch.nn.Module | torch.optim.Optimizer | Tensor)
 
 
 def _check_versions(file: CheckpointFile) -> None:

@@ -153,25 +153,26 @@ class RayHosts:
 
     def _describe_shortage(self, seconds: float) -> str:
         """Describe the requested resources, and each node's total and free ones."""
-        requested = _amounts(
+        needed = _amounts(
             {name: count * self._workers for name, count in self._bundle_resources.items()}
         )
         available = self._ray.available_resources()
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         lines = [
-            f"  {node['NodeManagerHostname']}: {_amounts(self._relevant(node['Resources'])) or 'nothing'}"
+            f"  {node['NodeManagerHostname']}: {_amounts(self._of(node['Resources'])) or 'nothing'}"
             for node in nodes
         ]
-        free = _amounts(self._relevant(available)) or "nothing"
+        free = _amounts(self._of(available)) or "nothing"
         return (
-            f"Ray has not placed {self._workers} workers within {seconds:g} s: asked for {requested}, "
+            f"Ray has not placed {self._workers} workers within {seconds:g} s: asked for {needed}, "
             f"free in the whole cluster: {free}. Its nodes have in all:\n"
             + "\n".join(lines)
             + "\n  Ask for fewer workers, wait for other jobs, add nodes, or give it longer: "
             "lazygt.session(start_timeout=...)"
         )
 
-    def _relevant(self, resources: Mapping[str, float]) -> dict[str, float]:
+    def _of(self, resources: Mapping[str, float]) -> dict[str, float]:
+        """Return the amounts of the resources that bundles need."""
         return {name: resources.get(name, 0.0) for name in self._bundle_resources}
 
     def _start_slots(self, bundles: Sequence[int], until: float) -> list[Place]:

@@ -55,8 +55,8 @@ class RemotePart:
         ranks: ranks of its workers, by their number in the part.
         opened: True if its processes have been started; ended: True if they have all gone.
         replacing: workers that are being replaced: messages of the old process are ignored.
-        requested_at: time of the unanswered status request, in nanoseconds of the monotonic clock; 0:
-            none.
+        requested_at: time of the unanswered status request, in nanoseconds of the monotonic clock;
+            0: none.
         seen: the last status answer, until it is used.
     """
 

@@ -138,8 +138,8 @@ class Reporter:
             if insight is not None:
                 waits_for, step = insight.waits_for()[:MOST_RANKS], insight.step(self._run[0])
         return WorkerPage(
-            rank, os.getpid(), state, *self._run, step, doing, begun if frames else 0, waits_for, done,
-            *self._memory, self._measured_at,
+            rank, os.getpid(), state, *self._run, step, doing, begun if frames else 0, waits_for,
+            done, *self._memory, self._measured_at,
         )  # fmt: skip
 
     def _measure_memory(self, insight: Insight, idle: bool) -> None:

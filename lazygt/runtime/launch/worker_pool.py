@@ -17,7 +17,7 @@ from pathlib import Path
 
 import zmq
 
-from lazygt.host.gc_pause import uncollected
+from lazygt.host.gc_pause import gc_paused
 from lazygt.host.processes import OOMKills
 from lazygt.runtime.arenas import Arena, create_memory, read_note
 from lazygt.runtime.launch import channel
@@ -91,7 +91,8 @@ class WorkerPool:
     Attributes:
         poller: poller of all descriptors of the workers, and of ``wakeup``.
         poll_other_events: function that returns the events by now that are not in a mailbox.
-        mailboxes: our ends of the workers' mailboxes; boxes_of: wake-up descriptor -> its mailboxes.
+        mailboxes: our ends of the workers' mailboxes.
+        mailboxes_of: wake-up descriptor -> its mailboxes.
         cores: decides whether to spin.
         rank_of: pidfd of a process, readable when it has ended -> rank.
         wakeup: an eventfd, or -1 once all is released.
@@ -210,7 +211,7 @@ class WorkerPool:
 
         It loads its modules while the program goes on. Called on a thread of its own.
         """
-        with self._start_lock, uncollected():
+        with self._start_lock, gc_paused():
             if self._ending:
                 return
             dead = len(self.workers) - len(self._live_pidfds())
