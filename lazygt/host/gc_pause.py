@@ -1,6 +1,6 @@
-"""Putting garbage collection off while much is made that leaves no cycle.
+"""Pause of garbage collection while many objects without cycles are created.
 
-A file of its own, since imports want it before anything else of lazygt, or torch, is loaded.
+A module of its own, since the package imports it before torch and the rest of lazygt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class _Holders:
-    """Count of the blocks that keep collection off; the last one turns it on again."""
+    """Reference count of the blocks with collection paused; the last one resumes collection."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,10 +38,10 @@ _holders = _Holders()
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Turn garbage collection off for a block.
+    """Turn garbage collection off for a block, also used as a decorator.
 
-    A plan is made of many small objects; and during imports a walk through all objects of torch
-    takes as long as everything else.
+    A plan consists of many small objects, and during imports a traversal of all objects of torch
+    takes as long as the rest of the import.
     """
     holders = _holders
     holders.enter()
@@ -52,8 +52,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def _after_fork() -> None:
-    """Other threads, which would have put it back, are not in the child; one may have had the
-    lock."""
+    """Resume collection in a child, which has none of the threads that paused it."""
     global _holders
     before, _holders = _holders, _Holders()
     before._lock = threading.Lock()

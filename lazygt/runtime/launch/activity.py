@@ -21,12 +21,12 @@ from lazygt.runtime.launch.status_file import MOST_RANKS, StatusFile, WorkerPage
 
 #: Seconds between two samples of the main thread.
 EVERY = 0.25
-_MEASURE_SECONDS = 1.0  # seconds, at the least
-_MEASURE_BUSY_SECONDS = 3.0  # seconds to wait for a moment at which no run is under way
+_MEASURE_SECONDS = 1.0  # minimum interval between two measurements of memory
+_MEASURE_BUSY_SECONDS = 3.0  # delay after which memory is also measured during a run
 _LIVE_SAMPLES = 5
-_MEASURE_SHARE = 500  # the interval to the next measurement, in durations of one
+_MEASURE_SHARE = 500  # interval to the next measurement, in durations of one measurement
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-#: Paths of code that no user wrote.
+#: Prefixes of the paths of library code.
 _LIBRARIES = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<")
 #: Frames further out on the stack belong to the start of the process.
 _OUTERMOST = str(Path(__file__).with_name("process.py"))
@@ -37,7 +37,10 @@ class Activity:
     """Record of the main thread: message under way, its arrival, messages done.
 
     Attributes:
-        last: the header of the last message.
+        frames: frames of the message under way; None: the thread is idle.
+        begun: arrival of that message, in nanoseconds of the monotonic clock.
+        done: number of messages done.
+        last: header of the last message.
     """
 
     __slots__ = ("begun", "done", "frames", "last")
@@ -64,7 +67,7 @@ class Insight(Protocol):
     """Source of details about a worker, beyond its messages."""
 
     def run_named(self, header: Frame) -> tuple[int, str] | None:
-        """Return a run's number and its plan's name in hex; None for another message."""
+        """Return a run message's run number and plan name in hex; None for other messages."""
 
     def waits_for(self) -> tuple[int, ...]:
         """Return the ranks that a collective waits for."""
@@ -99,7 +102,8 @@ class Reporter:
         self._run: tuple[int, str] = 0, ""
         self._memory = (0, 0, 0, 0)
         self._measured_at = 0
-        #: a run takes some values out of the store, so the maximum of several samples counts
+        #: bytes living in the last samples; a run removes values from the store while it uses them,
+        #: so the page shows the maximum
         self._live_samples: deque[int] = deque(maxlen=_LIVE_SAMPLES)
 
     def begin(self, rank: int, handler: object) -> None:
@@ -110,7 +114,7 @@ class Reporter:
         self.started = True
 
     def look(self) -> None:
-        """Write the main thread's activity, unless written less than `EVERY` ago."""
+        """Write the worker's page, unless it was written less than `EVERY` seconds ago."""
         now = time.monotonic()
         if now < self._next or self.rank is None:
             return
@@ -118,6 +122,7 @@ class Reporter:
         self._file.write(1 + self.rank, self._page(self.rank, now))
 
     def _page(self, rank: int, now: float) -> WorkerPage:
+        """Sample the main thread, and memory if that is due; return the page."""
         if not self.started:
             return WorkerPage(rank, os.getpid(), "starting")
         activity, insight = self._activity, self.insight
@@ -143,6 +148,13 @@ class Reporter:
         )  # fmt: skip
 
     def _measure_memory(self, insight: Insight, idle: bool) -> None:
+        """Measure the worker's memory, and set the time of the next measurement.
+
+        The interval grows with the duration, so measuring takes a fixed share of the time at most.
+
+        Args:
+            idle: True if no run is under way, so earlier samples are obsolete.
+        """
         begin = time.monotonic()
         if idle:
             self._live_samples.clear()

@@ -183,10 +183,8 @@ def check_exposure(host: str, keys: Keys | None) -> None:
 class Doorbell:
     """State of a ZMQ socket's edge-triggered descriptor.
 
-    It tells whether a receive is worth trying, since a failed one costs an exception. ZMQ's
-    descriptor signals an arrival once, and any use of the socket may swallow the signal.
-
-
+    ZMQ's descriptor signals an arrival once, and any use of the socket may clear the signal. The
+    state shows if a receive can succeed: a failed one costs an exception.
 
     Attributes:
         drained: True if a receive found nothing and the socket has not been used since.
@@ -214,7 +212,7 @@ class Server:
         keys: CURVE keys of this worker; required if the address is TCP.
         max_message: bytes; a peer that announces a longer message is disconnected before it is
             stored.
-        boxes: the worker's end of the mailboxes, if there are any.
+        mailboxes: the worker's end of the mailboxes, if there are any.
         cores: decides whether to spin for the mailbox's next message.
     """
 
@@ -243,7 +241,7 @@ class Server:
         self.socket.setsockopt(zmq.USE_FD, address.fd)
         self.socket.bind(address.endpoint)
         self._mailboxes, self._cores = mailboxes, cores
-        #: the message taken from the socket and not yet received
+        #: message read from the socket, and not yet returned by `receive`
         self._next_message: list[bytes] = []
         self._doorbell = Doorbell(self.socket)
         self._poller = select.poll()
@@ -253,14 +251,16 @@ class Server:
             self._poller.register(mailboxes.wakes, select.POLLIN)
 
     def watch(self, eventfd: int) -> None:
-        """Let ``receive`` also return None if an eventfd is written; it is then read."""
+        """Let ``receive`` also return None after a write to an eventfd, which it reads."""
         self._watched_eventfd = eventfd
         self._poller.register(eventfd, select.POLLIN)
 
     def receive(self) -> tuple[bytes, list[memoryview]] | None:
-        """Wait for a message and return its kind and frames if the owner sent it.
+        """Wait for a message; return its kind and frames if the owner sent it.
 
-        None: the message was a hello or a stranger's, and has been handled here.
+        Returns:
+            None if the message was a hello or another peer's, which is handled here, or if the
+            watched eventfd was written.
         """
         waits_in_zmq = self._mailboxes is None and self._watched_eventfd is None
         if waits_in_zmq or self._owner is None:
@@ -278,7 +278,7 @@ class Server:
                 message, self._next_message = self._next_message, []
                 return self._unpack_from_owner(message)
             if not self._doorbell.drained:
-                # A message put into the mailbox earlier is there by now, and comes first.
+                # Read the mailbox once more: its messages may precede this one.
                 with suppress(zmq.Again):
                     self._next_message = self._receive_multipart(zmq.NOBLOCK)
                     continue
@@ -293,16 +293,22 @@ class Server:
                     self._mailboxes.clear_wakeup()
 
     def _next_in_mailbox(self, mailboxes: Mailboxes) -> list[memoryview] | None:
-        """Take the mailbox's next message, if there is one or one comes in a moment."""
+        """Take the mailbox's next message, spinning briefly for it; None if there is none."""
         if not self._next_message and self._cores is not None and self._cores.enough:
             spin((mailboxes,), self._doorbell.has_signalled)
         return mailboxes.take()
 
     def _receive_multipart(self, flags: int) -> list[bytes]:
+        """Read one message from the socket: the sender's identity and the ZMQ frames."""
         self._doorbell.drained = False
         return self.socket.recv_multipart(flags)
 
     def _unpack_from_owner(self, message: list[bytes]) -> tuple[bytes, list[memoryview]] | None:
+        """Unpack a message of the owner's; None for another peer's, which is admitted or refused.
+
+        Args:
+            message: the sender's identity and the ZMQ frames.
+        """
         identity, *zmq_frames = message
         if identity in self._strangers:
             return None
@@ -338,6 +344,7 @@ class Server:
         self.socket.close(0)
 
     def _admit(self, identity: bytes, kind: bytes, frames: list[memoryview]) -> None:
+        """Make the sender of a valid hello the owner; raise ProtocolError otherwise."""
         check_hello(kind, frames, self._token)
         if self._owner is not None:
             raise ProtocolError("this worker already has an owner")
@@ -345,11 +352,12 @@ class Server:
         self._send(identity, WELCOME, ())
 
     def _drop(self, identity: bytes, reason: str) -> None:
+        """Send a peer an ERROR with the reason, and ignore its later messages."""
         self._send(identity, ERROR, (reason.encode(),))
         if identity == self._owner:
             self._owner = None
         if len(self._strangers) >= _REMEMBERED_STRANGERS:
-            # Forgetting the oldest costs one more error reply, should it still be there.
+            # A peer that was dropped from the table gets one more error reply.
             del self._strangers[next(iter(self._strangers))]
         self._strangers[identity] = None
 
@@ -360,7 +368,7 @@ class Server:
             self.socket.send(identity, zmq.SNDMORE)
             self.socket.send(message, 0, copy=len(message) < _COPY_BELOW)
         except zmq.ZMQError as error:
-            # The peer has gone between its message and the answer; nobody misses it.
+            # The peer has gone between its message and the answer.
             if error.errno != zmq.EHOSTUNREACH:
                 raise
 
@@ -388,11 +396,10 @@ def _unpack_single(zmq_frames: list[bytes]) -> tuple[bytes, list[memoryview]]:
 class Client:
     """Client's end of a channel's socket.
 
-    `send` may be called from any thread, also in a finalizer.
-
-    Nothing here waits: a send only queues, `take` only takes messages that have arrived. To wait,
-    poll ``fd`` for reading, after a `take` that took nothing. A send can swallow that signal (ZMQ's
-    descriptors are edge-triggered); it then returns True.
+    `send` may be called from any thread, also in a finalizer. Nothing here waits: `send` queues a
+    message, `take` returns messages that have arrived. To wait, poll ``fd`` for reading, after a
+    `take` that found nothing. A send may clear that signal, since ZMQ's descriptors are
+    edge-triggered; it then returns True.
     """
 
     def __init__(
@@ -422,7 +429,7 @@ class Client:
         self.send(HELLO, (_version(), token))
 
     def send(self, kind: bytes, frames: Sequence[Frame] = ()) -> bool:
-        """Queue a message; return True if an arrival must wake a waiting thread.
+        """Queue a message; return True if a message has arrived, so a waiting thread must wake.
 
         Raises:
             ValueError: the message is longer than ``max_message`` bytes.
@@ -445,8 +452,8 @@ class Client:
         """Move one arrived message to ``inbox``; False if there is none."""
         with self._lock:
             try:
-                # `extend` over `map` runs receive-and-append in C, with no place between the two
-                # where a KeyboardInterrupt could lose the message.
+                # `extend` over `map` receives and appends in C: a KeyboardInterrupt between the
+                # two would lose the message.
                 self.doorbell.drained = False
                 inbox.extend(map(self._socket.recv, (zmq.NOBLOCK,)))
             except zmq.Again:

@@ -2,7 +2,7 @@
 
 The boot configuration holds the session's secrets, so it travels through an inherited pipe and
 never through the command line or the environment, which other users can read. The same pipe is
-the worker's liveness pipe: its end is the client's end.
+the worker's liveness pipe: end of file means that the client has ended.
 """
 
 from __future__ import annotations

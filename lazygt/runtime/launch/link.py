@@ -68,11 +68,11 @@ class Link(Protocol):
         """Return the run that a worker last timed, and its step in that run."""
 
     def native_fetcher(self, make: Any, *arguments: Any) -> Any:
-        """Return the extension's fetcher of numbers from an only worker, or None.
+        """Return the C++ fetcher of scalar results, if there is one worker; else None.
 
         Args:
-            make: the class, with one factory method for each kind of link.
-            arguments: arguments of these methods besides the link's own.
+            make: class of the fetcher, with a factory method for each kind of link.
+            arguments: leading arguments of these methods, before the link's own.
         """
 
     def fetch_arena(self, rank: int) -> Arena | None:
@@ -172,6 +172,7 @@ class InlineLink:
         raise LazyGTError("an inline worker reads no copies of uploads; please report this")
 
     def _known_run_replies(self, answer: tuple[Any, ...]) -> list[Buffer]:
+        """Return the encoded replies to a run that the extension executed."""
         with undispatched():
             return self._worker.finished(answer)
 

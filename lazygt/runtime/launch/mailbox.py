@@ -1,8 +1,8 @@
-"""Mailboxes: small messages between two processes, through memory that both have mapped.
+"""Mailboxes: single-producer single-consumer ring buffers in memory shared by two processes.
 
-A ZMQ socket wakes a thread of its own on either side, for every message. A mailbox is a ring buffer
-in shared memory, and an eventfd wakes the reader if it sleeps. A channel has a mailbox for either
-direction beside its socket, which carries the messages that do not fit.
+A mailbox carries small messages in one direction, and an eventfd wakes a reader that sleeps. A
+channel has one mailbox for each direction beside its ZMQ socket, which carries the messages that do
+not fit. A message by ZMQ is slower, since it wakes a thread of ZMQ's on either side.
 
 Layout of the memory, one direction after the other::
 
@@ -10,9 +10,9 @@ Layout of the memory, one direction after the other::
 
 A slot holds one message: the number of the socket's messages that come before it, the number of its
 frames, their lengths, and the frames. The writer increments `written` when the slot is complete,
-the reader `read` when it has copied it. On x86 stores become visible in program order, so nothing
-more is needed; on other machines there are no mailboxes. The extension, if it is loaded, does the
-same in C++ (``native/mailbox.cpp``).
+the reader `read` when it has copied the message. On x86 stores become visible in program order, so
+no memory fence is needed; on other machines there are no mailboxes. The extension has the same ring
+in C++ (``native/mailbox.cpp``).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from lazygt.errors import ProtocolError
 from lazygt.host.files import create_file
 from lazygt.host.processes import cpu_quota
 
-#: One page per message: a run of a known plan fits, and so does a number in an answer. There are
-#: more slots than runs that a client is ahead.
+#: Bytes and number of slots: a run of a known plan fits into one, and so does a number in an
+#: answer. There are more slots than runs that a client sends ahead.
 _SLOT, _SLOTS = 4096, 64
 _RING_HEADER_BYTES = 4096
 _RING_BYTES = _RING_HEADER_BYTES + _SLOTS * _SLOT
 _WRITTEN, _READ = 0, 8  # as 64-bit words
 _SLOT_HEADER = struct.Struct("<QH")
-#: Bytes of the longest message, with two for each of its frames.
+#: Bytes of the longest message, with two bytes for the length of each frame.
 CAPACITY = _SLOT - _SLOT_HEADER.size
 
-#: Duration of a spin: longer than falling asleep and being woken takes, and than a worker needs to
+#: Longest duration of a spin: longer than a sleep and a wake-up take, and than a worker needs to
 #: copy a MiB.
 SPIN_SECONDS = 250e-6
-_CHECKS_PER_ROUND = 200  # between two looks elsewhere: some 10 us
-_RECHECK_SECONDS = 0.1  # seconds
+_CHECKS_PER_ROUND = 200  # of the mailboxes, between two checks of other events: some 10 us
+_RECHECK_SECONDS = 0.1  # interval between two counts of the cores
 
 
 Frame = bytes | memoryview
@@ -57,12 +57,13 @@ Frame = bytes | memoryview
 
 @cache
 def _lengths(count: int) -> struct.Struct:
+    """Return the layout of a message's frame lengths."""
     return struct.Struct(f"<{count}H")
 
 
 @dataclass(frozen=True, slots=True)
 class MailboxFiles:
-    """Descriptors that both processes hold: the memory, and each one's wake-up eventfd."""
+    """Descriptors that both processes own: the shared memory, and each reader's eventfd."""
 
     memory: int
     to_worker: int
@@ -95,10 +96,14 @@ class Mailbox(Protocol):
         """Return whether there is an unread message."""
 
     def put(self, frames: Sequence[Frame], before: int) -> bool:
-        """Put a message that follows ``before`` of the socket's; False if there is no room."""
+        """Append a message; False if the ring is full or the message too long.
+
+        Args:
+            before: number of the socket's messages that precede this one.
+        """
 
     def take(self, received: int) -> list[Any] | None:
-        """Take the next message; None if there is none or one of the socket's comes first.
+        """Remove and return the next message's frames; None if the socket's next one precedes it.
 
         Args:
             received: number of the socket's messages received so far.
@@ -165,7 +170,7 @@ class _Mailbox:
 
 
 class Mailboxes:
-    """One process's mailboxes, incoming and outgoing, ordered with the socket's messages.
+    """One process's incoming and outgoing mailbox, in one order with the socket's messages.
 
     Attributes:
         incoming: the mailbox that this process reads.
@@ -203,7 +208,7 @@ class Mailboxes:
             mailbox.close()
 
     def put(self, frames: Sequence[Frame]) -> bool:
-        """Put a message for the other process; False if it has to go by the socket.
+        """Append a message for the other process; False if it must go by the socket.
 
         Also False during another call, of another thread or of this one (in a finalizer).
         """
@@ -218,7 +223,7 @@ class Mailboxes:
         return True
 
     def take(self) -> list[Any] | None:
-        """Take the next message, if it is its turn.
+        """Remove and return the next message; None if the socket's next one precedes it.
 
         Raises:
             ProtocolError: the other process has written an invalid message.
@@ -230,7 +235,7 @@ class Mailboxes:
 
     def clear_wakeup(self) -> None:
         """Reset `wakes` after a wake-up."""
-        with suppress(BlockingIOError):  # somebody else has
+        with suppress(BlockingIOError):  # it is reset already
             os.eventfd_read(self.wakes)
 
     def close(self) -> None:
@@ -260,12 +265,12 @@ def spin(mailboxes: Sequence[Mailboxes], other_events: Callable[[], object]) -> 
 
 
 class Cores:
-    """Count of the cores of some processes: only if each has its own may one spin.
+    """Test if there are enough cores to spin: one for each communicating process.
 
     On a shared core a spinning process keeps the awaited one from working.
 
     Args:
-        pids: processes whose cores count.
+        pids: processes with affinity masks that count.
         processes: number of processes that need a core.
     """
 
@@ -273,12 +278,12 @@ class Cores:
         self._pids, self._processes = pids, processes
         self._enough, self._judge_at = False, 0.0
         quota = cpu_quota()
-        #: spinning takes from the quota that the others share
+        #: spinning uses up processor time of the cgroup's quota, which the processes share
         self._quota_suffices = quota is None or quota >= processes
 
     @property
     def enough(self) -> bool:
-        """True if there are enough cores; judged anew now and then, as affinities may change."""
+        """True if there are enough cores; counted again at intervals, as affinities may change."""
         now = time.monotonic()
         if now >= self._judge_at:
             self._judge_at = now + _RECHECK_SECONDS
@@ -286,10 +291,11 @@ class Cores:
         return self._enough
 
     def _count_suffices(self) -> bool:
+        """Return whether the processes may run on enough different cores."""
         try:
             cores = set[int]().union(*map(os.sched_getaffinity, self._pids))
         except OSError as error:
             if error.errno != errno.ESRCH:
                 raise
-            return False  # one of them has ended
+            return False  # a process has ended
         return len(cores) >= self._processes

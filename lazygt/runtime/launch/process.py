@@ -1,14 +1,14 @@
 """The worker process: ``python -m lazygt.runtime.launch.process LIVENESS_FD``.
 
-Two threads. The main thread receives, passes messages to the handler, and replies. The control
-thread answers pings, so that a long computation is told apart from a stopped process, and ends the
-process when the client is gone. It needs the interpreter only for an instant, and torch gives that
-free inside its ops, so it works while the main thread is in a long kernel.
+The process has two threads. The main thread receives, passes messages to the handler, and replies.
+The control thread answers pings, which distinguishes a long computation from a stopped process, and
+ends the process when the client is gone. It needs the interpreter lock only for an instant, and
+torch releases the lock inside its ops, so it also runs during a long kernel of the main thread.
 
-Two signals tell of the client's end: the end of the liveness pipe, which only the client holds, and
-the client's pidfd, in case a child that the client forked still holds the pipe. PR_SET_PDEATHSIG is
-not used: it fires when the *thread* that started the worker ends, and a session opened in a thread
-may outlive that thread.
+Two events signal the client's end: end of file on the liveness pipe, which only the client has
+open, and the client's pidfd, in case a child that the client forked still has the pipe open.
+PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the worker ends, and a session
+opened in a thread may outlive that thread.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Server
 from lazygt.runtime.launch.launcher import Boot, load_named
 from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes
 
-# -- faults for tests: a worker that kills itself at a given message -------------------------------
-# ``LAZYGT_FAULT=RANK:MESSAGE:WHEN``, with MESSAGE counted from 1 and WHEN one of ``before`` (it
-# was received), ``inside`` (the first collective of it, or of the next run, begins, or its
-# results are about to be kept) and ``after`` (it was done, and not answered).
-# ``RANK:MESSAGE:WHEN:GROUP`` is for a process that was started for the session's process group of
-# this number, so after so many recoveries; without it, for the first ones. Several are separated
-# by commas.
+# -- fault injection for tests ---------------------------------------------------------------------
+# ``LAZYGT_FAULT=RANK:MESSAGE:WHEN`` makes a worker kill itself at a message. MESSAGE counts from 1.
+# WHEN is ``before`` (the message was received), ``inside`` (the first collective of this message or
+# of the next run begins, or results are about to be stored) or ``after`` (the message was done, and
+# not answered). ``RANK:MESSAGE:WHEN:GROUP`` is for a process started for the session's process
+# group of this number, that is after this number of recoveries; the default is 0. Several faults
+# are separated by commas.
 
 VARIABLE = "LAZYGT_FAULT"
 _PHASES = ("before", "inside", "after")
 
 
 def faults_of(rank: int, group_number: int) -> dict[int, str]:
-    """Return the points at which a worker is to kill itself, by message.
+    """Parse the fault variable: return {message number: phase} for one worker.
 
     Raises:
         ValueError: the variable's value is malformed.
@@ -94,14 +94,14 @@ class Faulty:
             die()
         with ExitStack() as patches:
             if phase == "inside":
-                # the extension would run it without asking anybody
+                # the extension would run the message without the patched functions
                 patches.enter_context(mock.patch.object(self._worker, "known_runs", None))
                 patches.enter_context(mock.patch.object(self._worker.store, "put_from", die))
                 patches.enter_context(mock.patch.object(group, "line", die))
             replies: Sequence[Sequence[Any]] = self._worker.handle(frames)
         if phase == "after":
             die()
-        if phase == "inside":  # that was no run
+        if phase == "inside":  # this message was no run
             self._faults.setdefault(self._messages + 1, phase)
         return replies
 
@@ -112,7 +112,7 @@ def die(*_: object) -> NoReturn:
     raise AssertionError("unreachable")
 
 
-# -- the worker process: ``python -m lazygt.runtime.launch.process LIVENESS_FD`` -------------------
+# -- worker process --------------------------------------------------------------------------------
 
 _LOG_LIMIT = 1 << 20
 _LOG_RETAINED = 64 << 10
@@ -122,8 +122,8 @@ _TICK_MS = int(1000 * EVERY)
 class MessageHandler(Protocol):
     """Message handler of a worker, made by the boot configuration's factory.
 
-    A handler that answers some messages later has an eventfd ``wakes``, or None, and a method
-    ``late`` that returns the replies available by then.
+    A handler with deferred replies also has an eventfd ``wakes``, which is written when such
+    replies are available, and a method ``late``, which returns them.
     """
 
     def handle(self, frames: list[Frame]) -> Sequence[Sequence[Frame]]:
@@ -160,7 +160,7 @@ def main() -> None:
     handler = build_handler(boot, reporter)
     if mailboxes is not None and boot.loads_torch:
         mailboxes.use_extension()
-    gc.freeze()  # torch's modules live as long as the process: no collection need walk them
+    gc.freeze()  # torch's modules live as long as the process, so collections skip them
     serve(server, handler, activity)
     leave_group(boot)
     sys.stdout.flush()
@@ -176,7 +176,11 @@ def read_boot(fd: int) -> Boot:
 
 
 def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
-    """Load the worker's modules, and wait until this process is told its rank."""
+    """Load the worker's modules, and wait for the rank of this spare process.
+
+    Returns:
+        The boot configuration completed by rank, group number and snapshot memory.
+    """
     load_named(boot.factory)
     received = None
     while received is None:
@@ -222,7 +226,7 @@ def serve(server: Server, handler: MessageHandler, activity: Activity) -> None:
 
 
 def build_handler(boot: Boot, reporter: Reporter | None = None) -> MessageHandler:
-    """Import torch, begin to join the group, map the arenas, and call the factory."""
+    """Build the message handler: import torch, begin to join the group, and map the arenas."""
     upload = fetch = None
     if boot.loads_torch:
         # why: torch takes a second to load, and the sockets must be there before that
@@ -254,13 +258,12 @@ def build_handler(boot: Boot, reporter: Reporter | None = None) -> MessageHandle
     if reporter is not None:
         reporter.begin(boot.rank, handler)
     if os.environ.get("LAZYGT_FAULT"):
-        # why: it is for tests
-
         return Faulty(handler, faults_of(boot.rank, boot.group_number))
     return handler
 
 
 def leave_group(boot: Boot) -> None:
+    """Leave the process group, if the worker has joined one."""
     if boot.group is not None and boot.loads_torch:
         # why: it imports torch, see build_handler
         from lazygt.runtime.collectives import group
@@ -309,11 +312,12 @@ class Control(threading.Thread):
             return
         try:
             self._reporter.look()
-        except Exception:  # noqa: BLE001 - this thread says that the worker is alive
+        except Exception:  # noqa: BLE001 - this thread must go on answering pings
             self._reporter = None
             traceback.print_exc()
 
     def _answer(self) -> None:
+        """Answer a ping, and drop an owner that sends anything else."""
         received = self._server.receive()
         if received is None:
             return
@@ -324,7 +328,8 @@ class Control(threading.Thread):
             self._server.drop_owner(f"the control channel takes pings, not {kind!r}")
 
     def _end(self) -> None:
-        # A client that closes removes its directory itself; one that was killed cannot.
+        """End the process, since the client has ended; remove the session's directory."""
+        # A client that closes removes its directory itself; a killed client cannot.
         session_directory.remove(Path(self._boot.directory))
         os._exit(0)
 
@@ -335,12 +340,12 @@ def _watch_client(pid: int) -> int | None:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
-    # The number may have been given to another process since; a child knows its parent.
+    # The pid may be another process's by now: the client is the parent of this process.
     return fd if os.getppid() == pid else None
 
 
 def _shorten_log(fd: int) -> None:
-    """Cut a log that has become long to its last part."""
+    """Truncate a long log to its last `_LOG_RETAINED` bytes."""
     size = os.fstat(fd).st_size
     if size > _LOG_LIMIT:
         tail = os.pread(fd, _LOG_RETAINED, size - _LOG_RETAINED)
@@ -349,6 +354,7 @@ def _shorten_log(fd: int) -> None:
 
 
 def _read_exactly(fd: int, length: int) -> bytes:
+    """Read ``length`` bytes from a pipe."""
     data = b""
     while len(data) < length:
         chunk = os.read(fd, length - len(data))

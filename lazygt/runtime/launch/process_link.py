@@ -1,4 +1,4 @@
-"""The client's link to its worker processes: channels, deaths and silences together.
+"""The client's link to its worker processes: messages, deaths and unresponsive workers.
 
 Every wait is one poll over all sockets and all processes, so a death is seen the moment it happens.
 Every message that has arrived is delivered before any error is raised.
@@ -33,10 +33,10 @@ class ProcessLink:
     """Worker processes and the channels to them; the session's `Link`.
 
     `send` may be called from any thread. `receive` is for one thread at a time; a second one waits
-    for the first. The constructor does not wait for the workers: messages sent meanwhile are kept
+    for the first. The constructor does not wait for the workers: messages sent meanwhile are queued
     for them.
 
-    The workers are all on this host, and counted here from 0: if a session has workers on other
+    All workers are on this host, and are counted from 0 here; if the session has workers on other
     hosts, too, ``spec.here`` has the ranks of these workers.
 
     Args:
@@ -58,7 +58,7 @@ class ProcessLink:
     ) -> None:
         spec = spec or LinkSpec()
         self._pool = pool = WorkerPool()
-        # Registered before the first process starts: whatever happens, nothing stays behind.
+        # Registered before the first process starts, so that no process is ever left behind.
         self._finalizer = weakref.finalize(self, _abandon, pool, os.getpid())
         try:
             pool.start(spec, launcher or LocalLauncher(), memory)
@@ -78,13 +78,13 @@ class ProcessLink:
         )
         #: rank -> time of its last sign of life, not yet reported to the watch
         self._last_heard: dict[int, float] = {}
-        #: time at which the watch must judge again
+        #: time of the next check of the workers by the watch
         self._next_check = 0.0
         self._deaths: dict[int, tuple[str, str]] = {}
         self._errors: deque[LazyGTError] = deque()
-        #: rank -> reason of its refusal to listen to us
+        #: rank -> reason for which the worker has dropped this session
         self._refused: dict[int, str] = {}
-        #: rank -> processor usage at its ping, or at the last look since
+        #: rank -> processor usage at its ping, or at the last check since
         self._usage: dict[int, Usage] = {}
         self._next_rank = 0
         self._closed = False
@@ -132,7 +132,7 @@ class ProcessLink:
         return self._pool.last_step(rank)
 
     def native_fetcher(self, make: Any, *arguments: Any) -> Any:
-        """Return a fetcher over the mailboxes, if these are the extension's; else None."""
+        """Return the C++ fetcher over the mailboxes, if these are the extension's; else None."""
         pool = self._pool
         if self.world_size > 1 or not pool.mailboxes or pool.mailboxes[0].spin is None:
             return None
@@ -175,7 +175,7 @@ class ProcessLink:
         """Return the next message of any rank, as ``(rank, frames)``.
 
         Args:
-            timeout: seconds to wait; 0 only looks, None waits for ever.
+            timeout: seconds to wait; 0: don't wait; None: wait for ever.
             beside: a descriptor that also ends the wait when it becomes readable.
 
         Returns:
@@ -232,7 +232,11 @@ class ProcessLink:
         return WorkerDied(rank, self.pids[rank], *self._deaths[rank])
 
     def _next_in_mailboxes(self, waits: bool) -> tuple[int, list[memoryview]] | None:
-        """Take a mailbox's next message, if there is one or one comes in a moment."""
+        """Return the next message from the mailboxes, round robin over the ranks.
+
+        Args:
+            waits: True to spin briefly for a message.
+        """
         pool = self._pool
         if not pool.mailboxes:
             return None
@@ -248,13 +252,13 @@ class ProcessLink:
         return None
 
     def _next_on_sockets(self) -> tuple[int, list[memoryview]] | None:
-        """Return the next message that has arrived, round robin over the ranks."""
+        """Return the next message from the sockets, round robin over the ranks."""
         workers = self._pool.workers
         for step in range(len(workers)):
             rank = (self._next_rank + step) % len(workers)
             worker = workers[rank]
             while worker.inbox or _receive_one(worker.data, worker.inbox):
-                # A message put into the mailbox earlier is there by now, and comes first.
+                # Read the mailbox once more: its messages may precede the socket's.
                 frames = None if worker.mailboxes is None else worker.mailboxes.take()
                 if frames is None:
                     frames = self._unpack(rank, worker.inbox.popleft())
@@ -264,7 +268,7 @@ class ProcessLink:
         return None
 
     def _unpack(self, rank: int, message: bytes) -> list[memoryview] | None:
-        """Return the frames of a message for the session; None for one of our own."""
+        """Unpack a socket's message; return its frames if it is DATA, None if it is WELCOME."""
         kind, frames = channel.unpack(message)
         self._note_sign_of_life(rank)
         if kind == channel.DATA:
@@ -282,7 +286,7 @@ class ProcessLink:
         return ProtocolError(f"worker {rank} dropped this session: {self._refused[rank]}")
 
     def _wait(self, until: float | None, beside: int | None) -> bool:
-        """Wait for an event, after taking all arrived messages; False at the end of the wait."""
+        """Wait for an event, with all arrived messages received; False at the end of the wait."""
         self._receive_pongs()
         now = time.monotonic()
         if now >= self._next_check:
@@ -333,7 +337,7 @@ class ProcessLink:
             raise self._refusal_error(min(self._refused))
 
     def _check_workers(self, now: float) -> None:
-        """Let the watch judge, as often as it asks to; events in between can wait."""
+        """Report events to the watch, and execute its instructions; set the next check's time."""
         self._report_signs_of_life()
         self._report_usage(now)
         self._execute(self._watch.handle(supervise.Tick(), now))
@@ -364,16 +368,19 @@ class ProcessLink:
             )
 
     def _receive_pongs(self) -> None:
+        """Receive the answers to pings, which are signs of life."""
         for rank, worker in enumerate(self._pool.workers):
             while _receive_one(worker.control, worker.pongs):
                 worker.pongs.clear()
                 self._note_sign_of_life(rank)
 
     def _reap(self, rank: int) -> None:
+        """Record the death of a worker."""
         self._deaths[rank] = self._pool.reap(rank)
         self._execute(self._watch.handle(supervise.Ended(rank), time.monotonic()))
 
     def _execute(self, instructions: Sequence[supervise.Instruction]) -> None:
+        """Send the pings, and queue the errors that the watch has requested."""
         for instruction in instructions:
             match instruction:
                 case supervise.Ping(rank):
@@ -395,6 +402,6 @@ def _receive_one(client: channel.Client, inbox: deque[bytes]) -> bool:
 def _abandon(pool: WorkerPool, owner: int) -> None:
     """Clean up after a link that was dropped without `ProcessLink.close`."""
     if os.getpid() != owner:
-        return  # a child that the client forked: the workers are not its own
+        return  # in a forked child: the parent owns the workers
     pool.end(orderly=(), stuck=range(len(pool.workers)))
     pool.close()

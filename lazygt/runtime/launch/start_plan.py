@@ -1,4 +1,4 @@
-"""Specification of a session's workers, and each one's boot configuration."""
+"""Specification of a session's workers, and the boot configuration of each worker."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from lazygt.runtime.launch.launcher import WORKER_FACTORY, Boot, GroupSpec
 from lazygt.runtime.launch.local import share_of_cores, visible_gpu
 from lazygt.runtime.launch.mailbox import MailboxFiles
 
-# -- check that this process can get the descriptors and threads of a session ----------------------
-# The check runs before anything is opened, and takes them for a moment: that respects every limit
-# there is, of the process, the user, the container and the machine. libzmq ends the whole process
-# if it does not get them.
+# -- resource limits -------------------------------------------------------------------------------
+# Before a session opens, this process opens the descriptors and starts the threads that the session
+# needs, and ends them again: that checks every limit, of the process, the user, the container and
+# the machine. libzmq would end the process if they are not available.
 
-#: File descriptors of the client; more than it was seen to have open at any time.
+#: File descriptors of the client, an upper bound by measurement.
 _DESCRIPTORS, _DESCRIPTORS_A_WORKER = 32, 15
-#: Threads of the client, and of a worker besides those that compute; a process counts as one.
+#: Threads of the client, and of a worker besides its compute threads; a process counts as one.
 _THREADS, _THREADS_A_WORKER = 2, 8
 
 
 def check_limits(workers: int, threads: int) -> None:
-    """Raise OSError if a session of so many workers cannot be opened.
+    """Raise OSError if the limits don't allow a session of this size.
 
     Args:
+        workers: number of workers.
         threads: compute threads of each worker.
     """
     needed = _DESCRIPTORS + _DESCRIPTORS_A_WORKER * workers
@@ -94,7 +95,7 @@ def _available_threads(needed: int) -> int:
     return needed
 
 
-# -- specification of a session's workers, and each one's boot configuration -----------------------
+# -- worker specification --------------------------------------------------------------------------
 
 _NCCL_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _SIOCGIFADDR = 0x8915  # of an interface: its IPv4 address (netdevice(7))
@@ -120,8 +121,8 @@ class LinkSpec:
         arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
         client_here: True if the client's process is on this host: then large fetched values are
             left in an arena that it has mapped, and workers spin for its messages. Else values come
-            with the answer, and workers do not spin: waiting for a network, that would take a core
-            from the awaited process.
+            with the answer, and workers do not spin: during a wait for the network, a spinning
+            worker would take a core from the awaited process.
         group_timeout: seconds a collective waits for the other ranks.
         mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
         environment: variables added to the workers' environment.
@@ -169,7 +170,7 @@ class LinkSpec:
         return number if self.gpus is None else self.gpus[number]
 
     def gpus_here(self, count: int) -> int:
-        """Return the number of GPUs that the ranks here share, of ``count`` visible ones."""
+        """Return the number of GPUs in use by the ranks here, of ``count`` visible ones."""
         return count if self.gpus is None else len({gpu % count for gpu in self.gpus if count})
 
     @property
@@ -185,7 +186,7 @@ class StartPlan:
     spec: LinkSpec
     directory: Path
     token: bytes
-    #: cache directory of compiled code, unless the spec has one; also for later workers
+    #: cache directory of compiled code, unless the spec's environment sets one
     cache: str = field(default_factory=lambda: str(cache_place(cache_setting())))
 
     def boot(
@@ -200,9 +201,9 @@ class StartPlan:
         """Return a worker's boot configuration.
 
         Args:
-            socket_number: number of its sockets.
-            rank: the worker's rank; None: not known yet.
-            copies: stack that closes our copies of its listening sockets.
+            socket_number: number in the names of the worker's sockets.
+            rank: the worker's rank; None: a spare process.
+            copies: stack that closes this process's copies of the worker's listening sockets.
         """
         spec = self.spec
         keys = None if spec.transport == "ipc" else Keys.generate()
@@ -245,17 +246,18 @@ class StartPlan:
         if self.spec.device == "cuda":
             gpu = self.spec.gpu_of(rank)
             variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, torch.cuda.device_count())
-            # NCCL listens for the ranks' first meeting: only on the interface to other ranks. Its
-            # peers there must know a number that the ranks share.
+            # NCCL's rendezvous listens only on the interface to other ranks. Peers there must know
+            # NCCL's unique id, which the ranks share.
             interface = os.environ.get("NCCL_SOCKET_IFNAME") or nccl_interface(self.spec.address)
             if interface:
                 variables.setdefault("NCCL_SOCKET_IFNAME", interface)
-            # Axes of a mesh have communicators of their own, with kernels of several under way at
-            # once: without an order they may deadlock (NCCL's guide on concurrent communicators).
+            # Each axis of a mesh has a communicator, and kernels of several run concurrently:
+            # without an order they may deadlock (NCCL's guide on concurrent communicators).
             variables.setdefault(_NCCL_ORDER, os.environ.get(_NCCL_ORDER, "1"))
         return variables
 
     def _listen(self, name: str, keys: Keys | None) -> Address:
+        """Open a listening socket: a UNIX socket of this name without keys, else TCP."""
         if keys is None:
             return channel.listen_local(self._socket_path(name))
         scheme, _, host = self.spec.transport.partition("://")
@@ -270,6 +272,7 @@ class StartPlan:
         return path
 
     def _group(self) -> GroupSpec | None:
+        """Return the rendezvous settings of the process group; None for a single worker."""
         if self.spec.world_size == 1:
             return None
         spec, here = self.spec, len(self.spec.here)
@@ -290,7 +293,7 @@ class StartPlan:
 
 
 def nccl_interface(address: str) -> str:
-    """Return the interface on which NCCL shall listen, as NCCL_SOCKET_IFNAME.
+    """Return the NCCL_SOCKET_IFNAME of the interface on which NCCL shall listen.
 
     Args:
         address: the IP address at which other hosts' ranks reach this one; empty: there are no
@@ -303,7 +306,7 @@ def nccl_interface(address: str) -> str:
         return "=lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
+            with suppress(OSError):  # an interface without an address
                 reply = fcntl.ioctl(udp, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(reply[20:24]) == address:
                     return f"={name}"

@@ -1,4 +1,4 @@
-"""A session's worker processes, and all their resources."""
+"""A session's worker processes, with their sockets, memory and pollers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SNAPSHOT_BYTES = 64 << 20  # size of the first segment if no arena has a given s
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory made and released by others.
+    """Shared memory that the caller owns.
 
     Attributes:
         upload: arena of the client's uploads; None: there is none yet.
@@ -51,23 +51,35 @@ class HostMemory:
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """One worker as the client sees it."""
+    """A worker process and its resources in the client.
+
+    Attributes:
+        data, control: client's ends of the worker's channels.
+        fetch: arena of large fetched values; None: there is none.
+        inbox: messages received on ``data`` and not yet delivered.
+        pongs: answers to pings received on ``control``.
+    """
 
     process: Process
     data: Client
     control: Client
     fetch: Arena | None
     mailboxes: Mailboxes | None
-    #: releases all resources of this process alone
+    #: stack that releases the resources of this process
     resources: ExitStack
     plan: StartPlan
-    #: number of its sockets
+    #: number in the names of its sockets
     socket_number: int
     inbox: deque[bytes] = field(default_factory=deque)
     pongs: deque[bytes] = field(default_factory=deque)
 
     def assign(self, index: int, group_number: int) -> None:
-        """Assign a rank to a spare process."""
+        """Assign a rank to this spare process, by a message to it.
+
+        Args:
+            index: number of the worker on this host.
+            group_number: number of the process group to join.
+        """
         directory, rank = self.plan.directory, self.plan.spec.here[index]
         if self.plan.spec.world_size > 1:
             (directory / f"rendezvous{self.socket_number}").rename(directory / f"rendezvous{rank}")
@@ -90,8 +102,8 @@ class WorkerPool:
 
     Attributes:
         poller: poller of all descriptors of the workers, and of ``wakeup``.
-        poll_other_events: function that returns the events by now that are not in a mailbox.
-        mailboxes: our ends of the workers' mailboxes.
+        poll_other_events: poll function for all events other than messages in mailboxes.
+        mailboxes: client's ends of the workers' mailboxes.
         mailboxes_of: wake-up descriptor -> its mailboxes.
         cores: decides whether to spin.
         rank_of: pidfd of a process, readable when it has ended -> rank.
@@ -122,7 +134,7 @@ class WorkerPool:
         #: the ranks of the workers
         self._ranks: tuple[int, ...] = ()
         self._oom_kills = OOMKills()
-        #: held while processes are started, also by the `DeathWatch`
+        #: lock for starting processes, also by the `DeathWatch`
         self._start_lock = threading.RLock()
         self._death_watch: DeathWatch | None = None
         self._ending = False
@@ -164,7 +176,7 @@ class WorkerPool:
             self._death_watch.start()
 
     def _create_memory(self, spec: LinkSpec, memory: HostMemory) -> None:
-        """Create the memory that is not given."""
+        """Set the upload arena and the snapshot memfds; create those that ``memory`` lacks."""
         self.upload = memory.upload
         if self.upload is None and spec.arena_bytes:
             self.upload = Arena.create(spec.arena_bytes)
@@ -207,9 +219,9 @@ class WorkerPool:
         self._start_spares(self._spare_count)
 
     def prepare(self) -> None:
-        """Start a spare process for each worker that has died, before it is asked for.
+        """Start a spare process for each worker that has died, ahead of `replace`.
 
-        It loads its modules while the program goes on. Called on a thread of its own.
+        The process loads its modules while the program goes on. Called by the `DeathWatch`.
         """
         with self._start_lock, gc_paused():
             if self._ending:
@@ -219,6 +231,7 @@ class WorkerPool:
                 self._start_spares(dead)
 
     def _start_spares(self, count: int) -> None:
+        """Start spare processes until there are ``count``."""
         with self._start_lock:
             while len(self._spares) < count:
                 self._spares.append(self._launch(next(self._socket_numbers), None))
@@ -240,7 +253,7 @@ class WorkerPool:
         return None
 
     def last_step(self, rank: int) -> tuple[int, int]:
-        """Return the run and the step that a worker noted last, in a run that is watched."""
+        """Return the run and the step that a worker noted last, in a timed run."""
         return read_note(self._snapshots[rank])
 
     def snapshot_arena(self, rank: int) -> Arena:
@@ -248,6 +261,7 @@ class WorkerPool:
         return Arena.attach(os.dup(self._snapshots[rank]))
 
     def _update_workers(self) -> None:
+        """Collect the mailboxes and the cores of the current workers."""
         self.mailboxes = [
             worker.mailboxes for worker in self.workers if worker.mailboxes is not None
         ]
@@ -263,11 +277,12 @@ class WorkerPool:
         index: int | None,
         group_number: int = 0,
     ) -> WorkerProcess:
-        """Start a process and return it.
+        """Start a process, and connect to it.
 
         Args:
-            socket_number: number of its sockets.
-            index: its number among the workers here; None: assigned later.
+            socket_number: number in the names of its sockets.
+            index: number of the worker on this host; None: a spare process.
+            group_number: number of the process group to join.
         """
         rank = None if index is None else self._ranks[index]
         with ExitStack() as undo, ExitStack() as copies:
@@ -320,11 +335,11 @@ class WorkerPool:
         worker = self.workers[rank]
         _unregister(self.poller, worker.process.pidfd)
         _unregister(self._other_poller, worker.process.pidfd)
-        # Its last messages may still be on their way through ZMQ's own thread.
-        last_words = select.poll()  # unlike select(), of any number of descriptors
+        # The worker's last messages may still be in transit in ZMQ's own thread.
+        last_words = select.poll()  # unlike select(), poll() has no limit on descriptor numbers
         last_words.register(worker.data.fd, select.POLLIN)
         last_words.poll(1_000 * _LAST_WORDS_SECONDS)
-        while worker.data.assign(worker.inbox):
+        while worker.data.take(worker.inbox):
             continue
         worker.data.disconnect()
         worker.control.disconnect()
@@ -332,7 +347,12 @@ class WorkerPool:
         return self._oom_kills.explained(worker.process.status() or "unknown", stderr), stderr
 
     def end(self, orderly: Collection[int], stuck: Collection[int]) -> None:
-        """End all processes: some by SHUTDOWN, stuck ones by SIGKILL, others by hanging up."""
+        """End all processes, and escalate to SIGTERM and SIGKILL after timeouts.
+
+        Args:
+            orderly: workers that are sent SHUTDOWN.
+            stuck: workers that are sent SIGKILL at once; the others lose their liveness pipe.
+        """
         with self._start_lock:
             self._ending = True
         death_watch, self._death_watch = self._death_watch, None
@@ -369,7 +389,7 @@ class WorkerPool:
 
 
 def _create_mailboxes(transport: str, resources: ExitStack) -> Mailboxes | None:
-    """Return our end of a worker's mailboxes, if it has any."""
+    """Create a worker's mailboxes, and return the client's end; None for TCP."""
     files = MailboxFiles.create() if transport == "ipc" else None
     if files is None:
         return None
@@ -386,6 +406,7 @@ def _connect(
     resources: ExitStack,
     mailboxes: Mailboxes | None = None,
 ) -> Client:
+    """Connect a client socket to an address of a worker."""
     key = boot.keys.public if boot.keys else None
     token = bytes.fromhex(boot.token)
     client = Client(context, address.endpoint, token, key, boot.max_message, mailboxes)
@@ -394,11 +415,12 @@ def _connect(
 
 
 def _unregister(poller: select.poll, descriptor: int) -> None:
-    with suppress(KeyError):  # it is not watched any more
+    """Remove a descriptor from a poller, if it is registered."""
+    with suppress(KeyError):
         poller.unregister(descriptor)
 
 
 def _wait_for(processes: Sequence[Process], seconds: float) -> list[Process]:
-    """Wait for processes, ``seconds`` in all; return those that still run."""
+    """Wait up to ``seconds`` for all processes together; return those that still run."""
     until = time.monotonic() + seconds
     return [process for process in processes if not process.wait(until - time.monotonic())]
