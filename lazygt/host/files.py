@@ -1,8 +1,8 @@
 """Private files and folders of one user, safe from other users' links.
 
-Every file that lazygt makes comes from here. Names can be guessed, and folders such as ``/tmp`` are
-shared: a link, a pipe or a file that another user has put under a name is refused, and nothing is
-emptied before it is known to be this user's. Modes are set whatever the umask is.
+This module creates every file that lazygt writes. Names can be guessed, and folders such as
+``/tmp`` are shared: a link, a pipe or a file that another user has put under a name is refused, and
+a file is truncated only after its owner was checked. Modes are set independently of the umask.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# -- anonymous memory files (memfd) that processes share; gone with their last holder --------------
+# -- anonymous memory files (memfd) ----------------------------------------------------------------
+# Processes share them by descriptor; the memory is freed with the last descriptor.
 
-# Not named by Python's fcntl module everywhere
+# Python's fcntl module has no names for these everywhere.
 _ADD_SEALS, _SEAL_SHRINK = 1033, 2
 
 
 def create_file(name: str, nbytes: int) -> int:
-    """Create a memfd that may grow and never shrink: that would raise SIGBUS elsewhere."""
+    """Create a memfd that may grow and never shrink; return its descriptor.
+
+    Access beyond the end of a shrunk file would raise SIGBUS in processes that have mapped it.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, _ADD_SEALS, _SEAL_SHRINK)
@@ -33,11 +37,11 @@ def create_file(name: str, nbytes: int) -> int:
 
 
 def memory_of(fd: int) -> int:
-    """Return the bytes of memory that a memfd takes: written ones, without holes."""
+    """Return the bytes of memory in use by a memfd: written pages, without holes."""
     return os.fstat(fd).st_blocks * 512
 
 
-# -- private files and folders of one user, safe from other users' links ---------------------------
+# -- private files and folders ---------------------------------------------------------------------
 
 #: Permission bits by which others may change a file, and by which they may read it as well.
 WRITABLE, READABLE = 0o022, 0o077
@@ -45,7 +49,9 @@ _ALWAYS = os.O_CLOEXEC | os.O_NOCTTY
 
 
 def make_folder(path: Path) -> Path:
-    """The folder, which is made with mode 0700 if it is missing, as are those above it.
+    """Create a folder and its missing parents with mode 0700; return its path.
+
+    An existing folder is checked.
 
     Raises:
         PermissionError: as ``check_folder``.
@@ -54,7 +60,7 @@ def make_folder(path: Path) -> Path:
     for folder in reversed(missing):
         try:
             folder.mkdir(0o700)
-        except FileExistsError:  # another process was quicker; it is checked below
+        except FileExistsError:  # another process has created the folder, which is checked below
             continue
         folder.chmod(0o700)
     check_folder(path)
@@ -62,9 +68,9 @@ def make_folder(path: Path) -> Path:
 
 
 def check_folder(path: Path) -> None:
-    """Raise PermissionError unless this user alone may write to a folder, or link it.
+    """Raise PermissionError if other users than this one and root may write to or link a folder.
 
-    The system's owner may, too: root can do anything to a process anyway.
+    Root may, since root controls every process anyway.
     """
     status, link = path.stat(), path.lstat()
     if not stat.S_ISDIR(status.st_mode):
@@ -79,13 +85,13 @@ def check_folder(path: Path) -> None:
 
 
 def create(path: Path, folder: int | None = None) -> int:
-    """A descriptor of a new, empty file of mode 0600.
+    """Create an empty file of mode 0600; return its descriptor.
 
     Args:
-        folder: a descriptor of the one that a relative path starts from.
+        folder: descriptor of the folder that a relative path starts from.
 
     Raises:
-        FileExistsError: there is something of that name, a link among others.
+        FileExistsError: there is something of that name, for example a link.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _ALWAYS
     fd = os.open(path, flags, 0o600, dir_fd=folder)
@@ -94,7 +100,7 @@ def create(path: Path, folder: int | None = None) -> int:
 
 
 def create_whole(path: Path, data: bytes) -> None:
-    """Write a new private file, which is whole from the moment that it is there.
+    """Create a private file atomically: it appears with all its data.
 
     Raises:
         FileExistsError: there is something of that name.
@@ -107,7 +113,7 @@ def create_whole(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file in place of an old one; nobody ever sees half of it."""
+    """Replace a file atomically: readers see the old data or the new."""
     temporary = _write_temporary(path, data)
     try:
         temporary.chmod(mode)
@@ -118,7 +124,7 @@ def replace(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def _write_temporary(path: Path, data: bytes) -> Path:
-    """A new private file in the same folder, under a name that nobody guesses."""
+    """Write a private file of a random name into the same folder; return its path."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = create(temporary)
     try:
@@ -131,23 +137,26 @@ def _write_temporary(path: Path, data: bytes) -> Path:
 
 
 def bind(listener: socket.socket, path: str | os.PathLike[str]) -> None:
-    """Give a UNIX socket a name, with mode 0600 from the first moment."""
-    os.fchmod(listener.fileno(), 0o600)  # of the name that will be made, less the umask
+    """Bind a UNIX socket to a path, with mode 0600 from the first moment."""
+    os.fchmod(listener.fileno(), 0o600)  # the mode of the path to create, less the umask
     listener.bind(os.fspath(path))
     os.chmod(path, 0o600)
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a file that is this user's (or root's), and that no other may write to.
+    """Open a file that this user (or root) owns, and that no other user may write to.
 
     Args:
-        flags: with ``O_CREAT`` a missing one is made with mode 0600.
+        flags: flags of ``os.open``; with ``O_CREAT`` a missing file is created with mode 0600.
+
+    Returns:
+        The descriptor.
 
     Raises:
         PermissionError: it is another user's, or others may write to it, or it is a link or no
-            file; says which command mends it.
+            file; the message names the command that repairs it.
     """
-    # without waiting: it may be a pipe
+    # O_NONBLOCK: opening a pipe would wait
     fd = _opened(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(fd)
@@ -165,12 +174,13 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def open_output(place: str | os.PathLike[str], append: bool = False, mode: int = 0o666) -> int:
-    """Open a file for output under a user's name for it, emptied unless ``append``.
+    """Open a file for output at a path that the user has chosen; return its descriptor.
 
-    Links of the user's own are followed, and devices and pipes are written to.
+    The file is truncated unless ``append``. Links of the user's own are followed, and devices and
+    pipes are written to.
 
     Args:
-        mode: of a new file; the umask counts.
+        mode: mode of a new file, less the umask.
 
     Raises:
         PermissionError: the file there is another user's.
@@ -180,7 +190,7 @@ def open_output(place: str | os.PathLike[str], append: bool = False, mode: int =
     if path.is_symlink():
         _check_owner(path, path.lstat())
     else:
-        flags |= os.O_NOFOLLOW  # none has been put there meanwhile
+        flags |= os.O_NOFOLLOW  # refuses a link created meanwhile
     fd = _opened(path, flags, mode)
     try:
         status = os.fstat(fd)
@@ -195,12 +205,13 @@ def open_output(place: str | os.PathLike[str], append: bool = False, mode: int =
 
 
 def write_output(path: str | os.PathLike[str], data: bytes | str) -> None:
-    """Write a file that a user has named for output; see ``open_output``. Text is UTF-8."""
+    """Write a file at a path that the user has chosen; see ``open_output``. Text is UTF-8."""
     with open(open_output(path), "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 def _opened(path: Path, flags: int, mode: int) -> int:
+    """Open a file; PermissionError if it is a link that the flags exclude."""
     try:
         return os.open(path, flags | _ALWAYS, mode)
     except OSError as error:
@@ -212,6 +223,7 @@ def _opened(path: Path, flags: int, mode: int) -> int:
 
 
 def _check_file(path: Path, status: os.stat_result, writes: bool) -> None:
+    """Raise PermissionError for no regular file, another user's, or hard links if it is written."""
     if not stat.S_ISREG(status.st_mode):
         raise PermissionError(f"{path} is no file: remove it, or name another place")
     _check_owner(path, status)
@@ -223,6 +235,7 @@ def _check_file(path: Path, status: os.stat_result, writes: bool) -> None:
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
+    """Raise PermissionError unless a file's owner is this user or root."""
     user = os.geteuid()
     if status.st_uid not in (user, 0):
         raise PermissionError(
@@ -236,11 +249,11 @@ def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-# -- cache directory of code that is compiled on this machine and loaded again ---------------------
+# -- cache directory of compiled code --------------------------------------------------------------
 
 
 def cache_place(override: str | None = None) -> Path:
-    """The cache directory, which need not be there yet.
+    """Return the path of the cache directory, which may not exist yet.
 
     Args:
         override: path of the directory. None: ``lazygt`` in the user's cache directory, or, for a
@@ -258,7 +271,7 @@ def cache_place(override: str | None = None) -> Path:
 
 
 def private_directory(path: Path) -> Path:
-    """The directory, which is made if it is missing.
+    """Create the cache directory if it is missing; return its path.
 
     Raises:
         PermissionError: as ``check_private``.
@@ -268,13 +281,14 @@ def private_directory(path: Path) -> Path:
 
 
 def check_private(path: Path) -> None:
-    """Raise PermissionError unless only this user may write to a directory, or link it."""
+    """Raise PermissionError if others than this user may write to a cache directory, or link it."""
     with _with_advice(path):
         check_folder(path)
 
 
 @contextmanager
 def _with_advice(path: Path) -> Iterator[None]:
+    """Add the reason and a remedy to a PermissionError about the cache directory."""
     try:
         yield
     except PermissionError as error:

@@ -1,7 +1,7 @@
-"""The GPUs of this host, as the driver's library (NVML) reports them.
+"""GPUs of this host, as the driver's library (NVML) reports them.
 
-torch would have to initialize CUDA: that takes memory of a GPU, and no child of a process may use
-CUDA after that.
+NVML, since torch would initialize CUDA for that: CUDA takes memory of a GPU, and no child that the
+process forks may use CUDA after its initialization.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def host_gpus() -> tuple[HostGpu, ...]:
 
 
 def why_none() -> str:
-    """Return the reason for which torch sees no GPU here, and a remedy."""
+    """Describe the reason for which torch sees no GPU here, with a remedy."""
     built = torch.version.cuda
     if built is None:
         return (
@@ -57,7 +57,7 @@ def why_none() -> str:
 
 
 def why_unusable(index: int, error: BaseException) -> str:
-    """Return the reason for which a process can't use a visible GPU, with the GPU's processes."""
+    """Describe the reason for which a process can't use a visible GPU, with the GPU's processes."""
     users = _queried(lambda: torch.cuda.list_gpu_processes(index)) or "the driver does not tell"
     return (
         f"{error}. Processes on it ({'; '.join(users.splitlines())}). Wait for them, end them, or "
@@ -67,12 +67,14 @@ def why_unusable(index: int, error: BaseException) -> str:
 
 
 def _driver() -> Any:
+    """Return the initialized NVML library."""
     driver = _library()
     driver.nvmlInit()  # counts its calls; the library stays open
     return driver
 
 
 def _library() -> Any:
+    """Import and return NVML's Python binding."""
     # why: programs without GPUs need not wait 40 ms for it
     import pynvml
 
@@ -80,6 +82,7 @@ def _library() -> Any:
 
 
 def _gpu(index: int) -> HostGpu:
+    """Query NVML for a GPU by its index in the driver's order."""
     driver = _driver()
     handle = driver.nvmlDeviceGetHandleByIndex(index)
     major, minor = driver.nvmlDeviceGetCudaComputeCapability(handle)
@@ -87,7 +90,7 @@ def _gpu(index: int) -> HostGpu:
 
 
 def _queried(query: Callable[[], T]) -> T | None:
-    """Return the driver's answer; None if it has none."""
+    """Return the result of an NVML query; None if it raises NVMLError."""
     try:
         return query()
     except _library().NVMLError:

@@ -1,7 +1,7 @@
 """Agent of a host: starts workers there for a remote client, and relays their messages.
 
-A `ProcessLink` starts and watches its workers, with shared memory, as in a session on one host.
-Between client and agent there is one connection, which survives network failures.
+A `ProcessLink` starts and watches the workers, with shared memory, as in a session on one host.
+Client and agent share one connection, which survives network failures.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Connected(Protocol):
 
     @property
     def closed(self) -> str | None:
-        """Reason for the end of messages; None while one may still come."""
+        """Reason for the end of messages; None while messages may still come."""
 
     @property
     def fd(self) -> int:
@@ -72,7 +72,7 @@ class Agent:
     Args:
         connection: connection to the client.
         adapt: converts the client's `LinkSpec` to this host's; raises LazyGTError to refuse it.
-        address: address at which the agents of other hosts reach this one; "": they don't.
+        address: address at which the agents of other hosts reach this one; "": there is none.
 
     Attributes:
         mirrors: this host's copy of the client's uploads.
@@ -88,8 +88,9 @@ class Agent:
         #: frames of the client's last message to workers
         self._last_frames: list[memoryview] = []
         self.mirrors = Mirrors(address, self._send)
-        #: messages that wait for pieces of uploads from other hosts, and all later ones
+        #: messages that need pieces of uploads still on their way, and all later messages
         self._deferred: deque[tuple[Part, list[memoryview]]] = deque()
+        #: (part, worker) -> snapshot memory received from a lost host, until the part is opened
         self._snapshots: dict[tuple[int, int], Arena] = {}
         self.parts: dict[int, HostPart] = {}
 
@@ -128,7 +129,7 @@ class Agent:
 
     @property
     def held(self) -> int:
-        """Bytes of memory that the client has filled here."""
+        """Bytes of memory here that hold data of the client's."""
         waiting = sum(size_of(rest) for _, rest in self._deferred)
         snapshots = sum(arena.held for arena in self._snapshots.values())
         return waiting + self.mirrors.held + snapshots
@@ -145,15 +146,20 @@ class Agent:
         self.mirrors.close()
 
     def _send(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+        """Send the client a message."""
         self._connection.send(encode(message, list(frames)))
 
     def _handle(self, message: Part, rest: list[memoryview]) -> None:
-        """Handle a message in order, except that some wait for uploads."""
+        """Handle a message at once, or defer it until the uploads that it needs have arrived.
+
+        Args:
+            rest: the frames after the message's header.
+        """
         match message:
             case Mirror():
                 self.mirrors.take(message, _single_frame(rest))
             case Begin():
-                self._deferred.clear()  # of a session that has ended
+                self._deferred.clear()  # these are of a session that has ended
                 self.mirrors.begin(message)
             case Follow():
                 self.mirrors.follow(message)
@@ -169,7 +175,7 @@ class Agent:
                 self._execute(message, rest)
 
     def _end_part(self, number: int) -> None:
-        """End a part, which need not have been opened yet."""
+        """End a part, which may not have been opened yet."""
         remaining = [held for held in self._deferred if getattr(held[0], "part", None) != number]
         self._deferred = deque(remaining)
         if number in self.parts:
@@ -178,10 +184,11 @@ class Agent:
             self._send(Closed(number))
 
     def _needs_uploads(self, message: Part) -> bool:
-        """Return whether a message needs uploads that are not here yet."""
+        """Return whether a message needs uploads that have not arrived yet."""
         return isinstance(message, Tell) and message.mirrors > self.mirrors.number
 
     def _execute(self, message: Part, rest: list[memoryview]) -> None:
+        """Execute a request for which all uploads have arrived."""
         match message:
             case Tell(part, workers):
                 self._last_frames = rest or self._last_frames
@@ -197,6 +204,7 @@ class Agent:
                 self.parts[part].refill()
 
     def _open(self, number: int, text: str) -> None:
+        """Start the workers of a part, with their snapshot memory if it was received."""
         try:
             spec = self._adapt(protocol.spec_of(text))
         except LazyGTError as error:
@@ -214,6 +222,7 @@ class Agent:
             arena.close()
 
     def _store_snapshot(self, message: Shadow, data: Frame) -> None:
+        """Write a piece of a worker's snapshots into memory for the part to be opened."""
         key = message.part, message.worker
         if key not in self._snapshots:
             self._snapshots[key] = Arena.own(create_memory(message.first))
@@ -221,6 +230,7 @@ class Agent:
 
 
 def _single_frame(frames: list[memoryview]) -> memoryview:
+    """Return the only frame; raise ProtocolError for another number of frames."""
     if len(frames) != 1:
         raise ProtocolError(f"expected one frame of bytes, not {len(frames)}")
     return frames[0]

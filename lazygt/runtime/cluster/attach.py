@@ -1,10 +1,9 @@
 """Sessions on the hosts of a job that an engine (torchrun, srun, mpirun ...) has started.
 
-The engine starts this program once per worker.
-
-Rank 0's process is the client, and starts the workers of its own host. On each other host one
-process, of local rank 0, becomes the agent there, which starts as many workers as there are
-processes; the rest hold their places. All of them end with the client.
+The engine starts this program once per worker. Rank 0's process is the client, and starts the
+workers of its own host. On each other host the process of local rank 0 becomes the agent, which
+starts as many workers as the engine has started processes there; the other processes keep their
+slots and do nothing. All of them end with the client.
 """
 
 from __future__ import annotations
@@ -41,15 +40,16 @@ from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES, new_token
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 
-# -- refused hosts of a job, reported by the client while it waits for all hosts -------------------
-# A host that has proved the token and runs other versions ends the wait at once, and so does one
-# that reports in torchrun's store that the client has another token. Elsewhere a host with
-# another token can't be told from a stranger: strangers end the wait only if no true host has
-# come by `SHARE_FOR_TRUE_HOSTS` of its time, and there are as many of them as hosts are awaited.
+# -- refused hosts ---------------------------------------------------------------------------------
+# The client reports them while it waits for all hosts of a job. A host that has proved the token
+# and runs other versions ends the wait at once, and so does a host that reports in torchrun's store
+# that the client has another token. Without that store a host with another token can't be
+# distinguished from a stranger: strangers end the wait only if no host with the token has connected
+# within `SHARE_FOR_TRUE_HOSTS` of the time limit, and there are at least as many as awaited hosts.
 
 _log = logging.getLogger("lazygt")
 
-#: Share of the time for all hosts that true ones have, from the first stranger on.
+#: Share of the time limit in which a host with the token must connect, after the first stranger.
 SHARE_FOR_TRUE_HOSTS = 0.1
 _ADVICE = (
     "Give LAZYGT_TOKEN, or the file that LAZYGT_TOKEN_FILE names, the same value on all hosts, and "
@@ -72,7 +72,7 @@ class Refusals:
     ) -> None:
         self._job, self._listener, self._rejected_by = job, listener, rejected_by
         self._share = SHARE_FOR_TRUE_HOSTS * seconds
-        #: time from which strangers may end the wait; None: none has come
+        #: time from which strangers may end the wait; None: none has connected
         self._until: float | None = None
 
     def check(self, has_come: bool) -> None:
@@ -89,7 +89,7 @@ class Refusals:
                 "LAZYGT_TOKEN", f"is another one for {process!r} of this job than here. {_ADVICE}"
             )
         if other_versions := dict(self._listener.other_versions):
-            self._listener.other_versions.clear()  # another start may come with the right ones
+            self._listener.other_versions.clear()  # a host may start again with the same versions
             differences = "; ".join(
                 f"at {address}: {what}" for address, what in other_versions.items()
             )
@@ -101,6 +101,7 @@ class Refusals:
         self._check_strangers(has_come)
 
     def _check_strangers(self, has_come: bool) -> None:
+        """Warn of the first stranger, and raise LaunchError if strangers end the wait."""
         strangers = self._listener.strangers.addresses
         if not any(strangers.values()):
             return
@@ -138,7 +139,7 @@ class Refusals:
         )
 
 
-# -- sessions on the hosts of a job that an engine (torchrun, srun, mpirun ...) has started --------
+# -- cluster of a job ------------------------------------------------------------------------------
 
 _ENDED = "the program has ended"
 #: Bytes of the longest message of a worker, with its envelope.
@@ -162,7 +163,7 @@ class Arrived:
 
 
 class Cluster:
-    """Other hosts of a job, seen from its client; kept until the process ends.
+    """Other hosts of a job, seen from its client; it lives until the process ends.
 
     Args:
         job: job of this process, which has rank 0.
@@ -221,7 +222,7 @@ class Cluster:
                 self._arrived[agent.rank] = agent
 
     def _incomplete(self, count: int, seconds: float, refused: Refusals) -> LaunchError:
-        """Return the error for a job with missing hosts."""
+        """Return the error for a job with missing hosts, or with too many processes."""
         job = self._job
         names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._live_agents())
         return LaunchError(
@@ -259,13 +260,14 @@ def _address(job: Job) -> str:
 
 
 def _agent_of(connection: Connection) -> Arrived:
+    """Decode the hello of a connected agent."""
     hello: dict[str, Any] = json.loads(connection.hello)
     return Arrived(hello["rank"], hello["name"], hello["workers"], connection)
 
 
 @cache
 def _cluster(job: Job) -> Cluster:
-    """Return this process's cluster: agents outlive the sessions, which come in turn."""
+    """Return this process's cluster, which serves all its sessions one after the other."""
     return Cluster(job, secret(), Config().start_timeout)
 
 
@@ -321,7 +323,7 @@ def open_attached(spec: LinkSpec) -> ProcessLink | ClusterLink:
 
 
 def serve(job: Job, seconds: float) -> NoReturn:
-    """Fill the role of a process other than rank 0 until the client has ended; then exit.
+    """Run a process other than rank 0, as an agent or idle, until the client has ended; then exit.
 
     Args:
         seconds: time to wait for the client.
@@ -338,7 +340,7 @@ def serve(job: Job, seconds: float) -> NoReturn:
 
 
 def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -> NoReturn:
-    """Be this host's agent for the client at ``endpoint`` until it has ended; then exit.
+    """Run this host's agent for the client at ``endpoint`` until the client has ended; then exit.
 
     Args:
         workers: number of workers for this host.
@@ -348,7 +350,7 @@ def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -
     Raises:
         SystemExit: at the end.
         ConnectionLost: the client did not answer in time.
-        AccessDenied, VersionMismatch: the client refuses us.
+        AccessDenied, VersionMismatch: the client refuses this host.
     """
     hello = {"rank": rank, "name": socket.gethostname(), "workers": workers}
     connection = dial(

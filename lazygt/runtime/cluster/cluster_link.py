@@ -1,10 +1,10 @@
 """The client's link to workers on several hosts.
 
-It consists of a `ProcessLink` for the client's own host, and an agent on each other one.
+A `ProcessLink` serves the client's own host, and an agent each other host.
 
-Uploads in the client's arena are mirrored to every host, at the same offsets, so a message reads
-the same everywhere; hosts pass them on (`chain`). Copies of snapshots come back, so that a host's
-values outlive it.
+Uploads in the client's arena are mirrored to every host, at the same offsets, so a message has the
+same offsets for all hosts; hosts relay the uploads in a chain (`upload_progress`). Copies of
+snapshots come back to the client, so that a host's values outlive the host.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class ClusterLink:
         #: rank -> its remote host; the other ranks are on this host
         self._host_of: dict[int, RemoteHost] = {}
         self._receiving = threading.RLock()
-        #: errors in messages that were taken by `look`
+        #: errors of messages that `look` has received, for the next `receive`
         self._deferred_errors: deque[LazyGTError] = deque()
         self._closed = False
-        #: for a link that was dropped without `close`: its agents may outlive it
+        #: ends the workers of a link that was dropped without `close`
         self._finalizer = weakref.finalize(self, _abandon, self._hosts, os.getpid())
-        #: of this host, once ranks of a lost one have come here
+        #: agent of this host, for ranks of a lost host that moved here
         self._agent: AgentThread | None = None
         self._epoll = select.epoll()
         self._uploads = Chain(self.upload, spec.arena_bytes, spec.token)
@@ -157,7 +157,7 @@ class ClusterLink:
         """Workers that are known to have died, with their errors."""
         deaths_by_rank = dict(self._local.lost) if self._local is not None else {}
         for host in self._hosts:
-            deaths = list(host.deaths.items())  # at once: `look` may hear of others
+            deaths = list(host.deaths.items())  # a copy: `look` may add others meanwhile
             deaths_by_rank |= {r: death for r, death in deaths if self._host_of[r] is host}
         return deaths_by_rank
 
@@ -168,12 +168,12 @@ class ClusterLink:
             self._relay.look(self._hosts, self._host_of)
 
     def _receive_arrived(self) -> None:
-        """Read the hosts' messages, unless another thread is in `receive`, which reads them."""
+        """Receive the hosts' messages, unless another thread is in `receive` and does that."""
         if self._epoll.poll(0) and self._receiving.acquire(blocking=False):
             try:
                 for host in self._hosts:
                     host.pump()
-            except LazyGTError as error:  # for the next wait
+            except LazyGTError as error:  # the next wait raises it
                 self._deferred_errors.append(error)
             finally:
                 self._receiving.release()
@@ -207,7 +207,7 @@ class ClusterLink:
         self._host_of[rank] = host
 
     def _replacement_host(self, rank: int, lost: RemoteHost) -> RemoteHost:
-        """Return a host for a rank of a lost one: a new one, or the one with fewest ranks."""
+        """Return a host for a rank of a lost host: a new one, or the one with the fewest ranks."""
         if self._launcher is not None:
             try:
                 return self._add_host(self._launcher.another(rank))
@@ -217,7 +217,7 @@ class ClusterLink:
         return min(living, key=lambda host: len(host.ranks))
 
     def _start_own_host(self) -> RemoteHost:
-        """Return the client's host, with an agent of its own for ranks that move there."""
+        """Start an agent on the client's host, for ranks that move there; return the host."""
         spec = self._spec
         self._agent = AgentThread(
             lambda requested: replace(requested, host=spec.host, address=spec.address)
@@ -225,7 +225,7 @@ class ClusterLink:
         return self._add_host(RemoteHost(socket.gethostname(), self._agent.end))
 
     def _add_host(self, host: RemoteHost) -> RemoteHost:
-        """Return a host of this session; if it is new, add it and send it the uploads."""
+        """Add a host to this session, unless it is part of it, and send it the uploads."""
         if host not in self._hosts:
             self._hosts.append(host)
             self._register_host(host)
@@ -257,7 +257,7 @@ class ClusterLink:
     # -- messages --------------------------------------------------------------------------
 
     def native_fetcher(self, make: Any, *arguments: Any) -> Any:
-        """Return None: there is more than a mailbox between client and workers."""
+        """Return None: the client has no mailboxes to all workers."""
         return None
 
     def fetch_arena(self, rank: int) -> Arena | None:
@@ -270,7 +270,7 @@ class ClusterLink:
         return self._local.fetch_arena(rank)
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Send uploads, (offset, bytes) each, to every host, before a message about them."""
+        """Send slots of the upload arena, (offset, bytes) each, to every host."""
         self._uploads.mirror(slots)
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
@@ -323,7 +323,7 @@ class ClusterLink:
         return None if self._local is None else self._local.receive(0)
 
     def _raise_new_error(self) -> None:
-        """Raise the next new error, unless its worker has moved to another host."""
+        """Raise the next new error; drop errors of workers that have moved to another host."""
         if self._deferred_errors:
             raise self._deferred_errors.popleft()
         for host in self._hosts:
@@ -393,12 +393,13 @@ class ClusterLink:
 
 
 def _close_pages(pages: StatusFile, descriptor: int) -> None:
+    """Close the status file of a link without workers on this host."""
     pages.close()
     os.close(descriptor)
 
 
 def _abandon(hosts: Sequence[RemoteHost], owner: int) -> None:
     """Order the end of all workers of a session, without waiting."""
-    if os.getpid() == owner:  # else a child that the client forked
+    if os.getpid() == owner:  # not in a child that the client forked
         for host in hosts:
             host.close()

@@ -4,9 +4,9 @@
     connection = listener.accept()                                              # at one end
     connection = dial(context, "tcp://10.0.0.1:7000", keys, server_public, ...)  # at the other
 
-Both ends prove a key (CURVE) before any of their messages is read. A link that is down for a while
-delays messages and loses none; a process that has ended is noticed within about a second. See
-docs/security.md for the threats that this covers.
+Both ends prove a key (CURVE) before any of their messages is read. A network failure delays
+messages and loses none; the end of a process is noticed within about a second. See docs/security.md
+for the threats that this covers.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ from lazygt.runtime.cluster.reliable import (
 from lazygt.runtime.cluster.tcp import FAILED, Monitor
 from lazygt.runtime.launch.channel import Keys
 
-# -- client's end of a connection: a DEALER socket that ZMQ reconnects by itself -------------------
+# -- client's end ----------------------------------------------------------------------------------
+# It is a DEALER socket, which ZMQ reconnects by itself.
 
 _RECONNECT_MS = 50
-_DISTRUST_AFTER = 3  # handshakes that failed one after the other
+_DISTRUST_AFTER = 3  # failed handshakes in a row, after which the listener counts as another's
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 
 
@@ -100,7 +101,7 @@ def dial(
 
 
 class _Dialed:
-    """Line of one connection: its socket, its monitor and its alarm."""
+    """Carrier of one connection: its socket, its monitor and its timer."""
 
     def __init__(
         self,
@@ -138,6 +139,7 @@ class _Dialed:
         self._open = True
 
     def _connect(self, keys: Keys, server_public: str, max_message: int, grace: float) -> None:
+        """Configure the socket, with the keys of both ends, and connect it."""
         configure(self._socket, max_message, grace)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -158,7 +160,7 @@ class _Dialed:
                 self.endpoint, f"{error}: expected an endpoint such as tcp://HOST:PORT"
             ) from error
 
-    # -- while it is dialed --------------------------------------------------------------------
+    # -- dialing -------------------------------------------------------------------------------
 
     def wait(self, deadline: float) -> None:
         """Wait for the welcome, or raise the reason of its absence."""
@@ -180,17 +182,18 @@ class _Dialed:
                 )
             poller.poll(1000 * remaining + 1)
 
-    # -- interface of a line -------------------------------------------------------------------
+    # -- interface of a carrier ----------------------------------------------------------------
 
     def pump(self) -> None:
+        """Handle the events of the monitor, arrived frames, and an expired timer."""
         if not self._open:
             return
         for event, value in self._monitor.events():
             self._handle_event(event, value)
         receive: Callable[..., zmq.Frame] = self._socket.recv
         while self._has_input():
-            # From ZMQ's queue to ours in C, where no KeyboardInterrupt can fall in between; and
-            # a frame that is handled twice has a known number the second time.
+            # `extend` over `map` moves a frame between the queues in C, so a KeyboardInterrupt
+            # can't lose it. A frame that is handled twice has a known number the second time.
             self._inbox.extend(map(receive, (zmq.NOBLOCK,), (False,)))
             while self._inbox:
                 self._handle_frame(self._inbox[0].buffer)
@@ -205,7 +208,7 @@ class _Dialed:
             queue_message(self._socket, message)
         except zmq.Again:  # ZMQ has given up
             return False
-        # Messages given to ZMQ while there is no peer wait for one.
+        # ZMQ queues messages while there is no peer.
         return connection._disconnected_at is None
 
     def schedule_tick(self, at: float) -> None:
@@ -217,6 +220,7 @@ class _Dialed:
             self._timer.ring()
 
     def _has_input(self) -> bool:
+        """Return whether the socket has a message to read."""
         return self._open and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def detach(self, connection: Connection) -> None:
@@ -240,7 +244,7 @@ class _Dialed:
             self.connection.tcp = value
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._failures = 0
-            self.connection.found()
+            self.connection.mark_connected()
             self._send_hello()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._refuse(Refusal("access", "it does not know our key, or knows it no longer"))
@@ -253,17 +257,20 @@ class _Dialed:
         elif event == zmq.EVENT_DISCONNECTED:
             self.connection.tcp = -1
             if self._welcomed:
-                self.connection.lost()
+                self.connection.mark_disconnected()
 
     def _send_hello(self) -> None:
+        """Send a hello on a new TCP connection, with the number of the last received message."""
         self._tcp_number += 1
         connection = self.connection
         is_first = not self._welcomed
         queue_message(
-            self._socket, pack_hello(self._tcp_number, is_first, connection.hello, connection.taken)
+            self._socket,
+            pack_hello(self._tcp_number, is_first, connection.hello, connection.last_received),
         )
 
     def _handle_frame(self, frame: memoryview) -> None:
+        """Handle a welcome, a refusal or a message; malformed frames are counted."""
         try:
             number, acknowledged, kind, view = parse(frame)
             if kind == WELCOME:
@@ -276,18 +283,20 @@ class _Dialed:
             self.counts["malformed"] += 1
 
     def _handle_welcome(self, turn: int, received: int) -> None:
-        """Handle the answer to a hello; to an older one if TCP broke in between."""
+        """Handle the answer to a hello; answers to older hellos only count as a welcome."""
         self._welcomed = True
         if turn == self._tcp_number:
             self.connection.resume(received)
 
     def _refuse(self, refusal: Refusal) -> None:
+        """Record the listener's refusal; it ends a connection that was established."""
         self._refusal = _error_of(self.endpoint, refusal)
         if self._welcomed:
             self.connection.end(str(self._refusal))
 
 
 def _error_of(endpoint: str, refusal: Refusal) -> LazyGTError:
+    """Return the exception for a refusal."""
     if refusal.kind == "version":
         peer_versions = refusal.versions
         differences = (
@@ -298,7 +307,5 @@ def _error_of(endpoint: str, refusal: Refusal) -> LazyGTError:
         return AccessDenied(endpoint, refusal.why)
     return ConnectionLost(endpoint, refusal.why)
 
-
-# -- connections between hosts: encrypted, authenticated, and reliable -----------------------------
 
 __all__ = ["Connection", "Listener", "dial"]

@@ -1,8 +1,8 @@
 """Identity of a process in a job of an engine: torchrun, srun, mpirun, a JobSet.
 
-Every engine sets variables of its own. They are read once, checked for consistency, and become one
-`Job`. The process of rank 0 is the client; on every other host the process with local rank 0 leads
-the host's workers; the others only hold their slots.
+Every engine sets variables of its own. They are read once, checked for consistency, and converted
+to a `Job`. The process of rank 0 is the client; on every other host the process with local rank 0
+starts the host's workers; the other processes only occupy their slots.
 
 Sources: torch's ``torch/distributed/elastic/agent/server/local_elastic_agent.py`` (torchrun), the
 section "OUTPUT ENVIRONMENT VARIABLES" of srun(1), the FAQ of Open MPI 4 on OMPI_COMM_WORLD_*, and
@@ -21,18 +21,18 @@ from typing import Final
 from lazygt.errors import LaunchError
 from lazygt.runtime.cluster import ENGINE_VARIABLES
 
-#: Ports that follow from a job's number: below those that Linux gives to outgoing connections.
+#: First port and number of ports derived from a job's name: below Linux's ephemeral ports.
 _PORTS: Final = (15_000, 15_000)
 _DEFAULT_PORT = 29_400
 _YES = {"1", "true", "True"}
-#: Variables of a process that is one of several; a client with the others as workers unsets them.
+#: Variables of a process that is one of several; `be_alone` unsets them.
 _OF_SEVERAL = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_(RUN_ID|USE_AGENT_STORE)|OMPI_COMM_WORLD_\w+|PMIX?_\w+|MPI_LOCAL\w+"
     r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE|STEP_\w+)"
     r"|JOB_COMPLETION_INDEX"
 )
-#: The job by process id, once its variables are gone; a child that it forks has none.
+#: Process id -> its job, once the job's variables are unset; a forked child has none.
 _attached_jobs: dict[int, Job] = {}
 
 
@@ -309,6 +309,7 @@ _ENGINES: Final[tuple[tuple[str, Callable[[_Variables], Job]], ...]] = (
 
 
 def _check_world_size(variables: _Variables) -> None:
+    """Raise LaunchError for a WORLD_SIZE above 1 without a rank."""
     if variables.text("WORLD_SIZE") not in ("", "0", "1"):
         variables.number("RANK", "Set it to this process's number, or unset WORLD_SIZE.")
 
@@ -341,7 +342,7 @@ def _port_of(name: str) -> int:
 
 
 def _task_counts(variables: _Variables) -> list[int]:
-    """Return the number of tasks of each host, which SLURM writes as ``2(x3),1``."""
+    """Return the number of tasks of each host, from SLURM's form ``2(x3),1``."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = variables.text(name)
     counts: list[int] = []

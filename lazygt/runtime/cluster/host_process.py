@@ -1,8 +1,8 @@
 """Agent process started for one session: ``python -m`` this module.
 
-It writes its public key to standard output, reads its client's endpoint from standard input, a line
-of JSON, and writes "" or an error. Only public keys are exchanged that way; the end of standard
-input ends the process, and with it all workers here.
+The process writes its public key to standard output, reads a line of JSON with the client's
+endpoint from standard input, and writes an empty line or an error. Only public keys are exchanged
+that way. The end of standard input ends the process, and with it all workers here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lazygt.runtime.launch.channel import Keys
 
 
 def main() -> None:
+    """Connect to the client, and serve it as the agent of this host."""
     keys = Keys.generate()
     _write_line(keys.public)
     request: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
@@ -49,11 +50,13 @@ def main() -> None:
 
 
 def _write_line(line: str) -> None:
+    """Write a line to standard output, and flush it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def _end_with_input() -> None:
+    """End the process at the end of standard input; runs on a thread of its own."""
     sys.stdin.buffer.read()
     os._exit(1)  # the workers end with their pipes
 

@@ -68,7 +68,7 @@ def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
     store, key = _store(job, deadline), _key(job, session)
     while not _query(job, lambda: store.check([key])):
         if time.monotonic() > until:
-            raise _absent(job, deadline)
+            raise _absence_error(job, deadline)
         time.sleep(_POLL_SECONDS)
     published = _query(job, lambda: store.get(key)).decode(errors="replace")
     code, _, endpoint = published.partition(" ")
@@ -141,7 +141,7 @@ def _query(job: Job, request: Any) -> Any:
         ) from error
 
 
-def _absent(job: Job, deadline: float) -> LaunchError:
+def _absence_error(job: Job, deadline: float) -> LaunchError:
     return LaunchError(
         "",
         f"rank 0 did not appear within {deadline:g} s: no session was opened there, or it runs on "

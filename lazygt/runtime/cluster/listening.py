@@ -350,7 +350,7 @@ class Listener:
         connection.turn = turn
         connection.tcp = int(frame.get(zmq.SRCFD))
         welcome = pack(WELCOME)
-        set_number(welcome, turn, connection.taken)
+        set_number(welcome, turn, connection.last_received)
         if self._send(connection.id, welcome):
             connection.resume(received)
 
@@ -400,8 +400,8 @@ class Listener:
         self._check_peers, self._peers_checked = False, now if checks_peers else self._peers_checked
         self._check_keys(_CHECK_IDLE / 2)
         for connection in list(self._connections.values()):
-            if checks_peers and not connection.tell():
-                connection.lost()
+            if checks_peers and not connection.acknowledge():
+                connection.mark_disconnected()
             connection.tick(now)
         if self._connections:
             self._timer.ring(now + _CHECK_IDLE)
