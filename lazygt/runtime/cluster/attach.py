@@ -63,7 +63,8 @@ class Refusals:
     Args:
         job: job of the client.
         listener: listener of the client, to which hosts connect.
-        told: returns the process that has reported another token in the job's store; "": none.
+        rejected_by: returns the process that has reported another token in the job's store; "":
+            none.
         seconds: time limit of the wait.
     """
 

@@ -1,4 +1,4 @@
-"""Part of a session on a remote host: the processes of some ranks, and their messages."""
+"""Share of a session on a remote host: the processes of some ranks, and their messages."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from lazygt.runtime.wire import decode
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds between two looks while a dead worker has not been replaced yet.
+#: Longest wait in seconds while a dead worker has not been replaced yet.
 _LOOK_SECONDS = 0.5
 #: Bytes of a snapshot in one message.
 PIECE_BYTES = 16 << 20
 
 
 class HostPart(threading.Thread):
-    """Some ranks of a session, on this host: their link, on a thread of its own.
+    """Thread that runs the link to some of a session's workers, on this host.
 
     Args:
-        say: sends a message to the client; called on the part's thread, so that no other thread has
-            to be woken for a worker's message.
+        send: sends a message to the client; called on this thread, so that no other thread has to
+            be woken for a worker's message.
         upload: the mirror of the client's arena.
         shadows: memory of the workers' snapshots from a lost host, by worker.
     """
@@ -51,19 +51,19 @@ class HostPart(threading.Thread):
         self.number, self._spec, self._send = number, spec, send
         self._memory = HostMemory(upload, tuple(os.dup(arena.fd) for arena in shadows))
         self._link: ProcessLink | None = None
-        #: held while status pages are read: their memory goes with the link
+        #: lock for reading status pages: the end of the link releases their memory
         self._status_lock = threading.Lock()
         self._orders: deque[Callable[[ProcessLink], object]] = deque()
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = self._at_once = False
         self._reported: set[int] = set()
-        #: by worker: (id, offset) of the values of its last snapshot, which the client has
+        #: worker -> (id, offset) of the values of its last snapshot, which the client has
         self._sent_copies: dict[int, set[tuple[int, int]]] = {}
 
     # -- from the client's side ----------------------------------------------------------
 
     def tell(self, workers: Sequence[int], frames: Sequence[Frame]) -> None:
-        """Pass a message on to workers, after all earlier orders.
+        """Forward a message to workers, after all earlier orders.
 
         Raises:
             ProtocolError: there are no workers of these numbers.
@@ -78,7 +78,7 @@ class HostPart(threading.Thread):
             self._send_to_workers(link, workers, frames)
 
     def order(self, action: Callable[[ProcessLink], object]) -> None:
-        """Run a function on the part's own thread."""
+        """Queue a function for the part's own thread."""
         self._orders.append(action)
         os.eventfd_write(self._eventfd, 1)
 
@@ -122,6 +122,7 @@ class HostPart(threading.Thread):
             os.close(descriptor)
 
     def _work(self, link: ProcessLink) -> None:
+        """Execute orders and forward messages until the part is ended."""
         self._link = link
         self._send(Opened(self.number, link.pids), ())
         try:
@@ -140,7 +141,7 @@ class HostPart(threading.Thread):
             self._orders.popleft()
 
     def _receive(self, link: ProcessLink) -> None:
-        """Wait for a worker's message, or for an order."""
+        """Wait for messages or an order; forward the messages, and report deaths."""
         timeout = _LOOK_SECONDS if self._reported else None
         try:
             message = link.receive(timeout, self._eventfd)
@@ -160,7 +161,7 @@ class HostPart(threading.Thread):
         for worker in workers:
             try:
                 link.send(worker, frames)
-            except WorkerDied:  # the part's thread reports its death
+            except WorkerDied:  # `_receive` reports the death
                 continue
 
     def _report_death(self, link: ProcessLink, death: WorkerDied) -> None:
@@ -172,7 +173,7 @@ class HostPart(threading.Thread):
         self._send(message, ())
 
     def replace(self, worker: int, group: int) -> None:
-        """Order another process in a worker's place.
+        """Order the replacement of a worker by another process.
 
         Raises:
             ProtocolError: there is no worker of that number.
@@ -195,7 +196,7 @@ class HostPart(threading.Thread):
             raise ProtocolError(f"there is no worker {worker} in part {self.number}")
 
     def refill(self) -> None:
-        """Order spare processes."""
+        """Order the start of spare processes, up to the configured number."""
 
         def start_spares(link: ProcessLink) -> None:
             try:
@@ -213,7 +214,7 @@ class HostPart(threading.Thread):
         self._send(Said(self.number, worker), frames)
 
     def _send_snapshot(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
-        """Send the client the new values of a snapshot, before the message about it."""
+        """Send the client the values of a snapshot that it does not have yet."""
         message = decode(frames, (Snapped,))
         assert isinstance(message, Snapped)
         if message.error:

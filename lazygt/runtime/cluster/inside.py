@@ -1,6 +1,6 @@
 """Agent in the client's own process, for ranks that move to its host from a lost one.
 
-Messages between the two are passed in memory, without a network.
+Client and agent exchange messages in memory, without a network.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class End:
         weakref.finalize(self, os.close, self.fd)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Give the other end a copy; does nothing once the connection is closed."""
+        """Queue a copy for the other end; does nothing once the connection is closed."""
         if self.closed is not None:
             return
         copies = [bytes(frame) for frame in frames]
@@ -70,9 +70,7 @@ def ends() -> tuple[End, End]:
 
 
 class AgentThread(threading.Thread):
-    """Agent of this host on a thread of this process.
-
-    Its workers are processes all the same.
+    """Agent of this host on a thread of this process; its workers are processes.
 
     Attributes:
         end: the client's end of the connection to it.

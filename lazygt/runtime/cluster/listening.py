@@ -1,4 +1,4 @@
-"""Host's end of connections: one ROUTER socket that many clients share."""
+"""Host's end of connections: a listener with one ROUTER socket for many clients."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from lazygt.runtime.cluster.reliable import (
 from lazygt.runtime.cluster.tcp import FAILED, Monitor, Strangers, close_in_children
 from lazygt.runtime.launch.channel import Keys, check_exposure, listen_tcp
 
-# -- access control of listeners by public key, through ZMQ's ZAP ----------------------------------
-# ZMQ asks at each handshake, before a byte of a message is read.
+# -- access control by public key ------------------------------------------------------------------
+# ZMQ's authentication protocol (ZAP) calls `Guard` at each handshake, before it reads a message.
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _domains = count()
 _RELEASE_SECONDS, _LOOK_SECONDS = 10.0, 0.005
-#: The one authenticator that a context has room for, shared by all its listeners.
+#: Context -> its authenticator, of which it can have one, shared by all its listeners.
 _shared: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], ThreadAuthenticator] = (
     WeakKeyDictionary()
 )
@@ -74,7 +74,7 @@ class Guard:
             authenticator = _shared.get(context)
             if authenticator is None:
                 authenticator = ThreadAuthenticator(context)
-                # Sockets of this context that ask for no domain stay as they are without us.
+                # Other sockets of this context, without a domain, must accept everybody as before.
                 authenticator.configure_curve_callback("*", _Everybody())
                 _start(authenticator)
                 _shared[context] = authenticator
@@ -84,11 +84,12 @@ class Guard:
         """Return whether a key is allowed; called by pyzmq's authenticator."""
         try:
             return self._allowed(key.decode()) is not None
-        except Exception:  # noqa: BLE001 - its thread must go on, and nobody gets in meanwhile
+        except Exception:  # noqa: BLE001 - ZMQ's thread must go on; the client is refused
             _log.exception("a client was refused, since its key could not be looked up")
             return False
 
     def close(self) -> None:
+        """Unregister; the last guard of a context ends the authenticator."""
         with _lock:
             authenticator = _shared[self._context]
             del authenticator.credentials_providers[self.domain]
@@ -98,12 +99,10 @@ class Guard:
 
 
 def _start(authenticator: ThreadAuthenticator) -> None:
-    """Start an authenticator, once ZMQ has released the name of its predecessor.
-
-    ZMQ does not signal that.
+    """Start an authenticator, with retries until ZMQ has released its predecessor's address.
 
     Raises:
-        zmq.ZMQError: the name is not released in time, or there are no sockets left.
+        zmq.ZMQError: the address is not released in time, or there are no sockets left.
     """
     until = time.monotonic() + _RELEASE_SECONDS
     while True:
@@ -119,19 +118,21 @@ def _start(authenticator: ThreadAuthenticator) -> None:
 
 
 class _Everybody:
+    """Authentication callback that allows all keys."""
+
     def callback(self, domain: str, key: bytes) -> bool:
         return True
 
 
-# -- host's end of connections: one ROUTER socket that many clients share --------------------------
+# -- listener --------------------------------------------------------------------------------------
 
 _ID_BYTES = 17
 _RECEIVE_QUEUE = 1000  # messages of a client; beyond it the sender's own queue grows
-_READ_BATCH = 1000  # frames read before the other end of the program has its turn
+_READ_BATCH = 1000  # frames read in one call of `pump`
 _MAX_REMEMBERED = 4096  # ids of ended connections, and refused peers
 _CHECK_BUSY, _CHECK_IDLE = 0.1, 1.0  # seconds between two checks for revoked keys
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED
-_CHECK_DELAY = 0.05  # seconds from the event of a TCP connection's end until ZMQ's sender knows
+_CHECK_DELAY = 0.05  # seconds after which ZMQ's sender also knows of a TCP connection's end
 
 
 class _Accepted(Connection):
@@ -245,7 +246,7 @@ class Listener:
             self._timer.close()
         self._guard.close()
 
-    # -- interface of a line -------------------------------------------------------------------
+    # -- interface of a carrier ----------------------------------------------------------------
 
     def pump(self) -> None:
         """Read all that has arrived. The caller holds the lock."""
@@ -285,6 +286,7 @@ class Listener:
     # -- arrivals ------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        """Read and handle arrived frames, up to `_READ_BATCH`."""
         for _ in range(_READ_BATCH):
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
@@ -300,7 +302,7 @@ class Listener:
             key = _key_of(zmq_frames[1])
             connection = self._connections.get(id)
             if connection is not None and connection.key != key:
-                # It could read messages to that id.
+                # This peer could read the messages to that id.
                 self.counts["foreign"] += 1
                 connection.end(f"somebody with another key came with {connection.peer}'s id")
             elif kind == HELLO:
@@ -333,7 +335,7 @@ class Listener:
             self._welcome(connection, hello.turn, received, frame)
 
     def _record_versions(self, frame: zmq.Frame, hello: Hello | int) -> None:
-        """Record a peer with a key and other versions."""
+        """Record the versions of a peer that has proved a key and runs other versions."""
         self.counts["version"] += 1
         if len(self.other_versions) < _MAX_REMEMBERED:
             differences = (
@@ -394,8 +396,9 @@ class Listener:
     # -- time ----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        """Check for lost peers and revoked keys, and tick all connections."""
         now = time.monotonic()
-        # Also without any news, now and then: ZMQ's sender may have known later than it was asked.
+        # Peers are also checked at intervals: ZMQ's sender may learn of an end after the event.
         checks_peers = self._check_peers or now >= self._peers_checked + _CHECK_IDLE
         self._check_peers, self._peers_checked = False, now if checks_peers else self._peers_checked
         self._check_keys(_CHECK_IDLE / 2)
@@ -428,7 +431,7 @@ class Listener:
 
 
 def _key_of(frame: zmq.Frame) -> str:
-    """Return the public key that the sender of a frame has proved (Z85)."""
+    """Return the public key (Z85) that the sender of a frame has proved."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError as error:

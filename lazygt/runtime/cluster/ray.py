@@ -1,8 +1,9 @@
-"""Hosts from Ray: a gang of bundles, one per worker, and an agent on each node in use.
+"""Hosts from Ray: a placement group with one bundle per worker, and an agent on each node in use.
 
-Ray places and watches; it carries no tensor, no plan and no pickle of ours except the name of a
-class. Its restarts are off, since recovery is ours: a bundle that Ray has placed anew gets a new
-agent. Only public keys go through Ray, so an eavesdropper on Ray cannot read the session.
+Ray places the bundles and detects lost nodes; it transfers no tensors and no plans, and of pickles
+only the name of a class. Ray's restarts are off, since lazygt recovers itself: a bundle that Ray
+has placed anew gets a new agent. Only public keys go through Ray, so an eavesdropper on Ray cannot
+read the session.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class RayHosts:
         if self._is_ours and self._ray.is_initialized():
             self._ray.shutdown()
 
-    # -- places ----------------------------------------------------------------------------
+    # -- placement -------------------------------------------------------------------------
 
     def _join_cluster(self, seconds: float) -> None:
         """Join the cluster of RAY_ADDRESS.
@@ -145,7 +146,7 @@ class RayHosts:
             raise LaunchError("RAY_ADDRESS", f"leads to no cluster of Ray: {error}") from error
 
     def _place_gang(self, seconds: float) -> None:
-        """Place all bundles, on as few nodes as possible."""
+        """Create a placement group of all bundles, on as few nodes as possible."""
         bundles = [dict(self._bundle_resources)] * self._workers
         self._group = self._ray.util.placement_group(bundles, strategy="PACK")
         if not self._group.wait(seconds):
@@ -176,7 +177,7 @@ class RayHosts:
         return {name: resources.get(name, 0.0) for name in self._bundle_resources}
 
     def _start_slots(self, bundles: Sequence[int], until: float) -> list[Place]:
-        """Start a new actor in each of some bundles, on their current nodes."""
+        """Start a new actor in each of the bundles, on its current node; return the placements."""
         ray = self._ray
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         options = {"num_cpus": 1, "num_gpus": self._bundle_resources.get("GPU", 0)}
@@ -204,11 +205,12 @@ class RayHosts:
         return placements
 
     def _kill(self, actor: Any) -> None:
+        """End an actor, if it still runs."""
         with suppress(self._ray.exceptions.RayError, ValueError):  # it has gone, or Ray has
             self._ray.kill(actor)
 
     def _get(self, references: Sequence[Any], until: float) -> list[Any]:
-        """Return the actors' answers."""
+        """Return the actors' answers, with Ray's errors converted to LaunchError."""
         ray = self._ray
         try:
             answers: list[Any] = ray.get(references, timeout=max(until - time.monotonic(), 0.1))
@@ -230,6 +232,7 @@ class RayHosts:
         return str(self._ray.util.get_node_ip_address())
 
     def _listen(self) -> None:
+        """Open the listener for the agents."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._listener = Listener(
             context, self.address, 0, self._keys, self._agents.get, _MAX_MESSAGE
@@ -238,7 +241,7 @@ class RayHosts:
     def _start_agents(
         self, bundles: Sequence[int], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
-        """Start an agent on each node with some of these bundles; return them with theirs."""
+        """Start an agent on each node of these bundles; return (host, its bundles) pairs."""
         nodes: dict[str, list[Place]] = {}
         for place in self._start_slots(bundles, until):
             nodes.setdefault(place.node, []).append(place)
@@ -265,7 +268,11 @@ class RayHosts:
     def _accept_agents(
         self, groups: Sequence[Sequence[Place]], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
-        """Return the groups' agents, once each has connected."""
+        """Wait until the agent of each group has connected; return (host, its bundles) pairs.
+
+        Args:
+            groups: placements by node; the first one of each has the agent.
+        """
         assert self._listener is not None
         waiting = [
             group[0].actor.join.remote(self._join_request(number, until))
@@ -293,6 +300,7 @@ class RayHosts:
         ]
 
     def _join_request(self, number: int, until: float) -> str:
+        """Return the line of JSON with which an agent connects; see `host_process`."""
         assert self._listener is not None
         return json.dumps(
             {
@@ -327,6 +335,7 @@ def open_ray(spec: LinkSpec) -> ClusterLink:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
+    """Format resources, such as ``2 CPU, 1 GPU``."""
     return ", ".join(f"{count:g} {name}" for name, count in resources.items())
 
 

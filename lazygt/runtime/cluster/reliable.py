@@ -284,7 +284,7 @@ class Connection:
             self._carrier.pump()
 
     def close(self, reason: str = "done") -> None:
-        """Close the connection. Earlier messages are still sent if the peer connects in a second."""
+        """Close the connection; ZMQ sends earlier messages if the peer is there within a second."""
         with self._carrier.lock:
             if self.closed is None:
                 self._stream.put(pack(GOODBYE, (reason.encode(),)))

@@ -1,4 +1,4 @@
-"""Agent of a host as the client sees it, with the session's parts there."""
+"""Client's view of a host: the agent there, and the session's parts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from lazygt.runtime.wire import Part, encode
 
 @dataclass(slots=True)
 class RemotePart:
-    """Some ranks of a session on another host.
+    """Part of a session: some of its ranks, on another host.
 
     Attributes:
         ranks: ranks of its workers, by their number in the part.
@@ -73,7 +73,7 @@ class RemotePart:
 class RemoteHost:
     """Host on which an agent serves this session.
 
-    Its messages are kept in order: those of workers in ``inbox``, errors in ``errors``.
+    Received messages are queued in order: those of workers in ``inbox``, errors in ``errors``.
 
     Args:
         name: name of the host, for people.
@@ -85,11 +85,11 @@ class RemoteHost:
         self.parts: dict[int, RemotePart] = {}
         self.inbox: deque[tuple[int, list[memoryview]]] = deque()
         self.errors: deque[LazyGTError] = deque()
-        #: messages about uploads that are passed on, see `chain`
+        #: messages about relayed uploads, for `upload_progress`
         self.upload_events: deque[Listens | Has | Alone] = deque()
         #: rank -> the error of its death
         self.deaths: dict[int, WorkerDied] = {}
-        #: rank -> the run and the step that it did last when it died
+        #: rank -> its last run and step before its death
         self.last_steps: dict[int, tuple[int, int]] = {}
         #: rank -> copies of its snapshots, which outlive the host
         self.shadows: dict[int, Arena] = {}
@@ -129,7 +129,7 @@ class RemoteHost:
     def send(self, rank: int, frames: Sequence[Frame], mirrors: int = 0) -> None:
         """Send a worker a message; does not wait.
 
-        The same frames for several workers in turn travel once.
+        The same frames for several workers in a row are transmitted once.
 
         Args:
             mirrors: number of the last piece of uploads that must arrive before it.
@@ -143,7 +143,7 @@ class RemoteHost:
         self.say(message, [data])
 
     def replace(self, rank: int, group: int) -> None:
-        """Order another process in a worker's place."""
+        """Order the replacement of a worker by another process."""
         part, worker = self._locate(rank)
         part.replacing.add(worker)
         self.deaths.pop(rank, None)
@@ -190,6 +190,7 @@ class RemoteHost:
             self.connection.send(encode(message, list(frames)))
 
     def _locate(self, rank: int) -> tuple[RemotePart, int]:
+        """Return the part of a rank, and the number of its worker there."""
         for part in self.parts.values():
             if rank in part.ranks:
                 return part, part.ranks.index(rank)
@@ -205,12 +206,17 @@ class RemoteHost:
             self._loss_handled = True
             for part in self.parts.values():
                 for worker, rank in enumerate(part.ranks):
-                    # an agent that was interrupted has ended them without an order
+                    # after `close` the ends of the workers are expected
                     if not self._closing and rank not in self.deaths:
                         reason = f"its host {self.name} is lost ({self.connection.closed})"
                         self._record_death(WorkerDied(rank, part.pids[worker], reason, ""))
 
     def _handle(self, message: Part, rest: list[memoryview]) -> None:
+        """Handle one message of the agent.
+
+        Args:
+            rest: the frames after the message's header.
+        """
         if isinstance(message, Listens | Has | Alone):
             self.upload_events.append(message)
             return
@@ -251,14 +257,15 @@ class RemoteHost:
 
 
 def pieces(arena: Arena) -> Sequence[tuple[int, bytes]]:
-    """Return all written parts of an arena, with their offsets."""
+    """Return the written bytes of an arena in pieces of bounded size, as (offset, bytes)."""
     return [
         (offset, arena.view(offset, nbytes).numpy().tobytes())
         for offset, nbytes in arena.extents(PIECE_BYTES)
     ]
 
 
-# -- interface to host allocators, for sessions that an engine did not start -----------------------
+# -- interface of host allocators ------------------------------------------------------------------
+# They serve sessions that an engine did not start.
 
 
 class HostLauncher(Protocol):
@@ -275,7 +282,7 @@ class HostLauncher(Protocol):
         """
 
     def another(self, rank: int) -> RemoteHost:
-        """Return a host for a worker of a lost host; one host may get several if it has room.
+        """Return a host for a worker of a lost host; it may take several such workers.
 
         Raises:
             LaunchError: there is no host in time.
@@ -285,10 +292,10 @@ class HostLauncher(Protocol):
         """Release all hosts. Idempotent."""
 
 
-# -- relay of status pages of ranks on other hosts to the client's own file, while watched ---------
-# Their hosts are asked a few times a second, and not again before they have answered: a link that
-# is down queues one request. The answers come with the other messages, and are written here with
-# times on this host's clock.
+# -- relay of status pages -------------------------------------------------------------------------
+# While `lazygt top` watches, the client requests the pages of ranks on other hosts a few times a
+# second, and writes them into its own file, with times on its host's clock. A host gets no new
+# request before it has answered, so a link that is down queues one request.
 
 #: Seconds for which workers report details: longer than the interval of the requests.
 _LEASE_SECONDS = 3.0
@@ -305,7 +312,7 @@ class Relay:
 
     def __init__(self, file: StatusFile) -> None:
         self._file = file
-        #: rank -> its last page, and the time of that
+        #: rank -> its last page, and the page's time on this host's clock
         self._last_pages: dict[int, tuple[WorkerPage, int]] = {}
 
     def look(self, hosts: Sequence[RemoteHost], host_of: Mapping[int, RemoteHost]) -> None:
@@ -327,6 +334,11 @@ class Relay:
     def _update_part(
         self, host: RemoteHost, part: RemotePart, workers_here: Mapping[int, int]
     ) -> None:
+        """Write the pages of a part's workers.
+
+        Args:
+            workers_here: number of a worker in the part -> its rank, if it runs on this host.
+        """
         now = time.monotonic_ns()
         pages, part.seen = part.seen, None
         if host.lost:

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-# -- monitoring of a socket's TCP connections by ZMQ events ----------------------------------------
+# -- ZMQ's events of a socket's TCP connections ----------------------------------------------------
 
 FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -39,7 +39,7 @@ class Monitor:
         monitored.monitor(endpoint, events)
         self._monitored = monitored
         self._socket = context.socket(zmq.PAIR)
-        # Without a limit: where there is one, ZMQ's own thread waits for the reader.
+        # No limit: at a limit ZMQ's own thread would wait for the reader.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
@@ -63,13 +63,14 @@ class Strangers:
     connection.
 
     Attributes:
-        addresses: their address, "" if a connection ended before it was looked at -> True if a peer
-            there spoke CURVE to another key than the listener's, as a host with another token does.
+        addresses: address of the peer, "" if the connection ended before its address was read ->
+            True if a peer there used CURVE with another key than the listener's, as a host with
+            another token does.
     """
 
     def __init__(self) -> None:
         self.addresses: dict[str, bool] = {}
-        #: addresses by descriptor, of TCP connections that have not ended
+        #: descriptor of an open TCP connection -> the peer's address
         self._open: dict[int, str] = {}
         self._failed: int | None = None
 
@@ -106,9 +107,10 @@ def _address_of(tcp: int) -> str:
         kernel.detach()
 
 
-# -- TCP sockets opened by ZMQ: kernel state of the peer, and their closing in children ------------
+# -- kernel state of TCP sockets -------------------------------------------------------------------
 
-#: Seconds; a kernel asks after one second of quiet whether the other is there.
+#: Seconds without an answer after which a peer is silent; the kernel's keepalive probes come after
+#: one second.
 SILENT = 2.0
 #: struct tcp_info of linux/tcp.h: 8 bytes of flags; rto, ato, snd_mss, rcv_mss, unacked, sacked,
 #: lost, retrans, fackets; and ms since data and acknowledgements were last sent and received.
@@ -138,10 +140,11 @@ def close_in_children(holder: Holder) -> None:
 
 
 def _close_in_child() -> None:
+    """Close the sockets of all holders in a forked child."""
     for holder in [holder for holder in _holders if holder.tcp >= 0]:
         with suppress(OSError), socket.socket(fileno=holder.tcp) as inherited:
             if inherited.family not in (socket.AF_INET, socket.AF_INET6):
-                inherited.detach()  # the number is another's by now
+                inherited.detach()  # the number is another file's by now
         holder.tcp = -1
 
 
@@ -166,7 +169,7 @@ def kernel_state(tcp: int) -> Word:
         return Word()
     try:
         kernel = socket.socket(fileno=tcp)
-    except OSError:  # it is closed, and the news of it is on its way
+    except OSError:  # ZMQ has closed the socket, and its event has not been read yet
         return Word()
     try:
         info = kernel.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)

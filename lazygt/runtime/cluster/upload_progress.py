@@ -1,9 +1,9 @@
-"""The client's side of uploads to several hosts: progress and order (`passing`).
+"""Client's side of the chain broadcast of uploads to several hosts: order and progress.
 
-The hosts form a chain in the order of their ranks. The client sends to the first one, and each
-other follows the nearest one before it that can be followed. A host that can't reach that one, or
-loses it, gets the missing pieces from the client; when a host is lost, those behind it follow the
-one before.
+The hosts form a chain in the order of their ranks. The client sends to the first host, and each
+other host follows the nearest predecessor that can be followed: `upload_relay` is the hosts' side.
+A host that can't reach its predecessor, or loses it, gets the missing pieces from the client. When
+a host is lost, its followers follow the host before it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lazygt.runtime.launch.channel import new_token
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds after which an agent that has not sent its endpoint is taken to have none.
+#: Seconds after which an agent that has not sent its endpoint counts as having none.
 _ANSWER_SECONDS = 10.0
-#: Numbers of sessions: agents outlive them, and their answers, too.
+#: Numbers of sessions, which agents and late answers outlive.
 _SESSIONS = count(1)
 
 
@@ -36,11 +36,11 @@ class Place:
 
     Attributes:
         has: number of the last piece that the host is known to have.
-        endpoint: the endpoint for followers of its agent; "": none, None: not known yet.
-        source: the place that it follows; itself: the client; None: not decided yet.
+        endpoint: endpoint of its agent for followers; "": none, None: not known yet.
+        source: predecessor from which it receives pieces; itself: the client; None: not decided.
         fed: number of the last piece that the client has sent it; None: the client sends it none.
         turn: number of `Follow` messages sent to it.
-        avoids: the place that it could not follow.
+        avoids: predecessor that it could not follow.
     """
 
     host: RemoteHost
@@ -59,7 +59,7 @@ class Place:
 
 
 class Chain:
-    """Distribution of uploads to all hosts but the client's own. For any thread.
+    """Chain broadcast of uploads to all hosts but the client's own. For any thread.
 
     Args:
         arena: arena of the uploads; None: there are none.
@@ -68,7 +68,7 @@ class Chain:
 
     Attributes:
         number: number of the last piece sent, which hosts must have before any later message; 0
-            while there is one host at most, since its connection keeps the order.
+            with a single host, since its connection keeps the order.
     """
 
     def __init__(self, arena: Arena | None, first: int, token: bytes | None) -> None:
@@ -126,7 +126,7 @@ class Chain:
                 self._drop_complete()
 
     def close(self) -> None:
-        """Stop all hosts from passing on uploads."""
+        """Stop the relay of uploads on all hosts."""
         with self._lock:
             for node in self._nodes if self._session else ():
                 node.host.say(Begin(self._session))
@@ -135,6 +135,7 @@ class Chain:
     # -- pieces --------------------------------------------------------------------------
 
     def _mirror(self, offset: int, nbytes: int) -> None:
+        """Send one piece of the arena, to a single host directly or into the chain."""
         if not self._session:
             for node in self._nodes:
                 node.host.mirror(Mirror(self._first, offset), self._bytes(offset, nbytes))
@@ -155,6 +156,7 @@ class Chain:
             node.fed = number
 
     def _bytes(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of the upload arena."""
         assert self._arena is not None
         return memoryview(self._arena.view(offset, nbytes).numpy().data)
 
@@ -171,6 +173,7 @@ class Chain:
         node.host.say(Begin(self._session, self.number, self._token.hex()))
 
     def _handle(self, node: Place, event: Listens | Has | Alone) -> None:
+        """Handle a host's report, unless it is of an earlier session."""
         if event.session != self._session:
             return
         match event:
@@ -182,7 +185,13 @@ class Chain:
                 self._take_over(node, number, met, why)
 
     def _take_over(self, node: Place, number: int, met: bool, reason: str) -> None:
-        """Make the client the source of a host's remaining pieces."""
+        """Make the client the source of a host's remaining pieces, after a failure or by order.
+
+        Args:
+            number: number of the last piece that the host has.
+            met: True if the host had reached its source.
+            reason: the error.
+        """
         source, node.source = node.source, node
         node.has, node.fed = number, number
         if source is not None and source is not node:
@@ -200,7 +209,7 @@ class Chain:
         self._send_missing(node)
 
     def _assign_sources(self) -> None:
-        """Assign each host its current source."""
+        """Assign each host its source, after a change of the chain."""
         for index, node in enumerate(self._nodes):
             if node.avoids is not None and not node.avoids.host.lost:
                 continue
@@ -209,9 +218,10 @@ class Chain:
                 self._assign_source(node, source)
 
     def _source_for(self, node: Place, predecessors: Sequence[Place]) -> Place | None:
-        """Return the nearest host before this one that can be followed.
+        """Find the nearest predecessor of a host that can be followed.
 
-        Returns the place itself for the client, and None if that is not known yet.
+        Returns:
+            The host itself if the client must be its source; None if that is not known yet.
         """
         if not predecessors:
             return node
@@ -225,6 +235,7 @@ class Chain:
         return node
 
     def _assign_source(self, node: Place, source: Place) -> None:
+        """Order a host to receive its pieces from a new source."""
         previous, node.source = node.source, source
         if source is node and previous is None:  # it has received no piece yet
             node.fed = node.has

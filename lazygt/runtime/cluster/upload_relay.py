@@ -1,17 +1,17 @@
-"""A host's copy of the client's uploads, and its broadcast from host to host in a chain.
+"""Pipelined chain broadcast of the client's uploads: a host's copy, and its relay to the next host.
 
-The client sends each piece to the first host alone. Every other host *follows* the one before it:
-its agent connects to that host's agent, sends the number of its last piece, and receives the later
-ones as soon as they arrive (a pipelined chain broadcast). So each host sends a piece once at most.
-The client decides the order of the chain, see `chain`.
+The client sends each piece to the first host alone. Every other host *follows* its predecessor: its
+agent connects to that host's agent, sends the number of its last piece, and receives the later
+pieces as soon as they arrive. So each host sends a piece once at most. The client decides the order
+of the chain, see `upload_progress`.
 
-Pieces are numbered in the client's order of sending, and each host takes them in that order, from
-any source; duplicates are dropped. A host that can't follow another, or no longer, tells the client
-its last piece, and gets the rest from there.
+Pieces are numbered in the client's order of sending, and each host stores them in that order, from
+any source; duplicates are dropped. A host that can't follow another reports its last piece to the
+client, and gets the rest from the client.
 
-Only the places of pieces are kept for followers: a piece is read from this host's own copy when it
-goes out, a few at a time. By then a later piece may lie in the same place. The client reuses a
-place only once all workers on all hosts have read the old piece, so nobody looks at it.
+For followers a host stores only the offsets of pieces: a piece is read from the host's own copy
+when it is sent, a few at a time. By then a later piece may have the same offset. That is harmless:
+the client reuses an offset only after all workers on all hosts have read the old piece.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from lazygt.runtime.wire import Part, encode
 
 _log = logging.getLogger("lazygt")
 
-#: Bytes of an upload in one message: small, so that the next host has the first ones soon.
+#: Bytes of an upload in one message: small, so that the next host gets the first piece early.
 UPLOAD_BYTES = 1 << 20
-#: Bytes that may be in flight to a follower, and in our memory until it has them.
+#: Bytes that may be in flight to a follower, and in this process's memory meanwhile.
 WINDOW_BYTES = 16 * UPLOAD_BYTES
 #: Seconds to reach the agent that is to be followed.
 MEET_SECONDS = 10.0
@@ -56,17 +56,17 @@ SendMessage = Callable[[Part, Sequence[Frame]], None]
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
     """Return the ZMQ context of connections between agents.
 
-    It is not the client connection's context, so encryption runs in parallel to it.
+    The client's connection has another context, so both encrypt in parallel.
     """
     return zmq.Context()
 
 
 class Source(threading.Thread):
-    """Connection to the followed agent, dialed on this thread.
+    """Thread that connects to the followed agent.
 
     Attributes:
         connection: the connection; None until there is one.
-        why: reason why there will be none; else "".
+        why: the error if the agent can't be reached; else "".
     """
 
     def __init__(self, endpoint: str, token: bytes, eventfd: int) -> None:
@@ -92,7 +92,7 @@ class Source(threading.Thread):
                 connection.close("another is followed")
 
     def leave(self) -> None:
-        """Stop following it; the bell is not rung any more."""
+        """Close the connection, now or once it exists; the eventfd is not written any more."""
         with self._lock:
             self._left = True
         if self.connection is not None:
@@ -115,12 +115,12 @@ class Mirrors:
     """This host's copy of the client's upload arena.
 
     Args:
-        address: address at which the agents of other hosts reach this one; "": they don't, and the
-            client's `Follow` messages are refused.
-        say: sends a message to the client.
+        address: address at which the agents of other hosts reach this one; "": there is none, and
+            the client's `Follow` messages are refused.
+        send: sends a message to the client.
 
     Attributes:
-        number: number of the last piece that is here.
+        number: number of the last piece stored.
         passed_bytes: bytes sent to followers.
     """
 
@@ -155,13 +155,13 @@ class Mirrors:
 
     @property
     def held(self) -> int:
-        """Bytes of memory that the arena takes."""
+        """Bytes of memory in use by the arena."""
         return 0 if self._arena is None else self._arena.held
 
     # -- messages of the client ----------------------------------------------------------
 
     def begin(self, message: Begin) -> None:
-        """Start counting pieces; without a token, stop passing them on."""
+        """Start to count and relay pieces; without a token, stop that."""
         self._leave_chain()
         self._pieces.clear()
         self._session, self._turn, self._done = message.session, 0, 0
@@ -170,7 +170,7 @@ class Mirrors:
             self._send(Listens(message.session, self._listen(message.token)), ())
 
     def follow(self, message: Follow) -> None:
-        """Take pieces from another agent; without an endpoint, from the client."""
+        """Receive pieces from another agent; without an endpoint, from the client."""
         self._leave_source()
         self._turn = message.turn
         if not (message.endpoint and self._listener):
@@ -190,7 +190,7 @@ class Mirrors:
         if message.number > self.number + 1:
             raise ProtocolError(f"piece {message.number} of the uploads came after {self.number}")
         write(self.arena(message.first), message.offset, data)
-        if not message.number:  # nobody counts
+        if not message.number:  # pieces are not counted
             return
         self.number, self._first = message.number, message.first
         if self._listener is not None:
@@ -206,7 +206,7 @@ class Mirrors:
     # -- between agents ------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Take pieces from the agent before, and send the agents behind the ones they lack."""
+        """Receive pieces from the followed agent, and send followers the pieces that they lack."""
         if self._epoll is None or not self._epoll.poll(0):
             return
         with suppress(BlockingIOError):
@@ -242,6 +242,7 @@ class Mirrors:
         return listener.address
 
     def _receive_from_followers(self) -> None:
+        """Accept followers, read their piece numbers, and remove those that have gone."""
         if self._listener is None:
             return
         while (connection := self._listener.accept()) is not None:
@@ -258,7 +259,7 @@ class Mirrors:
                 self._followers.remove(follower)
 
     def _check(self, report: Has) -> int:
-        """Return a follower's piece number; the next piece must be here, now or later."""
+        """Return a follower's piece number; ProtocolError if the piece after it was dropped."""
         oldest = self._pieces[0][0] if self._pieces else self.number + 1
         if report.session != self._session or report.number + 1 < oldest:
             raise ProtocolError(f"what follows piece {report.number} is not here any more")
@@ -280,6 +281,7 @@ class Mirrors:
                 self.passed_bytes += nbytes
 
     def _receive_from_source(self) -> None:
+        """Receive pieces from the followed agent; request the rest from the client if it fails."""
         source = self._source
         if source is None:
             return
@@ -297,7 +299,7 @@ class Mirrors:
             self._request_from_client(why, met=connection is not None)
 
     def _receive_pieces(self, connection: Connection) -> str:
-        """Take pieces from the agent before; return its error, or ""."""
+        """Store the pieces that have arrived on a connection; return its error, or ""."""
         try:
             while (frames := connection.take()) is not None:
                 message = read(frames, (Mirror,))
@@ -308,10 +310,16 @@ class Mirrors:
         return ""
 
     def _request_from_client(self, why: str, met: bool) -> None:
-        """Ask the client for the next pieces."""
+        """Request the next pieces from the client.
+
+        Args:
+            why: the error of the source; "": none.
+            met: True if the source had been reached.
+        """
         self._send(Alone(self._session, self._turn, self.number, met, why), ())
 
     def _leave_source(self) -> None:
+        """Stop following another agent."""
         if self._followed is not None:
             assert self._epoll is not None
             self._epoll.unregister(self._followed.fd)

@@ -340,7 +340,7 @@ def test_corrupt_mailbox_is_protocol_error():
         order(link, "echo", "up")
         answer(link)
         boxes = link._pool.workers[0].mailboxes
-        struct.pack_into("<Q", boxes._memory, boxes._begins[1], 1000)
+        struct.pack_into("<Q", boxes._memory, boxes._ring_offsets[1], 1000)
         os.eventfd_write(boxes._wakes_other, 1)
         with pytest.raises(ProtocolError, match="mailbox"):
             link.receive(None)

@@ -311,7 +311,7 @@ def test_messages_before_death_still_arrive(opened):
     boxes = worker.mailboxes
 
     def written():
-        return struct.unpack_from("<Q", boxes._memory, boxes._begins[0])[0]
+        return struct.unpack_from("<Q", boxes._memory, boxes._ring_offsets[0])[0]
 
     while len(worker.inbox) + written() < 201:  # and the welcome; in our memory, not yet delivered
         worker.data.take(worker.inbox)
