@@ -1,7 +1,7 @@
-"""Recovery: when a worker dies, all ranks roll back to the last snapshot and replay.
+"""Rollback recovery: after a death, all ranks restore the last snapshot and replay the journal.
 
-Journaled runs are sent again unchanged, except for values that were fetched already: they are not
-fetched again, and repeated answers are ignored.
+Journaled runs are sent again unchanged, except that values that were fetched already are not
+fetched again. Repeated answers are ignored.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ from lazygt.runtime.messages import (
 from lazygt.runtime.plan_records import swap_message
 from lazygt.runtime.wire import Buffer, Part, decode
 
-# -- doubts: a collective that failed on one rank, perhaps because another is dying ----------------
-# A dying rank's sockets are closed before its end is reported. So messages after such an answer
-# wait until every rank has answered the same run: then no rank had died in it.
+# -- suspected failures ----------------------------------------------------------------------------
+# A collective may fail on one rank because another rank is dying: the dying rank's sockets are
+# closed before its end is reported. Such a failure, and all messages after it, are deferred until
+# every rank has answered the same run. Then no rank has died in the run, and the failure is real.
 
 
 class Told(NamedTuple):
-    """A message of a rank."""
+    """Message received from a rank, with its buffers."""
 
     rank: int
     message: Part
@@ -56,7 +57,7 @@ class Told(NamedTuple):
 
 
 class Doubts:
-    """Queue of the messages that are held back; pure.
+    """Queue of messages deferred by a suspected failure of a collective. Pure.
 
     Args:
         waiting_for: returns the ranks that have not answered a run.
@@ -64,13 +65,14 @@ class Doubts:
 
     def __init__(self, waiting_for: Callable[[int], Set[int]]) -> None:
         self._waiting_for = waiting_for
+        #: number of the run with the suspected failure
         self._seq = 0
         #: ranks that have not answered that run
         self._missing: set[int] = set()
         self._deferred: list[Told] = []
 
     def sort_out(self, received: Told) -> Iterator[Told]:
-        """Yield the messages that can be relied on by now, in the order of their arrival."""
+        """Yield the messages that are confirmed by now, in the order of their arrival."""
         answer = received.message if isinstance(received.message, Done) else None
         if self._missing:
             self._deferred.append(received)
@@ -88,33 +90,37 @@ class Doubts:
             yield received
 
     def _unanswered(self, rank: int, answer: Done) -> set[int]:
-        """Return the ranks that must have answered, too, before this answer is believed."""
+        """Return the ranks that must answer, too, before an answer with a failure is confirmed.
+
+        Empty if no collective has failed in the answer.
+        """
         failures = [*answer.failures, *(f for f in answer.fetched if isinstance(f, Failure))]
         if not any(failure.kind == COLLECTIVE_ERROR for failure in failures):
             return set()
         return set(self._waiting_for(answer.seq) - {rank})
 
     def believe(self) -> None:
-        """Doubt nothing from here on: workers are not replaced any more."""
+        """Confirm all messages at once from here on, since workers are not replaced any more."""
         self._waiting_for = lambda seq: set()
 
     def take(self) -> list[Told]:
-        """Take all messages that are held back; nothing is in doubt any more."""
+        """Remove and return all deferred messages; no failure is suspected any more."""
         deferred, self._deferred = self._deferred, []
         self._missing.clear()
         return deferred
 
 
-# -- recovery: when a worker dies, all ranks roll back to the last snapshot and replay -------------
+# -- recovery --------------------------------------------------------------------------------------
 
 _log = logging.getLogger("lazygt")
 
-#: Deaths at one run after which it is not tried again; and those for lack of memory, on any rank.
+#: Deaths in one run on one rank after which it is not tried again, and deaths by lack of memory in
+#: one run on all ranks.
 _MAX_DEATHS, _MAX_OOM_DEATHS = 3, 2
-#: The same with no run in flight: the snapshot's values, or earlier runs, may be the cause.
+#: Deaths while ranks are restored, or no run is in flight, after which recovery gives up.
 _MAX_RESTORE_DEATHS = 10
-#: Seconds between two snapshots at least: workers decode runs anew after one, and repeating a
-#: second's runs takes a second at most.
+#: Minimum seconds between two snapshots: workers decode runs anew after a snapshot, and the replay
+#: of a second's runs takes a second at most.
 _LEAST_SECONDS = 1.0
 #: Entries of the journal between two checks of its size.
 _SIZE_CHECK_ENTRIES = 16
@@ -125,12 +131,12 @@ class RecoveryRecord:
     """One recovery.
 
     Attributes:
-        at: its start, in seconds since the epoch.
-        ranks: the workers that were replaced.
-        why: the end of the first of them.
-        runs: number of runs that were repeated.
-        seconds: until the session could go on.
-        replay_seconds: of these, for repeating those runs.
+        at: start of the recovery, in seconds since the epoch.
+        ranks: workers that were replaced.
+        why: description of the first death.
+        runs: number of replayed runs.
+        seconds: duration until the session could go on.
+        replay_seconds: part of it for the replay.
     """
 
     at: float
@@ -145,10 +151,10 @@ class RecoveryRecord:
 
 
 class RunsInFlight(Protocol):
-    """Protocol of the client, as a recovery uses it.
+    """Interface of the client for a recovery.
 
     Attributes:
-        quiet_until: time of the next snapshot; 0: one is being taken, or a recovery done.
+        quiet_until: time of the next snapshot; 0: a snapshot or a recovery is under way.
     """
 
     quiet_until: float
@@ -164,11 +170,11 @@ class RunsInFlight(Protocol):
         """Send each rank its message."""
 
     def take(self, message: tuple[int, list[memoryview]]) -> None:
-        """Act on a worker's message."""
+        """Handle a worker's message."""
 
     @property
     def failed(self) -> bool:
-        """True if an op has failed and the user has not been told."""
+        """True if an op has failed and the failure has not been raised yet."""
 
     def waiting_for(self, seq: int) -> Set[int]:
         """Return the ranks that have not answered a run."""
@@ -177,41 +183,41 @@ class RunsInFlight(Protocol):
         """Return the oldest run that a rank has not answered."""
 
     def will_fail(self, rank: int, failure: Failure) -> None:
-        """Note that an op can't be repeated: its run fails on all ranks."""
+        """Record that an op can't be repeated: its run fails on all ranks."""
 
     def device_lost(self, rank: int, told: Lost) -> DeviceLost:
         """Return the error for a worker with a device that can't be used any more."""
 
     def step_of(self, seq: int, rank: int, step: int | None) -> str:
-        """Describe a step of a run: its op, the bytes it makes and the user's line.
+        """Describe a step of a run: its op, the bytes of its results and the user's line.
 
         Args:
-            step: None: it is not known.
+            step: number of the step; None: it is not known.
         """
 
     def drop_answer(self, rank: int, done: Done) -> None:
-        """Drop an answer that will be given again."""
+        """Drop an answer that the rank will repeat."""
 
     def forget_fetches(self, rank: int) -> None:
-        """Forget the values that a rank had left in its arena: it is gone."""
+        """Drop the records of values in a rank's fetch arena, which is gone."""
 
     def restored(self) -> None:
-        """Note that all ranks have the snapshot's state, before the journal is replayed."""
+        """Record that all ranks have the snapshot's state, before the journal is replayed."""
 
     def recovered(self, record: RecoveryRecord) -> None:
-        """Note that workers were replaced, and that everything is as before."""
+        """Record that workers were replaced, and that all ranks have their previous state."""
 
     def settled(self) -> None:
-        """Note that all journaled runs have been repeated."""
+        """Record that all journaled runs have been replayed."""
 
 
 class Recovery:
-    """Keeper of the state that a recovery needs, and executor of recoveries.
+    """Scheduler of snapshots, and executor of recoveries by rollback and replay.
 
     Args:
         client: the sender of runs and receiver of answers.
         cost: the share of the time that snapshots may take.
-        journal_bytes: bytes of journaled messages from which a snapshot is taken.
+        journal_bytes: bytes of journaled messages from which on a snapshot is taken.
     """
 
     def __init__(self, client: RunsInFlight, link: Link, cost: float, journal_bytes: int) -> None:
@@ -224,35 +230,35 @@ class Recovery:
         self._epoch = 0
         #: cause of the last recovery
         self.last: WorkerDied | WorkerFrozen
-        #: True while a recovery is being done
+        #: True while a recovery is executed
         self.active = False
-        #: True if a recovery has not ended, and its cause; None: to undo runs
+        #: True if a recovery has not ended, and its cause; None: a rollback without a death
         self._unfinished = False
         self._cause: WorkerDied | WorkerFrozen | None = None
         #: the last run that each rank has answered since it was restored
         self._answered: dict[int, int] = {}
-        #: runs that are being repeated
+        #: runs that are being replayed
         self._replayed: Counter[int] = Counter()
         #: deaths, by run and rank
         self._deaths: Counter[tuple[int, int]] = Counter()
-        #: deaths for lack of memory, by run
+        #: deaths by lack of memory, by run
         self._oom_deaths: Counter[int] = Counter()
         #: deaths in this recovery while ranks were restored
         self._restore_deaths = 0
-        #: True if each repeated op is waited for, to find the one that has ended a device
+        #: True if replayed ops run one by one, to find the op that has ended a device
         self._finds_culprit = False
-        #: runs with such an op -> the failure that all ranks answer instead
+        #: run with such an op -> the failure that all ranks answer instead
         self._failed_runs: dict[int, Failure] = {}
         #: True while ranks are being restored, and do no run yet
         self._restoring = False
         #: time of the next snapshot
         self._due = client.quiet_until = time.monotonic() + _LEAST_SECONDS
         self._snapshot_begin = 0.0
-        #: True if snapshots preferably wait for the program's marks of a step's end
+        #: True if snapshots wait for the program's marks of steps, within limits
         self.waits_for_marks = False
-        #: reader of the committed snapshot, which stays until then
+        #: write of a checkpoint from the committed snapshot, which must stay until its end
         self.reader: Future[Any] | None = None
-        #: called with the snapshot that is being taken, once it is committed
+        #: callback for the snapshot that is being taken, once it is committed
         self._on_commit: Callable[[Snapshot], object] | None = None
 
     # -- snapshots -----------------------------------------------------------------------
@@ -271,7 +277,7 @@ class Recovery:
         """Return whether a snapshot is due.
 
         Args:
-            kept_bytes: of uploads that are kept for the journal.
+            kept_bytes: bytes of uploads that are retained for the journal.
         """
         if self.journal.cutting:
             return False
@@ -285,7 +291,7 @@ class Recovery:
         return full or time.monotonic() >= self._due
 
     def snap(self, seq: int, on_commit: Callable[[Snapshot], object] | None = None) -> None:
-        """Have all ranks take a snapshot after this run; call ``on_commit`` with it."""
+        """Request a snapshot after this run from all ranks; ``on_commit`` is called with it."""
         self._snapshot_begin, self._on_commit = time.monotonic(), on_commit
         self._client.quiet_until = 0.0
         committed = self.journal.committed.number
@@ -293,10 +299,10 @@ class Recovery:
         self._client.tell_all("snapshot", [message] * self._link.world_size, "recovery")
 
     def took(self, rank: int, rank_snapshot: Snapped) -> int | None:
-        """Take a rank's part of a snapshot; return the run that it covers if all have taken it."""
+        """Record a rank's part of a snapshot; if it is complete, return the last run it covers."""
         full = self.journal.nbytes > self._journal_bytes
         if self._client.failed and self._on_commit is None and not full:
-            self.journal.give_up_cut()  # there would be no way back to before that
+            self.journal.give_up_cut()  # a rollback to before the failure would be impossible
             self._due = self._client.quiet_until = time.monotonic() + _LEAST_SECONDS
         if not self.journal.took(rank, rank_snapshot):
             return None
@@ -307,7 +313,7 @@ class Recovery:
             seq: failure for seq, failure in self._failed_runs.items() if seq > covered
         }
         seconds = max(rank_snapshot.nanoseconds for rank_snapshot in rank_snapshots) / 1e9
-        if self._link.mirrors:  # copies have come over the network, which others use, too
+        if self._link.mirrors:  # copies came over the network, which other messages use, too
             seconds = max(seconds, time.monotonic() - self._snapshot_begin)
         pause = max(seconds / self._cost, _LEAST_SECONDS)
         self._due = self._snapshot_begin + (2 * pause if self.waits_for_marks else pause)
@@ -322,15 +328,15 @@ class Recovery:
         return seq in self._replayed
 
     def answered(self, rank: int, seq: int) -> None:
-        """Note that a rank has answered a run."""
+        """Record that a rank has answered a run."""
         self._answered[rank] = seq
 
     def _waiting_for(self, seq: int) -> set[int]:
-        """Return the ranks that have not answered a run, or not answered its repetition."""
+        """Return the ranks that have not answered a run, or its replay."""
         ranks = range(self._link.world_size)
         return {rank for rank in ranks if self._answered.get(rank, 0) < seq}
 
-    # -- a worker has died ---------------------------------------------------------------
+    # -- recovery ------------------------------------------------------------------------
 
     def go_on(self) -> None:
         """Finish a recovery that was interrupted.
@@ -342,34 +348,34 @@ class Recovery:
             self._recover(self._cause)
 
     def recover(self, error: WorkerDied | WorkerFrozen) -> None:
-        """Replace dead workers, and bring all ranks back to their current state.
+        """Replace dead workers, and restore the current state on all ranks.
 
         Raises:
-            WorkerDied, WorkerFrozen: a run kills its worker again and again, or no process can be
+            WorkerDied, WorkerFrozen: a run kills its worker repeatedly, or no process can be
                 started.
         """
         self._check_attempts(error)
         self._recover(error)
 
     def reaches(self, seq: int) -> bool:
-        """Return whether a run can be undone: no snapshot was taken since."""
+        """Return whether a run can be undone: no snapshot was committed since."""
         return self.journal.committed.seq < seq
 
     def rollback(self, seq: int, failed: Sequence[tuple[int, Failure]]) -> None:
-        """Roll all ranks back to before a run, but keep the values uploaded since.
+        """Roll all ranks back to before a run, but retain the values uploaded since.
 
         Args:
-            failed: values that were made since.
+            failed: (id, failure) of the values computed since.
 
         Raises:
-            WorkerDied, WorkerFrozen: a worker dies again and again, or can't be replaced.
+            WorkerDied, WorkerFrozen: a worker dies repeatedly, or can't be replaced.
         """
         runs = map(self._uploads_only, self.journal.since(seq))
         self.journal.rollback(seq, [run for run in runs if run is not None], failed)
         self._recover(None)
 
     def _uploads_only(self, run: Ran) -> Ran | None:
-        """Return a run that only takes this one's uploads; None: it has none."""
+        """Return a run with this run's uploads and no plan; None if there are no uploads."""
         frames = run[2][0]
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
@@ -379,7 +385,11 @@ class Recovery:
         return run[0], None, [upload] * self._link.world_size
 
     def _recover(self, error: WorkerDied | WorkerFrozen | None) -> None:
-        """Replace the dead workers, if there are any, and have all ranks replay the journal."""
+        """Replace dead workers, restore all ranks and replay the journal, until that succeeds.
+
+        Args:
+            error: the cause; None: a rollback without a death.
+        """
         begin, at, replaced = time.monotonic(), time.time(), set[int]()
         runs, replay_seconds = 0, 0.0
         self._unfinished, self._cause = True, error
@@ -405,7 +415,7 @@ class Recovery:
         finally:
             self.active = False
             for raised in filter(None, (error, self._cause)):
-                raised.__traceback__ = None  # its frames would keep the user's tensors
+                raised.__traceback__ = None  # its frames would keep the user's tensors alive
         self._refill()
         self._client.quiet_until = 0.0 if self.journal.cutting else self._due
         if self._cause is not None:
@@ -416,7 +426,7 @@ class Recovery:
         self._client.settled()
 
     def _check_attempts(self, error: WorkerDied | WorkerFrozen) -> None:
-        """Give up on a run that has killed its worker too often."""
+        """Count a death, and raise WorkerDied if its run has killed its worker too often."""
         if isinstance(error, DeviceLost):
             self._find_culprit(error)
             return
@@ -438,7 +448,7 @@ class Recovery:
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
     def _find_culprit(self, error: DeviceLost) -> None:
-        """Start a search for the op that ended a worker's device; if known, it is not repeated."""
+        """Search for the op that ended a worker's device; once found, its run is not repeated."""
         self._finds_culprit = True
         if (culprit := error.culprit) is not None:
             self._failed_runs[culprit.seq] = culprit
@@ -447,13 +457,13 @@ class Recovery:
             self._check_restore_attempts(error)
 
     def _attempts_left(self, seq: int, rank: int) -> int:
-        """Return the number of times that a run may still be tried, if the same goes on."""
+        """Return the number of attempts left for a run, if its deaths go on."""
         attempts = _MAX_DEATHS - self._deaths[seq, rank]
         oom_deaths = self._oom_deaths[seq]
         return min(attempts, _MAX_OOM_DEATHS - oom_deaths) if oom_deaths else attempts
 
     def _check_restore_attempts(self, error: WorkerDied | WorkerFrozen) -> None:
-        """Give up if processes keep dying while they are restored."""
+        """Count a death outside of runs, and raise WorkerDied after too many."""
         self._restore_deaths += 1
         if self._restore_deaths < _MAX_RESTORE_DEATHS:
             return
@@ -466,7 +476,7 @@ class Recovery:
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
     def _refill(self) -> None:
-        """Start spare processes again. Without one the next recovery only takes longer."""
+        """Start spare processes again; without a spare the next recovery only takes longer."""
         try:
             self._link.refill()
         except OSError as error:
@@ -529,10 +539,7 @@ class Recovery:
         self._answered = dict.fromkeys(ranks, committed.seq)
 
     def _replay(self) -> int:
-        """Replay the journal; return its number of runs.
-
-        Waits until all runs are answered that were answered before.
-        """
+        """Replay the journal, and wait for the answers; return the number of runs."""
         entries = list(self.journal.entries)
         runs = [entry[0] for entry in entries if isinstance(entry, tuple)]
         self._replayed = Counter(runs)
@@ -549,6 +556,7 @@ class Recovery:
         return len(runs)
 
     def _messages(self, entry: Entry) -> list[list[Buffer]]:
+        """Return the message of a journal entry's replay for each rank."""
         ranks = range(self._link.world_size)
         match entry:
             case tuple():
@@ -563,13 +571,13 @@ class Recovery:
                 return [message for _ in ranks]
 
     def _replay_message(self, run: Ran, rank: int) -> list[Buffer]:
-        """Return a run's message for its repetition, without fetches that were answered before."""
+        """Return a run's message for its replay, without fetches that were answered before."""
         seq, _, messages = run
         frames = messages[rank if len(messages) > 1 else 0]
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
         message.releases = ()
-        # to find the step that kills
+        # a timed run notes each step, which identifies the step that kills the process
         message.timed = self._finds_culprit or self._attempts_left(seq, rank) == 1
         message.failed = self._failed_runs.get(seq)
         if rank not in self._client.waiting_for(seq):
@@ -582,6 +590,7 @@ class Recovery:
             self._receive(None)
 
     def _receive(self, timeout: float | None) -> None:
+        """Wait for a message, and pass all arrived messages to the client."""
         message = self._link.receive(timeout)
         while message is not None:
             self._client.take(message)

@@ -1,7 +1,8 @@
 """Snapshots: copies of a worker's values in memory that outlives it.
 
-The memory is a memfd that the client holds open, so the process that replaces a dead worker finds
-it unchanged. A value is written once, so values of an earlier snapshot are not copied again.
+The memory is a memfd that the client keeps open, so the process that replaces a dead worker finds
+it unchanged. Snapshots are incremental: values are immutable, so a value that an earlier snapshot
+has is not copied again.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from lazygt.runtime.arenas import Arena
     from lazygt.runtime.host_copies import HostCopies
 
-#: Values that no snapshot has: for each, its meta and the bytes of its memory.
+#: Values that no snapshot has yet, by id: the meta and the bytes of the memory.
 New = dict[int, tuple[TensorMeta, torch.Tensor]]
 
 
 class Snapshots:
     """Snapshots of one worker.
 
-    From a GPU the copies go to the host concurrently with later runs, if there is room for them
-    on the GPU meanwhile; ``taken`` has the answer then.
+    Values of a GPU are copied to the host concurrently with later runs, if the GPU has memory for
+    intermediate copies; ``taken`` returns the answer then.
 
     Args:
         memory: memory of the copies, which has no other user.
@@ -42,7 +43,7 @@ class Snapshots:
         copies: the copies from a GPU; None: values lie in the host's memory.
 
     Attributes:
-        wakes: an eventfd that counts the snapshots that ``taken`` has; None: ``take`` has all.
+        wakes: eventfd that counts the answers for ``taken``; None: ``take`` returns all answers.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class Snapshots:
         copies: HostCopies | None = None,
     ) -> None:
         self._memory, self._upload, self._device, self._ranks = memory, upload, device, ranks
-        #: by the snapshot's number, and then by value
+        #: number of a snapshot -> id of a value -> its copy
         self._tables: dict[int, dict[int, Copied]] = {}
         self._copies = copies
         self.wakes = None if copies is None else os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = ThreadPoolExecutor(1, "lazygt-snapshots")
-        #: the snapshot that is being taken in the thread
+        #: snapshot that is being copied on the thread
         self._pending: Future[Snapped] | None = None
 
     def take(
@@ -86,7 +87,7 @@ class Snapshots:
         if self._copies is not None:
             device_copies = self._copies.set_aside([flat for _, flat in new.values()])
         if device_copies is None:
-            kernels.finish(self._device)  # a failing op must not become the state to roll back to
+            kernels.finish(self._device)  # raises for a failed op, before the state is copied
             return self._copy_to_host(answer, snap.committed, new)
         copies, event = device_copies
         flat_of = dict(zip(new, copies, strict=True))
@@ -98,7 +99,11 @@ class Snapshots:
         return None
 
     def _begin_table(self, snap: Snap, store: Store) -> tuple[New, tuple[tuple[int, Failure], ...]]:
-        """Begin a snapshot's table with values that need no copy; return the rest, and failures."""
+        """Begin a snapshot's table with values that need no copy.
+
+        Returns:
+            The values to copy, and (id, failure) of failed values.
+        """
         committed = self._tables.get(snap.committed, {})
         table = self._tables[snap.number] = {}
         failed: list[tuple[int, Failure]] = []
@@ -128,23 +133,24 @@ class Snapshots:
         return pending.result()
 
     def _wake(self, _: object) -> None:
+        """Write the eventfd, once a snapshot is copied."""
         assert self.wakes is not None
         os.eventfd_write(self.wakes, 1)
 
     def _wait_for_pending(self) -> None:
-        """Wait for a snapshot that is being taken: its answer is not wanted any more."""
+        """Wait for a snapshot that is being copied, and drop its answer."""
         if self._pending is not None:
             wait([self._pending])
             self._pending = None
 
     def _copy_after_event(self, event: Any, answer: Snapped, committed: int, new: New) -> Snapped:
-        """Copy as ``_copy_to_host``, after an event of the GPU and beside its later work."""
+        """Copy as ``_copy_to_host``, on a side stream after an event of the GPU."""
         assert self._copies is not None
         with self._copies.beside(event):
             return self._copy_to_host(answer, committed, new)
 
     def _copy_to_host(self, answer: Snapped, committed: int, new: New) -> Snapped:
-        """Copy values that no snapshot has to the host, and complete the answer."""
+        """Copy values to the snapshot memory, and complete the answer."""
         table = self._tables[answer.number]
         nbytes = sum(flat.nbytes for _, flat in new.values())
         try:
@@ -164,9 +170,9 @@ class Snapshots:
         return answer
 
     def _check_capacity(self, nbytes: int) -> None:
-        """Raise MemoryError if copies would take more than half of the memory that is left.
+        """Raise MemoryError if the copies of all workers need more than half of the free memory.
 
-        The kernel would not refuse: it would kill a process.
+        Without this check the kernel would kill a process.
         """
         needed = self._ranks * nbytes
         room = memory_left() + self._memory.bytes_held - self._memory.bytes_in_use
@@ -176,7 +182,7 @@ class Snapshots:
     def restore(self, restore: Restore, store: Store) -> None:
         """Restore the values of a snapshot, and drop all others.
 
-        Values that count as failed if lost are kept if they are still here.
+        Of the values in ``restore.failed`` those that are still here are retained; the others fail.
         """
         self._wait_for_pending()
         current = ((key, store.values.get(key)) for key, _ in restore.failed)
@@ -195,7 +201,7 @@ class Snapshots:
             store.put(key, retained.get(key, Failed(failure)))
 
     def mark(self, run: int, step: int) -> None:
-        """Note the step of a run that begins, for a search of the step that killed this process."""
+        """Note the step that begins in memory that outlives a death of this process in the step."""
         self._memory.note(run, step)
 
     def marked(self) -> tuple[int, int]:
@@ -203,7 +209,7 @@ class Snapshots:
         return read_note(self._memory.fd)
 
     def _free_all_but(self, number: int) -> None:
-        """Free the room of all snapshots but one."""
+        """Free the copies of all snapshots but one."""
         retained = {copy.offset for copy in self._entries([number]) if not copy.borrowed}
         others = [key for key in self._tables if key != number]
         freed = {copy.offset for copy in self._entries(others) if not copy.borrowed}
@@ -215,6 +221,7 @@ class Snapshots:
         return (copy for number in numbers for copy in self._tables.get(number, {}).values())
 
     def _value(self, copy: Copied) -> torch.Tensor:
+        """Return the tensor of a copy, on the worker's device."""
         memory = self._upload if copy.borrowed else self._memory
         assert memory is not None
         flat = memory.view(copy.offset, copy.nbytes)
@@ -224,6 +231,7 @@ class Snapshots:
 
 
 def _extent_bytes(meta: TensorMeta) -> int:
+    """Return the bytes from the beginning of a tensor's storage to its last element."""
     return meta.extent * meta.dtype.itemsize if meta.numel else 0
 
 
@@ -242,7 +250,7 @@ def _bytes_of(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def laid_out(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return the tensor of this meta on these bytes."""
+    """Return a view of bytes as a tensor with this meta: dtype, shape, strides, conj, neg."""
     if not meta.numel:
         return meta.empty(flat.device)
     value = flat.view(meta.dtype).as_strided(meta.shape, meta.stride, meta.offset)

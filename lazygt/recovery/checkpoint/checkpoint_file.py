@@ -1,8 +1,8 @@
-"""A checkpoint on disk: one file, with every byte under a checksum.
+"""Checkpoint on disk: one file, with every byte covered by a checksum.
 
     | header | section 0 | section 1 | ... | index |
 
-The index holds the places and checksums of sections. The header, written last, holds the place of
+The index has the offsets and checksums of the sections. The header, written last, has the offset of
 the index and the length of the file: a shorter file is *torn*.
 """
 
@@ -29,11 +29,11 @@ from lazygt.runtime.crc32 import crc32
 T = TypeVar("T")
 _FAMILY, _FORMAT = b"lazygt checkpt ", b"2"
 _MAGIC = _FAMILY + _FORMAT
-#: magic, bytes of the file, offset of the index, its bytes, its checksum; the header's own
+#: magic, bytes of the file, offset of the index, its bytes, its checksum; checksum of the header
 _HEADER, _HEADER_CRC = struct.Struct("<16sQQQQ8x"), struct.Struct("<Q")
 _HEADER_BYTES = _HEADER.size + _HEADER_CRC.size
 _ALIGNMENT = 64
-#: written, and checked while it is in a core's cache
+#: bytes that are written and then added to the checksum, while they are in a core's cache
 _BLOCK = 1 << 20
 
 
@@ -43,7 +43,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Section(msgspec.Struct, frozen=True):
-    """Offset, bytes, and the checksum of these and of the padding after them."""
+    """Offset and length of a section, and the checksum of its bytes and the padding after them."""
 
     offset: Count
     nbytes: Count
@@ -51,6 +51,8 @@ class _Section(msgspec.Struct, frozen=True):
 
 
 class _Index(msgspec.Struct, frozen=True):
+    """Description of the checkpoint, and its sections."""
+
     about: About
     sections: list[_Section]
 
@@ -59,8 +61,8 @@ def write(file: IO[bytes], about: Mapping[str, Any], sections: Iterable[memoryvi
     """Write a checkpoint into an empty file, and sync it to disk.
 
     Args:
-        about: plain values that describe it.
-        sections: bytes of each section; one is released before the next is requested.
+        about: plain values that describe the checkpoint.
+        sections: bytes of each section; each is released before the next is requested.
 
     Raises:
         OSError: the disk does not take it.
@@ -80,6 +82,7 @@ def write(file: IO[bytes], about: Mapping[str, Any], sections: Iterable[memoryvi
 
 
 def _write_section(file: IO[bytes], data: memoryview, offset: int) -> _Section:
+    """Write a section and its padding; return its entry in the index."""
     crc = 0
     for begin in range(0, len(data), _BLOCK):
         block = data[begin : begin + _BLOCK]
@@ -116,14 +119,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class CheckpointFile:
-    """A whole checkpoint on disk: all of it has been read and checked.
+    """Complete checkpoint on disk, with all checksums verified.
 
     Raises:
-        CheckpointError: it differs from the written file.
-        OSError: it can't be read.
+        CheckpointError: the file differs from the one that was written.
+        OSError: the file can't be read.
 
     Attributes:
-        about: the description that it was written with.
+        about: the description, as it was passed to `write`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,7 +134,7 @@ class CheckpointFile:
         with self._opened() as file:
             size = os.fstat(file.fileno()).st_size
             begin, length, crc = self._header(file.read(_HEADER_BYTES), size)
-            # private, so that tensors may lie on it
+            # a private mapping, since tensors on it may be written
             self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         index = self._data[begin : begin + length]
         if crc32(index) != crc:
@@ -142,13 +145,18 @@ class CheckpointFile:
                 raise self._damaged(f"section {number}")
 
     def _opened(self) -> IO[bytes]:
+        """Open the file; CheckpointError if its owner or mode are unsafe."""
         try:
             return open(open_own(self.path), "rb")
         except PermissionError as error:
             raise CheckpointError(self.path, f"it is not read: {error}") from error
 
     def _read_index(self, index: memoryview, end: int) -> tuple[About, list[_Section]]:
-        """Return the description and the sections, which follow one another up to the index."""
+        """Decode the index; return the description, and the sections after checks of their offsets.
+
+        Args:
+            end: offset of the index, at which the sections end.
+        """
         contents = unpacked(self.path, index, _Index)
         begin = _HEADER_BYTES
         for number, section in enumerate(contents.sections):
@@ -158,7 +166,11 @@ class CheckpointFile:
         return contents.about, contents.sections
 
     def _header(self, header: bytes, size: int) -> tuple[int, int, int]:
-        """Return the offset of the index, its bytes and its checksum."""
+        """Check the header; return the offset of the index, its bytes and its checksum.
+
+        Args:
+            size: bytes of the file.
+        """
         if len(header) < _HEADER_BYTES or not any(header):
             raise CheckpointError(self.path, "it was never written to its end", torn=True)
         magic, nbytes, begin, length, crc = _HEADER.unpack(header[: _HEADER.size])
@@ -179,6 +191,7 @@ class CheckpointFile:
         return begin, length, crc
 
     def _damaged(self, what: str) -> CheckpointError:
+        """Return the error for a wrong checksum."""
         return CheckpointError(
             self.path,
             f"{what} is not what was written: the checksum differs. Nothing was loaded. Remove "
@@ -189,28 +202,32 @@ class CheckpointFile:
         return len(self._sections)
 
     def section(self, number: int) -> memoryview:
-        """Return a section's bytes, which may be written: the file stays as it is."""
+        """Return a section's bytes; writes to them don't change the file."""
         section = self._sections[number]
         return self._data[section.offset : section.offset + section.nbytes]
 
 
-# -- folder of a run's checkpoints: the last two are kept, and one session at a time writes --------
-# The folder may be the user's, with other things in it: only files of this name are touched, and
-# only if they begin as checkpoints do. Others may not write to it: they could put files there to
-# be read.
+# -- folder of checkpoints -------------------------------------------------------------------------
+# A folder has the last two checkpoints of a run, and one session at a time writes there. It may be
+# a folder of the user's with other files: only files with names of checkpoints are touched, and
+# only if their content begins as that of a checkpoint. Other users may not write to the folder,
+# since lazygt would read their files.
 
 _NAME = re.compile(r"checkpoint-(\d{6,})\.lazygt(\.part)?")
 _LOCK = "lazygt.lock"
-#: Content of the lock: a process, or nothing yet.
+#: Content of the lock: a process id, or nothing yet.
 _OWNER = re.compile(rb"(\d{1,20}\n?)?")
 _RETAINED = 2
 
 
 class CheckpointFolder:
-    """A folder that this session has exclusively; it is made if there is none.
+    """Folder of checkpoints, locked by this session; it is created if there is none.
+
+    Attributes:
+        whole: numbers of the retained files.
 
     Raises:
-        CheckpointError: another session has it, or it can't be written.
+        CheckpointError: another session has locked it, or it can't be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -229,9 +246,9 @@ class CheckpointFolder:
         except BaseException:
             self.close()
             raise
-        #: numbers of the files that are kept
+        #: numbers of the files that are retained
         self.whole = self._numbers()[-_RETAINED:]
-        #: number of the next file; files that are not ours keep their names, too
+        #: number of the next file; numbers of other users' files are not reused
         self._next = max([0, *self._numbers(), *map(_number, self._files(partial=True))]) + 1
 
     def close(self) -> None:
@@ -239,7 +256,7 @@ class CheckpointFolder:
         self._closer()
 
     def newest(self) -> CheckpointFile | None:
-        """Return the newest whole checkpoint, see ``newest``; torn ones after it are not kept."""
+        """Return the newest complete checkpoint, see ``newest``; later ones are not retained."""
         checkpoint = newest(self.path)
         if checkpoint is not None:
             number = _number(checkpoint.path)
@@ -247,7 +264,7 @@ class CheckpointFolder:
         return checkpoint
 
     def write(self, about: Mapping[str, Any], sections: Iterable[memoryview]) -> Path:
-        """Write a checkpoint, whole or not at all; of earlier ones only the last is kept.
+        """Write a checkpoint atomically, and remove all earlier ones but the last.
 
         Raises:
             OSError: the disk does not take it.
@@ -270,7 +287,7 @@ class CheckpointFolder:
         return path
 
     def _sync(self) -> None:
-        """Sync the folder's names to disk as well."""
+        """Sync the folder's entries to disk."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -278,6 +295,7 @@ class CheckpointFolder:
             os.close(folder)
 
     def _files(self, partial: bool) -> list[str]:
+        """Return the names of checkpoints in the folder, or of partial ones."""
         return [
             name
             for name in os.listdir(self.path)
@@ -288,8 +306,9 @@ class CheckpointFolder:
         return sorted(map(_number, self._files(partial=False)))
 
     def _remove(self, name: str) -> None:
+        """Remove a file, if it is a checkpoint of this user's."""
         path = self.path / name
-        with suppress(PermissionError):  # not ours: it stays
+        with suppress(PermissionError):  # another user's file stays
             if is_checkpoint(path):
                 path.unlink()
 
@@ -299,7 +318,7 @@ _open_folders: weakref.WeakSet[CheckpointFolder] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the locks in a forked child, which would keep them beyond its parent's end."""
+    """Close the locks in a forked child, which would own them beyond its parent's end."""
     for folder in _open_folders:
         folder.close()
 
@@ -308,6 +327,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _take_lock(path: Path, lock: int) -> None:
+    """Lock the folder, and write this process's id into the lock file."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _OWNER.fullmatch(os.pread(lock, 32, 0)):
@@ -326,6 +346,7 @@ def _take_lock(path: Path, lock: int) -> None:
 
 
 def _number(name: str | Path) -> int:
+    """Return the number in the name of a checkpoint."""
     match = _NAME.fullmatch(Path(name).name)
     assert match is not None
     return int(match[1])

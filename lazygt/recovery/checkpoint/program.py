@@ -1,8 +1,8 @@
 """Checkpoints of a running program: registered objects, written at marked steps.
 
-A moment is saved by a snapshot that the workers take for recovery anyway; another thread writes
-from the snapshot's memory while the program goes on. Without snapshots (``recover="off"``, inline)
-the values are fetched, and also written by that thread.
+A moment is saved by a snapshot that the workers take for recovery anyway, and a thread writes the
+file from the snapshot's memory while the program goes on. Without snapshots (``recover="off"``,
+inline) the values are fetched, and the same thread writes them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CheckpointRecord:
         path: path of the file, which may have been replaced by later ones.
         nbytes: bytes of the file.
         seconds: time from the mark until the file was on the disk.
-        busy: part of these seconds in which a worker or a thread of the client worked for it.
+        busy: part of these seconds in which a worker or a thread of the client worked on it.
     """
 
     step: int
@@ -75,7 +75,15 @@ class CheckpointRecord:
 
 
 class _Moment(NamedTuple):
-    """A moment of the program that is being saved."""
+    """Moment of the program that is being saved.
+
+    Attributes:
+        step: the program's number of the step.
+        begun: time of the mark, by ``time.monotonic``.
+        contents: first section of the file.
+        sources: location of each tensor.
+        about: the file's description.
+    """
 
     step: int
     begun: float
@@ -95,7 +103,7 @@ class Checkpoints:
         CheckpointError: the folder can't be written, or another session writes there.
 
     Attributes:
-        resumed: True if the program has asked for the last checkpoint.
+        resumed: True if the program has read the last checkpoint.
         records: records of the written checkpoints.
     """
 
@@ -123,13 +131,17 @@ class Checkpoints:
         self._pending: _Moment | None = None
         self._writing: Future[CheckpointRecord] | None = None
         self._begun = 0.0
-        #: reason that nothing is being saved, and True once the program was warned
+        #: error of the last write, and True once the program was warned of it
         self._problem, self._warned = "", False
         self._thread = ThreadPoolExecutor(1, "lazygt-checkpoint", _lower_priority)
         _open.add(self)
 
     def connect(self, recorder: Recorder, client: Client, mesh: VirtualMesh, about: Config) -> None:
-        """Connect with the session."""
+        """Connect to the session's recorder and client.
+
+        Args:
+            about: settings of the session.
+        """
         self._recorder, self._client, self._mesh = recorder, client, mesh
         self._settings = {
             "mesh": str(mesh.workers),
@@ -157,8 +169,8 @@ class Checkpoints:
         with self._recorder.lock, DEFER_INTERRUPT:
             self._collect_result()
             if self._mesh.ranks.world_size > 1 and self._recorder.trace.step.ops:
-                # the end of a plan affects the order of sums over ranks, so it must not depend on
-                # the clock
+                # the end of a plan affects the order of sums over ranks, so every mark flushes,
+                # whether or not the clock makes this moment a saved one
                 self._recorder.flush("checkpoint")
             self._marks += 1
             saved = self._save_now(step, values) if now else self._is_due()
@@ -186,6 +198,7 @@ class Checkpoints:
         return saved
 
     def _check_mark(self, step: int, values: Mapping[str, Any]) -> None:
+        """Raise an error for invalid arguments, or a folder with another run's checkpoints."""
         if type(step) is not int or step < 0:
             raise ValueError(f"checkpoint({step!r}): expected how many steps are done, at least 0")
         if not self._objects:
@@ -203,6 +216,7 @@ class Checkpoints:
             )
 
     def _warn_of_settings(self, saved: Saved) -> None:
+        """Warn of settings that differ from those of the saved session."""
         changed = [
             f"{name} {saved.settings[name]} (now {value})"
             for name, value in self._settings.items()
@@ -219,6 +233,7 @@ class Checkpoints:
     # -- a moment ------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
+        """Return whether the moment of this mark is to be saved."""
         recovery = self._client.recovery
         if self._pending or self._writing or (recovery is not None and recovery.journal.cutting):
             return False
@@ -227,7 +242,7 @@ class Checkpoints:
         return time.monotonic() >= self._due
 
     def _save_now(self, step: int, values: Mapping[str, Any]) -> bool:
-        """Save this moment, wait for the disk, and return whether it is saved.
+        """Save this moment, and wait for the disk; return whether it is saved.
 
         Raises:
             ExecutionError: a value could not be computed.
@@ -236,7 +251,7 @@ class Checkpoints:
         recovers = self._client.recovery is not None
         self._save(step, values)
         saved = self._finish()
-        if recovers and self._client.recovery is None:  # it turned itself off meanwhile
+        if recovers and self._client.recovery is None:  # recovery was turned off meanwhile
             self._save(step, values)
             saved = self._finish()
         if not saved:
@@ -244,7 +259,7 @@ class Checkpoints:
         return saved
 
     def _save(self, step: int, values: Mapping[str, Any]) -> None:
-        """Begin to save this moment."""
+        """Begin to save this moment: capture the states, and request a snapshot or fetch."""
         self._begun, self._marks = time.monotonic(), 0
         with torch.no_grad():
             captured, texts, random_state = self._capture(values)
@@ -269,7 +284,7 @@ class Checkpoints:
         return captured, texts, random_states
 
     def _snapped(self, moment: _Moment, snapshot: Snapshot) -> None:
-        """Write a moment from its complete snapshot, which stays until it is written."""
+        """Write a moment from its complete snapshot, which stays until the end of the write."""
         self._pending = None
         recovery = self._client.recovery
         copies = {
@@ -277,7 +292,7 @@ class Checkpoints:
             for rank, rank_snapshot in snapshot.parts.items()
         }
         if recovery is None or not are_there(moment.sources, copies):
-            return  # a failure, which is raised where the program waits for it
+            return  # a value has failed, which is raised where the program waits for it
         seconds = max(rank_snapshot.nanoseconds for rank_snapshot in snapshot.parts.values()) / 1e9
         self._write(copies, seconds, moment)
         recovery.reader = self._writing
@@ -287,6 +302,7 @@ class Checkpoints:
         self._writing = self._thread.submit(_written, self.folder, moment, copies, memory, busy)
 
     def _memories(self, ranks: SnapshotCopies) -> Mapping[int, Arena]:
+        """Return the mapped snapshot memory of each rank."""
         for rank in ranks:
             if rank not in self._arenas:
                 self._arenas[rank] = self._client.link.snapshot_arena(rank)
@@ -295,7 +311,7 @@ class Checkpoints:
     # -- the result of a write -----------------------------------------------------------
 
     def _collect_result(self) -> bool:
-        """Take in the result of the write under way, and return whether it has succeeded."""
+        """Collect the result of the write, if it has ended; return whether it has succeeded."""
         if self._client.recovery is None:
             self._pending = None  # its snapshot will not be taken
         writing = self._writing
@@ -314,6 +330,7 @@ class Checkpoints:
         return True
 
     def _warn_of_problem(self) -> None:
+        """Warn once of a failed write."""
         if not self._problem or self._warned:
             return
         self._warned = True
@@ -326,7 +343,7 @@ class Checkpoints:
         )
 
     def _finish(self) -> bool:
-        """Wait until the checkpoint under way is on the disk, and return whether it is."""
+        """Wait for the checkpoint under way; return whether it is on the disk."""
         if self._pending is not None:
             self._client.wait_snapped()
         if self._writing is not None:
@@ -361,7 +378,7 @@ def _written(
     memory: Callable[[int, Copied], Tensor],
     busy: float,
 ) -> CheckpointRecord:
-    """Write a moment, on a thread of its own."""
+    """Write a moment to the folder; runs on the writing thread."""
     begin = time.thread_time()
     values: Iterator[memoryview] = sections(moment.contents.leaves, moment.sources, copies, memory)
     contents = memoryview(msgspec.msgpack.encode(moment.contents))
@@ -377,6 +394,7 @@ def _lower_priority() -> None:
 
 
 def _listed(names: Any) -> str:
+    """Format names for an error text."""
     return ", ".join(map(repr, sorted(names))) or "none"
 
 

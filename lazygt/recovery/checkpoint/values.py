@@ -1,4 +1,4 @@
-"""Values of a checkpoint's tensors: their locations, and their bytes in the file."""
+"""States of registered objects, and the locations and bytes of their tensors."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from lazygt.recovery.snapshot import laid_out
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.messages import Copied
 
-# -- states of registered objects: nested containers, with the tensors in them separate ------------
-# Each tensor is a *leaf* with a number; `encoding` has the rest as bytes.
+# -- leaves ----------------------------------------------------------------------------------------
+# The state of a registered object is a nested container. Each tensor in it is a *leaf* with a
+# number; `encoding` encodes the rest as bytes.
 
-#: Sizes or strides of a tensor; torch has 64 dimensions at most.
+#: Shape or strides of a tensor; torch allows 64 dimensions at most.
 Sizes = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...], msgspec.Meta(max_length=64)
 ]
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """A tensor of a state.
+    """Description of a tensor in a state.
 
     Attributes:
-        lazy: True if it is a tensor of the session, not of the CPU.
-        placements: its placements on the mesh, as text; none: whole on every worker.
+        lazy: True for a tensor of the session, False for a CPU tensor.
+        placements: placements on the mesh, as text; empty: the full tensor is on every worker.
     """
 
     dtype: str
@@ -63,7 +64,7 @@ class Leaf(msgspec.Struct, frozen=True):
 
 
 class _StateAccess(NamedTuple):
-    """Getter and setter of the state of a kind of objects."""
+    """Getter and setter of the states of a class's instances."""
 
     kind: type
     get: Callable[[Any], Any]
@@ -108,6 +109,7 @@ _ACCESSES = (
 
 
 def _access_of(obj: Any) -> _StateAccess | None:
+    """Return the access to an object's state; None if it has no state."""
     if callable(getattr(obj, "state_dict", None)) and callable(
         getattr(obj, "load_state_dict", None)
     ):
@@ -142,7 +144,7 @@ def load(obj: Any, state: Any) -> None:
 
 
 def class_of(obj: Any) -> str:
-    """Return the class name of an object; of a sharded module, that of its plain class."""
+    """Return the class name of an object; for a sharded module, the name of its plain class."""
     if isinstance(obj, Tensor):
         return Tensor.__qualname__
     kind: type = getattr(type(obj), "__plain_class__", type(obj))
@@ -175,17 +177,19 @@ def check(path: Any, name: str, obj: Any, saved_class: str, state: Any) -> None:
 
 
 def _tensors(state: Any) -> dict[str, str]:
-    """Return the tensors of a flat state, each described for errors."""
+    """Return the dtype and shape of each tensor in a flat state, as text by key."""
     items = state.items() if isinstance(state, Mapping) else [("", state)]
     return {key: _described(value) for key, value in items if isinstance(value, Tensor | Leaf)}
 
 
 def _described(value: Tensor | Leaf) -> str:
+    """Return a tensor's dtype and shape, such as ``float32[2, 3]``."""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype}{list(value.shape)}"
 
 
 def _differences(name: str, current: Mapping[str, str], saved: Mapping[str, str]) -> Iterator[str]:
+    """Describe each tensor with another dtype or shape than the saved one, or without one."""
     for key in {**current, **saved}:
         if current.get(key) != saved.get(key):
             full_name = f"{name}.{key}" if key else name
@@ -196,7 +200,7 @@ def _differences(name: str, current: Mapping[str, str], saved: Mapping[str, str]
 
 
 def pairs(current: Any, saved: Any) -> Iterable[tuple[Tensor, Leaf]]:
-    """Yield the tensors of a state, each with the leaf in its place in a saved state."""
+    """Yield the tensors of a state, each with the leaf at the same path in a saved state."""
     if isinstance(saved, Leaf):
         if isinstance(current, Tensor):
             yield current, saved
@@ -209,9 +213,9 @@ def pairs(current: Any, saved: Any) -> Iterable[tuple[Tensor, Leaf]]:
             yield from pairs(item, other)
 
 
-# -- values of a checkpoint's tensors: their locations, and their bytes in the file ----------------
+# -- locations of tensors --------------------------------------------------------------------------
 
-#: Element size -> dtype for copies of any dtype's elements; torch has no integers of 16 bytes.
+#: Element size -> dtype that NumPy can copy; torch has no integers of 16 bytes.
 _DTYPE_OF_SIZE = {
     1: torch.uint8,
     2: torch.int16,
@@ -222,7 +226,7 @@ _DTYPE_OF_SIZE = {
 
 
 class Block(NamedTuple):
-    """A part of a value, held by a worker under a number; no region: the whole value."""
+    """Block of a value on a worker, under an id of the worker's; no region: the full value."""
 
     rank: int
     key: int
@@ -230,16 +234,16 @@ class Block(NamedTuple):
 
 
 class Captured:
-    """The tensors of states at one moment, by the numbers that ``leaf`` gives them."""
+    """Tensors of states at one moment, numbered by ``leaf``."""
 
     def __init__(self, recorder: Recorder, mesh: VirtualMesh) -> None:
         self._recorder, self._mesh = recorder, mesh
-        #: of a CPU tensor a copy; else a handle that is no view
+        #: copies of CPU tensors, and handles of the session's tensors that are no views
         self._tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
 
     def leaf(self, t: Tensor) -> int:
-        """Capture a tensor with its present values, and return its number."""
+        """Capture a tensor with its present values; return its number."""
         if not is_lazy(t):
             return self._add(_dense(t.detach().cpu()))
         if storage_of(t).owner is not self._recorder:
@@ -256,14 +260,14 @@ class Captured:
         return len(self._tensors) - 1
 
     def ship(self) -> None:
-        """Flush, so that the workers get or compute all values; does not wait."""
+        """Flush the session, which makes the workers receive or compute all values; don't wait."""
         for t in self._tensors:
             if is_lazy(t) and storage_of(t).host is None and storage_of(t).remote is None:
                 self._recorder.index_of(t)
         self._recorder.flush("checkpoint")
 
     def fetched(self) -> list[Tensor]:
-        """Return all tensors on the CPU; a sync point.
+        """Fetch all tensors to the CPU; a sync point.
 
         Raises:
             ExecutionError: a value could not be computed.
@@ -311,6 +315,7 @@ def _is_dense(t: Tensor) -> bool:
 
 
 def _leaf(t: Tensor) -> Leaf:
+    """Return the description of a captured tensor."""
     dtype = str(t.dtype).removeprefix("torch.")
     if not is_lazy(t):
         return Leaf(dtype, tuple(t.shape), t.stride())
@@ -323,7 +328,7 @@ def _leaf(t: Tensor) -> Leaf:
 
 
 def placements_of(leaf: Leaf) -> Placements:
-    """Return the placements of a leaf."""
+    """Parse the placements of a leaf."""
     return tuple(map(_placement, leaf.placements))
 
 
@@ -336,7 +341,7 @@ def _placement(text: str) -> Placement:
 
 # -- bytes ---------------------------------------------------------------------------------
 
-#: Rank -> value -> its copy in a snapshot.
+#: Rank -> id of a value -> its copy in a snapshot.
 SnapshotCopies = Mapping[int, Mapping[int, Copied]]
 
 
@@ -346,9 +351,10 @@ def sections(
     copies: SnapshotCopies,
     memory: Callable[[int, Copied], Tensor],
 ) -> Iterator[memoryview]:
-    """Yield the bytes of each value.
+    """Yield the bytes of each value, with the blocks of sharded values assembled.
 
     Args:
+        sources: location of each value; see ``Captured.sources``.
         memory: returns the bytes of a rank's copy.
     """
     for leaf, source in zip(leaves, sources, strict=True):
@@ -363,12 +369,17 @@ def sections(
 
 
 def are_there(sources: Sequence[Tensor | list[Block]], copies: SnapshotCopies) -> bool:
-    """Return whether a snapshot has all values: some may have failed."""
+    """Return whether a snapshot has all values; failed values are missing."""
     blocks = (block for source in sources if isinstance(source, list) for block in source)
     return all(block.key in copies[block.rank] for block in blocks)
 
 
 def _assembled(leaf: Leaf, chunks: list[tuple[Region | None, Tensor]]) -> Tensor:
+    """Assemble the full CPU tensor from its blocks, in the layout of its leaf.
+
+    Args:
+        chunks: (region, tensor) of each block; no region: the full tensor.
+    """
     region, first = chunks[0]
     meta = TensorMeta.of(first)
     has_other_layout = meta.offset or meta.conj or meta.neg or meta.stride != leaf.stride
@@ -378,12 +389,13 @@ def _assembled(leaf: Leaf, chunks: list[tuple[Region | None, Tensor]]) -> Tensor
     target = _as_numpy(full)
     for chunk_region, chunk in chunks:
         index: tuple[Any, ...] = (*(chunk_region or ()), ...)
-        # on one thread, unlike torch's
+        # NumPy copies on one thread, unlike torch
         np.copyto(target[index], _as_numpy(chunk.resolve_conj().resolve_neg()))
     return full
 
 
 def _as_numpy(t: Tensor) -> np.ndarray:
+    """Return a NumPy view of a tensor's elements, as numbers of the same size."""
     array: np.ndarray = t.detach().view(_DTYPE_OF_SIZE[t.element_size()]).numpy()
     return array
 
@@ -410,7 +422,12 @@ def tensor_of(leaf: Leaf, data: memoryview) -> Tensor:
 
 
 def memory_of(arenas: Mapping[int, Arena], upload: Arena | None) -> Callable[[int, Copied], Tensor]:
-    """Return the lookup of copies for ``sections``, in each rank's memory or the client's."""
+    """Return a function from (rank, copy) to the copy's bytes.
+
+    Args:
+        arenas: rank -> its snapshot memory.
+        upload: the client's upload arena, which has the borrowed values.
+    """
 
     def memory(rank: int, copy: Copied) -> Tensor:
         arena = upload if copy.borrowed else arenas[rank]
