@@ -173,7 +173,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     return fd
 
 
-def open_output(place: str | os.PathLike[str], append: bool = False, mode: int = 0o666) -> int:
+def open_output(name: str | os.PathLike[str], append: bool = False, mode: int = 0o666) -> int:
     """Open a file for output at a path that the user has chosen; return its descriptor.
 
     The file is truncated unless ``append``. Links of the user's own are followed, and devices and
@@ -185,7 +185,7 @@ def open_output(place: str | os.PathLike[str], append: bool = False, mode: int =
     Raises:
         PermissionError: the file there is another user's.
     """
-    path = Path(place)
+    path = Path(name)
     flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0)
     if path.is_symlink():
         _check_owner(path, path.lstat())

@@ -54,9 +54,9 @@ def gc_paused() -> Iterator[None]:
 def _after_fork() -> None:
     """Resume collection in a child, which has none of the threads that paused it."""
     global _holders
-    before, _holders = _holders, _Holders()
-    before._lock = threading.Lock()
-    if before._count and before._was_enabled:
+    inherited, _holders = _holders, _Holders()
+    inherited._lock = threading.Lock()
+    if inherited._count and inherited._was_enabled:
         gc.enable()
 
 

@@ -79,9 +79,9 @@ class Doubts:
             if answer is not None and answer.seq >= self._seq:
                 self._missing.discard(received.rank)
             if not self._missing:
-                first, *rest = self.take()
+                first, *later_ones = self.take()
                 yield first
-                for later in rest:
+                for later in later_ones:
                     yield from self.sort_out(later)
         elif answer is not None and (unanswered := self._unanswered(received.rank, answer)):
             self._seq, self._missing = answer.seq, unanswered

@@ -211,8 +211,8 @@ class Snapshots:
     def _free_all_but(self, number: int) -> None:
         """Free the copies of all snapshots but one."""
         retained = {copy.offset for copy in self._entries([number]) if not copy.borrowed}
-        others = [key for key in self._tables if key != number]
-        freed = {copy.offset for copy in self._entries(others) if not copy.borrowed}
+        other_numbers = [key for key in self._tables if key != number]
+        freed = {copy.offset for copy in self._entries(other_numbers) if not copy.borrowed}
         for offset in freed - retained:
             self._memory.free(offset)
         self._tables = {key: t for key, t in self._tables.items() if key == number}

@@ -225,7 +225,7 @@ class Checkpoints:
         if changed:
             warnings.warn(
                 f"lazygt: {saved.path} was saved with {', '.join(changed)}. Its values are whole; "
-                f"what is computed from here on may have other bits than that run's",
+                f"results from here on may have other bits than that run's",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -337,7 +337,7 @@ class Checkpoints:
         last = f"since step {self.records[-1].step}" if self.records else "in this session"
         warnings.warn(
             f"lazygt: no checkpoint was saved {last}: {self._problem}. A program that is killed "
-            f"now loses what came after that. It is tried again at later marks",
+            f"now loses the later steps. It is tried again at later marks",
             RuntimeWarning,
             stacklevel=4,
         )

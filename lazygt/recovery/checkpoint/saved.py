@@ -104,9 +104,9 @@ class Saved(Mapping[str, Any]):
         except ValueError as error:
             raise self._error(f"{title} in it is not as a checkpoint has it: {error}") from error
 
-    def _error(self, why: str) -> CheckpointError:
+    def _error(self, reason: str) -> CheckpointError:
         """Return an error about this file."""
-        return CheckpointError(self.path or "", f"{why}. Nothing was loaded")
+        return CheckpointError(self.path or "", f"{reason}. Nothing was loaded")
 
     def _leaf_of(self, number: int) -> Leaf:
         """Return the description of a tensor; ValueError if there is no such number."""

@@ -63,7 +63,7 @@ class Connected(Protocol):
         """Return the next message, or None if there is none."""
 
     def close(self, reason: str = "done") -> None:
-        """Close the connection, and tell the peer the reason."""
+        """Close the connection, and send the peer the reason."""
 
 
 class Agent:
@@ -104,7 +104,7 @@ class Agent:
                 self.pump()
                 poller.poll(1_000 * _LOOK_SECONDS)
         except ProtocolError as error:
-            self._connection.close(f"what the client sent makes no sense: {error}")
+            self._connection.close(f"a message of the client's makes no sense: {error}")
         finally:
             self.close()
         return self._connection.closed or ""
@@ -130,7 +130,7 @@ class Agent:
     @property
     def held(self) -> int:
         """Bytes of memory here that hold data of the client's."""
-        waiting = sum(size_of(rest) for _, rest in self._deferred)
+        waiting = sum(size_of(frames) for _, frames in self._deferred)
         snapshots = sum(arena.held for arena in self._snapshots.values())
         return waiting + self.mirrors.held + snapshots
 
@@ -149,15 +149,15 @@ class Agent:
         """Send the client a message."""
         self._connection.send(encode(message, list(frames)))
 
-    def _handle(self, message: Part, rest: list[memoryview]) -> None:
+    def _handle(self, message: Part, frames: list[memoryview]) -> None:
         """Handle a message at once, or defer it until the uploads that it needs have arrived.
 
         Args:
-            rest: the frames after the message's header.
+            frames: the frames after the message's header.
         """
         match message:
             case Mirror():
-                self.mirrors.take(message, _single_frame(rest))
+                self.mirrors.take(message, _single_frame(frames))
             case Begin():
                 self._deferred.clear()  # these are of a session that has ended
                 self.mirrors.begin(message)
@@ -170,13 +170,13 @@ class Agent:
                 pages = () if host_part is None else host_part.look(seconds)
                 self._send(Seen(part), [msgspec.msgpack.encode(pages)])
             case _ if self._deferred or self._needs_uploads(message):
-                self._deferred.append((message, rest))
+                self._deferred.append((message, frames))
             case _:
-                self._execute(message, rest)
+                self._execute(message, frames)
 
     def _end_part(self, number: int) -> None:
         """End a part, which may not have been opened yet."""
-        remaining = [held for held in self._deferred if getattr(held[0], "part", None) != number]
+        remaining = [entry for entry in self._deferred if getattr(entry[0], "part", None) != number]
         self._deferred = deque(remaining)
         if number in self.parts:
             self.parts[number].end()
@@ -187,15 +187,15 @@ class Agent:
         """Return whether a message needs uploads that have not arrived yet."""
         return isinstance(message, Tell) and message.mirrors > self.mirrors.number
 
-    def _execute(self, message: Part, rest: list[memoryview]) -> None:
+    def _execute(self, message: Part, frames: list[memoryview]) -> None:
         """Execute a request for which all uploads have arrived."""
         match message:
             case Tell(part, workers):
-                self._last_frames = rest or self._last_frames
+                self._last_frames = frames or self._last_frames
                 if (host_part := self.parts.get(part)) is not None:
                     host_part.tell(workers, self._last_frames)
             case Shadow():
-                self._store_snapshot(message, _single_frame(rest))
+                self._store_snapshot(message, _single_frame(frames))
             case Open(part, text):
                 self._open(part, text)
             case Replace(part, worker, number) if part in self.parts:

@@ -92,12 +92,12 @@ class Refusals:
         if other_versions := dict(self._listener.other_versions):
             self._listener.other_versions.clear()  # a host may start again with the same versions
             differences = "; ".join(
-                f"at {address}: {what}" for address, what in other_versions.items()
+                f"at {address}: {difference}" for address, difference in other_versions.items()
             )
             raise LaunchError(
                 self._job.rank_variable,
-                f"tells of several hosts, and one has other versions of lazygt, torch or Python, "
-                f"{differences}. Install the same ones on all hosts",
+                f"is of a job on several hosts, one with other versions of lazygt, torch or "
+                f"Python, {differences}. Install the same ones on all hosts",
             )
         self._check_strangers(has_come)
 
@@ -214,10 +214,10 @@ class Cluster:
         poller.register(self._listener.fd, select.POLLIN)
         refused = Refusals(job, self._listener, self._refusal, seconds)
         while (count := self._count()) != job.world_size:
-            if (left := until - time.monotonic()) <= 0 or count > job.world_size:
+            if (remaining := until - time.monotonic()) <= 0 or count > job.world_size:
                 raise self._incomplete(count, seconds, refused)
             refused.check(bool(self._arrived))
-            poller.poll(1_000 * min(left, 0.25))
+            poller.poll(1_000 * min(remaining, 0.25))
             while (connection := self._listener.accept()) is not None:
                 agent = _agent_of(connection)
                 self._arrived[agent.rank] = agent
@@ -228,8 +228,8 @@ class Cluster:
         names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._live_agents())
         return LaunchError(
             job.rank_variable,
-            f"tells of {job.world_size} processes, and after {seconds:g} s there are {count}: "
-            f"{job.local_world_size} on this host{names and ', '}{names}. Does the program open a "
+            f"is of a job of {job.world_size} processes, and after {seconds:g} s there are "
+            f"{count}: {job.local_world_size} on this host{names and ', '}{names}. Does the program open a "
             f"lazygt.session() on all hosts, and do all know the same LAZYGT_TOKEN? {refused}",
         )
 
@@ -303,7 +303,7 @@ def asked(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     if config.workers != job.world_size:
         raise LaunchError(
             job.rank_variable,
-            f"tells of {job.world_size} processes, one a worker, and {named[0]} asks for "
+            f"is of a job of {job.world_size} processes, one a worker, and {named[0]} asks for "
             f"{config.workers}: leave {named[0]} out, or have {job.engine} start as many",
         )
     return settings

@@ -107,9 +107,9 @@ def parse(frame: memoryview) -> tuple[int, int, bytes, list[memoryview]]:
     return number, acknowledged, *unpack(frame[_NUMBERS.size :])
 
 
-def pack_hello(turn: int, fresh: bool, user_data: bytes, received: int) -> bytearray:
+def pack_hello(turn: int, is_first: bool, user_data: bytes, received: int) -> bytearray:
     """Encode a hello that acknowledges the messages up to ``received``; see `Hello`."""
-    hello = msgspec.msgpack.encode(Hello(versions_here(), turn, fresh))
+    hello = msgspec.msgpack.encode(Hello(versions_here(), turn, is_first))
     return pack(HELLO, (_MARK + struct.pack("<H", PROTOCOL_VERSION), hello, user_data), received)
 
 

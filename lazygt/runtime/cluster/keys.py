@@ -158,8 +158,8 @@ class Keyring:
                 make_folder(folder)
             except PermissionError as error:
                 raise SecurityError(
-                    f"{folder}: whoever may write here may let anybody in: `chmod 700 {folder}`, "
-                    f"and it must be yours"
+                    f"{folder}: a user with write access here can admit any client: `chmod 700 "
+                    f"{folder}`, and it must be yours"
                 ) from error
         self.server = self._server()
 

@@ -377,11 +377,11 @@ class Listener:
             return connection
         return None
 
-    def _refuse(self, id: bytes, kind: str, why: str) -> None:
+    def _refuse(self, id: bytes, kind: str, reason: str) -> None:
         """Send a peer the reason once: unread messages would fill our memory."""
         if id not in self._refused_ids:
             _remember(self._refused_ids, id)
-            self._send(id, pack_refusal(Refusal(kind, why, versions_here())))
+            self._send(id, pack_refusal(Refusal(kind, reason, versions_here())))
 
     def _send(self, id: bytes, message: bytes | bytearray) -> bool:
         try:

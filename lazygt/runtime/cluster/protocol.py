@@ -234,7 +234,7 @@ def spec_of(text: str) -> LinkSpec:
         fields["token"] = None if token is None else bytes.fromhex(token)
         return msgspec.convert(fields, LinkSpec)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ProtocolError(f"what workers are to be cannot be read: {error}") from error
+        raise ProtocolError(f"a specification of workers cannot be read: {error}") from error
 
 
 def pages_of(frame: Buffer) -> tuple[Page | None, ...]:

@@ -120,8 +120,8 @@ class RayHosts:
         if self._listener is not None:
             self._listener.close("the session has ended")
             self._listener = None
-        for place in self._placements.values():
-            self._kill(place.actor)
+        for placement in self._placements.values():
+            self._kill(placement.actor)
         self._placements.clear()
         group, self._group = self._group, None
         if group is not None:
@@ -201,7 +201,7 @@ class RayHosts:
             Place(bundle, actor, node, name, tuple(gpus))
             for bundle, actor, (node, name, gpus) in zip(bundles, actors, answers, strict=True)
         ]
-        self._placements |= {place.bundle: place for place in placements}
+        self._placements |= {placement.bundle: placement for placement in placements}
         return placements
 
     def _kill(self, actor: Any) -> None:
@@ -243,11 +243,11 @@ class RayHosts:
     ) -> list[tuple[RemoteHost, list[int]]]:
         """Start an agent on each node of these bundles; return (host, its bundles) pairs."""
         nodes: dict[str, list[Place]] = {}
-        for place in self._start_slots(bundles, until):
-            nodes.setdefault(place.node, []).append(place)
+        for placement in self._start_slots(bundles, until):
+            nodes.setdefault(placement.node, []).append(placement)
         groups = list(nodes.values())
         starts = [
-            group[0].actor.start.remote([gpu for place in group for gpu in place.gpus])
+            group[0].actor.start.remote([gpu for placement in group for gpu in placement.gpus])
             for group in groups
         ]
         for key, group in zip(self._get(starts, until), groups, strict=True):
@@ -293,9 +293,9 @@ class RayHosts:
             if time.monotonic() > until:
                 raise LaunchError("", f"{len(hosts)} of {len(groups)} agents have come in time")
         for number, group in enumerate(groups):
-            self._hosts |= {place.bundle: hosts[number] for place in group}
+            self._hosts |= {placement.bundle: hosts[number] for placement in group}
         return [
-            (hosts[number], [place.bundle for place in group])
+            (hosts[number], [placement.bundle for placement in group])
             for number, group in enumerate(groups)
         ]
 

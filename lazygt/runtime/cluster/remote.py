@@ -211,11 +211,11 @@ class RemoteHost:
                         reason = f"its host {self.name} is lost ({self.connection.closed})"
                         self._record_death(WorkerDied(rank, part.pids[worker], reason, ""))
 
-    def _handle(self, message: Part, rest: list[memoryview]) -> None:
+    def _handle(self, message: Part, frames: list[memoryview]) -> None:
         """Handle one message of the agent.
 
         Args:
-            rest: the frames after the message's header.
+            frames: the frames after the message's header.
         """
         if isinstance(message, Listens | Has | Alone):
             self.upload_events.append(message)
@@ -226,10 +226,10 @@ class RemoteHost:
         match message:
             case Said(_, worker):
                 if worker not in part.replacing:
-                    self.inbox.append((part.ranks[worker], rest))
+                    self.inbox.append((part.ranks[worker], frames))
             case Kept(_, worker, offset):
                 if worker not in part.replacing:
-                    write(self.shadows[part.ranks[worker]], offset, rest[0])
+                    write(self.shadows[part.ranks[worker]], offset, frames[0])
             case Opened(_, pids, replaced):
                 part.opened, part.pids = True, pids
                 if replaced is not None:
@@ -242,7 +242,7 @@ class RemoteHost:
             case Frozen(_, worker, pid, deadline):
                 self.errors.append(WorkerFrozen(part.ranks[worker], pid, deadline))
             case Seen():
-                part.seen, part.requested_at = protocol.pages_of(rest[0]), 0
+                part.seen, part.requested_at = protocol.pages_of(frames[0]), 0
             case Refused(_, why):
                 self.errors.append(ProtocolError(f"host {self.name}: {why}"))
             case Closed():
@@ -323,12 +323,12 @@ class Relay:
         """
         for host in hosts:
             for part in list(host.parts.values()):
-                here = {
+                workers_here = {
                     worker: rank
                     for worker, rank in enumerate(part.ranks)
                     if host_of.get(rank) is host and not part.ended
                 }
-                self._update_part(host, part, here)
+                self._update_part(host, part, workers_here)
             host.look(_LEASE_SECONDS)
 
     def _update_part(

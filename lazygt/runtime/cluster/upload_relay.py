@@ -262,7 +262,7 @@ class Mirrors:
         """Return a follower's piece number; ProtocolError if the piece after it was dropped."""
         oldest = self._pieces[0][0] if self._pieces else self.number + 1
         if report.session != self._session or report.number + 1 < oldest:
-            raise ProtocolError(f"what follows piece {report.number} is not here any more")
+            raise ProtocolError(f"the pieces after {report.number} are not here any more")
         return report.number
 
     def _pass_on(self) -> None:
@@ -291,12 +291,12 @@ class Mirrors:
             self._epoll.register(connection.fd, select.EPOLLIN)
             self._followed = connection
             connection.send(encode(Has(self._session, self.number)))
-        why = source.why
+        reason = source.why
         if connection is not None:
-            why = self._receive_pieces(connection) or connection.closed or ""
-        if why:
+            reason = self._receive_pieces(connection) or connection.closed or ""
+        if reason:
             self._leave_source()
-            self._request_from_client(why, met=connection is not None)
+            self._request_from_client(reason, met=connection is not None)
 
     def _receive_pieces(self, connection: Connection) -> str:
         """Store the pieces that have arrived on a connection; return its error, or ""."""
@@ -306,17 +306,17 @@ class Mirrors:
                 assert isinstance(message, Mirror)
                 self.take(message, frames[1])
         except (ProtocolError, IndexError) as error:
-            return f"what it sends makes no sense: {error}"
+            return f"its messages make no sense: {error}"
         return ""
 
-    def _request_from_client(self, why: str, met: bool) -> None:
+    def _request_from_client(self, reason: str, met: bool) -> None:
         """Request the next pieces from the client.
 
         Args:
-            why: the error of the source; "": none.
+            reason: the error of the source; "": none.
             met: True if the source had been reached.
         """
-        self._send(Alone(self._session, self._turn, self.number, met, why), ())
+        self._send(Alone(self._session, self._turn, self.number, met, reason), ())
 
     def _leave_source(self) -> None:
         """Stop following another agent."""

@@ -275,10 +275,10 @@ class StartPlan:
         """Return the rendezvous settings of the process group; None for a single worker."""
         if self.spec.world_size == 1:
             return None
-        spec, here = self.spec, len(self.spec.here)
+        spec, worker_count = self.spec, len(self.spec.here)
         gpus = spec.gpus_here(torch.cuda.device_count()) if spec.device == "cuda" else 0
-        backend = backend_for(spec.device, here, gpus)
-        if slow := why_host(spec.device, here, gpus):
+        backend = backend_for(spec.device, worker_count, gpus)
+        if slow := why_host(spec.device, worker_count, gpus):
             warnings.warn(f"lazygt.session: {slow}", RuntimeWarning, stacklevel=2)
         return GroupSpec(
             backend,
