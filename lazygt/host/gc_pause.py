@@ -20,6 +20,7 @@ class _Holders:
         self._count, self._was_enabled = 0, False
 
     def enter(self) -> None:
+        """Disable collection for the first block."""
         with self._lock:
             if not self._count:
                 self._was_enabled = gc.isenabled()
@@ -27,6 +28,7 @@ class _Holders:
             self._count += 1
 
     def leave(self) -> None:
+        """Restore collection after the last block."""
         with self._lock:
             self._count -= 1
             if not self._count and self._was_enabled:

@@ -19,7 +19,7 @@ class Alarm:
     """One-shot timer that expires at the earliest of the requested times.
 
     Attributes:
-        fd: descriptor that is readable from that time on, until `silence`.
+        fd: descriptor that is readable from that time on, until `clear`.
         at: that time, by ``time.monotonic``; None while no time is requested.
     """
 
@@ -29,7 +29,7 @@ class Alarm:
             raise _failed("timerfd_create")
         self.at: float | None = None
 
-    def ring(self, at: float = 0.0) -> None:
+    def schedule(self, at: float = 0.0) -> None:
         """Schedule an expiry at ``at`` (seconds of ``time.monotonic``); 0.0: now.
 
         An earlier scheduled expiry stays.
@@ -43,7 +43,7 @@ class Alarm:
         if _libc.timerfd_settime(self.fd, _ABSOLUTE, setting, None) < 0:
             raise _failed("timerfd_settime")
 
-    def silence(self) -> bool:
+    def clear(self) -> bool:
         """Reset the timer if it has expired; return whether it had."""
         if self.at is None or time.monotonic() < self.at:
             return False

@@ -388,5 +388,6 @@ def newest(folder: Path) -> CheckpointFile | None:
 
 
 def _is_complete_name(name: str) -> bool:
+    """Return whether a name is that of a checkpoint, not of a partial one."""
     match = _NAME.fullmatch(name)
     return match is not None and match[2] is None

@@ -274,6 +274,7 @@ class Checkpoints:
             self._write({}, 0.0, moment._replace(sources=list(captured.fetched())))
 
     def _capture(self, values: Mapping[str, Any]) -> tuple[Captured, dict[str, bytes], bytes]:
+        """Capture all states; return the tensors, the encoded states and the encoded generators."""
         captured = Captured(self._recorder, self._mesh)
         registered = {name: states.state_of(each) for name, each in self._objects.items()}
         texts = {
@@ -298,6 +299,7 @@ class Checkpoints:
         recovery.reader = self._writing
 
     def _write(self, copies: SnapshotCopies, busy: float, moment: _Moment) -> None:
+        """Start the write of a moment on the writing thread."""
         memory = memory_of(self._memories(copies), self._client.link.upload)
         self._writing = self._thread.submit(_written, self.folder, moment, copies, memory, busy)
 

@@ -99,6 +99,7 @@ class Saved(Mapping[str, Any]):
         return self._decoded(repr(name), self._contents.states[name], tensor_of_number)
 
     def _decoded(self, title: str, data: bytes, tensor: Callable[[int], Any]) -> Any:
+        """Decode a state; CheckpointError, with the title, for invalid data."""
         try:
             return decoded(data, tensor)
         except ValueError as error:
@@ -159,6 +160,7 @@ class Saved(Mapping[str, Any]):
             ) from error
 
     def _check(self, name: str, obj: Any) -> None:
+        """Raise CheckpointError unless the saved state of this name can be the object's."""
         if name not in self._contents.classes:
             raise CheckpointError(
                 self.path or "",

@@ -256,6 +256,7 @@ class Captured:
         return self._numbers[key]
 
     def _add(self, t: Tensor) -> int:
+        """Append a tensor, and return its number."""
         self._tensors.append(t)
         return len(self._tensors) - 1
 
@@ -286,6 +287,7 @@ class Captured:
         return [self._source(t) for t in self._tensors]
 
     def _source(self, t: Tensor) -> Tensor | list[Block]:
+        """Return the location of a captured tensor: a CPU tensor, or the blocks on workers."""
         if not is_lazy(t):
             return t
         storage = storage_of(t)
@@ -310,6 +312,7 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def _is_dense(t: Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory without gaps or overlaps."""
     dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(t)
     return dense
 
@@ -333,6 +336,7 @@ def placements_of(leaf: Leaf) -> Placements:
 
 
 def _placement(text: str) -> Placement:
+    """Parse a placement: R, S(dim) or H(rank)."""
     if text == "R":
         return Replicate()
     number = int(text[2:-1])

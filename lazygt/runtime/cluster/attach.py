@@ -229,8 +229,9 @@ class Cluster:
         return LaunchError(
             job.rank_variable,
             f"is of a job of {job.world_size} processes, and after {seconds:g} s there are "
-            f"{count}: {job.local_world_size} on this host{names and ', '}{names}. Does the program open a "
-            f"lazygt.session() on all hosts, and do all know the same LAZYGT_TOKEN? {refused}",
+            f"{count}: {job.local_world_size} on this host{names and ', '}{names}. Does the "
+            f"program open a lazygt.session() on all hosts, and do all know the same "
+            f"LAZYGT_TOKEN? {refused}",
         )
 
     def _count(self) -> int:

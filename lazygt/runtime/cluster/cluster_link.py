@@ -388,6 +388,7 @@ class ClusterLink:
             self.upload.close()
 
     def _check_open(self) -> None:
+        """Raise LazyGTError if the link is closed."""
         if self._closed:
             raise LazyGTError("the link to the workers is closed")
 

@@ -198,10 +198,11 @@ class _Dialed:
             while self._inbox:
                 self._handle_frame(self._inbox[0].buffer)
                 self._inbox.popleft()
-        if self.connection.closed is None and self._timer.silence():
+        if self.connection.closed is None and self._timer.clear():
             self.connection.tick(time.monotonic())
 
     def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
+        """See ``Line.transmit``."""
         if not self._open:
             return False
         try:
@@ -212,25 +213,29 @@ class _Dialed:
         return connection._disconnected_at is None
 
     def schedule_tick(self, at: float) -> None:
+        """See ``Line.schedule_tick``."""
         if self._open:
-            self._timer.ring(at)
+            self._timer.schedule(at)
 
     def rearm(self) -> None:
+        """See ``Line.rearm``."""
         if self._has_input():
-            self._timer.ring()
+            self._timer.schedule()
 
     def _has_input(self) -> bool:
         """Return whether the socket has a message to read."""
         return self._open and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def detach(self, connection: Connection) -> None:
+        """See ``Line.detach``."""
         if self._open:
             self._open = False
-            self._timer.ring()
+            self._timer.schedule()
             self._monitor.close()
             close_lingering(self._socket)
 
     def release(self, connection: Connection) -> None:
+        """See ``Line.release``."""
         self.detach(connection)
         if not self._epoll.closed:
             self._epoll.close()

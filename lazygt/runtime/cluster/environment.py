@@ -147,6 +147,7 @@ class _Variables:
         return self.number_or(name, 0)
 
     def number_or(self, name: str, default: int) -> int:
+        """Return the number in a variable, or a default if it is not set."""
         text = self.text(name)
         if not text:
             return default
@@ -181,6 +182,7 @@ class _Variables:
 
 
 def _torchrun(variables: _Variables) -> Job:
+    """Read a job of torchrun."""
     by_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") in _YES
     run = variables.text("TORCHELASTIC_RUN_ID")
     restarts = variables.number_or("TORCHELASTIC_RESTART_COUNT", 0)
@@ -205,6 +207,7 @@ def _torchrun(variables: _Variables) -> Job:
 
 
 def _slurm(variables: _Variables) -> Job:
+    """Read a job of SLURM's srun."""
     host = variables.number("SLURM_NODEID")
     hosts = variables.number_or("SLURM_STEP_NUM_NODES", variables.number_or("SLURM_NNODES", 1))
     counts = _task_counts(variables)
@@ -234,6 +237,7 @@ def _slurm(variables: _Variables) -> Job:
 
 
 def _openmpi(variables: _Variables) -> Job:
+    """Read a job of Open MPI's mpirun."""
     size = variables.number("OMPI_COMM_WORLD_SIZE")
     local_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")
     name = variables.text("PMIX_NAMESPACE") or variables.text("OMPI_MCA_ess_base_jobid")
@@ -254,6 +258,7 @@ def _openmpi(variables: _Variables) -> Job:
 
 
 def _hydra(variables: _Variables) -> Job:
+    """Read a job of MPICH's mpiexec (Hydra)."""
     size = variables.number("PMI_SIZE")
     local_size = variables.number("MPI_LOCALNRANKS")
     return Job(

@@ -108,6 +108,7 @@ class HostPart(threading.Thread):
     # -- the thread ----------------------------------------------------------------------
 
     def run(self) -> None:
+        """Start the workers and serve them; report an error, and the end, to the client."""
         try:
             self._work(ProcessLink(self._spec, memory=self._memory))
         except (OSError, ValueError, LazyGTError) as error:
@@ -158,6 +159,7 @@ class HostPart(threading.Thread):
     def _send_to_workers(
         self, link: ProcessLink, workers: Sequence[int], frames: Sequence[Frame]
     ) -> None:
+        """Send a message to workers, except those that have died."""
         for worker in workers:
             try:
                 link.send(worker, frames)
@@ -165,6 +167,7 @@ class HostPart(threading.Thread):
                 continue
 
     def _report_death(self, link: ProcessLink, death: WorkerDied) -> None:
+        """Report a worker's death once, with its last run and step."""
         if death.rank in self._reported:
             return
         self._reported.add(death.rank)
@@ -192,6 +195,7 @@ class HostPart(threading.Thread):
         self.order(replace_worker)
 
     def _check_worker(self, worker: int) -> None:
+        """Raise ProtocolError unless there is a worker of this number."""
         if worker >= len(self._spec.here):
             raise ProtocolError(f"there is no worker {worker} in part {self.number}")
 
@@ -209,6 +213,7 @@ class HostPart(threading.Thread):
     # -- messages of workers -------------------------------------------------------------
 
     def _forward(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
+        """Send the client a worker's message, after the values of a snapshot in it."""
         if Snapped.begins(frames[0]):
             self._send_snapshot(link, worker, frames)
         self._send(Said(self.number, worker), frames)
@@ -231,6 +236,7 @@ class HostPart(threading.Thread):
         self._sent_copies[worker] = {(copy.id, copy.offset) for copy in copies}
 
     def _send_copy(self, worker: int, arena: Arena, copy: Copied) -> None:
+        """Send the client a value of a snapshot, in pieces."""
         for begin in range(copy.offset, copy.offset + copy.nbytes, PIECE_BYTES):
             if self._ended:
                 return

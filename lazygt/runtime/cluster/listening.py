@@ -258,27 +258,31 @@ class Listener:
                 self.counts["handshake"] += 1
             elif event == zmq.EVENT_DISCONNECTED and self._connections:
                 self._check_peers = True
-                self._timer.ring(time.monotonic() + _CHECK_DELAY)
+                self._timer.schedule(time.monotonic() + _CHECK_DELAY)
         self._check_keys(_CHECK_BUSY)
         self._read()
-        if self._timer.silence():
+        if self._timer.clear():
             self._tick()
 
     def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
+        """See ``Line.transmit``."""
         return self._open and self._send(connection.id, message)
 
     def schedule_tick(self, at: float) -> None:
+        """See ``Line.schedule_tick``."""
         if self._open:
-            self._timer.ring(at)
+            self._timer.schedule(at)
 
     def rearm(self) -> None:
+        """See ``Line.rearm``."""
         if self._open and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._timer.ring()
+            self._timer.schedule()
 
     def detach(self, connection: Connection) -> None:
+        """See ``Line.detach``."""
         if self._connections.pop(connection.id, None) is not None:
             _remember(self._ended_ids, connection.id)
-            self._timer.ring()  # a waiting thread must look at `closed`
+            self._timer.schedule()  # a waiting thread must look at `closed`
 
     def release(self, connection: Connection) -> None:
         """Do nothing: a connection owns no resources here."""
@@ -291,9 +295,10 @@ class Listener:
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             self._handle_frame(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
-        self._timer.ring()
+        self._timer.schedule()
 
     def _handle_frame(self, zmq_frames: list[zmq.Frame]) -> None:
+        """Check the sender of a frame by id and key, and handle the frame."""
         id = zmq_frames[0].bytes
         try:
             if len(zmq_frames) != 2:
@@ -318,6 +323,7 @@ class Listener:
     def _handle_hello(
         self, id: bytes, key: str, frame: zmq.Frame, received: int, view: list[memoryview]
     ) -> None:
+        """Welcome a client, or refuse it for its versions; ignore replayed hellos."""
         hello, user_data = read_hello(view)
         connection = self._connections.get(id)
         if not isinstance(hello, Hello) or versions_here().differences(hello.versions):
@@ -359,6 +365,7 @@ class Listener:
     def _admit(
         self, id: bytes, key: str, hello: Hello, user_data: bytes, received: int
     ) -> _Accepted | None:
+        """Create a connection for a new client; None if the client is refused."""
         name = self._name_of(key, None)
         if len(id) != _ID_BYTES or received:
             self.counts["foreign"] += 1
@@ -373,7 +380,7 @@ class Listener:
             connection.key, connection.turn = key, 0
             self._connections[id] = connection
             self._new.append(connection)
-            self._timer.ring(time.monotonic() + _CHECK_IDLE)
+            self._timer.schedule(time.monotonic() + _CHECK_IDLE)
             return connection
         return None
 
@@ -384,6 +391,7 @@ class Listener:
             self._send(id, pack_refusal(Refusal(kind, reason, versions_here())))
 
     def _send(self, id: bytes, message: bytes | bytearray) -> bool:
+        """Send a message to a peer; False if the peer is not connected."""
         try:
             self._socket.send(id, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -407,7 +415,7 @@ class Listener:
                 connection.mark_disconnected()
             connection.tick(now)
         if self._connections:
-            self._timer.ring(now + _CHECK_IDLE)
+            self._timer.schedule(now + _CHECK_IDLE)
 
     def _name_of(self, key: str, default: str | None) -> str | None:
         """Return the name of a key's client; ``default`` if it can't be looked up now."""

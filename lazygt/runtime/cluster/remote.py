@@ -249,9 +249,11 @@ class RemoteHost:
                 part.ended = True
 
     def _with_host_name(self, status: str) -> str:
+        """Add the host's name to an exit status."""
         return f"{status}, on host {self.name}"
 
     def _record_death(self, death: WorkerDied) -> None:
+        """Record a worker's death, and queue its error."""
         self.deaths[death.rank] = death
         self.errors.append(death)
 
@@ -372,6 +374,7 @@ class Relay:
             self._last_pages[rank] = message, when
 
     def _write(self, rank: int, elsewhere: Elsewhere) -> None:
+        """Write a rank's last page, with the state of its process on its host."""
         message, when = self._last_pages.get(
             rank, (WorkerPage(rank, 0, "starting"), elsewhere.heard)
         )

@@ -52,6 +52,7 @@ class Monitor:
             yield int(event["event"]), int(event["value"])
 
     def close(self) -> None:
+        """Stop monitoring."""
         self._monitored.disable_monitor()
         self._socket.close(0)
 

@@ -169,6 +169,7 @@ class Chain:
     # -- order of the chain --------------------------------------------------------------
 
     def _begin(self, node: Place) -> None:
+        """Send a host the order to count and relay pieces."""
         node.begun = time.monotonic()
         node.host.say(Begin(self._session, self.number, self._token.hex()))
 

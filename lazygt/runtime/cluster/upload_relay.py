@@ -78,6 +78,7 @@ class Source(threading.Thread):
         self._left = False
 
     def run(self) -> None:
+        """Connect to the agent, and write the eventfd with the result."""
         connection, reason = None, ""
         keys, server = derived(self._token, "follower"), derived(self._token, "source").public
         try:

@@ -105,6 +105,7 @@ class Keys:
 
     @classmethod
     def generate(cls) -> Keys:
+        """Generate a random key pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
@@ -362,6 +363,7 @@ class Server:
         self._strangers[identity] = None
 
     def _send(self, identity: bytes, kind: bytes, frames: Sequence[Frame]) -> None:
+        """Send a message to a peer; a peer that has gone is ignored."""
         message = pack(kind, frames)
         self._doorbell.drained = False
         try:
@@ -385,6 +387,7 @@ def check_hello(kind: bytes, frames: Sequence[Frame], token: bytes) -> None:
 
 
 def _unpack_single(zmq_frames: list[bytes]) -> tuple[bytes, list[memoryview]]:
+    """Unpack a message of exactly one ZMQ frame."""
     if len(zmq_frames) != 1:
         raise ProtocolError(f"a message is one frame, not {len(zmq_frames)}")
     return unpack(zmq_frames[0])
@@ -472,6 +475,7 @@ class Client:
 
 
 def _configure(sock: zmq.Socket[bytes], max_message: int) -> None:
+    """Set the options that both ends' sockets share."""
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.MAXMSGSIZE, max_message)

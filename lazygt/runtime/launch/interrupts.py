@@ -126,6 +126,7 @@ class _Handler:
         self.deferred, self.theirs = deferred, theirs
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a SIGINT of the kernel's, or a call by a handler of the user's."""
         if frame is not None and sys._getframe(1) is not frame:
             self.theirs(number, frame)  # called by a handler that the user has put before it
         else:

@@ -164,6 +164,7 @@ def same_package() -> dict[str, str]:
 
 
 def _signal_name(number: int) -> str:
+    """Return the name of a signal; its number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -288,6 +288,7 @@ class Control(threading.Thread):
         self._server = Server(context, boot.control, token, boot.keys, boot.max_message)
 
     def run(self) -> None:
+        """Answer pings and write the status page until the client ends."""
         client = _watch_client(self._boot.client_pid)
         if client is None:
             self._end()

@@ -225,6 +225,7 @@ class ProcessLink:
             self._finalizer()
 
     def _check_open(self) -> None:
+        """Raise LazyGTError if the link is closed."""
         if self._closed:
             raise LazyGTError("the link to the workers is closed")
 

@@ -40,6 +40,7 @@ class DeathWatch(threading.Thread):
         self._ended = False
 
     def run(self) -> None:
+        """Call the handler, and wait for the next end of a process, until `end`."""
         try:
             while not self._ended:
                 living = self._living()  # a later death ends the wait
@@ -166,7 +167,7 @@ class Watch:
         self.silence = min(frozen_after / 4, _LONGEST_SILENCE)
         self._states = [_State(heard=now) for _ in range(world_size)]
         self._last_tick = now
-        self._patient_until = now
+        self._no_report_before = now
 
     @property
     def dead(self) -> tuple[int, ...]:
@@ -229,7 +230,7 @@ class Watch:
         """Check all living workers; none is frozen right after a gap between ticks."""
         if now - self._last_tick > _ABSENT_AFTER:
             # This process was stopped, or did not wait: an answer may still be on its way.
-            self._patient_until = now + TICK_SECONDS
+            self._no_report_before = now + TICK_SECONDS
         self._last_tick = now
         living = ((rank, state) for rank, state in enumerate(self._states) if not state.dead)
         return [step for rank, state in living for step in self._check_worker(rank, state, now)]
@@ -247,12 +248,13 @@ class Watch:
                 0.0,
             )
             return [Ping(rank)]
-        if now < state.due or now < self._patient_until:
+        if now < state.due or now < self._no_report_before:
             return []
         state.due, state.frozen = now + deadline, True
         return [ReportFrozen(rank, deadline)]
 
     def _deadline(self, state: _State) -> float:
+        """Return the silence in seconds after which a worker counts as frozen."""
         return self._frozen_after if state.started else self._start_timeout
 
     def seconds_to_next(self, now: float) -> float:
@@ -264,4 +266,4 @@ class Watch:
         """Return the time of the next check at which a worker may be pinged or frozen."""
         if state.due is None:
             return state.heard + self.silence
-        return max(state.due, self._patient_until)
+        return max(state.due, self._no_report_before)

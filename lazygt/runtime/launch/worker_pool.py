@@ -384,6 +384,7 @@ class WorkerPool:
         self._stack.close()
 
     def _close_wakeup(self) -> None:
+        """Close the eventfd that wakes a waiting thread."""
         wakeup, self.wakeup = self.wakeup, -1
         os.close(wakeup)
 
