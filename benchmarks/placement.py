@@ -22,7 +22,7 @@ from benchmarks.harness import Measured, Report, parser
 from benchmarks.models import GPT, GPTSize, Step, update
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Shard
-from lazygt.host.gc_pause import uncollected
+from lazygt.host.gc_pause import gc_paused
 from lazygt.machine import default_machine
 from lazygt.passes import run_passes
 from lazygt.passes.cse import CommonSubexpressions, DeadCode
@@ -114,7 +114,7 @@ def choose(graph: Graph, annotations: Annotations, explore: bool, parts: int) ->
     """Placements for one axis, from the graph to the solution; it runs on one thread, with garbage
     collection put off as the planner has it."""
     gc.collect()
-    with uncollected():
+    with gc_paused():
         return _choose(graph, annotations, explore, parts)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lazygt.config import VERSION as _VERSION
 from lazygt.errors import *  # noqa: F403
 from lazygt.errors import __all__ as _errors
-from lazygt.host.gc_pause import uncollected as _uncollected
+from lazygt.host.gc_pause import gc_paused as _gc_paused
 
 __version__ = _VERSION
 
@@ -76,7 +76,7 @@ def __dir__() -> list[str]:
 #: ``lazygt top`` looks at a session from outside, and is to be there at once: without torch.
 _LOOKS_ON = os.path.basename((sys.argv or [""])[0]) == "lazygt" and sys.argv[1:2] == ["top"]
 
-with _uncollected():
+with _gc_paused():
     if not _LOOKS_ON:
         from lazygt import transfer as transfer
 

@@ -1,8 +1,8 @@
 """Private files and folders of one user, safe from other users' links.
 
-Every file that lazygt makes comes from here. Names can be guessed, and folders such as ``/tmp`` are
-shared: a link, a pipe or a file that another user has put under a name is refused, and nothing is
-emptied before it is known to be this user's. Modes are set whatever the umask is.
+This module creates every file that lazygt writes. Names can be guessed, and folders such as
+``/tmp`` are shared: a link, a pipe or a file that another user has put under a name is refused, and
+a file is truncated only after its owner was checked. Modes are set independently of the umask.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# -- anonymous memory files (memfd) that processes share; gone with their last holder --------------
+# -- anonymous memory files (memfd) ----------------------------------------------------------------
+# Processes share them by descriptor; the memory is freed with the last descriptor.
 
-# Not named by Python's fcntl module everywhere
+# Python's fcntl module has no names for these everywhere.
 _ADD_SEALS, _SEAL_SHRINK = 1033, 2
 
 
 def create_file(name: str, nbytes: int) -> int:
-    """Create a memfd that may grow and never shrink: that would raise SIGBUS elsewhere."""
+    """Create a memfd that may grow and never shrink; return its descriptor.
+
+    Access beyond the end of a shrunk file would raise SIGBUS in processes that have mapped it.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, _ADD_SEALS, _SEAL_SHRINK)
@@ -33,129 +37,133 @@ def create_file(name: str, nbytes: int) -> int:
 
 
 def memory_of(fd: int) -> int:
-    """Return the bytes of memory that a memfd takes: written ones, without holes."""
+    """Return the bytes of memory in use by a memfd: written pages, without holes."""
     return os.fstat(fd).st_blocks * 512
 
 
-# -- private files and folders of one user, safe from other users' links ---------------------------
+# -- private files and folders ---------------------------------------------------------------------
 
 #: Permission bits by which others may change a file, and by which they may read it as well.
 WRITABLE, READABLE = 0o022, 0o077
 _ALWAYS = os.O_CLOEXEC | os.O_NOCTTY
 
 
-def make_folder(place: Path) -> Path:
-    """The folder, which is made with mode 0700 if it is missing, as are those above it.
+def make_folder(path: Path) -> Path:
+    """Create a folder and its missing parents with mode 0700; return its path.
+
+    An existing folder is checked.
 
     Raises:
         PermissionError: as ``check_folder``.
     """
-    missing = [folder for folder in (place, *place.parents) if not os.path.lexists(folder)]
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):
         try:
             folder.mkdir(0o700)
-        except FileExistsError:  # another process was quicker; it is checked below
+        except FileExistsError:  # another process has created the folder, which is checked below
             continue
         folder.chmod(0o700)
-    check_folder(place)
-    return place
+    check_folder(path)
+    return path
 
 
-def check_folder(place: Path) -> None:
-    """Raise PermissionError unless this user alone may write to a folder, or link it.
+def check_folder(path: Path) -> None:
+    """Raise PermissionError if other users than this one and root may write to or link a folder.
 
-    The system's owner may, too: root can do anything to a process anyway.
+    Root may, since root controls every process anyway.
     """
-    status, link = place.stat(), place.lstat()
+    status, link = path.stat(), path.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(f"{place} is no folder")
-    _check_owner(place, link)
-    _check_owner(place, status)
+        raise NotADirectoryError(f"{path} is no folder")
+    _check_owner(path, link)
+    _check_owner(path, status)
     if status.st_mode & WRITABLE:
         raise PermissionError(
-            f"others may write to {place}: `chmod go-w {_quoted(place)}`, or name a folder inside "
+            f"others may write to {path}: `chmod go-w {_quoted(path)}`, or name a folder inside "
             f"it, which is made for you alone"
         )
 
 
-def create(place: Path, folder: int | None = None) -> int:
-    """A descriptor of a new, empty file of mode 0600.
+def create(path: Path, folder: int | None = None) -> int:
+    """Create an empty file of mode 0600; return its descriptor.
 
     Args:
-        folder: a descriptor of the one that a relative path starts from.
+        folder: descriptor of the folder that a relative path starts from.
 
     Raises:
-        FileExistsError: there is something of that name, a link among others.
+        FileExistsError: there is something of that name, for example a link.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _ALWAYS
-    fd = os.open(place, flags, 0o600, dir_fd=folder)
+    fd = os.open(path, flags, 0o600, dir_fd=folder)
     os.fchmod(fd, 0o600)
     return fd
 
 
-def create_whole(place: Path, data: bytes) -> None:
-    """Write a new private file, which is whole from the moment that it is there.
+def create_whole(path: Path, data: bytes) -> None:
+    """Create a private file atomically: it appears with all its data.
 
     Raises:
         FileExistsError: there is something of that name.
     """
-    part = _written_beside(place, data)
+    temporary = _write_temporary(path, data)
     try:
-        os.link(part, place)
+        os.link(temporary, path)
     finally:
-        part.unlink()
+        temporary.unlink()
 
 
-def replace(place: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file in place of an old one; nobody ever sees half of it."""
-    part = _written_beside(place, data)
+def replace(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace a file atomically: readers see the old data or the new."""
+    temporary = _write_temporary(path, data)
     try:
-        part.chmod(mode)
-        part.replace(place)
+        temporary.chmod(mode)
+        temporary.replace(path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def _written_beside(place: Path, data: bytes) -> Path:
-    """A new private file in the same folder, under a name that nobody guesses."""
-    part = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
-    fd = create(part)
+def _write_temporary(path: Path, data: bytes) -> Path:
+    """Write a private file of a random name into the same folder; return its path."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = create(temporary)
     try:
         with open(fd, "wb") as file:
             file.write(data)
     except BaseException:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    return part
+    return temporary
 
 
-def bind(listener: socket.socket, place: str | os.PathLike[str]) -> None:
-    """Give a UNIX socket a name, with mode 0600 from the first moment."""
-    os.fchmod(listener.fileno(), 0o600)  # of the name that will be made, less the umask
-    listener.bind(os.fspath(place))
-    os.chmod(place, 0o600)
+def bind(listener: socket.socket, path: str | os.PathLike[str]) -> None:
+    """Bind a UNIX socket to a path, with mode 0600 from the first moment."""
+    os.fchmod(listener.fileno(), 0o600)  # the mode of the path to create, less the umask
+    listener.bind(os.fspath(path))
+    os.chmod(path, 0o600)
 
 
-def open_own(place: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a file that is this user's (or root's), and that no other may write to.
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file that this user (or root) owns, and that no other user may write to.
 
     Args:
-        flags: with ``O_CREAT`` a missing one is made with mode 0600.
+        flags: flags of ``os.open``; with ``O_CREAT`` a missing file is created with mode 0600.
+
+    Returns:
+        The descriptor.
 
     Raises:
         PermissionError: it is another user's, or others may write to it, or it is a link or no
-            file; says which command mends it.
+            file; the message names the command that repairs it.
     """
-    # without waiting: it may be a pipe
-    fd = _opened(place, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    # O_NONBLOCK: opening a pipe would wait
+    fd = _opened(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(fd)
-        _check_file(place, status, writes=bool(flags & (os.O_WRONLY | os.O_RDWR)))
+        _check_file(path, status, writes=bool(flags & (os.O_WRONLY | os.O_RDWR)))
         if status.st_mode & WRITABLE:
             raise PermissionError(
-                f"others may write to {place}: `chmod 600 {_quoted(place)}`, if you trust its "
-                f"content"
+                f"others may write to {path}: `chmod 600 {_quoted(path)}`, if you trust its content"
             )
         if flags & os.O_CREAT:
             os.fchmod(fd, 0o600)
@@ -165,23 +173,24 @@ def open_own(place: Path, flags: int = os.O_RDONLY) -> int:
     return fd
 
 
-def open_output(place: str | os.PathLike[str], append: bool = False, mode: int = 0o666) -> int:
-    """Open a file for output under a user's name for it, emptied unless ``append``.
+def open_output(name: str | os.PathLike[str], append: bool = False, mode: int = 0o666) -> int:
+    """Open a file for output at a path that the user has chosen; return its descriptor.
 
-    Links of the user's own are followed, and devices and pipes are written to.
+    The file is truncated unless ``append``. Links of the user's own are followed, and devices and
+    pipes are written to.
 
     Args:
-        mode: of a new file; the umask counts.
+        mode: mode of a new file, less the umask.
 
     Raises:
         PermissionError: the file there is another user's.
     """
-    path = Path(place)
+    path = Path(name)
     flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0)
     if path.is_symlink():
         _check_owner(path, path.lstat())
     else:
-        flags |= os.O_NOFOLLOW  # none has been put there meanwhile
+        flags |= os.O_NOFOLLOW  # refuses a link created meanwhile
     fd = _opened(path, flags, mode)
     try:
         status = os.fstat(fd)
@@ -195,60 +204,63 @@ def open_output(place: str | os.PathLike[str], append: bool = False, mode: int =
     return fd
 
 
-def write_output(place: str | os.PathLike[str], data: bytes | str) -> None:
-    """Write a file that a user has named for output; see ``open_output``. Text is UTF-8."""
-    with open(open_output(place), "wb") as file:
+def write_output(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write a file at a path that the user has chosen; see ``open_output``. Text is UTF-8."""
+    with open(open_output(path), "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
-def _opened(place: Path, flags: int, mode: int) -> int:
+def _opened(path: Path, flags: int, mode: int) -> int:
+    """Open a file; PermissionError if it is a link that the flags exclude."""
     try:
-        return os.open(place, flags | _ALWAYS, mode)
+        return os.open(path, flags | _ALWAYS, mode)
     except OSError as error:
-        if place.is_symlink() and flags & os.O_NOFOLLOW:
+        if path.is_symlink() and flags & os.O_NOFOLLOW:
             raise PermissionError(
-                f"{place} is a link, which is not followed: `rm {_quoted(place)}`"
+                f"{path} is a link, which is not followed: `rm {_quoted(path)}`"
             ) from error
         raise
 
 
-def _check_file(place: Path, status: os.stat_result, writes: bool) -> None:
+def _check_file(path: Path, status: os.stat_result, writes: bool) -> None:
+    """Raise PermissionError for no regular file, another user's, or hard links if it is written."""
     if not stat.S_ISREG(status.st_mode):
-        raise PermissionError(f"{place} is no file: remove it, or name another place")
-    _check_owner(place, status)
+        raise PermissionError(f"{path} is no file: remove it, or name another place")
+    _check_owner(path, status)
     if writes and status.st_nlink > 1:
         raise PermissionError(
-            f"{place} has another name, under which it would change as well: "
-            f"`rm {_quoted(place)}`, or name another place"
+            f"{path} has another name, under which it would change as well: "
+            f"`rm {_quoted(path)}`, or name another place"
         )
 
 
-def _check_owner(place: Path, status: os.stat_result) -> None:
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    """Raise PermissionError unless a file's owner is this user or root."""
     user = os.geteuid()
     if status.st_uid not in (user, 0):
         raise PermissionError(
-            f"{place} belongs to user {status.st_uid}, and this process is of user {user}: "
-            f"`chown -h {user} {_quoted(place)}` as root, if you trust its content, or name "
+            f"{path} belongs to user {status.st_uid}, and this process is of user {user}: "
+            f"`chown -h {user} {_quoted(path)}` as root, if you trust its content, or name "
             f"another place"
         )
 
 
-def _quoted(place: Path) -> str:
-    return shlex.quote(str(place))
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
-# -- cache directory of code that is compiled on this machine and loaded again ---------------------
+# -- cache directory of compiled code --------------------------------------------------------------
 
 
-def cache_place(given: str | None = None) -> Path:
-    """The cache directory, which need not be there yet.
+def cache_place(override: str | None = None) -> Path:
+    """Return the path of the cache directory, which may not exist yet.
 
     Args:
-        given: its path. None: ``lazygt`` in the user's cache directory, or one of this user's own
-            among the temporary files, where the user has no home.
+        override: path of the directory. None: ``lazygt`` in the user's cache directory, or, for a
+            user without a home, a directory of this user's among the temporary files.
     """
-    if given:
-        return Path(given).absolute()
+    if override:
+        return Path(override).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     if base:
         return Path(base).absolute() / "lazygt"
@@ -258,28 +270,29 @@ def cache_place(given: str | None = None) -> Path:
         return Path(tempfile.gettempdir()) / f"compiled-by-lazygt-{os.getuid()}"
 
 
-def private_directory(place: Path) -> Path:
-    """The directory, which is made if it is missing.
+def private_directory(path: Path) -> Path:
+    """Create the cache directory if it is missing; return its path.
 
     Raises:
         PermissionError: as ``check_private``.
     """
-    with _advising(place):
-        return make_folder(place)
+    with _with_advice(path):
+        return make_folder(path)
 
 
-def check_private(place: Path) -> None:
-    """Raise PermissionError unless only this user may write to a directory, or link it."""
-    with _advising(place):
-        check_folder(place)
+def check_private(path: Path) -> None:
+    """Raise PermissionError if others than this user may write to a cache directory, or link it."""
+    with _with_advice(path):
+        check_folder(path)
 
 
 @contextmanager
-def _advising(place: Path) -> Iterator[None]:
+def _with_advice(path: Path) -> Iterator[None]:
+    """Add the reason and a remedy to a PermissionError about the cache directory."""
     try:
         yield
     except PermissionError as error:
         raise PermissionError(
-            f"{place}: compiled code is loaded from here, so only you may write to it, or link "
+            f"{path}: compiled code is loaded from here, so only you may write to it, or link "
             f"it ({error}); chmod 700 it, or set LAZYGT_CACHE_DIR to a directory of your own"
         ) from error

@@ -1,6 +1,6 @@
-"""Putting garbage collection off while much is made that leaves no cycle.
+"""Pause of garbage collection while many objects without cycles are created.
 
-A file of its own, since imports want it before anything else of lazygt, or torch, is loaded.
+A module of its own, since the package imports it before torch and the rest of lazygt.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from contextlib import contextmanager
 
 
 class _Holders:
-    """Count of the blocks that keep collection off; the last one turns it on again."""
+    """Reference count of the blocks with collection paused; the last one resumes collection."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count, self._was_enabled = 0, False
 
     def enter(self) -> None:
+        """Disable collection for the first block."""
         with self._lock:
             if not self._count:
                 self._was_enabled = gc.isenabled()
@@ -27,6 +28,7 @@ class _Holders:
             self._count += 1
 
     def leave(self) -> None:
+        """Restore collection after the last block."""
         with self._lock:
             self._count -= 1
             if not self._count and self._was_enabled:
@@ -37,11 +39,11 @@ _holders = _Holders()
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Turn garbage collection off for a block.
+def gc_paused() -> Iterator[None]:
+    """Turn garbage collection off for a block, also used as a decorator.
 
-    A plan is made of many small objects; and during imports a walk through all objects of torch
-    takes as long as everything else.
+    A plan consists of many small objects, and during imports a traversal of all objects of torch
+    takes as long as the rest of the import.
     """
     holders = _holders
     holders.enter()
@@ -52,12 +54,11 @@ def uncollected() -> Iterator[None]:
 
 
 def _after_fork() -> None:
-    """Other threads, which would have put it back, are not in the child; one may have had the
-    lock."""
+    """Resume collection in a child, which has none of the threads that paused it."""
     global _holders
-    forgotten, _holders = _holders, _Holders()
-    forgotten._lock = threading.Lock()
-    if forgotten._count and forgotten._was_enabled:
+    inherited, _holders = _holders, _Holders()
+    inherited._lock = threading.Lock()
+    if inherited._count and inherited._was_enabled:
         gc.enable()
 
 

@@ -1,7 +1,7 @@
-"""The GPUs of this host, as the driver's library (NVML) reports them.
+"""GPUs of this host, as the driver's library (NVML) reports them.
 
-torch would have to initialize CUDA: that takes memory of a GPU, and no child of a process may use
-CUDA after that.
+NVML, since torch would initialize CUDA for that: CUDA takes memory of a GPU, and no child that the
+process forks may use CUDA after its initialization.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class HostGpu(NamedTuple):
 @functools.cache
 def host_gpus() -> tuple[HostGpu, ...]:
     """Return all GPUs of this host that answer, visible to CUDA or not; none without a driver."""
-    count = _told(lambda: int(_driver().nvmlDeviceGetCount())) or 0
-    gpus = (_told(functools.partial(_gpu, index)) for index in range(count))
+    count = _queried(lambda: int(_driver().nvmlDeviceGetCount())) or 0
+    gpus = (_queried(functools.partial(_gpu, index)) for index in range(count))
     return tuple(gpu for gpu in gpus if gpu is not None)
 
 
 def why_none() -> str:
-    """Return the reason for which torch sees no GPU here, and a remedy."""
+    """Describe the reason for which torch sees no GPU here, with a remedy."""
     built = torch.version.cuda
     if built is None:
         return (
@@ -46,7 +46,7 @@ def why_none() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides this host's {gpus}: unset it or name one"
-    driver = _told(lambda: int(_driver().nvmlSystemGetCudaDriverVersion_v2())) or 0
+    driver = _queried(lambda: int(_driver().nvmlSystemGetCudaDriverVersion_v2())) or 0
     major, minor = driver // 1000, driver % 1000 // 10
     if major < int(built.partition(".")[0]):
         return (
@@ -57,22 +57,24 @@ def why_none() -> str:
 
 
 def why_unusable(index: int, error: BaseException) -> str:
-    """Return the reason for which a process can't use a visible GPU, with the GPU's processes."""
-    held = _told(lambda: torch.cuda.list_gpu_processes(index)) or "the driver does not tell"
+    """Describe the reason for which a process can't use a visible GPU, with the GPU's processes."""
+    users = _queried(lambda: torch.cuda.list_gpu_processes(index)) or "the driver does not tell"
     return (
-        f"{error}. Processes on it ({'; '.join(held.splitlines())}). Wait for them, end them, or "
+        f"{error}. Processes on it ({'; '.join(users.splitlines())}). Wait for them, end them, or "
         f"choose other GPUs with CUDA_VISIBLE_DEVICES. In the compute mode EXCLUSIVE_PROCESS, a "
         f"GPU takes one process: ask for at most as many workers as there are GPUs"
     )
 
 
 def _driver() -> Any:
+    """Return the initialized NVML library."""
     driver = _library()
     driver.nvmlInit()  # counts its calls; the library stays open
     return driver
 
 
 def _library() -> Any:
+    """Import and return NVML's Python binding."""
     # why: programs without GPUs need not wait 40 ms for it
     import pynvml
 
@@ -80,15 +82,16 @@ def _library() -> Any:
 
 
 def _gpu(index: int) -> HostGpu:
+    """Query NVML for a GPU by its index in the driver's order."""
     driver = _driver()
     handle = driver.nvmlDeviceGetHandleByIndex(index)
     major, minor = driver.nvmlDeviceGetCudaComputeCapability(handle)
     return HostGpu(driver.nvmlDeviceGetName(handle), (major, minor))
 
 
-def _told(ask: Callable[[], T]) -> T | None:
-    """Return the driver's answer; None if it has none."""
+def _queried(query: Callable[[], T]) -> T | None:
+    """Return the result of an NVML query; None if it raises NVMLError."""
     try:
-        return ask()
+        return query()
     except _library().NVMLError:
         return None

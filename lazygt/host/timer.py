@@ -16,10 +16,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Alarm:
-    """One-shot timer that rings at the earliest of the requested times.
+    """One-shot timer that expires at the earliest of the requested times.
 
     Attributes:
-        fd: descriptor that is readable from that time on, until `silence`.
+        fd: descriptor that is readable from that time on, until `clear`.
         at: that time, by ``time.monotonic``; None while no time is requested.
     """
 
@@ -29,19 +29,22 @@ class Alarm:
             raise _failed("timerfd_create")
         self.at: float | None = None
 
-    def ring(self, at: float = 0.0) -> None:
-        """Ring at ``at`` (``time.monotonic``'s seconds) or now, if it does not ring earlier."""
+    def schedule(self, at: float = 0.0) -> None:
+        """Schedule an expiry at ``at`` (seconds of ``time.monotonic``); 0.0: now.
+
+        An earlier scheduled expiry stays.
+        """
         if self.at is not None and self.at <= at:
             return
         self.at = at
-        whole = int(at)
+        seconds = int(at)
         # No interval; a time of zero would switch the timer off.
-        setting = struct.pack("@llll", 0, 0, whole, int((at - whole) * 1e9) or 1)
+        setting = struct.pack("@llll", 0, 0, seconds, int((at - seconds) * 1e9) or 1)
         if _libc.timerfd_settime(self.fd, _ABSOLUTE, setting, None) < 0:
             raise _failed("timerfd_settime")
 
-    def silence(self) -> bool:
-        """Reset the timer if it has rung; return whether it had."""
+    def clear(self) -> bool:
+        """Reset the timer if it has expired; return whether it had."""
         if self.at is None or time.monotonic() < self.at:
             return False
         self.at = None
@@ -50,6 +53,7 @@ class Alarm:
         return True
 
     def close(self) -> None:
+        """Close the descriptor."""
         os.close(self.fd)
 
 
@@ -61,5 +65,6 @@ def can_be_read(descriptor: int) -> bool:
 
 
 def _failed(call: str) -> OSError:
+    """Return the error of a libc call, from errno."""
     number = ctypes.get_errno()
     return OSError(number, f"{call}: {os.strerror(number)}")

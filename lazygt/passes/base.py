@@ -16,7 +16,7 @@ from lazygt.graph.alias import WRITE_BACK, has_effect, op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Ref, params_in, ref, verify
 from lazygt.graph.ops import viewed_argument
-from lazygt.host.gc_pause import uncollected
+from lazygt.host.gc_pause import gc_paused
 
 
 class Pass(Protocol):
@@ -47,7 +47,7 @@ class Placed(NamedTuple):
     source: int
 
 
-@uncollected()
+@gc_paused()
 def run_passes(
     graph: Graph,
     passes: Iterable[Pass],

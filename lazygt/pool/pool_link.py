@@ -186,7 +186,7 @@ class PoolLink(ClusterLink):
 
     def look(self) -> None:
         """See ``Link.look``; also answers the pool while nothing waits for messages."""
-        self._take_what_came()
+        self._receive_arrived()
         super().look()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Journal: messages to the workers since the last snapshot that all of them have.
+"""Journal (redo log): messages to the workers since the last snapshot that all of them have.
 
-Pure: takes events, and returns the messages to send again. A snapshot is cut between two runs;
-messages after the cut are kept apart from those before, until every rank has taken it.
+Pure: a journal records messages, and returns those to send again. A snapshot is a cut between two
+runs. Messages before the cut stay in the journal until every rank has taken the snapshot.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Ran = tuple[int, PlanRecord | None, Sequence[list[Buffer]]]
 
 @dataclass(frozen=True, slots=True)
 class SwappedIn:
-    """Entry of a swap: from here on a plan runs compiled."""
+    """Entry of a swap: later runs of a plan use its compiled code."""
 
     entry: PlanRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Entry of a new process group, with doubts in values from this id on."""
+    """Entry of a new process group; values from this id on may have failed."""
 
     since: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Entry of a snapshot that was taken here."""
+    """Entry of a snapshot between two runs."""
 
     number: int
 
@@ -49,7 +49,7 @@ Entry = Ran | SwappedIn | Renewed | Cut
 class Snapshot:
     """A complete snapshot: every rank has its part."""
 
-    number: int = 0  # 0: the beginning, when there was nothing
+    number: int = 0  # 0: the empty state at the beginning
     seq: int = 0  # the last run before it
     parts: dict[int, Snapped] = field(default_factory=dict)  # each rank's
 
@@ -61,9 +61,9 @@ class Journal:
         ranks: number of workers.
 
     Attributes:
-        committed: the snapshot from which runs are repeated.
-        entries: entries after that, oldest first; the extension adds runs here.
-        cutting: a snapshot is being taken.
+        committed: the last complete snapshot, to which a recovery rolls back.
+        entries: entries after that snapshot, oldest first; the extension also appends runs.
+        cutting: True while a snapshot is being taken.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -71,10 +71,10 @@ class Journal:
         self.committed = Snapshot()
         self.entries: list[Entry] = []
         self.cutting = False
-        #: values that have failed, besides those that have in the snapshot
+        #: (id, failure) of failed values, besides those of the snapshot
         self.failed: list[tuple[int, Failure]] = []
-        #: bytes of the first entries, and their number
-        self._nbytes, self._counted = 0, 0
+        #: bytes of the first entries, and the number of these entries
+        self._nbytes, self._measured = 0, 0
         #: the snapshot that is being taken
         self._next: Snapshot | None = None
         self._numbers = 0
@@ -82,8 +82,8 @@ class Journal:
     @property
     def nbytes(self) -> int:
         """Approximate bytes of memory of the entries."""
-        self._nbytes += sum(map(_nbytes, self.entries[self._counted :]))
-        self._counted = len(self.entries)
+        self._nbytes += sum(map(_nbytes, self.entries[self._measured :]))
+        self._measured = len(self.entries)
         return self._nbytes
 
     def entry_of(self, seq: int) -> PlanRecord | None:
@@ -92,47 +92,51 @@ class Journal:
         return next((plan for number, plan, _ in runs if number == seq), None)
 
     def cut(self, seq: int) -> int:
-        """Begin a snapshot, to be asked of every rank after this run; return its number."""
+        """Begin a snapshot after this run, which the caller requests from every rank.
+
+        Returns:
+            The number of the snapshot.
+        """
         self._numbers += 1
         self._next, self.cutting = Snapshot(self._numbers, seq), True
         self.entries.append(Cut(self._numbers))
         return self._numbers
 
-    def took(self, rank: int, part: Snapped) -> bool:
-        """Note that a rank has taken its part; return whether all have, and it is committed."""
-        taken = self._next
-        if taken is None or part.number != taken.number:
+    def took(self, rank: int, rank_snapshot: Snapped) -> bool:
+        """Record a rank's part of the pending snapshot; return whether that commits it."""
+        snapshot = self._next
+        if snapshot is None or rank_snapshot.number != snapshot.number:
             return False
-        taken.parts[rank] = part
-        if len(taken.parts) < self._ranks:
+        snapshot.parts[rank] = rank_snapshot
+        if len(snapshot.parts) < self._ranks:
             return False
-        self.committed, self._next, self.cutting = taken, None, False
+        self.committed, self._next, self.cutting = snapshot, None, False
         self.failed.clear()
-        at = self.entries.index(Cut(taken.number))
-        self.entries = self.entries[at + 1 :]
-        self._nbytes = self._counted = 0
+        index = self.entries.index(Cut(snapshot.number))
+        self.entries = self.entries[index + 1 :]
+        self._nbytes = self._measured = 0
         return True
 
     def give_up_cut(self) -> None:
-        """Give up the snapshot that is being taken: it would contain failures."""
+        """Give up the snapshot that is being taken, since it would contain failures."""
         self._next, self.cutting = None, False
 
-    def rewind(
+    def rollback(
         self, seq: int, uploads: Sequence[Ran], failed: Sequence[tuple[int, Failure]]
     ) -> None:
-        """Undo all runs from this one on.
+        """Remove all runs from this one on.
 
         Args:
-            uploads: runs with the uploads made since.
-            failed: values that were made since.
+            uploads: runs that repeat the uploads since.
+            failed: (id, failure) of the values computed since.
         """
-        at = next(at for at, entry in enumerate(self.entries) if _is_run(entry, seq))
-        swaps = [entry for entry in self.entries[at:] if isinstance(entry, SwappedIn)]
-        self.entries[at:] = [*swaps, *uploads]
+        index = next(index for index, entry in enumerate(self.entries) if _is_run(entry, seq))
+        swaps = [entry for entry in self.entries[index:] if isinstance(entry, SwappedIn)]
+        self.entries[index:] = [*swaps, *uploads]
         self.failed += failed
         if self._next is not None and self._next.seq >= seq:
             self.give_up_cut()
-        self._nbytes = self._counted = 0
+        self._nbytes = self._measured = 0
 
     def since(self, seq: int) -> list[Ran]:
         """Return the runs from this one on."""
@@ -140,17 +144,19 @@ class Journal:
         return [run for run in runs if run[0] >= seq]
 
     def restart(self) -> None:
-        """Go back to the committed snapshot: parts of a later one are void."""
+        """Drop the parts of a pending snapshot, since the ranks take it again in a replay."""
         if self._next is not None:
             self._next.parts.clear()
 
 
 def _is_run(entry: Entry, seq: int) -> bool:
+    """Return whether an entry is the run of this number."""
     return isinstance(entry, tuple) and entry[0] == seq
 
 
 def _nbytes(entry: Entry) -> int:
+    """Return the approximate bytes of an entry; ranks may share a message."""
     if not isinstance(entry, tuple):
         return _OVERHEAD
-    different = {id(frames): frames for frames in entry[2]}
-    return _OVERHEAD + sum(map(size_of, different.values()))
+    distinct = {id(frames): frames for frames in entry[2]}
+    return _OVERHEAD + sum(map(size_of, distinct.values()))

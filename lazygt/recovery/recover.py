@@ -1,7 +1,7 @@
-"""Recovery: when a worker dies, all ranks roll back to the last snapshot and replay.
+"""Rollback recovery: after a death, all ranks restore the last snapshot and replay the journal.
 
-Journaled runs are sent again unchanged, except for values that were fetched already: they are not
-fetched again, and repeated answers are ignored.
+Journaled runs are sent again unchanged, except that values that were fetched already are not
+fetched again. Repeated answers are ignored.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ from lazygt.runtime.messages import (
 from lazygt.runtime.plan_records import swap_message
 from lazygt.runtime.wire import Buffer, Part, decode
 
-# -- doubts: a collective that failed on one rank, perhaps because another is dying ----------------
-# A dying rank's sockets are closed before its end is reported. So messages after such an answer
-# wait until every rank has answered the same run: then no rank had died in it.
+# -- suspected failures ----------------------------------------------------------------------------
+# A collective may fail on one rank because another rank is dying: the dying rank's sockets are
+# closed before its end is reported. Such a failure, and all messages after it, are deferred until
+# every rank has answered the same run. Then no rank has died in the run, and the failure is real.
 
 
 class Told(NamedTuple):
-    """A message of a rank."""
+    """Message received from a rank, with its buffers."""
 
     rank: int
     message: Part
@@ -56,7 +57,7 @@ class Told(NamedTuple):
 
 
 class Doubts:
-    """Queue of the messages that are held back; pure.
+    """Queue of messages deferred by a suspected failure of a collective. Pure.
 
     Args:
         waiting_for: returns the ranks that have not answered a run.
@@ -64,60 +65,65 @@ class Doubts:
 
     def __init__(self, waiting_for: Callable[[int], Set[int]]) -> None:
         self._waiting_for = waiting_for
+        #: number of the run with the suspected failure
         self._seq = 0
         #: ranks that have not answered that run
         self._missing: set[int] = set()
-        self._held: list[Told] = []
+        self._deferred: list[Told] = []
 
-    def sort_out(self, told: Told) -> Iterator[Told]:
-        """Yield the messages that can be relied on by now, in the order of their arrival."""
-        answer = told.message if isinstance(told.message, Done) else None
+    def sort_out(self, received: Told) -> Iterator[Told]:
+        """Yield the messages that are confirmed by now, in the order of their arrival."""
+        answer = received.message if isinstance(received.message, Done) else None
         if self._missing:
-            self._held.append(told)
+            self._deferred.append(received)
             if answer is not None and answer.seq >= self._seq:
-                self._missing.discard(told.rank)
+                self._missing.discard(received.rank)
             if not self._missing:
-                first, *rest = self.take()
+                first, *later_ones = self.take()
                 yield first
-                for later in rest:
+                for later in later_ones:
                     yield from self.sort_out(later)
-        elif answer is not None and (others := self._others(told.rank, answer)):
-            self._seq, self._missing = answer.seq, others
-            self._held.append(told)
+        elif answer is not None and (unanswered := self._unanswered(received.rank, answer)):
+            self._seq, self._missing = answer.seq, unanswered
+            self._deferred.append(received)
         else:
-            yield told
+            yield received
 
-    def _others(self, rank: int, answer: Done) -> set[int]:
-        """Return the ranks that must have answered, too, before this answer is believed."""
+    def _unanswered(self, rank: int, answer: Done) -> set[int]:
+        """Return the ranks that must answer, too, before an answer with a failure is confirmed.
+
+        Empty if no collective has failed in the answer.
+        """
         failures = [*answer.failures, *(f for f in answer.fetched if isinstance(f, Failure))]
         if not any(failure.kind == COLLECTIVE_ERROR for failure in failures):
             return set()
         return set(self._waiting_for(answer.seq) - {rank})
 
     def believe(self) -> None:
-        """Doubt nothing from here on: workers are not replaced any more."""
+        """Confirm all messages at once from here on, since workers are not replaced any more."""
         self._waiting_for = lambda seq: set()
 
     def take(self) -> list[Told]:
-        """Take all messages that are held back; nothing is in doubt any more."""
-        held, self._held = self._held, []
+        """Remove and return all deferred messages; no failure is suspected any more."""
+        deferred, self._deferred = self._deferred, []
         self._missing.clear()
-        return held
+        return deferred
 
 
-# -- recovery: when a worker dies, all ranks roll back to the last snapshot and replay -------------
+# -- recovery --------------------------------------------------------------------------------------
 
 _log = logging.getLogger("lazygt")
 
-#: Deaths at one run after which it is not tried again; and those for lack of memory, on any rank.
-_POISON, _OOM_POISON = 3, 2
-#: The same with no run in flight: the snapshot's values, or earlier runs, may be the cause.
-_HOPELESS = 10
-#: Seconds between two snapshots at least: workers decode runs anew after one, and repeating a
-#: second's runs takes a second at most.
+#: Deaths in one run on one rank after which it is not tried again, and deaths by lack of memory in
+#: one run on all ranks.
+_MAX_DEATHS, _MAX_OOM_DEATHS = 3, 2
+#: Deaths while ranks are restored, or no run is in flight, after which recovery gives up.
+_MAX_RESTORE_DEATHS = 10
+#: Minimum seconds between two snapshots: workers decode runs anew after a snapshot, and the replay
+#: of a second's runs takes a second at most.
 _LEAST_SECONDS = 1.0
 #: Entries of the journal between two checks of its size.
-_WEIGHED_EVERY = 16
+_SIZE_CHECK_ENTRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +131,12 @@ class RecoveryRecord:
     """One recovery.
 
     Attributes:
-        at: its start, in seconds since the epoch.
-        ranks: the workers that were replaced.
-        why: the end of the first of them.
-        runs: number of runs that were repeated.
-        seconds: until the session could go on.
-        replay_seconds: of these, for repeating those runs.
+        at: start of the recovery, in seconds since the epoch.
+        ranks: workers that were replaced.
+        why: description of the first death.
+        runs: number of replayed runs.
+        seconds: duration until the session could go on.
+        replay_seconds: part of it for the replay.
     """
 
     at: float
@@ -145,10 +151,10 @@ class RecoveryRecord:
 
 
 class RunsInFlight(Protocol):
-    """Protocol of the client, as a recovery uses it.
+    """Interface of the client for a recovery.
 
     Attributes:
-        quiet_until: time of the next snapshot; 0: one is being taken, or a recovery done.
+        quiet_until: time of the next snapshot; 0: a snapshot or a recovery is under way.
     """
 
     quiet_until: float
@@ -164,11 +170,11 @@ class RunsInFlight(Protocol):
         """Send each rank its message."""
 
     def take(self, message: tuple[int, list[memoryview]]) -> None:
-        """Act on a worker's message."""
+        """Handle a worker's message."""
 
     @property
     def failed(self) -> bool:
-        """True if an op has failed and the user has not been told."""
+        """True if an op has failed and the failure has not been raised yet."""
 
     def waiting_for(self, seq: int) -> Set[int]:
         """Return the ranks that have not answered a run."""
@@ -177,41 +183,41 @@ class RunsInFlight(Protocol):
         """Return the oldest run that a rank has not answered."""
 
     def will_fail(self, rank: int, failure: Failure) -> None:
-        """Note that an op can't be repeated: its run fails on all ranks."""
+        """Record that an op can't be repeated: its run fails on all ranks."""
 
     def device_lost(self, rank: int, told: Lost) -> DeviceLost:
         """Return the error for a worker with a device that can't be used any more."""
 
     def step_of(self, seq: int, rank: int, step: int | None) -> str:
-        """Describe a step of a run: its op, the bytes it makes and the user's line.
+        """Describe a step of a run: its op, the bytes of its results and the user's line.
 
         Args:
-            step: None: it is not known.
+            step: number of the step; None: it is not known.
         """
 
     def drop_answer(self, rank: int, done: Done) -> None:
-        """Drop an answer that will be given again."""
+        """Drop an answer that the rank will repeat."""
 
     def forget_fetches(self, rank: int) -> None:
-        """Forget the values that a rank had left in its arena: it is gone."""
+        """Drop the records of values in a rank's fetch arena, which is gone."""
 
     def restored(self) -> None:
-        """Note that all ranks have the snapshot's state, before the journal is replayed."""
+        """Record that all ranks have the snapshot's state, before the journal is replayed."""
 
     def recovered(self, record: RecoveryRecord) -> None:
-        """Note that workers were replaced, and that everything is as before."""
+        """Record that workers were replaced, and that all ranks have their previous state."""
 
     def settled(self) -> None:
-        """Note that all journaled runs have been repeated."""
+        """Record that all journaled runs have been replayed."""
 
 
 class Recovery:
-    """Keeper of the state that a recovery needs, and executor of recoveries.
+    """Scheduler of snapshots, and executor of recoveries by rollback and replay.
 
     Args:
         client: the sender of runs and receiver of answers.
         cost: the share of the time that snapshots may take.
-        journal_bytes: bytes of journaled messages from which a snapshot is taken.
+        journal_bytes: bytes of journaled messages from which on a snapshot is taken.
     """
 
     def __init__(self, client: RunsInFlight, link: Link, cost: float, journal_bytes: int) -> None:
@@ -224,36 +230,36 @@ class Recovery:
         self._epoch = 0
         #: cause of the last recovery
         self.last: WorkerDied | WorkerFrozen
-        #: True while a recovery is being done
+        #: True while a recovery is executed
         self.active = False
-        #: True if a recovery has not ended, and its cause; None: to undo runs
+        #: True if a recovery has not ended, and its cause; None: a rollback without a death
         self._unfinished = False
         self._cause: WorkerDied | WorkerFrozen | None = None
         #: the last run that each rank has answered since it was restored
         self._answered: dict[int, int] = {}
-        #: runs that are being repeated
-        self._again: Counter[int] = Counter()
+        #: runs that are being replayed
+        self._replayed: Counter[int] = Counter()
         #: deaths, by run and rank
         self._deaths: Counter[tuple[int, int]] = Counter()
-        #: deaths for lack of memory, by run
+        #: deaths by lack of memory, by run
         self._oom_deaths: Counter[int] = Counter()
         #: deaths in this recovery while ranks were restored
-        self._deaths_between = 0
-        #: True if each repeated op is waited for, to find the one that has ended a device
-        self._seeks = False
-        #: runs with such an op -> the failure that all ranks answer instead
-        self._failed: dict[int, Failure] = {}
+        self._restore_deaths = 0
+        #: True if replayed ops run one by one, to find the op that has ended a device
+        self._finds_culprit = False
+        #: run with such an op -> the failure that all ranks answer instead
+        self._failed_runs: dict[int, Failure] = {}
         #: True while ranks are being restored, and do no run yet
         self._restoring = False
         #: time of the next snapshot
         self._due = client.quiet_until = time.monotonic() + _LEAST_SECONDS
-        self._begun = 0.0
-        #: True if snapshots preferably wait for the program's marks of a step's end
+        self._snapshot_begin = 0.0
+        #: True if snapshots wait for the program's marks of steps, within limits
         self.waits_for_marks = False
-        #: reader of the committed snapshot, which stays until then
+        #: write of a checkpoint from the committed snapshot, which must stay until its end
         self.reader: Future[Any] | None = None
-        #: called with the snapshot that is being taken, once it is committed
-        self._then: Callable[[Snapshot], object] | None = None
+        #: callback for the snapshot that is being taken, once it is committed
+        self._on_commit: Callable[[Snapshot], object] | None = None
 
     # -- snapshots -----------------------------------------------------------------------
 
@@ -271,11 +277,11 @@ class Recovery:
         """Return whether a snapshot is due.
 
         Args:
-            kept_bytes: of uploads that are kept for the journal.
+            kept_bytes: bytes of uploads that are retained for the journal.
         """
         if self.journal.cutting:
             return False
-        if len(self.journal.entries) % _WEIGHED_EVERY == 0:
+        if len(self.journal.entries) % _SIZE_CHECK_ENTRIES == 0:
             self._journaled = self.journal.nbytes
         full = self._journaled + kept_bytes > self._journal_bytes
         if self.reader is not None and not self.reader.done():
@@ -284,51 +290,53 @@ class Recovery:
             wait([self.reader])
         return full or time.monotonic() >= self._due
 
-    def snap(self, seq: int, then: Callable[[Snapshot], object] | None = None) -> None:
-        """Have all ranks take a snapshot after this run; call ``then`` with it."""
-        self._begun, self._then = time.monotonic(), then
+    def snap(self, seq: int, on_commit: Callable[[Snapshot], object] | None = None) -> None:
+        """Request a snapshot after this run from all ranks; ``on_commit`` is called with it."""
+        self._snapshot_begin, self._on_commit = time.monotonic(), on_commit
         self._client.quiet_until = 0.0
         committed = self.journal.committed.number
         message = self._link.encode(Snap(self.journal.cut(seq), committed))
         self._client.tell_all("snapshot", [message] * self._link.world_size, "recovery")
 
-    def took(self, rank: int, part: Snapped) -> int | None:
-        """Take a rank's part of a snapshot; return the run that it covers if all have taken it."""
+    def took(self, rank: int, rank_snapshot: Snapped) -> int | None:
+        """Record a rank's part of a snapshot; if it is complete, return the last run it covers."""
         full = self.journal.nbytes > self._journal_bytes
-        if self._client.failed and self._then is None and not full:
-            self.journal.give_up_cut()  # there would be no way back to before that
+        if self._client.failed and self._on_commit is None and not full:
+            self.journal.give_up_cut()  # a rollback to before the failure would be impossible
             self._due = self._client.quiet_until = time.monotonic() + _LEAST_SECONDS
-        if not self.journal.took(rank, part):
+        if not self.journal.took(rank, rank_snapshot):
             return None
-        parts = self.journal.committed.parts.values()
+        rank_snapshots = self.journal.committed.parts.values()
         self._journaled = 0
         covered = self.journal.committed.seq
-        self._failed = {seq: failure for seq, failure in self._failed.items() if seq > covered}
-        slowest = max(part.nanoseconds for part in parts) / 1e9
-        if self._link.mirrors:  # copies have come over the network, which others use, too
-            slowest = max(slowest, time.monotonic() - self._begun)
-        pause = max(slowest / self._cost, _LEAST_SECONDS)
-        self._due = self._begun + (2 * pause if self.waits_for_marks else pause)
+        self._failed_runs = {
+            seq: failure for seq, failure in self._failed_runs.items() if seq > covered
+        }
+        seconds = max(rank_snapshot.nanoseconds for rank_snapshot in rank_snapshots) / 1e9
+        if self._link.mirrors:  # copies came over the network, which other messages use, too
+            seconds = max(seconds, time.monotonic() - self._snapshot_begin)
+        pause = max(seconds / self._cost, _LEAST_SECONDS)
+        self._due = self._snapshot_begin + (2 * pause if self.waits_for_marks else pause)
         self._client.quiet_until = 0.0 if self.under_way else self._due
-        then, self._then = self._then, None
-        if then is not None:
-            then(self.journal.committed)
+        on_commit, self._on_commit = self._on_commit, None
+        if on_commit is not None:
+            on_commit(self.journal.committed)
         return self.journal.committed.seq
 
     def is_again(self, seq: int) -> bool:
         """Return whether a run's answers may repeat earlier ones."""
-        return seq in self._again
+        return seq in self._replayed
 
     def answered(self, rank: int, seq: int) -> None:
-        """Note that a rank has answered a run."""
+        """Record that a rank has answered a run."""
         self._answered[rank] = seq
 
     def _waiting_for(self, seq: int) -> set[int]:
-        """Return the ranks that have not answered a run, or not answered its repetition."""
+        """Return the ranks that have not answered a run, or its replay."""
         ranks = range(self._link.world_size)
         return {rank for rank in ranks if self._answered.get(rank, 0) < seq}
 
-    # -- a worker has died ---------------------------------------------------------------
+    # -- recovery ------------------------------------------------------------------------
 
     def go_on(self) -> None:
         """Finish a recovery that was interrupted.
@@ -340,49 +348,53 @@ class Recovery:
             self._recover(self._cause)
 
     def recover(self, error: WorkerDied | WorkerFrozen) -> None:
-        """Replace dead workers, and bring all ranks back to their current state.
+        """Replace dead workers, and restore the current state on all ranks.
 
         Raises:
-            WorkerDied, WorkerFrozen: a run kills its worker again and again, or no process can be
+            WorkerDied, WorkerFrozen: a run kills its worker repeatedly, or no process can be
                 started.
         """
-        self._judge(error)
+        self._check_attempts(error)
         self._recover(error)
 
     def reaches(self, seq: int) -> bool:
-        """Return whether a run can be undone: no snapshot was taken since."""
+        """Return whether a run can be undone: no snapshot was committed since."""
         return self.journal.committed.seq < seq
 
-    def rewind(self, seq: int, failed: Sequence[tuple[int, Failure]]) -> None:
-        """Roll all ranks back to before a run, but keep the values uploaded since.
+    def rollback(self, seq: int, failed: Sequence[tuple[int, Failure]]) -> None:
+        """Roll all ranks back to before a run, but retain the values uploaded since.
 
         Args:
-            failed: values that were made since.
+            failed: (id, failure) of the values computed since.
 
         Raises:
-            WorkerDied, WorkerFrozen: a worker dies again and again, or can't be replaced.
+            WorkerDied, WorkerFrozen: a worker dies repeatedly, or can't be replaced.
         """
-        since = map(self._uploads_alone, self.journal.since(seq))
-        self.journal.rewind(seq, [run for run in since if run is not None], failed)
+        runs = map(self._uploads_only, self.journal.since(seq))
+        self.journal.rollback(seq, [run for run in runs if run is not None], failed)
         self._recover(None)
 
-    def _uploads_alone(self, run: Ran) -> Ran | None:
-        """Return a run that only takes this one's uploads; None: it has none."""
+    def _uploads_only(self, run: Ran) -> Ran | None:
+        """Return a run with this run's uploads and no plan; None if there are no uploads."""
         frames = run[2][0]
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
         if not message.puts:
             return None
-        alone = self._link.encode(Run(message.seq, puts=message.puts), frames[1:])
-        return run[0], None, [alone] * self._link.world_size
+        upload = self._link.encode(Run(message.seq, puts=message.puts), frames[1:])
+        return run[0], None, [upload] * self._link.world_size
 
     def _recover(self, error: WorkerDied | WorkerFrozen | None) -> None:
-        """Replace the dead workers, if there are any, and have all ranks replay the journal."""
+        """Replace dead workers, restore all ranks and replay the journal, until that succeeds.
+
+        Args:
+            error: the cause; None: a rollback without a death.
+        """
         begin, at, replaced = time.monotonic(), time.time(), set[int]()
         runs, replay_seconds = 0, 0.0
         self._unfinished, self._cause = True, error
         self._client.quiet_until = 0.0
-        self._deaths_between, self._restoring = 0, False
+        self._restore_deaths, self._restoring = 0, False
         self.active = True
         try:
             while self._unfinished:
@@ -396,14 +408,14 @@ class Recovery:
                     runs = self._replay()
                     replay_seconds = time.monotonic() - replay_begin
                     self._unfinished = False
-                except (WorkerDied, WorkerFrozen) as another:
-                    self._judge(another)
-                    self._cause = another
-            self._seeks = False
+                except (WorkerDied, WorkerFrozen) as next_error:
+                    self._check_attempts(next_error)
+                    self._cause = next_error
+            self._finds_culprit = False
         finally:
             self.active = False
             for raised in filter(None, (error, self._cause)):
-                raised.__traceback__ = None  # its frames would keep the user's tensors
+                raised.__traceback__ = None  # its frames would keep the user's tensors alive
         self._refill()
         self._client.quiet_until = 0.0 if self.journal.cutting else self._due
         if self._cause is not None:
@@ -413,56 +425,58 @@ class Recovery:
             self._client.recovered(RecoveryRecord(at, ranks, why, runs, seconds, replay_seconds))
         self._client.settled()
 
-    def _judge(self, error: WorkerDied | WorkerFrozen) -> None:
-        """Give up on a run that has killed its worker too often."""
+    def _check_attempts(self, error: WorkerDied | WorkerFrozen) -> None:
+        """Count a death, and raise WorkerDied if its run has killed its worker too often."""
         if isinstance(error, DeviceLost):
-            self._blame(error)
+            self._find_culprit(error)
             return
         seq = None if self._restoring else self._client.under_way(error.rank)
         if seq is None:
-            self._judge_between(error)
+            self._check_restore_attempts(error)
             return
         self._deaths[seq, error.rank] += 1
         self._oom_deaths[seq] += isinstance(error, WorkerDied) and error.out_of_memory
-        if self._tries_left(seq, error.rank) > 0:
+        if self._attempts_left(seq, error.rank) > 0:
             return
         self._unfinished = False
         if not isinstance(error, WorkerDied):
             raise error
-        ran, step = self._link.last_step(error.rank)
-        what = self._client.step_of(seq, error.rank, step if ran == seq else None)
+        run, step = self._link.last_step(error.rank)
+        step_text = self._client.step_of(seq, error.rank, step if run == seq else None)
         deaths = max(self._deaths[seq, error.rank], self._oom_deaths[seq])
-        during = f"{deaths} processes died in this run, the last of them at {what}."
+        during = f"{deaths} processes died in this run, the last of them at {step_text}."
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
-    def _blame(self, error: DeviceLost) -> None:
-        """Start a search for the op that ended a worker's device; if known, it is not repeated."""
-        self._seeks = True
+    def _find_culprit(self, error: DeviceLost) -> None:
+        """Search for the op that ended a worker's device; once found, its run is not repeated."""
+        self._finds_culprit = True
         if (culprit := error.culprit) is not None:
-            self._failed[culprit.seq] = culprit
+            self._failed_runs[culprit.seq] = culprit
             self._client.will_fail(error.rank, culprit)
         if self.active:
-            self._judge_between(error)
+            self._check_restore_attempts(error)
 
-    def _tries_left(self, seq: int, rank: int) -> int:
-        """Return the number of times that a run may still be tried, if the same goes on."""
-        tries = _POISON - self._deaths[seq, rank]
+    def _attempts_left(self, seq: int, rank: int) -> int:
+        """Return the number of attempts left for a run, if its deaths go on."""
+        attempts = _MAX_DEATHS - self._deaths[seq, rank]
         oom_deaths = self._oom_deaths[seq]
-        return min(tries, _OOM_POISON - oom_deaths) if oom_deaths else tries
+        return min(attempts, _MAX_OOM_DEATHS - oom_deaths) if oom_deaths else attempts
 
-    def _judge_between(self, error: WorkerDied | WorkerFrozen) -> None:
-        """Give up if processes keep dying while they are restored."""
-        self._deaths_between += 1
-        if self._deaths_between < _HOPELESS:
+    def _check_restore_attempts(self, error: WorkerDied | WorkerFrozen) -> None:
+        """Count a death outside of runs, and raise WorkerDied after too many."""
+        self._restore_deaths += 1
+        if self._restore_deaths < _MAX_RESTORE_DEATHS:
             return
         self._unfinished = False
         if type(error) is not WorkerDied:
             raise error
-        during = f"{_HOPELESS} processes died while values were restored, and runs done again."
+        during = (
+            f"{_MAX_RESTORE_DEATHS} processes died while values were restored, and runs done again."
+        )
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
     def _refill(self) -> None:
-        """Start spare processes again. Without one the next recovery only takes longer."""
+        """Start spare processes again; without a spare the next recovery only takes longer."""
         try:
             self._link.refill()
         except OSError as error:
@@ -470,38 +484,44 @@ class Recovery:
 
     def _replace(self) -> set[int]:
         """Replace the processes that have ended, if any; return their ranks."""
-        ended = self._link.lost
-        lost = set(ended)
-        if self._cause is None and ended:
-            self._cause = next(iter(ended.values()))
+        deaths = self._link.lost
+        ranks = set(deaths)
+        if self._cause is None and deaths:
+            self._cause = next(iter(deaths.values()))
         if self._cause is not None:
-            lost.add(self._cause.rank)
+            ranks.add(self._cause.rank)
             self.last = self._cause
         self._epoch += 1
-        number = self._client.new_group()
+        group_number = self._client.new_group()
         try:
-            for rank in lost:
-                self._link.replace(rank, number)
+            for rank in ranks:
+                self._link.replace(rank, group_number)
                 self._client.forget_fetches(rank)
         except OSError as failure:
             self._unfinished = False
             assert self._cause is not None
             raise self._cause from failure
-        return lost
+        return ranks
 
     def _restore(self) -> None:
         """Restore every rank to the last snapshot."""
         self.journal.restart()
-        for rank, told, _ in self.doubts.take():
-            if isinstance(told, Done):
-                self._client.drop_answer(rank, told)
+        for rank, answer, _ in self.doubts.take():
+            if isinstance(answer, Done):
+                self._client.drop_answer(rank, answer)
         committed, ranks = self.journal.committed, range(self._link.world_size)
         for rank in ranks:
             restore = Restore(self._epoch, self._client.group, committed.number)
             restore.failed = tuple(self.journal.failed)
-            if (part := committed.parts.get(rank)) is not None:
-                restore.values, restore.failed = part.values, (*part.failed, *restore.failed)
-                restore.next_dynamic, restore.generator = part.next_dynamic, part.generator
+            if (rank_snapshot := committed.parts.get(rank)) is not None:
+                restore.values, restore.failed = (
+                    rank_snapshot.values,
+                    (*rank_snapshot.failed, *restore.failed),
+                )
+                restore.next_dynamic, restore.generator = (
+                    rank_snapshot.next_dynamic,
+                    rank_snapshot.generator,
+                )
             self._link.send(rank, self._link.encode(restore))
         waiting = set(ranks)
         while waiting:
@@ -509,59 +529,57 @@ class Recovery:
             if message is None:
                 continue
             rank, frames = message
-            told = decode(frames, TO_CLIENT)
-            if isinstance(told, Restored) and told.epoch == self._epoch:
+            answer = decode(frames, TO_CLIENT)
+            if isinstance(answer, Restored) and answer.epoch == self._epoch:
                 waiting.discard(rank)
-            elif isinstance(told, Done):
-                self._client.drop_answer(rank, told)
-            elif isinstance(told, Lost):
-                raise self._client.device_lost(rank, told)
+            elif isinstance(answer, Done):
+                self._client.drop_answer(rank, answer)
+            elif isinstance(answer, Lost):
+                raise self._client.device_lost(rank, answer)
         self._answered = dict.fromkeys(ranks, committed.seq)
 
     def _replay(self) -> int:
-        """Replay the journal; return its number of runs.
-
-        Waits until all runs are answered that were answered before.
-        """
+        """Replay the journal, and wait for the answers; return the number of runs."""
         entries = list(self.journal.entries)
         runs = [entry[0] for entry in entries if isinstance(entry, tuple)]
-        self._again = Counter(runs)
-        sent = self.journal.committed.seq
+        self._replayed = Counter(runs)
+        last_sent = self.journal.committed.seq
         for entry in entries:
             if isinstance(entry, Renewed):
-                self._wait_for(sent)
+                self._wait_for(last_sent)
             for rank, frames in enumerate(self._messages(entry)):
                 self._link.send(rank, frames)
-            sent = entry[0] if isinstance(entry, tuple) else sent
-            self._take(0)
-        self._wait_for(sent)
-        self._again.clear()
+            last_sent = entry[0] if isinstance(entry, tuple) else last_sent
+            self._receive(0)
+        self._wait_for(last_sent)
+        self._replayed.clear()
         return len(runs)
 
     def _messages(self, entry: Entry) -> list[list[Buffer]]:
+        """Return the message of a journal entry's replay for each rank."""
         ranks = range(self._link.world_size)
         match entry:
             case tuple():
-                return [self._once_more(entry, rank) for rank in ranks]
+                return [self._replay_message(entry, rank) for rank in ranks]
             case SwappedIn():
                 return [swap_message(entry.entry, rank) for rank in ranks]
             case Renewed():
-                number = self._client.new_group()
-                return [self._link.encode(Renew(number, entry.since)) for _ in ranks]
+                group_number = self._client.new_group()
+                return [self._link.encode(Renew(group_number, entry.since)) for _ in ranks]
             case Cut():
                 message = self._link.encode(Snap(entry.number, self.journal.committed.number))
                 return [message for _ in ranks]
 
-    def _once_more(self, run: Ran, rank: int) -> list[Buffer]:
-        """Return a run's message for its repetition, without fetches that were answered before."""
+    def _replay_message(self, run: Ran, rank: int) -> list[Buffer]:
+        """Return a run's message for its replay, without fetches that were answered before."""
         seq, _, messages = run
         frames = messages[rank if len(messages) > 1 else 0]
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
         message.releases = ()
-        # to find the step that kills
-        message.timed = self._seeks or self._tries_left(seq, rank) == 1
-        message.failed = self._failed.get(seq)
+        # a timed run notes each step, which identifies the step that kills the process
+        message.timed = self._finds_culprit or self._attempts_left(seq, rank) == 1
+        message.failed = self._failed_runs.get(seq)
         if rank not in self._client.waiting_for(seq):
             message.fetches = ()
         return self._link.encode(message, frames[1:])
@@ -569,9 +587,10 @@ class Recovery:
     def _wait_for(self, seq: int) -> None:
         """Wait until all ranks have answered a run."""
         while min(self._answered.values()) < seq:
-            self._take(None)
+            self._receive(None)
 
-    def _take(self, timeout: float | None) -> None:
+    def _receive(self, timeout: float | None) -> None:
+        """Wait for a message, and pass all arrived messages to the client."""
         message = self._link.receive(timeout)
         while message is not None:
             self._client.take(message)

@@ -1,7 +1,8 @@
 """Snapshots: copies of a worker's values in memory that outlives it.
 
-The memory is a memfd that the client holds open, so the process that replaces a dead worker finds
-it unchanged. A value is written once, so values of an earlier snapshot are not copied again.
+The memory is a memfd that the client keeps open, so the process that replaces a dead worker finds
+it unchanged. Snapshots are incremental: values are immutable, so a value that an earlier snapshot
+has is not copied again.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from lazygt.runtime.arenas import Arena
     from lazygt.runtime.host_copies import HostCopies
 
-#: Values that no snapshot has: for each, its meta and the bytes of its memory.
+#: Values that no snapshot has yet, by id: the meta and the bytes of the memory.
 New = dict[int, tuple[TensorMeta, torch.Tensor]]
 
 
 class Snapshots:
     """Snapshots of one worker.
 
-    From a GPU the copies go to the host concurrently with later runs, if there is room for them
-    on the GPU meanwhile; ``taken`` has the answer then.
+    Values of a GPU are copied to the host concurrently with later runs, if the GPU has memory for
+    intermediate copies; ``taken`` returns the answer then.
 
     Args:
         memory: memory of the copies, which has no other user.
@@ -42,7 +43,7 @@ class Snapshots:
         copies: the copies from a GPU; None: values lie in the host's memory.
 
     Attributes:
-        wakes: an eventfd that counts the snapshots that ``taken`` has; None: ``take`` has all.
+        wakes: eventfd that counts the answers for ``taken``; None: ``take`` returns all answers.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Snapshots:
         copies: HostCopies | None = None,
     ) -> None:
         self._memory, self._upload, self._device, self._ranks = memory, upload, device, ranks
-        #: by the snapshot's number, and then by value
+        #: number of a snapshot -> id of a value -> its copy
         self._tables: dict[int, dict[int, Copied]] = {}
         self._copies = copies
         self.wakes = None if copies is None else os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = ThreadPoolExecutor(1, "lazygt-snapshots")
-        #: the snapshot that is being taken in the thread
-        self._taking: Future[Snapped] | None = None
+        #: snapshot that is being copied on the thread
+        self._pending: Future[Snapped] | None = None
 
     def take(
         self, snap: Snap, store: Store, next_dynamic: int, generator: torch.Tensor
@@ -76,40 +77,46 @@ class Snapshots:
         Raises:
             RuntimeError: the device can't be used any more.
         """
-        self._settle()
+        self._wait_for_pending()
         begin = time.monotonic_ns()
-        self._forget_all_but(snap.committed)
-        new, failed = self._enter(snap, store)
+        self._free_all_but(snap.committed)
+        new, failed = self._begin_table(snap, store)
         state = generator.numpy().tobytes()
         answer = Snapped(snap.number, (), failed, next_dynamic, state, begin=begin)
-        aside = None
+        device_copies = None
         if self._copies is not None:
-            aside = self._copies.set_aside([flat for _, flat in new.values()])
-        if aside is None:
-            kernels.finish(self._device)  # a failing op must not become the state to roll back to
-            return self._copied(answer, snap.committed, new)
-        copies, event = aside
-        flats = dict(zip(new, copies, strict=True))
-        new = {key: (meta, flats[key]) for key, (meta, _) in new.items()}
-        self._taking = self._thread.submit(self._copied_after, event, answer, snap.committed, new)
-        self._taking.add_done_callback(self._wake)
+            device_copies = self._copies.set_aside([flat for _, flat in new.values()])
+        if device_copies is None:
+            kernels.finish(self._device)  # raises for a failed op, before the state is copied
+            return self._copy_to_host(answer, snap.committed, new)
+        copies, event = device_copies
+        flat_of = dict(zip(new, copies, strict=True))
+        new = {key: (meta, flat_of[key]) for key, (meta, _) in new.items()}
+        self._pending = self._thread.submit(
+            self._copy_after_event, event, answer, snap.committed, new
+        )
+        self._pending.add_done_callback(self._wake)
         return None
 
-    def _enter(self, snap: Snap, store: Store) -> tuple[New, tuple[tuple[int, Failure], ...]]:
-        """Begin a snapshot's table with values that need no copy; return the rest, and failures."""
-        before = self._tables.get(snap.committed, {})
+    def _begin_table(self, snap: Snap, store: Store) -> tuple[New, tuple[tuple[int, Failure], ...]]:
+        """Begin a snapshot's table with values that need no copy.
+
+        Returns:
+            The values to copy, and (id, failure) of failed values.
+        """
+        committed = self._tables.get(snap.committed, {})
         table = self._tables[snap.number] = {}
         failed: list[tuple[int, Failure]] = []
         new: New = {}
         for key, value in store.values.items():
             if isinstance(value, Failed):
                 failed.append((key, value.failure))
-            elif key in before:
-                table[key] = before[key]
+            elif key in committed:
+                table[key] = committed[key]
             else:
                 meta, offset = TensorMeta.of(value), store.borrowed.get(key)
                 if offset is None:
-                    new[key] = meta, _memory_of(value, meta)
+                    new[key] = meta, _bytes_of(value, meta)
                 else:
                     table[key] = Copied(key, meta, offset, _extent_bytes(meta), True)
         return new, tuple(failed)
@@ -120,33 +127,34 @@ class Snapshots:
         Raises:
             RuntimeError: the device can't be used any more.
         """
-        if self._taking is None or not self._taking.done():
+        if self._pending is None or not self._pending.done():
             return None
-        taking, self._taking = self._taking, None
-        return taking.result()
+        pending, self._pending = self._pending, None
+        return pending.result()
 
     def _wake(self, _: object) -> None:
+        """Write the eventfd, once a snapshot is copied."""
         assert self.wakes is not None
         os.eventfd_write(self.wakes, 1)
 
-    def _settle(self) -> None:
-        """Wait for a snapshot that is being taken: its answer is not wanted any more."""
-        if self._taking is not None:
-            wait([self._taking])
-            self._taking = None
+    def _wait_for_pending(self) -> None:
+        """Wait for a snapshot that is being copied, and drop its answer."""
+        if self._pending is not None:
+            wait([self._pending])
+            self._pending = None
 
-    def _copied_after(self, event: Any, answer: Snapped, committed: int, new: New) -> Snapped:
-        """Copy as ``_copied``, after an event of the GPU and beside its later work."""
+    def _copy_after_event(self, event: Any, answer: Snapped, committed: int, new: New) -> Snapped:
+        """Copy as ``_copy_to_host``, on a side stream after an event of the GPU."""
         assert self._copies is not None
         with self._copies.beside(event):
-            return self._copied(answer, committed, new)
+            return self._copy_to_host(answer, committed, new)
 
-    def _copied(self, answer: Snapped, committed: int, new: New) -> Snapped:
-        """Copy values that no snapshot has to the host, and complete the answer."""
+    def _copy_to_host(self, answer: Snapped, committed: int, new: New) -> Snapped:
+        """Copy values to the snapshot memory, and complete the answer."""
         table = self._tables[answer.number]
         nbytes = sum(flat.nbytes for _, flat in new.values())
         try:
-            self._check_room(nbytes)
+            self._check_capacity(nbytes)
             for key, (meta, flat) in new.items():
                 slot = self._memory.put(flat, non_blocking=True)
                 table[key] = Copied(key, meta, slot.offset, slot.nbytes)
@@ -155,16 +163,16 @@ class Snapshots:
         except (MemoryError, RuntimeError) as error:
             if kernels.is_lost(self._device):
                 raise
-            self._forget_all_but(committed)
+            self._free_all_but(committed)
             return Snapped(answer.number, error=f"{type(error).__name__}: {error}")
         answer.values, answer.nbytes = tuple(table.values()), nbytes
         answer.nanoseconds = time.monotonic_ns() - answer.begin
         return answer
 
-    def _check_room(self, nbytes: int) -> None:
-        """Raise MemoryError if copies would take more than half of the memory that is left.
+    def _check_capacity(self, nbytes: int) -> None:
+        """Raise MemoryError if the copies of all workers need more than half of the free memory.
 
-        The kernel would not refuse: it would kill a process.
+        Without this check the kernel would kill a process.
         """
         needed = self._ranks * nbytes
         room = memory_left() + self._memory.bytes_held - self._memory.bytes_in_use
@@ -174,73 +182,75 @@ class Snapshots:
     def restore(self, restore: Restore, store: Store) -> None:
         """Restore the values of a snapshot, and drop all others.
 
-        Values that count as failed if lost are kept if they are still here.
+        Of the values in ``restore.failed`` those that are still here are retained; the others fail.
         """
-        self._settle()
-        here = ((key, store.values.get(key)) for key, _ in restore.failed)
-        kept = {key: value for key, value in here if isinstance(value, torch.Tensor)}
+        self._wait_for_pending()
+        current = ((key, store.values.get(key)) for key, _ in restore.failed)
+        retained = {key: value for key, value in current if isinstance(value, torch.Tensor)}
         store.clear()
-        known = self._tables.get(restore.number)
-        self._forget_all_but(restore.number)
-        if known is None and restore.number:
-            for row in restore.values:
-                if not row.borrowed:
-                    self._memory.claim(row.offset, row.nbytes)
-        self._tables = {restore.number: {row.id: row for row in restore.values}}
-        for row in restore.values:
-            store.put(row.id, self._value(row), row.offset if row.borrowed else None)
+        table = self._tables.get(restore.number)
+        self._free_all_but(restore.number)
+        if table is None and restore.number:
+            for copy in restore.values:
+                if not copy.borrowed:
+                    self._memory.claim(copy.offset, copy.nbytes)
+        self._tables = {restore.number: {copy.id: copy for copy in restore.values}}
+        for copy in restore.values:
+            store.put(copy.id, self._value(copy), copy.offset if copy.borrowed else None)
         for key, failure in restore.failed:
-            store.put(key, kept.get(key, Failed(failure)))
+            store.put(key, retained.get(key, Failed(failure)))
 
     def mark(self, run: int, step: int) -> None:
-        """Note the step of a run that begins, for a search of the step that killed this process."""
+        """Note the step that begins in memory that outlives a death of this process in the step."""
         self._memory.note(run, step)
 
     def marked(self) -> tuple[int, int]:
         """Return the run and the step that were noted last."""
         return read_note(self._memory.fd)
 
-    def _forget_all_but(self, number: int) -> None:
-        """Free the room of all snapshots but one."""
-        kept = {row.offset for row in self._rows([number]) if not row.borrowed}
-        others = [key for key in self._tables if key != number]
-        gone = {row.offset for row in self._rows(others) if not row.borrowed}
-        for offset in gone - kept:
+    def _free_all_but(self, number: int) -> None:
+        """Free the copies of all snapshots but one."""
+        retained = {copy.offset for copy in self._entries([number]) if not copy.borrowed}
+        other_numbers = [key for key in self._tables if key != number]
+        freed = {copy.offset for copy in self._entries(other_numbers) if not copy.borrowed}
+        for offset in freed - retained:
             self._memory.free(offset)
         self._tables = {key: t for key, t in self._tables.items() if key == number}
 
-    def _rows(self, numbers: Iterable[int]) -> Iterable[Copied]:
-        return (row for number in numbers for row in self._tables.get(number, {}).values())
+    def _entries(self, numbers: Iterable[int]) -> Iterable[Copied]:
+        return (copy for number in numbers for copy in self._tables.get(number, {}).values())
 
-    def _value(self, row: Copied) -> torch.Tensor:
-        memory = self._upload if row.borrowed else self._memory
+    def _value(self, copy: Copied) -> torch.Tensor:
+        """Return the tensor of a copy, on the worker's device."""
+        memory = self._upload if copy.borrowed else self._memory
         assert memory is not None
-        flat = memory.view(row.offset, row.nbytes)
-        if not row.borrowed or self._device.type != "cpu":
-            flat = torch.empty(row.nbytes, dtype=torch.uint8, device=self._device).copy_(flat)
-        return laid_out(flat, row.meta)
+        flat = memory.view(copy.offset, copy.nbytes)
+        if not copy.borrowed or self._device.type != "cpu":
+            flat = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device).copy_(flat)
+        return laid_out(flat, copy.meta)
 
 
 def _extent_bytes(meta: TensorMeta) -> int:
+    """Return the bytes from the beginning of a tensor's storage to its last element."""
     return meta.extent * meta.dtype.itemsize if meta.numel else 0
 
 
-def _memory_of(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def _bytes_of(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Return the bytes of a tensor's memory, from the beginning of its storage."""
     if not meta.numel:
         return torch.empty(0, dtype=torch.uint8)
     if value._is_zerotensor():
         return torch.zeros(_extent_bytes(meta), dtype=torch.uint8)
-    plain = value.detach()
+    value_bits = value.detach()
     if meta.conj:
-        plain = torch._conj(plain)
+        value_bits = torch._conj(value_bits)
     if meta.neg:
-        plain = torch._neg_view(plain)
-    return plain.as_strided((meta.extent,), (1,), 0).view(torch.uint8)
+        value_bits = torch._neg_view(value_bits)
+    return value_bits.as_strided((meta.extent,), (1,), 0).view(torch.uint8)
 
 
 def laid_out(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return the tensor of this meta on these bytes."""
+    """Return a view of bytes as a tensor with this meta: dtype, shape, strides, conj, neg."""
     if not meta.numel:
         return meta.empty(flat.device)
     value = flat.view(meta.dtype).as_strided(meta.shape, meta.stride, meta.offset)

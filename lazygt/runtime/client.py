@@ -395,7 +395,7 @@ class Client(Orders):
             return False
         self._uploads.unread_since(seq)
         failure = Failure(node, error.kind, error.detail, seq)
-        self.recovery.rewind(seq, [(key, failure) for key in undone])
+        self.recovery.rollback(seq, [(key, failure) for key in undone])
         self._failures.undone(seq, node, error, self.link.world_size)
         if (recovery := self.recovery) is not None:  # it may have been turned off meanwhile
             self._snap(recovery)

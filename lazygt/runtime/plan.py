@@ -19,7 +19,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, print_graph, verify
 from lazygt.graph.ops import Foreign
 from lazygt.graph.sizes import Sizes, SymbolicGraph
-from lazygt.host.gc_pause import uncollected
+from lazygt.host.gc_pause import gc_paused
 from lazygt.runtime import custom_ops
 from lazygt.runtime.graph_codec import decode_program, encode_graph, plan_name, template_name
 from lazygt.runtime.wire import Buffer
@@ -76,7 +76,7 @@ class PlanTemplate:
         self._under: dict[Flags, PlanTemplate] = {}
 
     @staticmethod
-    @uncollected()
+    @gc_paused()
     def decoded(data: Buffer) -> PlanTemplate:
         """Decode a template.
 

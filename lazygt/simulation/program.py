@@ -18,7 +18,7 @@ import torch
 from lazygt.graph.liveness import homes_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.source import expand
-from lazygt.host.gc_pause import uncollected
+from lazygt.host.gc_pause import gc_paused
 from lazygt.machine import Gpus, Machine, default_machine, machine_of
 from lazygt.parallel.fsdp_overrides import Forced
 from lazygt.runtime.console import Observer
@@ -150,7 +150,7 @@ def simulate(
     return replace(now, tries=lambda: tried(others, lambda trial: once(trial)[0]))
 
 
-@uncollected()
+@gc_paused()
 def predict(
     session: Session, machine: Machine, living: Living, *, compiled: bool = True
 ) -> Prediction:

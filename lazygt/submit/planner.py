@@ -15,7 +15,7 @@ from lazygt.graph.placement import Replicate
 from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Sizes
 from lazygt.graph.source import CallSite, expand
-from lazygt.host.gc_pause import uncollected
+from lazygt.host.gc_pause import gc_paused
 from lazygt.machine import Machine
 from lazygt.passes import PIPELINE, priced
 from lazygt.passes.classes import by_class, classes
@@ -197,7 +197,7 @@ class Planner:
                 return earlier.kept._replace(entry=entry, origins=(plan.origins,))
         return None
 
-    @uncollected()
+    @gc_paused()
     def _planned(
         self,
         steps: list[TrieNode],

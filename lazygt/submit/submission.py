@@ -15,7 +15,7 @@ from lazygt.errors import ProtocolError, exception_class
 from lazygt.graph.mesh import VirtualMesh, sent
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, user_call_site
-from lazygt.host.gc_pause import uncollected
+from lazygt.host.gc_pause import gc_paused
 from lazygt.record.annotate import is_everywhere, restore_sharding, stored_now
 from lazygt.record.idle import Idle
 from lazygt.record.infer import learn
@@ -257,7 +257,7 @@ class Submitter:
             history.plan_hits += hit
             history.last_plan = kept.entry.plan
         # a new plan is many small objects in the messages that bring it, too
-        send = self._run if kept is None or hit else uncollected()(self._run)
+        send = self._run if kept is None or hit else gc_paused()(self._run)
         run, values, regions = send(trace, kept, reason, fetch)
         forced_by = user_call_site(1) or self._recorder.backward_call_site
         history.recent.append(

@@ -128,8 +128,8 @@ def test_messages_before_death_arrive_before_error():
         ask(link, "echo")
         link.send(0, [b"echo", b"first"])
         worker = link._pool.workers[0]
-        while not worker.boxes.incoming.filled():
-            select.select([worker.boxes.wakes], [], [], 0.01)
+        while not worker.mailboxes.incoming.filled():
+            select.select([worker.mailboxes.wakes], [], [], 0.01)
         worker.process.kill()
         assert worker.process.wait(WAIT)
         assert [bytes(frame) for frame in link.receive(WAIT)[1]] == [b"first"]

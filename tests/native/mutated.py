@@ -168,7 +168,7 @@ def fuzz_numbers(link: Recorded, count: int, draw: random.Random) -> Counter[str
 
 def fuzz_mailbox(link: Recorded, count: int, draw: random.Random) -> Counter[str]:
     """A mailbox whose memory the other process has written anything to."""
-    first, slot, slots = mailbox._FIRST, mailbox._SLOT, mailbox._SLOTS
+    first, slot, slots = mailbox._RING_HEADER_BYTES, mailbox._SLOT, mailbox._SLOTS
     memory = mmap.mmap(-1, first + slot * slots)
     box = native.extension().Mailbox(memory, 0, first, slot, slots)
     seen: Counter[str] = Counter()

@@ -19,7 +19,7 @@ from lazygt.errors import GraphError
 from lazygt.graph import Graph
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.sizes import check_sizes
-from lazygt.host.gc_pause import uncollected
+from lazygt.host.gc_pause import gc_paused
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.foreach import SMALL
 from lazygt.passes.template import Templates
@@ -335,8 +335,8 @@ def test_collection_is_put_off_and_goes_on_as_it_was(enabled: bool) -> None:
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        with suppress(ZeroDivisionError), uncollected():
-            with uncollected():
+        with suppress(ZeroDivisionError), gc_paused():
+            with gc_paused():
                 assert not gc.isenabled()
             assert not gc.isenabled()
             raise ZeroDivisionError
@@ -350,7 +350,7 @@ def test_collection_goes_on_when_the_last_of_several_threads_has_done() -> None:
 
     def put_off_often() -> None:
         for _ in range(20_000):
-            with uncollected():
+            with gc_paused():
                 assert not gc.isenabled()
 
     interval = sys.getswitchinterval()
@@ -366,7 +366,7 @@ def test_collection_goes_on_when_the_last_of_several_threads_has_done() -> None:
 
 def test_collection_goes_on_in_a_child_of_a_process_that_had_put_it_off() -> None:
     """Of a DataLoader, say: the thread that would put it back is not in the child."""
-    with uncollected():
+    with gc_paused():
         child = os.fork()
         if not child:
             os._exit(0 if gc.isenabled() else 1)

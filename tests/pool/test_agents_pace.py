@@ -37,7 +37,7 @@ def test_a_snapshot_on_its_way_keeps_nobody_waiting():
     """Copying a GiB takes seconds, in which the pool did not see that its client was gone."""
     connection = Connection()
     agent = Agent(connection)
-    part = threading.Thread(target=agent._say, args=(Kept(0, 0, 0), [bytes(16 << 20)]))
+    part = threading.Thread(target=agent._send, args=(Kept(0, 0, 0), [bytes(16 << 20)]))
     part.start()
     assert connection.busy.wait(60)
     agent.pump()
@@ -59,7 +59,7 @@ def test_a_part_that_is_ended_copies_no_further():
     arena = Arena.create(64 << 20)
     offset = arena.allocate(40 << 20).offset
     meta = TensorMeta.of(torch.empty(40 << 20, dtype=torch.uint8))
-    part._give(0, arena, Copied(1, meta, offset, 40 << 20))
+    part._send_copy(0, arena, Copied(1, meta, offset, 40 << 20))
     assert len(said) == 1
     arena.close()
-    os.close(part._alarm)
+    os.close(part._eventfd)

@@ -243,7 +243,7 @@ def test_a_frame_that_is_too_long_ends_its_connection_before_it_is_stored(pool, 
         monkeypatch.setattr(connection, "_max_message", 2 * limit)
         connection.send([bytes(limit + (1 << 20))])
         until = time.monotonic() + SECONDS
-        while connection._left_at is None:
+        while connection._disconnected_at is None:
             assert time.monotonic() < until
             assert connection.take() is None
             time.sleep(0.005)

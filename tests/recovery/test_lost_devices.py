@@ -125,7 +125,7 @@ def test_transient_device_loss_is_only_delay(tmp_path: Path) -> None:
 def test_devices_that_are_lost_again_and_again_are_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recover, "_HOPELESS", 2)
+    monkeypatch.setattr(recover, "_MAX_RESTORE_DEATHS", 2)
     with pytest.raises(DeviceLost), lazygt.session(threads=1) as s:
         for _ in range(4):
             kept = lazygt.apply(asserts, torch.ones(2))

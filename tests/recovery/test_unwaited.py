@@ -37,14 +37,14 @@ def kill(s: lazygt.Session, *ranks: int) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[int]:
     """The process ids of workers, as they are started."""
     pids = queue.Queue[int]()
-    launched = WorkerPool._launched
+    launched = WorkerPool._start_process
 
     def noted(pool: WorkerPool, *args: Any) -> WorkerProcess:
         worker = launched(pool, *args)
         pids.put(worker.process.pid)
         return worker
 
-    monkeypatch.setattr(WorkerPool, "_launched", noted)
+    monkeypatch.setattr(WorkerPool, "_start_process", noted)
     return pids
 
 

@@ -110,7 +110,7 @@ def test_ten_thousand_numbers_leave_nothing(s: lazygt.Session) -> None:
 
 
 def boxes_of(session: lazygt.Session) -> Mailboxes:
-    boxes = session._link._pool.boxes  # type: ignore[attr-defined]
+    boxes = session._link._pool.mailboxes  # type: ignore[attr-defined]
     if not boxes:
         pytest.skip("this processor has no mailboxes")
     return boxes[0]

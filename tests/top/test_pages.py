@@ -206,7 +206,7 @@ def test_a_reporter_tells_of_the_main_thread(file, monkeypatch) -> None:
     reporter.rank = 0
 
     def now() -> WorkerPage:
-        reporter._next = reporter._weigh_at = 0.0
+        reporter._next = reporter._measure_at = 0.0
         reporter.look()
         return decoded(pages.read(1)[1], WorkerPage)
 

@@ -1,8 +1,8 @@
-"""A checkpoint on disk: one file, with every byte under a checksum.
+"""Checkpoint on disk: one file, with every byte covered by a checksum.
 
     | header | section 0 | section 1 | ... | index |
 
-The index holds the places and checksums of sections. The header, written last, holds the place of
+The index has the offsets and checksums of the sections. The header, written last, has the offset of
 the index and the length of the file: a shorter file is *torn*.
 """
 
@@ -29,11 +29,11 @@ from lazygt.runtime.crc32 import crc32
 T = TypeVar("T")
 _FAMILY, _FORMAT = b"lazygt checkpt ", b"2"
 _MAGIC = _FAMILY + _FORMAT
-#: magic, bytes of the file, offset of the index, its bytes, its checksum; the header's own
+#: magic, bytes of the file, offset of the index, its bytes, its checksum; checksum of the header
 _HEADER, _HEADER_CRC = struct.Struct("<16sQQQQ8x"), struct.Struct("<Q")
 _HEADER_BYTES = _HEADER.size + _HEADER_CRC.size
 _ALIGNMENT = 64
-#: written, and checked while it is in a core's cache
+#: bytes that are written and then added to the checksum, while they are in a core's cache
 _BLOCK = 1 << 20
 
 
@@ -43,7 +43,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Section(msgspec.Struct, frozen=True):
-    """Offset, bytes, and the checksum of these and of the padding after them."""
+    """Offset and length of a section, and the checksum of its bytes and the padding after them."""
 
     offset: Count
     nbytes: Count
@@ -51,6 +51,8 @@ class _Section(msgspec.Struct, frozen=True):
 
 
 class _Index(msgspec.Struct, frozen=True):
+    """Description of the checkpoint, and its sections."""
+
     about: About
     sections: list[_Section]
 
@@ -59,18 +61,18 @@ def write(file: IO[bytes], about: Mapping[str, Any], sections: Iterable[memoryvi
     """Write a checkpoint into an empty file, and sync it to disk.
 
     Args:
-        about: plain values that describe it.
-        sections: bytes of each section; one is released before the next is requested.
+        about: plain values that describe the checkpoint.
+        sections: bytes of each section; each is released before the next is requested.
 
     Raises:
         OSError: the disk does not take it.
     """
     file.write(bytes(_HEADER_BYTES))
-    rows, end = [], _HEADER_BYTES
+    written, end = [], _HEADER_BYTES
     for data in sections:
-        rows.append(_write_section(file, data, end))
-        end = _next(rows[-1])
-    index = msgspec.msgpack.encode(_Index(dict(about), rows))
+        written.append(_write_section(file, data, end))
+        end = _end_of(written[-1])
+    index = msgspec.msgpack.encode(_Index(dict(about), written))
     file.write(index)
     header = _HEADER.pack(_MAGIC, end + len(index), end, len(index), crc32(index))
     file.seek(0)
@@ -80,18 +82,19 @@ def write(file: IO[bytes], about: Mapping[str, Any], sections: Iterable[memoryvi
 
 
 def _write_section(file: IO[bytes], data: memoryview, offset: int) -> _Section:
+    """Write a section and its padding; return its entry in the index."""
     crc = 0
     for begin in range(0, len(data), _BLOCK):
         block = data[begin : begin + _BLOCK]
         file.write(block)
         crc = crc32(block, crc)
     section = _Section(offset, len(data), crc)
-    rest = bytes(_next(section) - offset - len(data))
-    file.write(rest)
-    return _Section(offset, len(data), crc32(rest, crc))
+    padding = bytes(_end_of(section) - offset - len(data))
+    file.write(padding)
+    return _Section(offset, len(data), crc32(padding, crc))
 
 
-def _next(section: _Section) -> int:
+def _end_of(section: _Section) -> int:
     """Return the offset of the section after this one."""
     return -(-(section.offset + section.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
@@ -116,14 +119,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class CheckpointFile:
-    """A whole checkpoint on disk: all of it has been read and checked.
+    """Complete checkpoint on disk, with all checksums verified.
 
     Raises:
-        CheckpointError: it differs from the written file.
-        OSError: it can't be read.
+        CheckpointError: the file differs from the one that was written.
+        OSError: the file can't be read.
 
     Attributes:
-        about: the description that it was written with.
+        about: the description, as it was passed to `write`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,39 +134,48 @@ class CheckpointFile:
         with self._opened() as file:
             size = os.fstat(file.fileno()).st_size
             begin, length, crc = self._header(file.read(_HEADER_BYTES), size)
-            # private, so that tensors may lie on it
+            # a private mapping, since tensors on it may be written
             self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         index = self._data[begin : begin + length]
         if crc32(index) != crc:
             raise self._damaged("its index")
         self.about, self._sections = self._read_index(index, begin)
         for number, section in enumerate(self._sections):
-            if crc32(self._data[section.offset : _next(section)]) != section.crc:
+            if crc32(self._data[section.offset : _end_of(section)]) != section.crc:
                 raise self._damaged(f"section {number}")
 
     def _opened(self) -> IO[bytes]:
+        """Open the file; CheckpointError if its owner or mode are unsafe."""
         try:
             return open(open_own(self.path), "rb")
         except PermissionError as error:
             raise CheckpointError(self.path, f"it is not read: {error}") from error
 
     def _read_index(self, index: memoryview, end: int) -> tuple[About, list[_Section]]:
-        """Return the description and the sections, which follow one another up to the index."""
-        told = unpacked(self.path, index, _Index)
+        """Decode the index; return the description, and the sections after checks of their offsets.
+
+        Args:
+            end: offset of the index, at which the sections end.
+        """
+        contents = unpacked(self.path, index, _Index)
         begin = _HEADER_BYTES
-        for number, section in enumerate(told.sections):
-            if section.offset != begin or _next(section) > end:
+        for number, section in enumerate(contents.sections):
+            if section.offset != begin or _end_of(section) > end:
                 raise CheckpointError(self.path, f"section {number} is not where it must be")
-            begin = _next(section)
-        return told.about, told.sections
+            begin = _end_of(section)
+        return contents.about, contents.sections
 
     def _header(self, header: bytes, size: int) -> tuple[int, int, int]:
-        """Return the offset of the index, its bytes and its checksum."""
+        """Check the header; return the offset of the index, its bytes and its checksum.
+
+        Args:
+            size: bytes of the file.
+        """
         if len(header) < _HEADER_BYTES or not any(header):
             raise CheckpointError(self.path, "it was never written to its end", torn=True)
         magic, nbytes, begin, length, crc = _HEADER.unpack(header[: _HEADER.size])
-        whole = _HEADER_CRC.pack(crc32(header[: _HEADER.size])) == header[_HEADER.size :]
-        if not (whole and magic.startswith(_FAMILY)):
+        intact = _HEADER_CRC.pack(crc32(header[: _HEADER.size])) == header[_HEADER.size :]
+        if not (intact and magic.startswith(_FAMILY)):
             raise self._damaged("its header")
         if magic != _MAGIC:
             raise CheckpointError(
@@ -179,6 +191,7 @@ class CheckpointFile:
         return begin, length, crc
 
     def _damaged(self, what: str) -> CheckpointError:
+        """Return the error for a wrong checksum."""
         return CheckpointError(
             self.path,
             f"{what} is not what was written: the checksum differs. Nothing was loaded. Remove "
@@ -189,28 +202,32 @@ class CheckpointFile:
         return len(self._sections)
 
     def section(self, number: int) -> memoryview:
-        """Return a section's bytes, which may be written: the file stays as it is."""
+        """Return a section's bytes; writes to them don't change the file."""
         section = self._sections[number]
         return self._data[section.offset : section.offset + section.nbytes]
 
 
-# -- folder of a run's checkpoints: the last two are kept, and one session at a time writes --------
-# The folder may be the user's, with other things in it: only files of this name are touched, and
-# only if they begin as checkpoints do. Others may not write to it: they could put files there to
-# be read.
+# -- folder of checkpoints -------------------------------------------------------------------------
+# A folder has the last two checkpoints of a run, and one session at a time writes there. It may be
+# a folder of the user's with other files: only files with names of checkpoints are touched, and
+# only if their content begins as that of a checkpoint. Other users may not write to the folder,
+# since lazygt would read their files.
 
 _NAME = re.compile(r"checkpoint-(\d{6,})\.lazygt(\.part)?")
 _LOCK = "lazygt.lock"
-#: Content of the lock: a process, or nothing yet.
+#: Content of the lock: a process id, or nothing yet.
 _OWNER = re.compile(rb"(\d{1,20}\n?)?")
-_KEPT = 2
+_RETAINED = 2
 
 
 class CheckpointFolder:
-    """A folder that this session has exclusively; it is made if there is none.
+    """Folder of checkpoints, locked by this session; it is created if there is none.
+
+    Attributes:
+        whole: numbers of the retained files.
 
     Raises:
-        CheckpointError: another session has it, or it can't be written.
+        CheckpointError: another session has locked it, or it can't be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -224,72 +241,74 @@ class CheckpointFolder:
         _open_folders.add(self)
         try:
             _take_lock(self.path, lock)
-            for name in self._files(parts=True):
+            for name in self._files(partial=True):
                 self._remove(name)
         except BaseException:
             self.close()
             raise
-        #: numbers of the files that are kept
-        self.whole = self._numbers()[-_KEPT:]
-        #: number of the next file; files that are not ours keep their names, too
-        self._next = max([0, *self._numbers(), *map(_number, self._files(parts=True))]) + 1
+        #: numbers of the files that are retained
+        self.whole = self._numbers()[-_RETAINED:]
+        #: number of the next file; numbers of other users' files are not reused
+        self._next = max([0, *self._numbers(), *map(_number, self._files(partial=True))]) + 1
 
     def close(self) -> None:
         """Release the folder for other sessions. May be called twice."""
         self._closer()
 
     def newest(self) -> CheckpointFile | None:
-        """Return the newest whole checkpoint, see ``newest``; torn ones after it are not kept."""
+        """Return the newest complete checkpoint, see ``newest``; later ones are not retained."""
         checkpoint = newest(self.path)
         if checkpoint is not None:
             number = _number(checkpoint.path)
-            self.whole = [kept for kept in self.whole if kept <= number]
+            self.whole = [retained for retained in self.whole if retained <= number]
         return checkpoint
 
     def write(self, about: Mapping[str, Any], sections: Iterable[memoryview]) -> Path:
-        """Write a checkpoint, whole or not at all; of earlier ones only the last is kept.
+        """Write a checkpoint atomically, and remove all earlier ones but the last.
 
         Raises:
             OSError: the disk does not take it.
         """
         number = self._next
         path = self.path / f"checkpoint-{number:06}.lazygt"
-        part = path.with_name(f"{path.name}.part")
+        partial = path.with_name(f"{path.name}.part")
         try:
-            with open(create(part), "wb") as file:
+            with open(create(partial), "wb") as file:
                 write(file, {**about, "number": number}, sections)
-            part.rename(path)
+            partial.rename(path)
         except BaseException:
-            part.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
         self._next += 1
-        self.whole = [*self.whole, number][-_KEPT:]
+        self.whole = [*self.whole, number][-_RETAINED:]
         self._sync()
         for old in set(self._numbers()) - set(self.whole):
             self._remove(f"checkpoint-{old:06}.lazygt")
         return path
 
     def _sync(self) -> None:
-        """Sync the folder's names to disk as well."""
+        """Sync the folder's entries to disk."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
-    def _files(self, parts: bool) -> list[str]:
+    def _files(self, partial: bool) -> list[str]:
+        """Return the names of checkpoints in the folder, or of partial ones."""
         return [
             name
             for name in os.listdir(self.path)
-            if (match := _NAME.fullmatch(name)) and bool(match[2]) == parts
+            if (match := _NAME.fullmatch(name)) and bool(match[2]) == partial
         ]
 
     def _numbers(self) -> list[int]:
-        return sorted(map(_number, self._files(parts=False)))
+        return sorted(map(_number, self._files(partial=False)))
 
     def _remove(self, name: str) -> None:
+        """Remove a file, if it is a checkpoint of this user's."""
         path = self.path / name
-        with suppress(PermissionError):  # not ours: it stays
+        with suppress(PermissionError):  # another user's file stays
             if is_checkpoint(path):
                 path.unlink()
 
@@ -298,16 +317,17 @@ class CheckpointFolder:
 _open_folders: weakref.WeakSet[CheckpointFolder] = weakref.WeakSet()
 
 
-def _forked() -> None:
-    """Close the locks in a forked child, which would keep them beyond its parent's end."""
+def _close_in_child() -> None:
+    """Close the locks in a forked child, which would own them beyond its parent's end."""
     for folder in _open_folders:
         folder.close()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _take_lock(path: Path, lock: int) -> None:
+    """Lock the folder, and write this process's id into the lock file."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _OWNER.fullmatch(os.pread(lock, 32, 0)):
@@ -326,6 +346,7 @@ def _take_lock(path: Path, lock: int) -> None:
 
 
 def _number(name: str | Path) -> int:
+    """Return the number in the name of a checkpoint."""
     match = _NAME.fullmatch(Path(name).name)
     assert match is not None
     return int(match[1])
@@ -342,7 +363,7 @@ def newest(folder: Path) -> CheckpointFile | None:
         check_folder(folder)
     except PermissionError as error:
         raise CheckpointError(folder, f"nothing is read from it: {error}") from error
-    names = sorted(filter(_is_whole_name, os.listdir(folder)), key=_number, reverse=True)
+    names = sorted(filter(_is_complete_name, os.listdir(folder)), key=_number, reverse=True)
     torn: list[CheckpointError] = []
     for name in names:
         try:
@@ -366,6 +387,7 @@ def newest(folder: Path) -> CheckpointFile | None:
     return None
 
 
-def _is_whole_name(name: str) -> bool:
+def _is_complete_name(name: str) -> bool:
+    """Return whether a name is that of a checkpoint, not of a partial one."""
     match = _NAME.fullmatch(name)
     return match is not None and match[2] is None

@@ -1,8 +1,8 @@
 """Checkpoints of a running program: registered objects, written at marked steps.
 
-A moment is saved by a snapshot that the workers take for recovery anyway; another thread writes
-from the snapshot's memory while the program goes on. Without snapshots (``recover="off"``, inline)
-the values are fetched, and also written by that thread.
+A moment is saved by a snapshot that the workers take for recovery anyway, and a thread writes the
+file from the snapshot's memory while the program goes on. Without snapshots (``recover="off"``,
+inline) the values are fetched, and the same thread writes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ from lazygt.recovery.checkpoint import values as states
 from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFolder, newest
 from lazygt.recovery.checkpoint.encoding import encoded
 from lazygt.recovery.checkpoint.saved import Contents, Saved, generators, versions
-from lazygt.recovery.checkpoint.values import Block, Captured, Rows, are_there, memory_of, sections
+from lazygt.recovery.checkpoint.values import (
+    Block,
+    Captured,
+    SnapshotCopies,
+    are_there,
+    memory_of,
+    sections,
+)
 from lazygt.recovery.journal import Snapshot
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.client import Client
@@ -57,7 +64,7 @@ class CheckpointRecord:
         path: path of the file, which may have been replaced by later ones.
         nbytes: bytes of the file.
         seconds: time from the mark until the file was on the disk.
-        busy: part of these seconds in which a worker or a thread of the client worked for it.
+        busy: part of these seconds in which a worker or a thread of the client worked on it.
     """
 
     step: int
@@ -68,7 +75,15 @@ class CheckpointRecord:
 
 
 class _Moment(NamedTuple):
-    """A moment of the program that is being saved."""
+    """Moment of the program that is being saved.
+
+    Attributes:
+        step: the program's number of the step.
+        begun: time of the mark, by ``time.monotonic``.
+        contents: first section of the file.
+        sources: location of each tensor.
+        about: the file's description.
+    """
 
     step: int
     begun: float
@@ -88,14 +103,14 @@ class Checkpoints:
         CheckpointError: the folder can't be written, or another session writes there.
 
     Attributes:
-        resumed: True if the program has asked for the last checkpoint.
+        resumed: True if the program has read the last checkpoint.
         records: records of the written checkpoints.
     """
 
     def __init__(self, config: Config) -> None:
         assert config.checkpoint is not None
         self.folder = CheckpointFolder(config.checkpoint)
-        self.resumed, self._had_others = False, bool(self.folder.whole)
+        self.resumed, self._had_checkpoints = False, bool(self.folder.whole)
         self.records: list[CheckpointRecord] = []
         every = config.checkpoint_every
         self._every = every if isinstance(every, int) else None
@@ -116,13 +131,17 @@ class Checkpoints:
         self._pending: _Moment | None = None
         self._writing: Future[CheckpointRecord] | None = None
         self._begun = 0.0
-        #: reason that nothing is being saved, and True once the program was warned
-        self._problem, self._told = "", False
-        self._thread = ThreadPoolExecutor(1, "lazygt-checkpoint", _step_back)
+        #: error of the last write, and True once the program was warned of it
+        self._problem, self._warned = "", False
+        self._thread = ThreadPoolExecutor(1, "lazygt-checkpoint", _lower_priority)
         _open.add(self)
 
     def connect(self, recorder: Recorder, client: Client, mesh: VirtualMesh, about: Config) -> None:
-        """Connect with the session."""
+        """Connect to the session's recorder and client.
+
+        Args:
+            about: settings of the session.
+        """
         self._recorder, self._client, self._mesh = recorder, client, mesh
         self._settings = {
             "mesh": str(mesh.workers),
@@ -139,8 +158,8 @@ class Checkpoints:
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Register objects to save and resume under these names."""
-        for name, given in objects.items():
-            states.check_registered(name, given)
+        for name, obj in objects.items():
+            states.check_registered(name, obj)
         self._objects.update(objects)
 
     def mark(self, step: int, values: Mapping[str, Any], now: bool) -> bool:
@@ -148,16 +167,16 @@ class Checkpoints:
         self._used = True
         self._check_mark(step, values)
         with self._recorder.lock, DEFER_INTERRUPT:
-            self._heed()
+            self._collect_result()
             if self._mesh.ranks.world_size > 1 and self._recorder.trace.step.ops:
-                # the end of a plan affects the order of sums over ranks, so it must not depend on
-                # the clock
+                # the end of a plan affects the order of sums over ranks, so every mark flushes,
+                # whether or not the clock makes this moment a saved one
                 self._recorder.flush("checkpoint")
             self._marks += 1
             saved = self._save_now(step, values) if now else self._is_due()
             if saved and not now:
                 self._save(step, values)
-        self._tell_of_problem()
+        self._warn_of_problem()
         return saved
 
     def resume(self) -> Saved:
@@ -174,11 +193,12 @@ class Checkpoints:
             )
         if file is not None:
             saved.load(**self._objects)
-            self._tell_of_settings(saved)
+            self._warn_of_settings(saved)
         self.resumed = True
         return saved
 
     def _check_mark(self, step: int, values: Mapping[str, Any]) -> None:
+        """Raise an error for invalid arguments, or a folder with another run's checkpoints."""
         if type(step) is not int or step < 0:
             raise ValueError(f"checkpoint({step!r}): expected how many steps are done, at least 0")
         if not self._objects:
@@ -188,23 +208,24 @@ class Checkpoints:
         for name in values:
             if name in self._objects:
                 raise ValueError(f"checkpoint({name}=...): {name!r} is registered already")
-        if self._had_others and not self.resumed:
+        if self._had_checkpoints and not self.resumed:
             raise CheckpointError(
                 self.folder.path,
                 "it holds the checkpoints of a run, which this one would replace. Call resume() "
                 "to go on from there, or give this run a folder of its own",
             )
 
-    def _tell_of_settings(self, saved: Saved) -> None:
-        other = [
+    def _warn_of_settings(self, saved: Saved) -> None:
+        """Warn of settings that differ from those of the saved session."""
+        changed = [
             f"{name} {saved.settings[name]} (now {value})"
             for name, value in self._settings.items()
             if saved.settings.get(name, value) != value
         ]
-        if other:
+        if changed:
             warnings.warn(
-                f"lazygt: {saved.path} was saved with {', '.join(other)}. Its values are whole; "
-                f"what is computed from here on may have other bits than that run's",
+                f"lazygt: {saved.path} was saved with {', '.join(changed)}. Its values are whole; "
+                f"results from here on may have other bits than that run's",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -212,6 +233,7 @@ class Checkpoints:
     # -- a moment ------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
+        """Return whether the moment of this mark is to be saved."""
         recovery = self._client.recovery
         if self._pending or self._writing or (recovery is not None and recovery.journal.cutting):
             return False
@@ -220,7 +242,7 @@ class Checkpoints:
         return time.monotonic() >= self._due
 
     def _save_now(self, step: int, values: Mapping[str, Any]) -> bool:
-        """Save this moment, wait for the disk, and return whether it is saved.
+        """Save this moment, and wait for the disk; return whether it is saved.
 
         Raises:
             ExecutionError: a value could not be computed.
@@ -229,7 +251,7 @@ class Checkpoints:
         recovers = self._client.recovery is not None
         self._save(step, values)
         saved = self._finish()
-        if recovers and self._client.recovery is None:  # it turned itself off meanwhile
+        if recovers and self._client.recovery is None:  # recovery was turned off meanwhile
             self._save(step, values)
             saved = self._finish()
         if not saved:
@@ -237,12 +259,12 @@ class Checkpoints:
         return saved
 
     def _save(self, step: int, values: Mapping[str, Any]) -> None:
-        """Begin to save this moment."""
+        """Begin to save this moment: capture the states, and request a snapshot or fetch."""
         self._begun, self._marks = time.monotonic(), 0
         with torch.no_grad():
-            captured, texts, random_state = self._captured(values)
+            captured, texts, random_state = self._capture(values)
             captured.ship()
-            classes = {name: states.class_of(given) for name, given in self._objects.items()}
+            classes = {name: states.class_of(obj) for name, obj in self._objects.items()}
             contents = Contents(texts, classes, random_state, captured.leaves())
         about = {**versions(), "step": step, "settings": self._settings}
         moment = _Moment(step, self._begun, contents, captured.sources(), about)
@@ -251,31 +273,38 @@ class Checkpoints:
             self._pending = None
             self._write({}, 0.0, moment._replace(sources=list(captured.fetched())))
 
-    def _captured(self, values: Mapping[str, Any]) -> tuple[Captured, dict[str, bytes], bytes]:
+    def _capture(self, values: Mapping[str, Any]) -> tuple[Captured, dict[str, bytes], bytes]:
+        """Capture all states; return the tensors, the encoded states and the encoded generators."""
         captured = Captured(self._recorder, self._mesh)
-        given = {name: states.state_of(each) for name, each in self._objects.items()}
+        registered = {name: states.state_of(each) for name, each in self._objects.items()}
         texts = {
-            name: encoded(name, state, captured.leaf) for name, state in {**given, **values}.items()
+            name: encoded(name, state, captured.leaf)
+            for name, state in {**registered, **values}.items()
         }
-        drawn = encoded("generators", generators(self._recorder), captured.leaf)
-        return captured, texts, drawn
+        random_states = encoded("generators", generators(self._recorder), captured.leaf)
+        return captured, texts, random_states
 
     def _snapped(self, moment: _Moment, snapshot: Snapshot) -> None:
-        """Write a moment from its complete snapshot, which stays until it is written."""
+        """Write a moment from its complete snapshot, which stays until the end of the write."""
         self._pending = None
         recovery = self._client.recovery
-        rows = {rank: {row.id: row for row in part.values} for rank, part in snapshot.parts.items()}
-        if recovery is None or not are_there(moment.sources, rows):
-            return  # a failure, which is raised where the program waits for it
-        slowest = max(part.nanoseconds for part in snapshot.parts.values()) / 1e9
-        self._write(rows, slowest, moment)
+        copies = {
+            rank: {copy.id: copy for copy in rank_snapshot.values}
+            for rank, rank_snapshot in snapshot.parts.items()
+        }
+        if recovery is None or not are_there(moment.sources, copies):
+            return  # a value has failed, which is raised where the program waits for it
+        seconds = max(rank_snapshot.nanoseconds for rank_snapshot in snapshot.parts.values()) / 1e9
+        self._write(copies, seconds, moment)
         recovery.reader = self._writing
 
-    def _write(self, rows: Rows, busy: float, moment: _Moment) -> None:
-        memory = memory_of(self._memories(rows), self._client.link.upload)
-        self._writing = self._thread.submit(_written, self.folder, moment, rows, memory, busy)
+    def _write(self, copies: SnapshotCopies, busy: float, moment: _Moment) -> None:
+        """Start the write of a moment on the writing thread."""
+        memory = memory_of(self._memories(copies), self._client.link.upload)
+        self._writing = self._thread.submit(_written, self.folder, moment, copies, memory, busy)
 
-    def _memories(self, ranks: Rows) -> Mapping[int, Arena]:
+    def _memories(self, ranks: SnapshotCopies) -> Mapping[int, Arena]:
+        """Return the mapped snapshot memory of each rank."""
         for rank in ranks:
             if rank not in self._arenas:
                 self._arenas[rank] = self._client.link.snapshot_arena(rank)
@@ -283,8 +312,8 @@ class Checkpoints:
 
     # -- the result of a write -----------------------------------------------------------
 
-    def _heed(self) -> bool:
-        """Take in the result of the write under way, and return whether it has succeeded."""
+    def _collect_result(self) -> bool:
+        """Collect the result of the write, if it has ended; return whether it has succeeded."""
         if self._client.recovery is None:
             self._pending = None  # its snapshot will not be taken
         writing = self._writing
@@ -297,36 +326,37 @@ class Checkpoints:
             return False
         record = writing.result()
         self.records.append(record)
-        self._problem, self._told = "", False
+        self._problem, self._warned = "", False
         self._due = self._begun + (self._seconds or max(record.busy / self._cost, LEAST_SECONDS))
         _log.info("%s: step %d, %d bytes", record.path, record.step, record.nbytes)
         return True
 
-    def _tell_of_problem(self) -> None:
-        if not self._problem or self._told:
+    def _warn_of_problem(self) -> None:
+        """Warn once of a failed write."""
+        if not self._problem or self._warned:
             return
-        self._told = True
+        self._warned = True
         last = f"since step {self.records[-1].step}" if self.records else "in this session"
         warnings.warn(
             f"lazygt: no checkpoint was saved {last}: {self._problem}. A program that is killed "
-            f"now loses what came after that. It is tried again at later marks",
+            f"now loses the later steps. It is tried again at later marks",
             RuntimeWarning,
             stacklevel=4,
         )
 
     def _finish(self) -> bool:
-        """Wait until the checkpoint under way is on the disk, and return whether it is."""
+        """Wait for the checkpoint under way; return whether it is on the disk."""
         if self._pending is not None:
             self._client.wait_snapped()
         if self._writing is not None:
             wait([self._writing])
-        return self._heed()
+        return self._collect_result()
 
     def end_well(self) -> None:
         """Finish the write under way at the end of a session without an error."""
         with self._recorder.lock, DEFER_INTERRUPT:
             self._finish()
-        self._tell_of_problem()
+        self._warn_of_problem()
         if not self._used:
             warnings.warn(
                 f"lazygt: session(checkpoint={os.fspath(self.folder.path)!r}) has saved nothing: "
@@ -346,13 +376,13 @@ class Checkpoints:
 def _written(
     folder: CheckpointFolder,
     moment: _Moment,
-    rows: Rows,
+    copies: SnapshotCopies,
     memory: Callable[[int, Copied], Tensor],
     busy: float,
 ) -> CheckpointRecord:
-    """Write a moment, on a thread of its own."""
+    """Write a moment to the folder; runs on the writing thread."""
     begin = time.thread_time()
-    values: Iterator[memoryview] = sections(moment.contents.leaves, moment.sources, rows, memory)
+    values: Iterator[memoryview] = sections(moment.contents.leaves, moment.sources, copies, memory)
     contents = memoryview(msgspec.msgpack.encode(moment.contents))
     path = folder.write(moment.about, chain([contents], values))
     busy += time.thread_time() - begin
@@ -360,12 +390,13 @@ def _written(
     return CheckpointRecord(moment.step, path, path.stat().st_size, seconds, busy)
 
 
-def _step_back() -> None:
+def _lower_priority() -> None:
     """Lower this thread's priority."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _listed(names: Any) -> str:
+    """Format names for an error text."""
     return ", ".join(map(repr, sorted(names))) or "none"
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint read from a file: states by name, and their loading into objects."""
+"""Checkpoint read from a file: states by name, and their loading into objects."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from lazygt.recovery.checkpoint.values import Leaf, placements_of, tensor_of
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """The first section of a file; the others are the values of the leaves.
+    """First section of a file; the other sections are the values of the leaves.
 
     Attributes:
         states: encoded states without their tensors, by name.
         classes: classes of the registered objects, by name.
         generators: encoded states of the random generators; see ``generators``.
+        leaves: the tensors of the states, by number.
     """
 
     states: dict[str, bytes]
@@ -53,8 +54,8 @@ class Saved(Mapping[str, Any]):
     The state of a module or an optimizer is its ``state_dict()``, with tensors on the CPU.
 
     Attributes:
-        step: number of the saved step; 0: there is no checkpoint, a run begins.
-        path: path of the file; None: there is none.
+        step: number of the saved step; 0: there is no checkpoint.
+        path: path of the file; None: there is no checkpoint.
         settings: settings of the session that saved it.
     """
 
@@ -67,7 +68,7 @@ class Saved(Mapping[str, Any]):
             self.path = file.path
             _check_versions(file)
             self._contents = _contents(file)
-            self.step, self.settings = _described(file)
+            self.step, self.settings = _step_and_settings(file)
 
     # -- reading -------------------------------------------------------------------------
 
@@ -86,29 +87,38 @@ class Saved(Mapping[str, Any]):
 
     @property
     def objects(self) -> frozenset[str]:
-        """Names of registered objects; the others are values that came with the step."""
+        """Names of registered objects; the other states are values saved with the step."""
         return frozenset(self._contents.classes)
 
-    def _state(self, name: str, tensor: Callable[[int], Any]) -> Any:
-        return self._decoded(repr(name), self._contents.states[name], tensor)
+    def _state(self, name: str, tensor_of_number: Callable[[int], Any]) -> Any:
+        """Decode a state.
+
+        Args:
+            tensor_of_number: returns the object that replaces a tensor, by the tensor's number.
+        """
+        return self._decoded(repr(name), self._contents.states[name], tensor_of_number)
 
     def _decoded(self, title: str, data: bytes, tensor: Callable[[int], Any]) -> Any:
+        """Decode a state; CheckpointError, with the title, for invalid data."""
         try:
             return decoded(data, tensor)
         except ValueError as error:
-            raise self._refused(f"{title} in it is not as a checkpoint has it: {error}") from error
+            raise self._error(f"{title} in it is not as a checkpoint has it: {error}") from error
 
-    def _refused(self, why: str) -> CheckpointError:
-        return CheckpointError(self.path or "", f"{why}. Nothing was loaded")
+    def _error(self, reason: str) -> CheckpointError:
+        """Return an error about this file."""
+        return CheckpointError(self.path or "", f"{reason}. Nothing was loaded")
 
-    def _leaf(self, number: int) -> Leaf:
+    def _leaf_of(self, number: int) -> Leaf:
+        """Return the description of a tensor; ValueError if there is no such number."""
         if not 0 <= number < len(self._contents.leaves):
             raise ValueError(f"there is no tensor {number}")
         return self._contents.leaves[number]
 
     def _on_cpu(self, number: int) -> Tensor:
+        """Return a tensor over the file's bytes."""
         assert self._file is not None
-        return tensor_of(self._leaf(number), self._file.section(number + 1))
+        return tensor_of(self._leaf_of(number), self._file.section(number + 1))
 
     # -- loading -------------------------------------------------------------------------
 
@@ -121,71 +131,74 @@ class Saved(Mapping[str, Any]):
             CheckpointError: the objects are not the registered ones, and nothing was loaded; or an
                 object rejects its state, and then models and optimizers are unchanged.
         """
-        for name, given in objects.items():
-            self._check(name, given)
-        drawn = self._decoded("the random generators", self._contents.generators, self._on_cpu)
-        here = self._here()
-        # objects with fewer checks first: if one raises, models and optimizers are unchanged
+        for name, obj in objects.items():
+            self._check(name, obj)
+        random_states = self._decoded(
+            "the random generators", self._contents.generators, self._on_cpu
+        )
+        on_device = self._device_lookup()
+        # unchecked objects first: if one raises, models and optimizers are unchanged
         for name in sorted(objects, key=lambda name: _is_checked(objects[name])):
-            with self._taking(name):
-                values.load(objects[name], self._state(name, here))
-        for name, given in objects.items():
-            self._place(name, given)
-        with self._taking("random"):
-            set_generators(drawn)
+            with self._loading(name):
+                values.load(objects[name], self._state(name, on_device))
+        for name, obj in objects.items():
+            self._restore_shardings(name, obj)
+        with self._loading("random"):
+            set_generators(random_states)
 
     @contextmanager
-    def _taking(self, name: str) -> Iterator[None]:
-        """Conversion of an object's error in loading to one that names file and object."""
+    def _loading(self, name: str) -> Iterator[None]:
+        """Convert an object's error in loading to a CheckpointError with file and object."""
         try:
             yield
         except LazyGTError:
             raise
-        except Exception as error:  # the object's own
+        except Exception as error:  # raised by the object's code
             raise CheckpointError(
                 self.path or "",
                 f"{name!r} does not take the state that was saved: {type(error).__name__}: {error}",
             ) from error
 
-    def _check(self, name: str, given: Any) -> None:
+    def _check(self, name: str, obj: Any) -> None:
+        """Raise CheckpointError unless the saved state of this name can be the object's."""
         if name not in self._contents.classes:
             raise CheckpointError(
                 self.path or "",
                 f"it is of another program: nothing was registered as {name!r}, but "
                 f"{', '.join(map(repr, self._contents.classes)) or 'nothing'}. Nothing was loaded",
             )
-        state = self._state(name, self._leaf)
-        with self._taking(name):
-            values.check(self.path, name, given, self._contents.classes[name], state)
+        state = self._state(name, self._leaf_of)
+        with self._loading(name):
+            values.check(self.path, name, obj, self._contents.classes[name], state)
 
-    def _here(self) -> Callable[[int], Tensor]:
-        """Return the lookup of tensors on their devices; each is moved there once."""
+    def _device_lookup(self) -> Callable[[int], Tensor]:
+        """Return a function from a number to the tensor on its device; it moves each one once."""
         in_session = current_session() is not None
-        known: dict[int, Tensor] = {}
+        moved: dict[int, Tensor] = {}
 
-        def here(number: int) -> Tensor:
-            if number not in known:
+        def on_device(number: int) -> Tensor:
+            if number not in moved:
                 value, lazy = self._on_cpu(number), self._contents.leaves[number].lazy
-                known[number] = value.to("lazygt") if lazy and in_session else value.clone()
-            return known[number]
+                moved[number] = value.to("lazygt") if lazy and in_session else value.clone()
+            return moved[number]
 
-        return here
+        return on_device
 
-    def _place(self, name: str, given: Any) -> None:
-        """Restore the saved shardings of tensors without a placement of their own."""
-        state = self._state(name, self._leaf)
-        for tensor, leaf in values.pairs(values.state_of(given), state):
+    def _restore_shardings(self, name: str, obj: Any) -> None:
+        """Restore the saved shardings of an object's tensors that have no placements set."""
+        state = self._state(name, self._leaf_of)
+        for tensor, leaf in values.pairs(values.state_of(obj), state):
             if not is_lazy(tensor) or view_of(tensor) is not None:
                 continue
             placements = placements_of(leaf)
             same_mesh = str(mesh_of(tensor)) == self.settings.get("mesh")
-            cut = any(not isinstance(placement, Replicate) for placement in placements)
-            if cut and same_mesh and storage_of(tensor).placed is None:
+            is_sharded = any(not isinstance(placement, Replicate) for placement in placements)
+            if is_sharded and same_mesh and storage_of(tensor).placed is None:
                 restore_sharding(tensor, Sharding(placements))
 
 
 def _contents(file: CheckpointFile) -> Contents:
-    """Read the first section, and check that it has a leaf for each of the others."""
+    """Read the first section, and check that it has a leaf for each of the other sections."""
     _check_versions(file)
     contents = unpacked(file.path, file.section(0) if len(file) else b"", Contents)
     if len(contents.leaves) != len(file) - 1:
@@ -195,19 +208,21 @@ def _contents(file: CheckpointFile) -> Contents:
     return contents
 
 
-def _described(file: CheckpointFile) -> tuple[int, dict[str, str]]:
-    """Return step and settings."""
+def _step_and_settings(file: CheckpointFile) -> tuple[int, dict[str, str]]:
+    """Return step and settings from a file's description."""
     step, settings = file.about.get("step"), file.about.get("settings")
     if not isinstance(step, int) or not isinstance(settings, dict):
         raise CheckpointError(file.path, "it does not say its step and settings")
     return step, settings
 
 
-def _is_checked(given: Any) -> bool:
-    return isinstance(given, torch.nn.Module | torch.optim.Optimizer | Tensor)
+def _is_checked(obj: Any) -> bool:
+    """Return whether `values.check` compares an object's tensors with the saved ones."""
+    return isinstance(obj, torch.nn.Module | torch.optim.Optimizer | Tensor)
 
 
 def _check_versions(file: CheckpointFile) -> None:
+    """Raise CheckpointError for a file of other versions."""
     for name, version in versions().items():
         if (saved := file.about.get(name)) != version:
             raise CheckpointError(
@@ -228,7 +243,7 @@ def generators(recorder: Recorder) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "workers": workers,
-        # on CPUs it is one stream, and one place has its state
+        # with workers on CPUs there is a single stream, saved under "workers" if it is there
         "torch": None if on_cpu and workers is not None else torch.default_generator.get_state(),
         "device": recorder.worker_device,
     }

@@ -1,4 +1,4 @@
-"""Values of a checkpoint's tensors: their locations, and their bytes in the file."""
+"""States of registered objects, and the locations and bytes of their tensors."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from lazygt.recovery.snapshot import laid_out
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.messages import Copied
 
-# -- states of registered objects: nested containers, with the tensors in them separate ------------
-# Each tensor is a *leaf* with a number; `encoding` has the rest as bytes.
+# -- leaves ----------------------------------------------------------------------------------------
+# The state of a registered object is a nested container. Each tensor in it is a *leaf* with a
+# number; `encoding` encodes the rest as bytes.
 
-#: Sizes or strides of a tensor; torch has 64 dimensions at most.
+#: Shape or strides of a tensor; torch allows 64 dimensions at most.
 Sizes = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...], msgspec.Meta(max_length=64)
 ]
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """A tensor of a state.
+    """Description of a tensor in a state.
 
     Attributes:
-        lazy: True if it is a tensor of the session, not of the CPU.
-        placements: its placements on the mesh, as text; none: whole on every worker.
+        lazy: True for a tensor of the session, False for a CPU tensor.
+        placements: placements on the mesh, as text; empty: the full tensor is on every worker.
     """
 
     dtype: str
@@ -62,22 +63,22 @@ class Leaf(msgspec.Struct, frozen=True):
 # -- one object ----------------------------------------------------------------------------
 
 
-class _Way(NamedTuple):
-    """Getter and setter of the state of a kind of objects."""
+class _StateAccess(NamedTuple):
+    """Getter and setter of the states of a class's instances."""
 
     kind: type
     get: Callable[[Any], Any]
     set: Callable[[Any, Any], object]
 
 
-def _set_dict(given: dict[Any, Any], state: dict[Any, Any]) -> None:
-    given.clear()
-    given.update(state)
+def _set_dict(target: dict[Any, Any], state: dict[Any, Any]) -> None:
+    target.clear()
+    target.update(state)
 
 
-def _set_tensor(given: Tensor, state: Tensor) -> None:
+def _set_tensor(target: Tensor, state: Tensor) -> None:
     with torch.no_grad():
-        given.copy_(state)
+        target.copy_(state)
 
 
 def check_numpy(position: Any, words: int = 624) -> None:
@@ -86,135 +87,146 @@ def check_numpy(position: Any, words: int = 624) -> None:
         raise ValueError(f"the place {position} among {words} words of a NumPy generator")
 
 
-def _set_numpy(given: np.random.Generator, state: dict[str, Any]) -> None:
-    if isinstance(given.bit_generator, np.random.MT19937):
+def _set_numpy(generator: np.random.Generator, state: dict[str, Any]) -> None:
+    if isinstance(generator.bit_generator, np.random.MT19937):
         check_numpy(state["state"]["pos"])
     elif "buffer_pos" in state:
         check_numpy(state["buffer_pos"], len(state["buffer"]))
-    given.bit_generator.state = state
+    generator.bit_generator.state = state
 
 
-_WAYS = (
-    _Way(Tensor, lambda t: t.detach(), _set_tensor),
-    _Way(torch.Generator, lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    _Way(random.Random, lambda r: r.getstate(), lambda r, state: r.setstate(state)),
-    _Way(
+_ACCESSES = (
+    _StateAccess(Tensor, lambda t: t.detach(), _set_tensor),
+    _StateAccess(torch.Generator, lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    _StateAccess(random.Random, lambda r: r.getstate(), lambda r, state: r.setstate(state)),
+    _StateAccess(
         np.random.Generator,
         lambda g: g.bit_generator.state,
         _set_numpy,
     ),
-    _Way(dict, dict, _set_dict),
+    _StateAccess(dict, dict, _set_dict),
 )
 
 
-def _way(given: Any) -> _Way | None:
-    if callable(getattr(given, "state_dict", None)) and callable(
-        getattr(given, "load_state_dict", None)
+def _access_of(obj: Any) -> _StateAccess | None:
+    """Return the access to an object's state; None if it has no state."""
+    if callable(getattr(obj, "state_dict", None)) and callable(
+        getattr(obj, "load_state_dict", None)
     ):
-        return _Way(object, lambda o: o.state_dict(), lambda o, state: o.load_state_dict(state))
-    return next((way for way in _WAYS if isinstance(given, way.kind)), None)
+        return _StateAccess(
+            object, lambda o: o.state_dict(), lambda o, state: o.load_state_dict(state)
+        )
+    return next((access for access in _ACCESSES if isinstance(obj, access.kind)), None)
 
 
-def check_registered(name: str, given: Any) -> None:
+def check_registered(name: str, obj: Any) -> None:
     """Raise TypeError for an object without a state that could be saved and loaded."""
-    if _way(given) is None:
+    if _access_of(obj) is None:
         raise TypeError(
-            f"register({name}={given!r:.60}): a {type(given).__name__} has no state_dict() and "
+            f"register({name}={obj!r:.60}): a {type(obj).__name__} has no state_dict() and "
             f"load_state_dict(). A plain value goes with each checkpoint: "
             f"session.checkpoint(step, {name}=...)"
         )
 
 
-def state_of(given: Any) -> Any:
+def state_of(obj: Any) -> Any:
     """Return the state of a registered object; its tensors may be the object's own."""
-    way = _way(given)
-    assert way is not None
-    return way.get(given)
+    access = _access_of(obj)
+    assert access is not None
+    return access.get(obj)
 
 
-def load(given: Any, state: Any) -> None:
+def load(obj: Any, state: Any) -> None:
     """Load a state into a registered object."""
-    way = _way(given)
-    assert way is not None
-    way.set(given, state)
+    access = _access_of(obj)
+    assert access is not None
+    access.set(obj, state)
 
 
-def class_of(given: Any) -> str:
-    """Return the class name of an object; of a sharded module, that of its plain class."""
-    if isinstance(given, Tensor):
+def class_of(obj: Any) -> str:
+    """Return the class name of an object; for a sharded module, the name of its plain class."""
+    if isinstance(obj, Tensor):
         return Tensor.__qualname__
-    kind: type = getattr(type(given), "__plain_class__", type(given))
+    kind: type = getattr(type(obj), "__plain_class__", type(obj))
     return kind.__qualname__
 
 
 # -- comparison with a saved state ---------------------------------------------------------
 
 
-def check(path: Any, name: str, given: Any, saved_class: str, state: Any) -> None:
+def check(path: Any, name: str, obj: Any, saved_class: str, state: Any) -> None:
     """Raise CheckpointError unless a saved state can be this object's.
 
     Args:
         state: the saved state, with a ``Leaf`` for each tensor.
     """
-    if saved_class != class_of(given):
-        why = f"{name!r} was a {saved_class}, and is a {class_of(given)} here"
-    elif isinstance(given, nn.Module | Tensor):
-        why = next(_differences(name, _tensors(state_of(given)), _tensors(state)), "")
-    elif isinstance(given, torch.optim.Optimizer):
-        groups = [len(group["params"]) for group in given.param_groups]
-        saved = [len(group["params"]) for group in state["param_groups"]]
-        why = "" if groups == saved else (
-            f"{name!r} had {saved} parameters in its groups, and has {groups} here"
+    if saved_class != class_of(obj):
+        reason = f"{name!r} was a {saved_class}, and is a {class_of(obj)} here"
+    elif isinstance(obj, nn.Module | Tensor):
+        reason = next(_differences(name, _tensors(state_of(obj)), _tensors(state)), "")
+    elif isinstance(obj, torch.optim.Optimizer):
+        groups = [len(group["params"]) for group in obj.param_groups]
+        saved_groups = [len(group["params"]) for group in state["param_groups"]]
+        reason = "" if groups == saved_groups else (
+            f"{name!r} had {saved_groups} parameters in its groups, and has {groups} here"
         )  # fmt: skip
     else:
-        why = ""
-    if why:
-        raise CheckpointError(path, f"it is of another program: {why}. Nothing was loaded")
+        reason = ""
+    if reason:
+        raise CheckpointError(path, f"it is of another program: {reason}. Nothing was loaded")
 
 
 def _tensors(state: Any) -> dict[str, str]:
-    """Return the tensors of a flat state, each described for errors."""
+    """Return the dtype and shape of each tensor in a flat state, as text by key."""
     items = state.items() if isinstance(state, Mapping) else [("", state)]
-    return {key: _told(value) for key, value in items if isinstance(value, Tensor | Leaf)}
+    return {key: _described(value) for key, value in items if isinstance(value, Tensor | Leaf)}
 
 
-def _told(value: Tensor | Leaf) -> str:
+def _described(value: Tensor | Leaf) -> str:
+    """Return a tensor's dtype and shape, such as ``float32[2, 3]``."""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype}{list(value.shape)}"
 
 
-def _differences(name: str, here: Mapping[str, str], saved: Mapping[str, str]) -> Iterator[str]:
-    for key in {**here, **saved}:
-        if here.get(key) != saved.get(key):
-            whole = f"{name}.{key}" if key else name
+def _differences(name: str, current: Mapping[str, str], saved: Mapping[str, str]) -> Iterator[str]:
+    """Describe each tensor with another dtype or shape than the saved one, or without one."""
+    for key in {**current, **saved}:
+        if current.get(key) != saved.get(key):
+            full_name = f"{name}.{key}" if key else name
             yield (
-                f"{whole} was {saved.get(key, 'not there')}, and is "
-                f"{here.get(key, 'not there')} here"
+                f"{full_name} was {saved.get(key, 'not there')}, and is "
+                f"{current.get(key, 'not there')} here"
             )
 
 
-def pairs(here: Any, saved: Any) -> Iterable[tuple[Tensor, Leaf]]:
-    """Yield the tensors of a state, each with the leaf in its place in a saved state."""
+def pairs(current: Any, saved: Any) -> Iterable[tuple[Tensor, Leaf]]:
+    """Yield the tensors of a state, each with the leaf at the same path in a saved state."""
     if isinstance(saved, Leaf):
-        if isinstance(here, Tensor):
-            yield here, saved
-    elif isinstance(saved, Mapping) and isinstance(here, Mapping):
+        if isinstance(current, Tensor):
+            yield current, saved
+    elif isinstance(saved, Mapping) and isinstance(current, Mapping):
         for key, value in saved.items():
-            if key in here:
-                yield from pairs(here[key], value)
-    elif isinstance(saved, list | tuple) and isinstance(here, list | tuple):
-        for item, other in zip(here, saved, strict=False):
+            if key in current:
+                yield from pairs(current[key], value)
+    elif isinstance(saved, list | tuple) and isinstance(current, list | tuple):
+        for item, other in zip(current, saved, strict=False):
             yield from pairs(item, other)
 
 
-# -- values of a checkpoint's tensors: their locations, and their bytes in the file ----------------
+# -- locations of tensors --------------------------------------------------------------------------
 
-#: Element size -> dtype for copies of any dtype's elements; torch has no integers of 16 bytes.
-_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+#: Element size -> dtype that NumPy can copy; torch has no integers of 16 bytes.
+_DTYPE_OF_SIZE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
 
 
 class Block(NamedTuple):
-    """A part of a value, held by a worker under a number; no region: the whole value."""
+    """Block of a value on a worker, under an id of the worker's; no region: the full value."""
 
     rank: int
     key: int
@@ -222,16 +234,16 @@ class Block(NamedTuple):
 
 
 class Captured:
-    """The tensors of states at one moment, by the numbers that ``leaf`` gives them."""
+    """Tensors of states at one moment, numbered by ``leaf``."""
 
     def __init__(self, recorder: Recorder, mesh: VirtualMesh) -> None:
         self._recorder, self._mesh = recorder, mesh
-        #: of a CPU tensor a copy; else a handle that is no view
+        #: copies of CPU tensors, and handles of the session's tensors that are no views
         self._tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
 
     def leaf(self, t: Tensor) -> int:
-        """Capture a tensor with its present values, and return its number."""
+        """Capture a tensor with its present values; return its number."""
         if not is_lazy(t):
             return self._add(_dense(t.detach().cpu()))
         if storage_of(t).owner is not self._recorder:
@@ -244,18 +256,19 @@ class Captured:
         return self._numbers[key]
 
     def _add(self, t: Tensor) -> int:
+        """Append a tensor, and return its number."""
         self._tensors.append(t)
         return len(self._tensors) - 1
 
     def ship(self) -> None:
-        """Flush, so that the workers get or compute all values; does not wait."""
+        """Flush the session, which makes the workers receive or compute all values; don't wait."""
         for t in self._tensors:
             if is_lazy(t) and storage_of(t).host is None and storage_of(t).remote is None:
                 self._recorder.index_of(t)
         self._recorder.flush("checkpoint")
 
     def fetched(self) -> list[Tensor]:
-        """Return all tensors on the CPU; a sync point.
+        """Fetch all tensors to the CPU; a sync point.
 
         Raises:
             ExecutionError: a value could not be computed.
@@ -274,6 +287,7 @@ class Captured:
         return [self._source(t) for t in self._tensors]
 
     def _source(self, t: Tensor) -> Tensor | list[Block]:
+        """Return the location of a captured tensor: a CPU tensor, or the blocks on workers."""
         if not is_lazy(t):
             return t
         storage = storage_of(t)
@@ -285,9 +299,9 @@ class Captured:
             return [Block(0, keys[0], None)]
         regions = sent(self._mesh, sharding.placements, storage.meta.shape)
         return [
-            Block(rank, keys[which], region)
+            Block(rank, keys[index], region)
             for rank, blocks in regions.items()
-            for which, region in enumerate(blocks)
+            for index, region in enumerate(blocks)
         ]
 
 
@@ -298,11 +312,13 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def _is_dense(t: Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory without gaps or overlaps."""
     dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(t)
     return dense
 
 
 def _leaf(t: Tensor) -> Leaf:
+    """Return the description of a captured tensor."""
     dtype = str(t.dtype).removeprefix("torch.")
     if not is_lazy(t):
         return Leaf(dtype, tuple(t.shape), t.stride())
@@ -310,16 +326,17 @@ def _leaf(t: Tensor) -> Leaf:
     dense = meta.offset == 0 and meta.extent == meta.numel
     stride = meta.stride if dense else contiguous_stride(meta.shape)
     sharding = None if remote is None else remote.sharding
-    places = () if sharding is None else tuple(map(str, sharding.placements))
-    return Leaf(dtype, meta.shape, stride, True, places)
+    placements = () if sharding is None else tuple(map(str, sharding.placements))
+    return Leaf(dtype, meta.shape, stride, True, placements)
 
 
 def placements_of(leaf: Leaf) -> Placements:
-    """Return the placements of a leaf."""
+    """Parse the placements of a leaf."""
     return tuple(map(_placement, leaf.placements))
 
 
 def _placement(text: str) -> Placement:
+    """Parse a placement: R, S(dim) or H(rank)."""
     if text == "R":
         return Replicate()
     number = int(text[2:-1])
@@ -328,55 +345,62 @@ def _placement(text: str) -> Placement:
 
 # -- bytes ---------------------------------------------------------------------------------
 
-#: Rank -> value -> its copy in a snapshot.
-Rows = Mapping[int, Mapping[int, Copied]]
+#: Rank -> id of a value -> its copy in a snapshot.
+SnapshotCopies = Mapping[int, Mapping[int, Copied]]
 
 
 def sections(
     leaves: Sequence[Leaf],
     sources: Sequence[Tensor | list[Block]],
-    rows: Rows,
+    copies: SnapshotCopies,
     memory: Callable[[int, Copied], Tensor],
 ) -> Iterator[memoryview]:
-    """Yield the bytes of each value.
+    """Yield the bytes of each value, with the blocks of sharded values assembled.
 
     Args:
+        sources: location of each value; see ``Captured.sources``.
         memory: returns the bytes of a rank's copy.
     """
     for leaf, source in zip(leaves, sources, strict=True):
         if isinstance(source, Tensor):
             yield _bytes(source)
             continue
-        parts = []
+        chunks = []
         for block in source:
-            row = rows[block.rank][block.key]
-            parts.append((block.region, laid_out(memory(block.rank, row), row.meta)))
-        yield _bytes(_whole(leaf, parts))
+            copy = copies[block.rank][block.key]
+            chunks.append((block.region, laid_out(memory(block.rank, copy), copy.meta)))
+        yield _bytes(_assembled(leaf, chunks))
 
 
-def are_there(sources: Sequence[Tensor | list[Block]], rows: Rows) -> bool:
-    """Return whether a snapshot has all values: some may have failed."""
+def are_there(sources: Sequence[Tensor | list[Block]], copies: SnapshotCopies) -> bool:
+    """Return whether a snapshot has all values; failed values are missing."""
     blocks = (block for source in sources if isinstance(source, list) for block in source)
-    return all(block.key in rows[block.rank] for block in blocks)
+    return all(block.key in copies[block.rank] for block in blocks)
 
 
-def _whole(leaf: Leaf, parts: list[tuple[Region | None, Tensor]]) -> Tensor:
-    region, first = parts[0]
+def _assembled(leaf: Leaf, chunks: list[tuple[Region | None, Tensor]]) -> Tensor:
+    """Assemble the full CPU tensor from its blocks, in the layout of its leaf.
+
+    Args:
+        chunks: (region, tensor) of each block; no region: the full tensor.
+    """
+    region, first = chunks[0]
     meta = TensorMeta.of(first)
-    moved = meta.offset or meta.conj or meta.neg or meta.stride != leaf.stride
-    if region is None and not moved:
+    has_other_layout = meta.offset or meta.conj or meta.neg or meta.stride != leaf.stride
+    if region is None and not has_other_layout:
         return first
-    whole = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.torch_dtype, device="cpu")
-    target = _numbers(whole)
-    for where, part in parts:
-        place: tuple[Any, ...] = (*(where or ()), ...)
-        # on one thread, unlike torch's
-        np.copyto(target[place], _numbers(part.resolve_conj().resolve_neg()))
-    return whole
+    full = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.torch_dtype, device="cpu")
+    target = _as_numpy(full)
+    for chunk_region, chunk in chunks:
+        index: tuple[Any, ...] = (*(chunk_region or ()), ...)
+        # NumPy copies on one thread, unlike torch
+        np.copyto(target[index], _as_numpy(chunk.resolve_conj().resolve_neg()))
+    return full
 
 
-def _numbers(t: Tensor) -> np.ndarray:
-    array: np.ndarray = t.detach().view(_NUMBERS[t.element_size()]).numpy()
+def _as_numpy(t: Tensor) -> np.ndarray:
+    """Return a NumPy view of a tensor's elements, as numbers of the same size."""
+    array: np.ndarray = t.detach().view(_DTYPE_OF_SIZE[t.element_size()]).numpy()
     return array
 
 
@@ -402,11 +426,16 @@ def tensor_of(leaf: Leaf, data: memoryview) -> Tensor:
 
 
 def memory_of(arenas: Mapping[int, Arena], upload: Arena | None) -> Callable[[int, Copied], Tensor]:
-    """Return the lookup of copies for ``sections``, in each rank's memory or the client's."""
+    """Return a function from (rank, copy) to the copy's bytes.
 
-    def memory(rank: int, row: Copied) -> Tensor:
-        arena = upload if row.borrowed else arenas[rank]
+    Args:
+        arenas: rank -> its snapshot memory.
+        upload: the client's upload arena, which has the borrowed values.
+    """
+
+    def memory(rank: int, copy: Copied) -> Tensor:
+        arena = upload if copy.borrowed else arenas[rank]
         assert arena is not None
-        return arena.view(row.offset, row.nbytes)
+        return arena.view(copy.offset, copy.nbytes)
 
     return memory

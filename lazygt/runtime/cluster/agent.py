@@ -1,7 +1,7 @@
 """Agent of a host: starts workers there for a remote client, and relays their messages.
 
-A `ProcessLink` starts and watches its workers, with shared memory, as in a session on one host.
-Between client and agent there is one connection, which survives network failures.
+A `ProcessLink` starts and watches the workers, with shared memory, as in a session on one host.
+Client and agent share one connection, which survives network failures.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Connected(Protocol):
 
     @property
     def closed(self) -> str | None:
-        """Reason for the end of messages; None while one may still come."""
+        """Reason for the end of messages; None while messages may still come."""
 
     @property
     def fd(self) -> int:
@@ -63,7 +63,7 @@ class Connected(Protocol):
         """Return the next message, or None if there is none."""
 
     def close(self, reason: str = "done") -> None:
-        """Close the connection, and tell the peer the reason."""
+        """Close the connection, and send the peer the reason."""
 
 
 class Agent:
@@ -72,7 +72,7 @@ class Agent:
     Args:
         connection: connection to the client.
         adapt: converts the client's `LinkSpec` to this host's; raises LazyGTError to refuse it.
-        address: address at which the agents of other hosts reach this one; "": they don't.
+        address: address at which the agents of other hosts reach this one; "": there is none.
 
     Attributes:
         mirrors: this host's copy of the client's uploads.
@@ -86,11 +86,12 @@ class Agent:
     ) -> None:
         self._connection, self._adapt = connection, adapt
         #: frames of the client's last message to workers
-        self._told: list[memoryview] = []
-        self.mirrors = Mirrors(address, self._say)
-        #: messages that wait for pieces of uploads from other hosts, and all later ones
-        self._held: deque[tuple[Part, list[memoryview]]] = deque()
-        self._shadows: dict[tuple[int, int], Arena] = {}
+        self._last_frames: list[memoryview] = []
+        self.mirrors = Mirrors(address, self._send)
+        #: messages that need pieces of uploads still on their way, and all later messages
+        self._deferred: deque[tuple[Part, list[memoryview]]] = deque()
+        #: (part, worker) -> snapshot memory received from a lost host, until the part is opened
+        self._snapshots: dict[tuple[int, int], Arena] = {}
         self.parts: dict[int, HostPart] = {}
 
     def serve(self) -> str:
@@ -103,7 +104,7 @@ class Agent:
                 self.pump()
                 poller.poll(1_000 * _LOOK_SECONDS)
         except ProtocolError as error:
-            self._connection.close(f"what the client sent makes no sense: {error}")
+            self._connection.close(f"a message of the client's makes no sense: {error}")
         finally:
             self.close()
         return self._connection.closed or ""
@@ -117,21 +118,21 @@ class Agent:
         while (frames := self._connection.take()) is not None:
             message = protocol.read(frames, TO_AGENT)
             try:
-                self._heard(message, frames[1:])
+                self._handle(message, frames[1:])
             except (OSError, ValueError, OverflowError, MemoryError) as error:
                 raise ProtocolError(f"{type(message).__name__} can't be done: {error}") from error
         self.mirrors.pump()
-        while self._held and not self._waits(self._held[0][0]):
-            self._act(*self._held.popleft())
+        while self._deferred and not self._needs_uploads(self._deferred[0][0]):
+            self._execute(*self._deferred.popleft())
         for number in [number for number, part in self.parts.items() if not part.is_alive()]:
             self.parts.pop(number).close()
 
     @property
     def held(self) -> int:
-        """Bytes of memory that the client has filled here."""
-        waiting = sum(size_of(rest) for _, rest in self._held)
-        shadows = sum(arena.held for arena in self._shadows.values())
-        return waiting + self.mirrors.held + shadows
+        """Bytes of memory here that hold data of the client's."""
+        waiting = sum(size_of(frames) for _, frames in self._deferred)
+        snapshots = sum(arena.held for arena in self._snapshots.values())
+        return waiting + self.mirrors.held + snapshots
 
     def close(self) -> None:
         """End all workers at once, without letting them finish. Takes seconds at most."""
@@ -140,55 +141,61 @@ class Agent:
         for part in self.parts.values():
             part.close()
         self.parts.clear()
-        for arena in self._shadows.values():
+        for arena in self._snapshots.values():
             arena.close()
         self.mirrors.close()
 
-    def _say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+    def _send(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+        """Send the client a message."""
         self._connection.send(encode(message, list(frames)))
 
-    def _heard(self, message: Part, rest: list[memoryview]) -> None:
-        """Handle a message in order, except that some wait for uploads."""
+    def _handle(self, message: Part, frames: list[memoryview]) -> None:
+        """Handle a message at once, or defer it until the uploads that it needs have arrived.
+
+        Args:
+            frames: the frames after the message's header.
+        """
         match message:
             case Mirror():
-                self.mirrors.take(message, _only(rest))
+                self.mirrors.take(message, _single_frame(frames))
             case Begin():
-                self._held.clear()  # of a session that has ended
+                self._deferred.clear()  # these are of a session that has ended
                 self.mirrors.begin(message)
             case Follow():
                 self.mirrors.follow(message)
             case Close(part):
-                self._end(part)
+                self._end_part(part)
             case Look(part, seconds):
-                there = self.parts.get(part)
-                pages = () if there is None else there.look(seconds)
-                self._say(Seen(part), [msgspec.msgpack.encode(pages)])
-            case _ if self._held or self._waits(message):
-                self._held.append((message, rest))
+                host_part = self.parts.get(part)
+                pages = () if host_part is None else host_part.look(seconds)
+                self._send(Seen(part), [msgspec.msgpack.encode(pages)])
+            case _ if self._deferred or self._needs_uploads(message):
+                self._deferred.append((message, frames))
             case _:
-                self._act(message, rest)
+                self._execute(message, frames)
 
-    def _end(self, number: int) -> None:
-        """End a part, which need not have been opened yet."""
-        kept = [held for held in self._held if getattr(held[0], "part", None) != number]
-        self._held = deque(kept)
+    def _end_part(self, number: int) -> None:
+        """End a part, which may not have been opened yet."""
+        remaining = [entry for entry in self._deferred if getattr(entry[0], "part", None) != number]
+        self._deferred = deque(remaining)
         if number in self.parts:
             self.parts[number].end()
         else:
-            self._say(Closed(number))
+            self._send(Closed(number))
 
-    def _waits(self, message: Part) -> bool:
-        """Return whether a message needs uploads that are not here yet."""
+    def _needs_uploads(self, message: Part) -> bool:
+        """Return whether a message needs uploads that have not arrived yet."""
         return isinstance(message, Tell) and message.mirrors > self.mirrors.number
 
-    def _act(self, message: Part, rest: list[memoryview]) -> None:
+    def _execute(self, message: Part, frames: list[memoryview]) -> None:
+        """Execute a request for which all uploads have arrived."""
         match message:
             case Tell(part, workers):
-                self._told = rest or self._told
-                if (there := self.parts.get(part)) is not None:
-                    there.tell(workers, self._told)
+                self._last_frames = frames or self._last_frames
+                if (host_part := self.parts.get(part)) is not None:
+                    host_part.tell(workers, self._last_frames)
             case Shadow():
-                self._shadow(message, _only(rest))
+                self._store_snapshot(message, _single_frame(frames))
             case Open(part, text):
                 self._open(part, text)
             case Replace(part, worker, number) if part in self.parts:
@@ -197,30 +204,33 @@ class Agent:
                 self.parts[part].refill()
 
     def _open(self, number: int, text: str) -> None:
+        """Start the workers of a part, with their snapshot memory if it was received."""
         try:
             spec = self._adapt(protocol.spec_of(text))
         except LazyGTError as error:
-            self._say(Refused(number, str(error)))
+            self._send(Refused(number, str(error)))
             return
         upload = self.mirrors.arena(spec.arena_bytes) if spec.arena_bytes else None
-        shadows = [
-            self._shadows.pop((number, worker))
+        snapshots = [
+            self._snapshots.pop((number, worker))
             for worker in range(len(spec.here))
-            if (number, worker) in self._shadows
+            if (number, worker) in self._snapshots
         ]
-        self.parts[number] = HostPart(number, spec, self._say, upload, shadows)
+        self.parts[number] = HostPart(number, spec, self._send, upload, snapshots)
         self.parts[number].start()
-        for arena in shadows:
+        for arena in snapshots:
             arena.close()
 
-    def _shadow(self, told: Shadow, data: Frame) -> None:
-        key = told.part, told.worker
-        if key not in self._shadows:
-            self._shadows[key] = Arena.own(create_memory(told.first))
-        write(self._shadows[key], told.offset, data)
+    def _store_snapshot(self, message: Shadow, data: Frame) -> None:
+        """Write a piece of a worker's snapshots into memory for the part to be opened."""
+        key = message.part, message.worker
+        if key not in self._snapshots:
+            self._snapshots[key] = Arena.own(create_memory(message.first))
+        write(self._snapshots[key], message.offset, data)
 
 
-def _only(frames: list[memoryview]) -> memoryview:
+def _single_frame(frames: list[memoryview]) -> memoryview:
+    """Return the only frame; raise ProtocolError for another number of frames."""
     if len(frames) != 1:
         raise ProtocolError(f"expected one frame of bytes, not {len(frames)}")
     return frames[0]

@@ -1,10 +1,9 @@
 """Sessions on the hosts of a job that an engine (torchrun, srun, mpirun ...) has started.
 
-The engine starts this program once per worker.
-
-Rank 0's process is the client, and starts the workers of its own host. On each other host one
-process, of local rank 0, becomes the agent there, which starts as many workers as there are
-processes; the rest hold their places. All of them end with the client.
+The engine starts this program once per worker. Rank 0's process is the client, and starts the
+workers of its own host. On each other host the process of local rank 0 becomes the agent, which
+starts as many workers as the engine has started processes there; the other processes keep their
+slots and do nothing. All of them end with the client.
 """
 
 from __future__ import annotations
@@ -41,15 +40,16 @@ from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES, new_token
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 
-# -- refused hosts of a job, reported by the client while it waits for all hosts -------------------
-# A host that has proved the token and runs other versions ends the wait at once, and so does one
-# that reports in torchrun's store that the client has another token. Elsewhere a host with
-# another token can't be told from a stranger: strangers end the wait only if no true host has
-# come by `SHARE_FOR_TRUE_HOSTS` of its time, and there are as many of them as hosts are awaited.
+# -- refused hosts ---------------------------------------------------------------------------------
+# The client reports them while it waits for all hosts of a job. A host that has proved the token
+# and runs other versions ends the wait at once, and so does a host that reports in torchrun's store
+# that the client has another token. Without that store a host with another token can't be
+# distinguished from a stranger: strangers end the wait only if no host with the token has connected
+# within `SHARE_FOR_TRUE_HOSTS` of the time limit, and there are at least as many as awaited hosts.
 
 _log = logging.getLogger("lazygt")
 
-#: Share of the time for all hosts that true ones have, from the first stranger on.
+#: Share of the time limit in which a host with the token must connect, after the first stranger.
 SHARE_FOR_TRUE_HOSTS = 0.1
 _ADVICE = (
     "Give LAZYGT_TOKEN, or the file that LAZYGT_TOKEN_FILE names, the same value on all hosts, and "
@@ -63,16 +63,17 @@ class Refusals:
     Args:
         job: job of the client.
         listener: listener of the client, to which hosts connect.
-        told: returns the process that has reported another token in the job's store; "": none.
+        rejected_by: returns the process that has reported another token in the job's store; "":
+            none.
         seconds: time limit of the wait.
     """
 
     def __init__(
-        self, job: Job, listener: Listener, told: Callable[[], str], seconds: float
+        self, job: Job, listener: Listener, rejected_by: Callable[[], str], seconds: float
     ) -> None:
-        self._job, self._listener, self._told = job, listener, told
+        self._job, self._listener, self._rejected_by = job, listener, rejected_by
         self._share = SHARE_FOR_TRUE_HOSTS * seconds
-        #: time from which strangers may end the wait; None: none has come
+        #: time from which strangers may end the wait; None: none has connected
         self._until: float | None = None
 
     def check(self, has_come: bool) -> None:
@@ -84,33 +85,38 @@ class Refusals:
         Raises:
             LaunchError: awaited hosts were refused.
         """
-        if process := self._told():
+        if process := self._rejected_by():
             raise LaunchError(
                 "LAZYGT_TOKEN", f"is another one for {process!r} of this job than here. {_ADVICE}"
             )
-        if others := dict(self._listener.other_versions):
-            self._listener.other_versions.clear()  # another start may come with the right ones
-            there = "; ".join(f"at {address}: {what}" for address, what in others.items())
+        if other_versions := dict(self._listener.other_versions):
+            self._listener.other_versions.clear()  # a host may start again with the same versions
+            differences = "; ".join(
+                f"at {address}: {difference}" for address, difference in other_versions.items()
+            )
             raise LaunchError(
                 self._job.rank_variable,
-                f"tells of several hosts, and one has other versions of lazygt, torch or Python, "
-                f"{there}. Install the same ones on all hosts",
+                f"is of a job on several hosts, one with other versions of lazygt, torch or "
+                f"Python, {differences}. Install the same ones on all hosts",
             )
         self._check_strangers(has_come)
 
     def _check_strangers(self, has_come: bool) -> None:
+        """Warn of the first stranger, and raise LaunchError if strangers end the wait."""
         strangers = self._listener.strangers.addresses
         if not any(strangers.values()):
             return
-        known = [address for address, other_key in strangers.items() if address and other_key]
-        addresses = known or ["an unknown address"]
+        addresses_with_key = [
+            address for address, other_key in strangers.items() if address and other_key
+        ]
+        addresses = addresses_with_key or ["an unknown address"]
         if self._until is None:
             self._until = time.monotonic() + self._share
             _log.warning(
                 "refused %s: no proof of this host's LAZYGT_TOKEN; still waiting for all hosts",
                 ", ".join(addresses),
             )
-        if has_come or len(addresses) < self._awaited or time.monotonic() < self._until:
+        if has_come or len(addresses) < self._expected_hosts or time.monotonic() < self._until:
             return
         strangers.clear()  # for the next start
         raise LaunchError(
@@ -120,7 +126,7 @@ class Refusals:
         )
 
     @property
-    def _awaited(self) -> int:
+    def _expected_hosts(self) -> int:
         """Number of other hosts; if the engine does not set it, the largest possible."""
         job = self._job
         return job.world_size - job.local_world_size if job.hosts is None else job.hosts - 1
@@ -134,7 +140,7 @@ class Refusals:
         )
 
 
-# -- sessions on the hosts of a job that an engine (torchrun, srun, mpirun ...) has started --------
+# -- cluster of a job ------------------------------------------------------------------------------
 
 _ENDED = "the program has ended"
 #: Bytes of the longest message of a worker, with its envelope.
@@ -158,7 +164,7 @@ class Arrived:
 
 
 class Cluster:
-    """Other hosts of a job, seen from its client; kept until the process ends.
+    """Other hosts of a job, seen from its client; it lives until the process ends.
 
     Args:
         job: job of this process, which has rank 0.
@@ -168,14 +174,14 @@ class Cluster:
 
     def __init__(self, job: Job, token: bytes, seconds: float) -> None:
         self._job, self._arrived = job, dict[int, Arrived]()
-        known = derived(token, "agent").public
+        agent_key = derived(token, "agent").public
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._listener = Listener(
             context,
             _address(job),
             port_to_bind(job),
             derived(token, "client"),
-            lambda public: "agent" if public == known else None,
+            lambda public: "agent" if public == agent_key else None,
             _MAX_MESSAGE,
         )
         try:
@@ -197,7 +203,7 @@ class Cluster:
         token = new_token()
         store = StoreServer(address, token)
         spec = replace(spec, token=token, store=store.endpoint, host=host_id(), address=address)
-        agents = sorted(self._living(), key=lambda agent: agent.rank)
+        agents = sorted(self._live_agents(), key=lambda agent: agent.rank)
         hosts = [(RemoteHost(agent.name, agent.connection), agent.workers) for agent in agents]
         return ClusterLink(spec, self._job.local_world_size, hosts, store)
 
@@ -207,31 +213,32 @@ class Cluster:
         poller = select.poll()
         poller.register(self._listener.fd, select.POLLIN)
         refused = Refusals(job, self._listener, self._refusal, seconds)
-        while (there := self._count()) != job.world_size:
-            if (left := until - time.monotonic()) <= 0 or there > job.world_size:
-                raise self._incomplete(there, seconds, refused)
+        while (count := self._count()) != job.world_size:
+            if (remaining := until - time.monotonic()) <= 0 or count > job.world_size:
+                raise self._incomplete(count, seconds, refused)
             refused.check(bool(self._arrived))
-            poller.poll(1_000 * min(left, 0.25))
+            poller.poll(1_000 * min(remaining, 0.25))
             while (connection := self._listener.accept()) is not None:
-                agent = _arrived(connection)
+                agent = _agent_of(connection)
                 self._arrived[agent.rank] = agent
 
-    def _incomplete(self, there: int, seconds: float, refused: Refusals) -> LaunchError:
-        """Return the error for a job with missing hosts."""
+    def _incomplete(self, count: int, seconds: float, refused: Refusals) -> LaunchError:
+        """Return the error for a job with missing hosts, or with too many processes."""
         job = self._job
-        names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._living())
+        names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._live_agents())
         return LaunchError(
             job.rank_variable,
-            f"tells of {job.world_size} processes, and after {seconds:g} s there are {there}: "
-            f"{job.local_world_size} on this host{names and ', '}{names}. Does the program open a "
-            f"lazygt.session() on all hosts, and do all know the same LAZYGT_TOKEN? {refused}",
+            f"is of a job of {job.world_size} processes, and after {seconds:g} s there are "
+            f"{count}: {job.local_world_size} on this host{names and ', '}{names}. Does the "
+            f"program open a lazygt.session() on all hosts, and do all know the same "
+            f"LAZYGT_TOKEN? {refused}",
         )
 
     def _count(self) -> int:
         """Return the number of workers on all hosts that have connected."""
-        return self._job.local_world_size + sum(agent.workers for agent in self._living())
+        return self._job.local_world_size + sum(agent.workers for agent in self._live_agents())
 
-    def _living(self) -> list[Arrived]:
+    def _live_agents(self) -> list[Arrived]:
         return [agent for agent in self._arrived.values() if agent.connection.closed is None]
 
 
@@ -254,14 +261,15 @@ def _address(job: Job) -> str:
     return address
 
 
-def _arrived(connection: Connection) -> Arrived:
-    told: dict[str, Any] = json.loads(connection.hello)
-    return Arrived(told["rank"], told["name"], told["workers"], connection)
+def _agent_of(connection: Connection) -> Arrived:
+    """Decode the hello of a connected agent."""
+    hello: dict[str, Any] = json.loads(connection.hello)
+    return Arrived(hello["rank"], hello["name"], hello["workers"], connection)
 
 
 @cache
 def _cluster(job: Job) -> Cluster:
-    """Return this process's cluster: agents outlive the sessions, which come in turn."""
+    """Return this process's cluster, which serves all its sessions one after the other."""
     return Cluster(job, secret(), Config().start_timeout)
 
 
@@ -296,7 +304,7 @@ def asked(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     if config.workers != job.world_size:
         raise LaunchError(
             job.rank_variable,
-            f"tells of {job.world_size} processes, one a worker, and {named[0]} asks for "
+            f"is of a job of {job.world_size} processes, one a worker, and {named[0]} asks for "
             f"{config.workers}: leave {named[0]} out, or have {job.engine} start as many",
         )
     return settings
@@ -317,7 +325,7 @@ def open_attached(spec: LinkSpec) -> ProcessLink | ClusterLink:
 
 
 def serve(job: Job, seconds: float) -> NoReturn:
-    """Fill the role of a process other than rank 0 until the client has ended; then exit.
+    """Run a process other than rank 0, as an agent or idle, until the client has ended; then exit.
 
     Args:
         seconds: time to wait for the client.
@@ -334,7 +342,7 @@ def serve(job: Job, seconds: float) -> NoReturn:
 
 
 def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -> NoReturn:
-    """Be this host's agent for the client at ``endpoint`` until it has ended; then exit.
+    """Run this host's agent for the client at ``endpoint`` until the client has ended; then exit.
 
     Args:
         workers: number of workers for this host.
@@ -344,23 +352,23 @@ def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -
     Raises:
         SystemExit: at the end.
         ConnectionLost: the client did not answer in time.
-        AccessDenied, VersionMismatch: the client refuses us.
+        AccessDenied, VersionMismatch: the client refuses this host.
     """
-    told = {"rank": rank, "name": socket.gethostname(), "workers": workers}
+    hello = {"rank": rank, "name": socket.gethostname(), "workers": workers}
     connection = dial(
         zmq.Context.instance(),
         endpoint,
         derived(token, "agent"),
         derived(token, "client").public,
-        json.dumps(told).encode(),
+        json.dumps(hello).encode(),
         _MAX_MESSAGE,
         seconds,
     )
     address = address_towards(endpoint)
     agent = Agent(connection, lambda spec: replace(spec, host=host_id(), address=address), address)
-    why = agent.serve()
-    if _ENDED not in why:
-        raise SystemExit(f"lazygt: this host's workers have ended: {why}")
+    reason = agent.serve()
+    if _ENDED not in reason:
+        raise SystemExit(f"lazygt: this host's workers have ended: {reason}")
     raise SystemExit(0)
 
 
@@ -378,7 +386,9 @@ def address_towards(endpoint: str) -> str:
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
-    family, kind, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
+    family, socktype, _, _, sockaddr = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, socktype) as udp:
+        udp.connect(sockaddr)
+        return str(udp.getsockname()[0])

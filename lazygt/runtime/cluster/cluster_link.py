@@ -1,10 +1,10 @@
 """The client's link to workers on several hosts.
 
-It consists of a `ProcessLink` for the client's own host, and an agent on each other one.
+A `ProcessLink` serves the client's own host, and an agent each other host.
 
-Uploads in the client's arena are mirrored to every host, at the same offsets, so a message reads
-the same everywhere; hosts pass them on (`chain`). Copies of snapshots come back, so that a host's
-values outlive it.
+Uploads in the client's arena are mirrored to every host, at the same offsets, so a message has the
+same offsets for all hosts; hosts relay the uploads in a chain (`upload_progress`). Copies of
+snapshots come back to the client, so that a host's values outlive the host.
 """
 
 from __future__ import annotations
@@ -94,18 +94,18 @@ class ClusterLink:
         #: rank -> its remote host; the other ranks are on this host
         self._host_of: dict[int, RemoteHost] = {}
         self._receiving = threading.RLock()
-        #: errors in messages that were taken by `look`
-        self._broken: deque[LazyGTError] = deque()
+        #: errors of messages that `look` has received, for the next `receive`
+        self._deferred_errors: deque[LazyGTError] = deque()
         self._closed = False
-        #: for a link that was dropped without `close`: its agents may outlive it
-        self._net = weakref.finalize(self, _abandon, self._hosts, os.getpid())
-        #: of this host, once ranks of a lost one have come here
+        #: ends the workers of a link that was dropped without `close`
+        self._finalizer = weakref.finalize(self, _abandon, self._hosts, os.getpid())
+        #: agent of this host, for ranks of a lost host that moved here
         self._agent: AgentThread | None = None
         self._epoll = select.epoll()
-        self._chain = Chain(self.upload, spec.arena_bytes, spec.token)
+        self._uploads = Chain(self.upload, spec.arena_bytes, spec.token)
         first = here
         for host, workers in hosts:
-            self._take_in(host)
+            self._register_host(host)
             if not workers:
                 continue
             ranks = tuple(range(first, first + workers))
@@ -122,11 +122,11 @@ class ClusterLink:
         self._close_pages = weakref.finalize(self, _close_pages, pages, descriptor)
         return pages
 
-    def _take_in(self, host: RemoteHost) -> None:
+    def _register_host(self, host: RemoteHost) -> None:
         """Register a host's descriptor, and send it the uploads."""
         with suppress(FileExistsError):  # all connections of one listener have its descriptor
             self._epoll.register(host.connection.fd, select.EPOLLIN)
-        self._chain.add(host)
+        self._uploads.add(host)
 
     @property
     def elsewhere(self) -> Mapping[int, int]:
@@ -140,11 +140,11 @@ class ClusterLink:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the workers, each on its own host; 0 while not known."""
-        known = dict(enumerate(self._local.pids)) if self._local is not None else {}
+        pids = dict(enumerate(self._local.pids)) if self._local is not None else {}
         for host in self._hosts:
             for part in host.parts.values():
-                known |= dict(zip(part.ranks, part.pids, strict=True))
-        return tuple(known[rank] for rank in range(self.world_size))
+                pids |= dict(zip(part.ranks, part.pids, strict=True))
+        return tuple(pids[rank] for rank in range(self.world_size))
 
     @property
     def healthy(self) -> bool:
@@ -155,26 +155,26 @@ class ClusterLink:
     @property
     def lost(self) -> Mapping[int, WorkerDied]:
         """Workers that are known to have died, with their errors."""
-        known = dict(self._local.lost) if self._local is not None else {}
+        deaths_by_rank = dict(self._local.lost) if self._local is not None else {}
         for host in self._hosts:
-            deaths = list(host.deaths.items())  # at once: `look` may hear of others
-            known |= {r: death for r, death in deaths if self._host_of[r] is host}
-        return known
+            deaths = list(host.deaths.items())  # a copy: `look` may add others meanwhile
+            deaths_by_rank |= {r: death for r, death in deaths if self._host_of[r] is host}
+        return deaths_by_rank
 
     def look(self) -> None:
         """See ``Link.look``."""
         if self.status.watched:
-            self._take_what_came()
+            self._receive_arrived()
             self._relay.look(self._hosts, self._host_of)
 
-    def _take_what_came(self) -> None:
-        """Read the hosts' messages, unless another thread is in `receive`, which reads them."""
+    def _receive_arrived(self) -> None:
+        """Receive the hosts' messages, unless another thread is in `receive` and does that."""
         if self._epoll.poll(0) and self._receiving.acquire(blocking=False):
             try:
                 for host in self._hosts:
                     host.pump()
-            except LazyGTError as error:  # for the next wait
-                self._broken.append(error)
+            except LazyGTError as error:  # the next wait raises it
+                self._deferred_errors.append(error)
             finally:
                 self._receiving.release()
 
@@ -198,7 +198,7 @@ class ClusterLink:
 
     def _move(self, rank: int, lost: RemoteHost, group_number: int) -> None:
         """Move a rank of a lost host to another one, with its last snapshots."""
-        host = self._another(rank, lost)
+        host = self._replacement_host(rank, lost)
         shadow = lost.shadows.pop(rank, None)
         spec = replace(self._spec, ranks=(rank,), group_number=group_number)
         spec = replace(spec, client_here=False, spares=0)
@@ -206,29 +206,29 @@ class ClusterLink:
         lost.deaths.pop(rank, None)
         self._host_of[rank] = host
 
-    def _another(self, rank: int, lost: RemoteHost) -> RemoteHost:
-        """Return a host for a rank of a lost one: a new one, or the one with fewest ranks."""
+    def _replacement_host(self, rank: int, lost: RemoteHost) -> RemoteHost:
+        """Return a host for a rank of a lost host: a new one, or the one with the fewest ranks."""
         if self._launcher is not None:
             try:
-                return self._joined(self._launcher.another(rank))
+                return self._add_host(self._launcher.another(rank))
             except LaunchError as error:
                 _log.warning("host %s is lost, and there is no other: %s", lost.name, error)
-        living = [host for host in self._hosts if not host.lost] or [self._own_host()]
+        living = [host for host in self._hosts if not host.lost] or [self._start_own_host()]
         return min(living, key=lambda host: len(host.ranks))
 
-    def _own_host(self) -> RemoteHost:
-        """Return the client's host, with an agent of its own for ranks that move there."""
+    def _start_own_host(self) -> RemoteHost:
+        """Start an agent on the client's host, for ranks that move there; return the host."""
         spec = self._spec
         self._agent = AgentThread(
-            lambda asked: replace(asked, host=spec.host, address=spec.address)
+            lambda requested: replace(requested, host=spec.host, address=spec.address)
         )
-        return self._joined(RemoteHost(socket.gethostname(), self._agent.end))
+        return self._add_host(RemoteHost(socket.gethostname(), self._agent.end))
 
-    def _joined(self, host: RemoteHost) -> RemoteHost:
-        """Return a host of this session; if it is new, add it and send it the uploads."""
+    def _add_host(self, host: RemoteHost) -> RemoteHost:
+        """Add a host to this session, unless it is part of it, and send it the uploads."""
         if host not in self._hosts:
             self._hosts.append(host)
-            self._take_in(host)
+            self._register_host(host)
         return host
 
     def refill(self) -> None:
@@ -256,8 +256,8 @@ class ClusterLink:
 
     # -- messages --------------------------------------------------------------------------
 
-    def native_fetcher(self, make: Any, *whose: Any) -> Any:
-        """Return None: there is more than a mailbox between client and workers."""
+    def native_fetcher(self, make: Any, *arguments: Any) -> Any:
+        """Return None: the client has no mailboxes to all workers."""
         return None
 
     def fetch_arena(self, rank: int) -> Arena | None:
@@ -270,8 +270,8 @@ class ClusterLink:
         return self._local.fetch_arena(rank)
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Send uploads, (offset, bytes) each, to every host, before a message about them."""
-        self._chain.mirror(slots)
+        """Send slots of the upload arena, (offset, bytes) each, to every host."""
+        self._uploads.mirror(slots)
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
         """Queue a message for a worker. Does not wait.
@@ -288,7 +288,7 @@ class ClusterLink:
             raise host.deaths[rank]
         else:
             channel.check_length(channel.length_of(frames), self._spec.max_message)
-            host.send(rank, frames, self._chain.number)
+            host.send(rank, frames, self._uploads.number)
 
     def receive(
         self, timeout: float | None, beside: int | None = None
@@ -298,34 +298,34 @@ class ClusterLink:
         with self._receiving:
             while True:
                 self._check_open()
-                message = self._next()
+                message = self._next_message()
                 if message is not None:
                     return message
-                self._raise_news()
-                left = None if until is None else until - time.monotonic()
-                if left is None or left <= 0:
+                self._raise_new_error()
+                remaining = None if until is None else until - time.monotonic()
+                if remaining is None or remaining <= 0:
                     self._raise_if_lost()
-                if left is not None and left <= 0:
+                if remaining is not None and remaining <= 0:
                     return None
-                message = self._wait(_LOOK_SECONDS if left is None else left, beside)
+                message = self._wait(_LOOK_SECONDS if remaining is None else remaining, beside)
                 if message is not None:
                     return message
                 if beside is not None and can_be_read(beside):
                     return None
 
-    def _next(self) -> tuple[int, list[memoryview]] | None:
+    def _next_message(self) -> tuple[int, list[memoryview]] | None:
         """Return the next arrived message, from another host or from this one."""
         for host in self._hosts:
             host.pump()
             if host.inbox:
                 return host.inbox.popleft()
-        self._chain.pump()
+        self._uploads.pump()
         return None if self._local is None else self._local.receive(0)
 
-    def _raise_news(self) -> None:
-        """Raise the next new error, unless its worker has moved to another host."""
-        if self._broken:
-            raise self._broken.popleft()
+    def _raise_new_error(self) -> None:
+        """Raise the next new error; drop errors of workers that have moved to another host."""
+        if self._deferred_errors:
+            raise self._deferred_errors.popleft()
         for host in self._hosts:
             while host.errors:
                 error = host.errors.popleft()
@@ -361,10 +361,10 @@ class ClusterLink:
         if self._closed:
             return
         self._closed = True
-        self._net.detach()
+        self._finalizer.detach()
         for host in self._hosts:
             host.close()
-        self._chain.close()
+        self._uploads.close()
         if self._local is not None:
             self._local.close()
         until = time.monotonic() + _CLOSE_SECONDS
@@ -388,17 +388,19 @@ class ClusterLink:
             self.upload.close()
 
     def _check_open(self) -> None:
+        """Raise LazyGTError if the link is closed."""
         if self._closed:
             raise LazyGTError("the link to the workers is closed")
 
 
 def _close_pages(pages: StatusFile, descriptor: int) -> None:
+    """Close the status file of a link without workers on this host."""
     pages.close()
     os.close(descriptor)
 
 
 def _abandon(hosts: Sequence[RemoteHost], owner: int) -> None:
     """Order the end of all workers of a session, without waiting."""
-    if os.getpid() == owner:  # else a child that the client forked
+    if os.getpid() == owner:  # not in a child that the client forked
         for host in hosts:
             host.close()

@@ -4,9 +4,9 @@
     connection = listener.accept()                                              # at one end
     connection = dial(context, "tcp://10.0.0.1:7000", keys, server_public, ...)  # at the other
 
-Both ends prove a key (CURVE) before any of their messages is read. A link that is down for a while
-delays messages and loses none; a process that has ended is noticed within about a second. See
-docs/security.md for the threats that this covers.
+Both ends prove a key (CURVE) before any of their messages is read. A network failure delays
+messages and loses none; the end of a process is noticed within about a second. See docs/security.md
+for the threats that this covers.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from lazygt.runtime.cluster.reliable import (
     GRACE,
     Connection,
     Patience,
+    close_lingering,
     configure,
-    give,
-    say_goodbye,
+    queue_message,
 )
 from lazygt.runtime.cluster.tcp import FAILED, Monitor
 from lazygt.runtime.launch.channel import Keys
 
-# -- client's end of a connection: a DEALER socket that ZMQ reconnects by itself -------------------
+# -- client's end ----------------------------------------------------------------------------------
+# It is a DEALER socket, which ZMQ reconnects by itself.
 
 _RECONNECT_MS = 50
-_DISTRUST_AFTER = 3  # handshakes that failed one after the other
+_DISTRUST_AFTER = 3  # failed handshakes in a row, after which the listener counts as another's
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 
 
@@ -89,18 +90,18 @@ def dial(
         VersionMismatch: the listener runs another lazygt, torch or Python.
         SecurityError: one of the given keys is no key.
     """
-    patience = Patience(grace, gone_after)
-    line = _Dialed(context, endpoint, keys, server_public, hello, max_message, patience)
+    timeouts = Patience(grace, gone_after)
+    carrier = _Dialed(context, endpoint, keys, server_public, hello, max_message, timeouts)
     try:
-        line.wait(time.monotonic() + timeout)
+        carrier.wait(time.monotonic() + timeout)
     except BaseException:
-        line.release(line.connection)
+        carrier.release(carrier.connection)
         raise
-    return line.connection
+    return carrier.connection
 
 
 class _Dialed:
-    """Line of one connection: its socket, its monitor and its alarm."""
+    """Carrier of one connection: its socket, its monitor and its timer."""
 
     def __init__(
         self,
@@ -110,34 +111,35 @@ class _Dialed:
         server_public: str,
         hello: bytes,
         max_message: int,
-        patience: Patience,
+        timeouts: Patience,
     ) -> None:
         self.lock = threading.RLock()
         self.counts = {"foreign": 0, "malformed": 0, "replayed": 0, "version": 0}
         self.endpoint = endpoint
         # ZMQ's own names of peers begin with a zero, so this one does not.
         self.connection = Connection(
-            self, b"c" + secrets.token_bytes(16), endpoint, hello, max_message, patience
+            self, b"c" + secrets.token_bytes(16), endpoint, hello, max_message, timeouts
         )
-        self._turn, self._welcomed, self._failures = 0, False, 0
+        self._tcp_number, self._welcomed, self._failures = 0, False, 0
         self._refusal: LazyGTError | None = None
-        self._arrived: deque[zmq.Frame] = deque()
+        self._inbox: deque[zmq.Frame] = deque()
         self._socket = context.socket(zmq.DEALER)
         self._monitor = Monitor(context, self._socket, _EVENTS)
         try:
-            self._connect(keys, server_public, max_message, patience.grace)
+            self._connect(keys, server_public, max_message, timeouts.grace)
         except BaseException:
             self._monitor.close()
             self._socket.close(0)
             raise
-        self._alarm = Alarm()
+        self._timer = Alarm()
         self._epoll = select.epoll()
-        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._alarm.fd):
+        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._timer.fd):
             self._epoll.register(fd, select.EPOLLIN)
         self.fd = self._epoll.fileno()
         self._open = True
 
     def _connect(self, keys: Keys, server_public: str, max_message: int, grace: float) -> None:
+        """Configure the socket, with the keys of both ends, and connect it."""
         configure(self._socket, max_message, grace)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -158,7 +160,7 @@ class _Dialed:
                 self.endpoint, f"{error}: expected an endpoint such as tcp://HOST:PORT"
             ) from error
 
-    # -- while it is dialed --------------------------------------------------------------------
+    # -- dialing -------------------------------------------------------------------------------
 
     def wait(self, deadline: float) -> None:
         """Wait for the welcome, or raise the reason of its absence."""
@@ -171,130 +173,144 @@ class _Dialed:
                     raise self._refusal
                 if self._welcomed:
                     return
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 raise ConnectionLost(
                     self.endpoint,
                     "nobody answers there in time. Is it the right address and port, does the "
                     "host run, and does a firewall let it through?",
                 )
-            poller.poll(1000 * left + 1)
+            poller.poll(1000 * remaining + 1)
 
-    # -- interface of a line -------------------------------------------------------------------
+    # -- interface of a carrier ----------------------------------------------------------------
 
     def pump(self) -> None:
+        """Handle the events of the monitor, arrived frames, and an expired timer."""
         if not self._open:
             return
         for event, value in self._monitor.events():
-            self._happened(event, value)
+            self._handle_event(event, value)
         receive: Callable[..., zmq.Frame] = self._socket.recv
-        while self._has_mail():
-            # From ZMQ's queue to ours in C, where no KeyboardInterrupt can fall in between; and
-            # a frame that is handled twice has a known number the second time.
-            self._arrived.extend(map(receive, (zmq.NOBLOCK,), (False,)))
-            while self._arrived:
-                self._look_at(self._arrived[0].buffer)
-                self._arrived.popleft()
-        if self.connection.closed is None and self._alarm.silence():
+        while self._has_input():
+            # `extend` over `map` moves a frame between the queues in C, so a KeyboardInterrupt
+            # can't lose it. A frame that is handled twice has a known number the second time.
+            self._inbox.extend(map(receive, (zmq.NOBLOCK,), (False,)))
+            while self._inbox:
+                self._handle_frame(self._inbox[0].buffer)
+                self._inbox.popleft()
+        if self.connection.closed is None and self._timer.clear():
             self.connection.tick(time.monotonic())
 
     def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
+        """See ``Line.transmit``."""
         if not self._open:
             return False
         try:
-            give(self._socket, message)
+            queue_message(self._socket, message)
         except zmq.Again:  # ZMQ has given up
             return False
-        # Messages given to ZMQ while there is no peer wait for one.
-        return connection._left_at is None
+        # ZMQ queues messages while there is no peer.
+        return connection._disconnected_at is None
 
-    def remind(self, at: float) -> None:
+    def schedule_tick(self, at: float) -> None:
+        """See ``Line.schedule_tick``."""
         if self._open:
-            self._alarm.ring(at)
+            self._timer.schedule(at)
 
-    def still_rings(self) -> None:
-        if self._has_mail():
-            self._alarm.ring()
+    def rearm(self) -> None:
+        """See ``Line.rearm``."""
+        if self._has_input():
+            self._timer.schedule()
 
-    def _has_mail(self) -> bool:
+    def _has_input(self) -> bool:
+        """Return whether the socket has a message to read."""
         return self._open and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def leave(self, connection: Connection) -> None:
+    def detach(self, connection: Connection) -> None:
+        """See ``Line.detach``."""
         if self._open:
             self._open = False
-            self._alarm.ring()
+            self._timer.schedule()
             self._monitor.close()
-            say_goodbye(self._socket)
+            close_lingering(self._socket)
 
     def release(self, connection: Connection) -> None:
-        self.leave(connection)
+        """See ``Line.release``."""
+        self.detach(connection)
         if not self._epoll.closed:
             self._epoll.close()
-            self._alarm.close()
+            self._timer.close()
 
     # -- events --------------------------------------------------------------------------------
 
-    def _happened(self, event: int, value: int) -> None:
+    def _handle_event(self, event: int, value: int) -> None:
         """Handle one event of the monitor."""
         if event == zmq.EVENT_CONNECTED:
             self.connection.tcp = value
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._failures = 0
-            self.connection.found()
-            self._say_hello()
+            self.connection.mark_connected()
+            self._send_hello()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._refused(Refusal("access", "it does not know our key, or knows it no longer"))
+            self._refuse(Refusal("access", "it does not know our key, or knows it no longer"))
         elif event & FAILED:
             self._failures += 1
             if self._failures >= _DISTRUST_AFTER:
-                self._refused(
+                self._refuse(
                     Refusal("access", "it does not have the key that we expect, or is no lazygt")
                 )
         elif event == zmq.EVENT_DISCONNECTED:
             self.connection.tcp = -1
             if self._welcomed:
-                self.connection.lost()
+                self.connection.mark_disconnected()
 
-    def _say_hello(self) -> None:
-        self._turn += 1
+    def _send_hello(self) -> None:
+        """Send a hello on a new TCP connection, with the number of the last received message."""
+        self._tcp_number += 1
         connection = self.connection
-        fresh = not self._welcomed
-        give(self._socket, pack_hello(self._turn, fresh, connection.hello, connection.taken))
+        is_first = not self._welcomed
+        queue_message(
+            self._socket,
+            pack_hello(self._tcp_number, is_first, connection.hello, connection.last_received),
+        )
 
-    def _look_at(self, frame: memoryview) -> None:
+    def _handle_frame(self, frame: memoryview) -> None:
+        """Handle a welcome, a refusal or a message; malformed frames are counted."""
         try:
             number, acknowledged, kind, view = parse(frame)
             if kind == WELCOME:
-                self._welcome(number, acknowledged)
+                self._handle_welcome(number, acknowledged)
             elif kind == REFUSED:
-                self._refused(read_refusal(view))
+                self._refuse(read_refusal(view))
             else:
                 self.connection.receive(number, acknowledged, kind, view)
         except ProtocolError:
             self.counts["malformed"] += 1
 
-    def _welcome(self, turn: int, received: int) -> None:
-        """Handle the answer to a hello; to an older one if TCP broke in between."""
+    def _handle_welcome(self, turn: int, received: int) -> None:
+        """Handle the answer to a hello; answers to older hellos only count as a welcome."""
         self._welcomed = True
-        if turn == self._turn:
+        if turn == self._tcp_number:
             self.connection.resume(received)
 
-    def _refused(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: Refusal) -> None:
+        """Record the listener's refusal; it ends a connection that was established."""
         self._refusal = _error_of(self.endpoint, refusal)
         if self._welcomed:
             self.connection.end(str(self._refusal))
 
 
 def _error_of(endpoint: str, refusal: Refusal) -> LazyGTError:
+    """Return the exception for a refusal."""
     if refusal.kind == "version":
-        theirs = refusal.versions
-        differences = versions_here().differences(theirs) if theirs is not None else []
+        peer_versions = refusal.versions
+        differences = (
+            versions_here().differences(peer_versions) if peer_versions is not None else []
+        )
         return VersionMismatch(endpoint, differences, refusal.why)
     if refusal.kind == "access":
         return AccessDenied(endpoint, refusal.why)
     return ConnectionLost(endpoint, refusal.why)
 
-
-# -- connections between hosts: encrypted, authenticated, and reliable -----------------------------
 
 __all__ = ["Connection", "Listener", "dial"]

@@ -1,8 +1,8 @@
 """Identity of a process in a job of an engine: torchrun, srun, mpirun, a JobSet.
 
-Every engine sets variables of its own. They are read once, checked for consistency, and become one
-`Job`. The process of rank 0 is the client; on every other host the process with local rank 0 leads
-the host's workers; the others only hold their slots.
+Every engine sets variables of its own. They are read once, checked for consistency, and converted
+to a `Job`. The process of rank 0 is the client; on every other host the process with local rank 0
+starts the host's workers; the other processes only occupy their slots.
 
 Sources: torch's ``torch/distributed/elastic/agent/server/local_elastic_agent.py`` (torchrun), the
 section "OUTPUT ENVIRONMENT VARIABLES" of srun(1), the FAQ of Open MPI 4 on OMPI_COMM_WORLD_*, and
@@ -21,19 +21,19 @@ from typing import Final
 from lazygt.errors import LaunchError
 from lazygt.runtime.cluster import ENGINE_VARIABLES
 
-#: Ports that follow from a job's number: below those that Linux gives to outgoing connections.
+#: First port and number of ports derived from a job's name: below Linux's ephemeral ports.
 _PORTS: Final = (15_000, 15_000)
 _DEFAULT_PORT = 29_400
 _YES = {"1", "true", "True"}
-#: Variables of a process that is one of several; a client with the others as workers unsets them.
+#: Variables of a process that is one of several; `be_alone` unsets them.
 _OF_SEVERAL = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_(RUN_ID|USE_AGENT_STORE)|OMPI_COMM_WORLD_\w+|PMIX?_\w+|MPI_LOCAL\w+"
     r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE|STEP_\w+)"
     r"|JOB_COMPLETION_INDEX"
 )
-#: The job by process id, once its variables are gone; a child that it forks has none.
-_left: dict[int, Job] = {}
+#: Process id -> its job, once the job's variables are unset; a forked child has none.
+_attached_jobs: dict[int, Job] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class Job:
         if environment.get("LAZYGT_WORKER"):
             return None
         variables = _Variables(environment)
-        reader = next((read for told, read in _ENGINES if environment.get(told)), None)
+        reader = next((read for variable, read in _ENGINES if environment.get(variable)), None)
         if reader is None:
-            _refuse_half(variables)
+            _check_world_size(variables)
             return None
         job = reader(variables)
         if job.world_size == 1:
@@ -112,12 +112,12 @@ class Job:
 
 def may_be_of_several() -> bool:
     """Return whether this process may belong to a job with several processes."""
-    return os.getpid() in _left or not ENGINE_VARIABLES.isdisjoint(os.environ)
+    return os.getpid() in _attached_jobs or not ENGINE_VARIABLES.isdisjoint(os.environ)
 
 
 def job_here() -> Job | None:
     """Return the job of this process; see `Job.from_environment`."""
-    return _left.get(os.getpid()) or Job.from_environment(os.environ)
+    return _attached_jobs.get(os.getpid()) or Job.from_environment(os.environ)
 
 
 def be_alone(job: Job, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -126,7 +126,7 @@ def be_alone(job: Job, environment: MutableMapping[str, str] = os.environ) -> No
     Training libraries would otherwise look for the job's other processes, and wait for them for
     ever; so would programs that this one starts.
     """
-    _left[os.getpid()] = job
+    _attached_jobs[os.getpid()] = job
     for name in filter(_OF_SEVERAL.fullmatch, list(environment)):
         del environment[name]
 
@@ -147,6 +147,7 @@ class _Variables:
         return self.number_or(name, 0)
 
     def number_or(self, name: str, default: int) -> int:
+        """Return the number in a variable, or a default if it is not set."""
         text = self.text(name)
         if not text:
             return default
@@ -165,14 +166,14 @@ class _Variables:
             raise LaunchError(name, f"is {number}: expected a port, 1 to 65535")
         return number
 
-    def address(self, is_on_one_host: bool, how: str) -> str:
+    def address(self, is_on_one_host: bool, example: str) -> str:
         """Return the address of rank 0, required for several hosts."""
         address = self.text("MASTER_ADDR")
         if not address and not is_on_one_host:
             raise LaunchError(
                 "MASTER_ADDR",
                 f"is not set, and the job has several hosts: set it to the name or address of the "
-                f"host of rank 0, {how}",
+                f"host of rank 0, {example}",
             )
         return address
 
@@ -181,6 +182,7 @@ class _Variables:
 
 
 def _torchrun(variables: _Variables) -> Job:
+    """Read a job of torchrun."""
     by_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") in _YES
     run = variables.text("TORCHELASTIC_RUN_ID")
     restarts = variables.number_or("TORCHELASTIC_RESTART_COUNT", 0)
@@ -205,13 +207,14 @@ def _torchrun(variables: _Variables) -> Job:
 
 
 def _slurm(variables: _Variables) -> Job:
+    """Read a job of SLURM's srun."""
     host = variables.number("SLURM_NODEID")
     hosts = variables.number_or("SLURM_STEP_NUM_NODES", variables.number_or("SLURM_NNODES", 1))
     counts = _task_counts(variables)
     if not host < hosts == len(counts):
         raise LaunchError(
             "SLURM_STEP_TASKS_PER_NODE",
-            f"tells of {len(counts)} hosts, SLURM_STEP_NUM_NODES of {hosts}, and this is host "
+            f"has {len(counts)} hosts, SLURM_STEP_NUM_NODES is {hosts}, and this is host "
             f"{host}: don't set or pass on SLURM_* variables by hand",
         )
     job = variables.text("SLURM_JOB_ID")
@@ -234,6 +237,7 @@ def _slurm(variables: _Variables) -> Job:
 
 
 def _openmpi(variables: _Variables) -> Job:
+    """Read a job of Open MPI's mpirun."""
     size = variables.number("OMPI_COMM_WORLD_SIZE")
     local_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")
     name = variables.text("PMIX_NAMESPACE") or variables.text("OMPI_MCA_ess_base_jobid")
@@ -254,6 +258,7 @@ def _openmpi(variables: _Variables) -> Job:
 
 
 def _hydra(variables: _Variables) -> Job:
+    """Read a job of MPICH's mpiexec (Hydra)."""
     size = variables.number("PMI_SIZE")
     local_size = variables.number("MPI_LOCALNRANKS")
     return Job(
@@ -308,7 +313,8 @@ _ENGINES: Final[tuple[tuple[str, Callable[[_Variables], Job]], ...]] = (
 )
 
 
-def _refuse_half(variables: _Variables) -> None:
+def _check_world_size(variables: _Variables) -> None:
+    """Raise LaunchError for a WORLD_SIZE above 1 without a rank."""
     if variables.text("WORLD_SIZE") not in ("", "0", "1"):
         variables.number("RANK", "Set it to this process's number, or unset WORLD_SIZE.")
 
@@ -341,7 +347,7 @@ def _port_of(name: str) -> int:
 
 
 def _task_counts(variables: _Variables) -> list[int]:
-    """Return the number of tasks of each host, which SLURM writes as ``2(x3),1``."""
+    """Return the number of tasks of each host, from SLURM's form ``2(x3),1``."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = variables.text(name)
     counts: list[int] = []

@@ -2,8 +2,8 @@
 
     | number | acknowledged | kind, count, lengths, frames as of `channel.pack` |
 
-Both numbers have 8 bytes, and are those of `stream.Stream`. A hello has three frames: the version
-of the protocol, which every version can read; a `Hello`; and the data of the connection's user.
+Both numbers have 8 bytes, and are sequence numbers of `reliable.Stream`. A hello has three frames:
+the version of the protocol, which every version can read; a `Hello`; and the user's data.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Versions(msgspec.Struct, frozen=True):
 def versions_here() -> Versions:
     """Return this process's versions, without torch's local suffix after the ``+``.
 
-    So a client without a GPU may use hosts with GPUs.
+    Without the suffix a client with a CPU build may use hosts with GPU builds.
     """
     python = ".".join(platform.python_version_tuple()[:2])
     return Versions(VERSION, str(torch.__version__).partition("+")[0], python)
@@ -77,20 +77,21 @@ class Refusal(msgspec.Struct, frozen=True):
     versions: Versions | None = None
 
 
-#: Exceptions of a decoder for bytes of a stranger's.
+#: Exceptions that a decoder raises for invalid bytes.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _hello_of = msgspec.msgpack.Decoder(Hello)
 _refusal_of = msgspec.msgpack.Decoder(Refusal)
 
 
 def pack(kind: bytes, frames: Sequence[Frame] = (), acknowledged: int = 0) -> bytearray:
-    """Return a message without a number yet."""
+    """Encode a message; `set_number` adds the number before it is sent."""
     views = [memoryview(frame).cast("B") for frame in frames]
     head = struct.pack(f"<cI{len(views)}I", kind, len(views), *(len(view) for view in views))
     return bytearray().join((_NUMBERS.pack(0, acknowledged), head, *views))
 
 
-def give_number(message: bytearray, number: int, acknowledged: int) -> None:
+def set_number(message: bytearray, number: int, acknowledged: int) -> None:
+    """Write a message's number, and the acknowledged number, into its header."""
     _NUMBERS.pack_into(message, 0, number, acknowledged)
 
 
@@ -106,9 +107,10 @@ def parse(frame: memoryview) -> tuple[int, int, bytes, list[memoryview]]:
     return number, acknowledged, *unpack(frame[_NUMBERS.size :])
 
 
-def pack_hello(turn: int, fresh: bool, said: bytes, received: int) -> bytearray:
-    hello = msgspec.msgpack.encode(Hello(versions_here(), turn, fresh))
-    return pack(HELLO, (_MARK + struct.pack("<H", PROTOCOL_VERSION), hello, said), received)
+def pack_hello(turn: int, is_first: bool, user_data: bytes, received: int) -> bytearray:
+    """Encode a hello that acknowledges the messages up to ``received``; see `Hello`."""
+    hello = msgspec.msgpack.encode(Hello(versions_here(), turn, is_first))
+    return pack(HELLO, (_MARK + struct.pack("<H", PROTOCOL_VERSION), hello, user_data), received)
 
 
 def read_hello(frames: Sequence[memoryview]) -> tuple[Hello | int, bytes]:
@@ -133,11 +135,12 @@ def read_hello(frames: Sequence[memoryview]) -> tuple[Hello | int, bytes]:
 
 
 def pack_refusal(refusal: Refusal) -> bytearray:
+    """Encode a refusal."""
     return pack(REFUSED, (msgspec.msgpack.encode(refusal),))
 
 
 def read_refusal(frames: Sequence[memoryview]) -> Refusal:
-    """Return the refusal; raise ProtocolError if the frames are none."""
+    """Decode a refusal; raise ProtocolError for other frames."""
     try:
         return _refusal_of.decode(frames[0])
     except (*_UNREADABLE, IndexError) as error:

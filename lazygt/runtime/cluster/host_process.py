@@ -1,8 +1,8 @@
 """Agent process started for one session: ``python -m`` this module.
 
-It writes its public key to standard output, reads its client's endpoint from standard input, a line
-of JSON, and writes "" or an error. Only public keys are exchanged that way; the end of standard
-input ends the process, and with it all workers here.
+The process writes its public key to standard output, reads a line of JSON with the client's
+endpoint from standard input, and writes an empty line or an error. Only public keys are exchanged
+that way. The end of standard input ends the process, and with it all workers here.
 """
 
 from __future__ import annotations
@@ -25,35 +25,38 @@ from lazygt.runtime.launch.channel import Keys
 
 
 def main() -> None:
+    """Connect to the client, and serve it as the agent of this host."""
     keys = Keys.generate()
-    _say(keys.public)
-    told: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    _write_line(keys.public)
+    request: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
-    hello = json.dumps({"rank": told["rank"], "name": socket.gethostname()}).encode()
+    hello = json.dumps({"rank": request["rank"], "name": socket.gethostname()}).encode()
     try:
         connection = dial(
             zmq.Context.instance(),
-            told["endpoint"],
+            request["endpoint"],
             keys,
-            told["public"],
+            request["public"],
             hello,
-            told["max_message"],
-            told["seconds"],
+            request["max_message"],
+            request["seconds"],
         )
     except LazyGTError as error:
-        _say(f"{type(error).__name__}: {error}".replace("\n", " "))
+        _write_line(f"{type(error).__name__}: {error}".replace("\n", " "))
         raise SystemExit(1) from error
-    _say("")
-    address = address_towards(told["endpoint"])
+    _write_line("")
+    address = address_towards(request["endpoint"])
     Agent(connection, lambda spec: replace(spec, host=host_id(), address=address), address).serve()
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
+    """Write a line to standard output, and flush it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def _end_with_input() -> None:
+    """End the process at the end of standard input; runs on a thread of its own."""
     sys.stdin.buffer.read()
     os._exit(1)  # the workers end with their pipes
 

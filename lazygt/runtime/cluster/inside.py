@@ -1,6 +1,6 @@
 """Agent in the client's own process, for ranks that move to its host from a lost one.
 
-Messages between the two are passed in memory, without a network.
+Client and agent exchange messages in memory, without a network.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class End:
         self.other: End
         self.closed: str | None = None
         self.messages_sent = self.bytes_sent = 0
-        self._came: deque[list[bytes]] = deque()
+        self._inbox: deque[list[bytes]] = deque()
         weakref.finalize(self, os.close, self.fd)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Give the other end a copy; does nothing once the connection is closed."""
+        """Queue a copy for the other end; does nothing once the connection is closed."""
         if self.closed is not None:
             return
         copies = [bytes(frame) for frame in frames]
         self.messages_sent += 1
         self.bytes_sent += sum(map(len, copies))
-        self.other._came.append(copies)
+        self.other._inbox.append(copies)
         os.eventfd_write(self.other.fd, 1)
 
     def take(self) -> list[memoryview] | None:
@@ -49,8 +49,8 @@ class End:
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         with suppress(IndexError):
-            message = self._came.popleft()
-            if self._came:
+            message = self._inbox.popleft()
+            if self._inbox:
                 os.eventfd_write(self.fd, 1)
             return [memoryview(frame) for frame in message]
         return None
@@ -70,9 +70,7 @@ def ends() -> tuple[End, End]:
 
 
 class AgentThread(threading.Thread):
-    """Agent of this host on a thread of this process.
-
-    Its workers are processes all the same.
+    """Agent of this host on a thread of this process; its workers are processes.
 
     Attributes:
         end: the client's end of the connection to it.

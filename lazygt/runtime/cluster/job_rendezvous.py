@@ -1,8 +1,8 @@
 """Rendezvous of a job's hosts with the client: rank 0 publishes its endpoint.
 
-Under torchrun the job's port is taken by torchrun's own store, and the endpoint is published there,
-with a code that proves the session's token (HMAC-SHA256, RFC 2104). Elsewhere the client listens on
-the job's own port, and nothing is published.
+Under torchrun the job's port belongs to torchrun's own store. The client's endpoint is published in
+that store, with a code that proves the session's token (HMAC-SHA256, RFC 2104). Under other engines
+the client listens on the job's own port, and nothing is published.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from lazygt.errors import LaunchError, SecurityError
 from lazygt.runtime.cluster.environment import Job
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _PURPOSE = b"lazygt client endpoint"
 
 
@@ -66,14 +66,14 @@ def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
         return f"tcp://{host}:{job.port}"
     until = time.monotonic() + deadline
     store, key = _store(job, deadline), _key(job, session)
-    while not _asked(job, lambda: store.check([key])):
+    while not _query(job, lambda: store.check([key])):
         if time.monotonic() > until:
-            raise _absent(job, deadline)
-        time.sleep(_LOOK_SECONDS)
-    said = _asked(job, lambda: store.get(key)).decode(errors="replace")
-    code, _, endpoint = said.partition(" ")
+            raise _absence_error(job, deadline)
+        time.sleep(_POLL_SECONDS)
+    published = _query(job, lambda: store.get(key)).decode(errors="replace")
+    code, _, endpoint = published.partition(" ")
     if not hmac.compare_digest(code.encode(), _code(job, endpoint, token).encode()):
-        with suppress(RuntimeError):  # the store has gone, and rank 0 with it
+        with suppress(RuntimeError):  # the store has ended, as has rank 0
             store.set(_refusal_key(job, session), f"rank {job.rank} on {socket.gethostname()}")
         raise SecurityError(
             f"rank 0 of the job says that it listens on {endpoint!r}, with another token than "
@@ -83,9 +83,10 @@ def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
 
 
 def refusals(job: Job, deadline: float, session: int = 0) -> Callable[[], str]:
-    """Return a function that names a process which rejected `publish`'s endpoint; "": none.
+    """Return a function that returns a process which rejected the endpoint; "": there is none.
 
-    Any process that reaches torchrun's store may write that, and may end the job there anyhow.
+    Any process that can reach torchrun's store may write a rejection, and could end the job by the
+    store anyway.
 
     Args:
         deadline, session: as for `publish`.
@@ -97,12 +98,12 @@ def refusals(job: Job, deadline: float, session: int = 0) -> Callable[[], str]:
         return lambda: ""
     store, key = _store(job, deadline), _refusal_key(job, session)
 
-    def look() -> str:
-        if not _asked(job, lambda: store.check([key])):
+    def read_refusal() -> str:
+        if not _query(job, lambda: store.check([key])):
             return ""
-        return str(_asked(job, lambda: store.get(key)).decode(errors="replace")[:200])
+        return str(_query(job, lambda: store.get(key)).decode(errors="replace")[:200])
 
-    return look
+    return read_refusal
 
 
 def _store(job: Job, deadline: float) -> Any:
@@ -127,21 +128,22 @@ def _store(job: Job, deadline: float) -> Any:
         ) from error
 
 
-def _asked(job: Job, ask: Any) -> Any:
-    """Return the result of a request to the store.
+def _query(job: Job, request: Any) -> Any:
+    """Execute a request to the store, and return its result.
 
     Raises:
         LaunchError: the store has gone.
     """
     try:
-        return ask()
+        return request()
     except RuntimeError as error:  # torch's DistError, and exceptions of its C++
         raise LaunchError(
             "", f"torchrun's store at {job.address}:{job.port} has gone: {error}"
         ) from error
 
 
-def _absent(job: Job, deadline: float) -> LaunchError:
+def _absence_error(job: Job, deadline: float) -> LaunchError:
+    """Return the error for a rank 0 that has not published its endpoint in time."""
     return LaunchError(
         "",
         f"rank 0 did not appear within {deadline:g} s: no session was opened there, or it runs on "
@@ -151,6 +153,7 @@ def _absent(job: Job, deadline: float) -> LaunchError:
 
 
 def _key(job: Job, session: int) -> str:
+    """Return the store's key of a session's endpoint."""
     return f"lazygt/client/{job.name}/{session}"
 
 
@@ -159,5 +162,6 @@ def _refusal_key(job: Job, session: int) -> str:
 
 
 def _code(job: Job, endpoint: str, token: bytes) -> str:
+    """Return the HMAC of a job's endpoint, with the token as its key, in hexadecimal."""
     text = b"\0".join((_PURPOSE, job.name.encode(), endpoint.encode()))
     return hmac.new(token, text, hashlib.sha256).hexdigest()

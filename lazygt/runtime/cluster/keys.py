@@ -1,4 +1,4 @@
-"""Keys of hosts and clients: derived from a session's token, or kept in files.
+"""Keys of hosts and clients: derived from a session's token, or stored in files.
 
 A key file is TOML, belongs to one user and is readable by nobody else. A pool's directory holds::
 
@@ -32,7 +32,7 @@ from lazygt.runtime.launch.channel import Keys
 TOKEN_LENGTH = 32
 #: Bytes of the longest token.
 TOKEN_BYTES = hashlib.blake2b.MAX_KEY_SIZE
-_PURPOSE = b"lazygt curve"  # so that no other value derived from a token is ever a key
+_PURPOSE = b"lazygt curve"  # separates keys from other values derived from a token
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _Z85 = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 
@@ -41,17 +41,16 @@ _Z85 = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 
 
 def new_token() -> str:
-    """Return a fresh value for LAZYGT_TOKEN: 256 random bits."""
+    """Return a new random value for LAZYGT_TOKEN: 256 bits."""
     return secrets.token_hex(32)
 
 
 def derived(token: bytes, role: str) -> Keys:
     """Derive the CURVE keys of a role (``client``, ``agent`` ...) from a session's token.
 
-    They are the same wherever they are derived, so no key travels.
-
-    The secret key is BLAKE2b of the role, keyed with the token (RFC 7693); the public key follows
-    from it (``crypto_scalarmult_base``).
+    All hosts derive the same keys, so no key is transmitted. The secret key is BLAKE2b of the role,
+    keyed with the token (RFC 7693); the public key is computed from the secret one
+    (``crypto_scalarmult_base``).
 
     Raises:
         ValueError: the token is empty, or longer than 64 bytes.
@@ -144,8 +143,8 @@ class Keyring:
     """Keys of a pool, in a directory that only its user can write to or read.
 
     Attributes:
-        directory: the directory of the keys; it is made if it is missing.
-        server: the pool's own key pair, made at its first use.
+        directory: the directory of the keys; it is created if it is missing.
+        server: the pool's own key pair, generated at its first use.
 
     Raises:
         SecurityError: others may write to the directory, or read the pool's key.
@@ -154,17 +153,18 @@ class Keyring:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._clients = directory / "clients"
-        for place in (directory, self._clients):
+        for folder in (directory, self._clients):
             try:
-                make_folder(place)
+                make_folder(folder)
             except PermissionError as error:
                 raise SecurityError(
-                    f"{place}: whoever may write here may let anybody in: `chmod 700 {place}`, "
-                    f"and it must be yours"
+                    f"{folder}: a user with write access here can admit any client: `chmod 700 "
+                    f"{folder}`, and it must be yours"
                 ) from error
         self.server = self._server()
 
     def _server(self) -> Keys:
+        """Read the pool's key pair; generate it if there is none."""
         path = self.directory / "server.key"
         keys = Keys.generate()
         with suppress(FileExistsError):
@@ -191,7 +191,7 @@ class Keyring:
         return path is not None and _read_fields(path).get("administrates") == "yes"
 
     def new(self, name: str, endpoint: str = "", administrates: bool = False) -> KeyFile:
-        """Make and allow a key. Its secret half is only in the returned value.
+        """Generate a key and allow it. The secret half is only in the returned value.
 
         Args:
             administrates: True if the client may see, drain and evict.
@@ -228,6 +228,7 @@ class Keyring:
         return sorted(self._files())
 
     def _files(self) -> dict[str, Path]:
+        """Return the key file of each allowed client, by the client's name."""
         files = {}
         for path in self._clients.glob("[!.]*"):
             with suppress(FileNotFoundError):  # it was revoked meanwhile
@@ -258,7 +259,8 @@ def _write_private(path: Path, title: str, fields: Mapping[str, str]) -> None:
 def _read_private(path: Path) -> str:
     """Return the text of a private file.
 
-    Raises SecurityError unless it is this user's and unreadable for others.
+    Raises:
+        SecurityError: the file is missing, or another user owns it or may read it.
     """
     if not path.exists():
         raise SecurityError(f"there is no {path}")
@@ -273,6 +275,7 @@ def _read_private(path: Path) -> str:
 
 
 def _read_fields(path: Path) -> dict[str, str]:
+    """Return the fields of a private TOML file, as text."""
     try:
         fields = tomllib.loads(_read_private(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Host's end of connections: one ROUTER socket that many clients share."""
+"""Host's end of connections: a listener with one ROUTER socket for many clients."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lazygt.runtime.cluster.frames import (
     WELCOME,
     Hello,
     Refusal,
-    give_number,
     pack,
     pack_refusal,
     parse,
     read_hello,
+    set_number,
     versions_here,
 )
 from lazygt.runtime.cluster.reliable import (
@@ -34,21 +34,21 @@ from lazygt.runtime.cluster.reliable import (
     GRACE,
     Connection,
     Patience,
+    close_lingering,
     configure,
-    give,
-    say_goodbye,
+    queue_message,
 )
-from lazygt.runtime.cluster.tcp import FAILED, Monitor, Strangers, keep_from_children
+from lazygt.runtime.cluster.tcp import FAILED, Monitor, Strangers, close_in_children
 from lazygt.runtime.launch.channel import Keys, check_exposure, listen_tcp
 
-# -- access control of listeners by public key, through ZMQ's ZAP ----------------------------------
-# ZMQ asks at each handshake, before a byte of a message is read.
+# -- access control by public key ------------------------------------------------------------------
+# ZMQ's authentication protocol (ZAP) calls `Guard` at each handshake, before it reads a message.
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _domains = count()
-_LET_GO_SECONDS, _LOOK_SECONDS = 10.0, 0.005
-#: The one authenticator that a context has room for, shared by all its listeners.
+_RELEASE_SECONDS, _LOOK_SECONDS = 10.0, 0.005
+#: Context -> its authenticator, of which it can have one, shared by all its listeners.
 _shared: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], ThreadAuthenticator] = (
     WeakKeyDictionary()
 )
@@ -74,7 +74,7 @@ class Guard:
             authenticator = _shared.get(context)
             if authenticator is None:
                 authenticator = ThreadAuthenticator(context)
-                # Sockets of this context that ask for no domain stay as they are without us.
+                # Other sockets of this context, without a domain, must accept everybody as before.
                 authenticator.configure_curve_callback("*", _Everybody())
                 _start(authenticator)
                 _shared[context] = authenticator
@@ -84,11 +84,12 @@ class Guard:
         """Return whether a key is allowed; called by pyzmq's authenticator."""
         try:
             return self._allowed(key.decode()) is not None
-        except Exception:  # noqa: BLE001 - its thread must go on, and nobody gets in meanwhile
+        except Exception:  # noqa: BLE001 - ZMQ's thread must go on; the client is refused
             _log.exception("a client was refused, since its key could not be looked up")
             return False
 
     def close(self) -> None:
+        """Unregister; the last guard of a context ends the authenticator."""
         with _lock:
             authenticator = _shared[self._context]
             del authenticator.credentials_providers[self.domain]
@@ -98,14 +99,12 @@ class Guard:
 
 
 def _start(authenticator: ThreadAuthenticator) -> None:
-    """Start an authenticator, once ZMQ has released the name of its predecessor.
-
-    ZMQ does not signal that.
+    """Start an authenticator, with retries until ZMQ has released its predecessor's address.
 
     Raises:
-        zmq.ZMQError: the name is not released in time, or there are no sockets left.
+        zmq.ZMQError: the address is not released in time, or there are no sockets left.
     """
-    until = time.monotonic() + _LET_GO_SECONDS
+    until = time.monotonic() + _RELEASE_SECONDS
     while True:
         try:
             authenticator.start()
@@ -119,19 +118,21 @@ def _start(authenticator: ThreadAuthenticator) -> None:
 
 
 class _Everybody:
+    """Authentication callback that allows all keys."""
+
     def callback(self, domain: str, key: bytes) -> bool:
         return True
 
 
-# -- host's end of connections: one ROUTER socket that many clients share --------------------------
+# -- listener --------------------------------------------------------------------------------------
 
 _ID_BYTES = 17
 _RECEIVE_QUEUE = 1000  # messages of a client; beyond it the sender's own queue grows
-_AT_ONCE = 1000  # frames read before the other end of the program has its turn
-_REMEMBERED = 4096  # ids of ended connections, and refused peers
-_CHECK_EVERY, _CHECK_IDLE = 0.1, 1.0  # seconds between two checks for revoked keys
+_READ_BATCH = 1000  # frames read in one call of `pump`
+_MAX_REMEMBERED = 4096  # ids of ended connections, and refused peers
+_CHECK_BUSY, _CHECK_IDLE = 0.1, 1.0  # seconds between two checks for revoked keys
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED
-_DOUBT = 0.05  # seconds from the event of a TCP connection's end until ZMQ's sender knows
+_CHECK_DELAY = 0.05  # seconds after which ZMQ's sender also knows of a TCP connection's end
 
 
 class _Accepted(Connection):
@@ -189,13 +190,13 @@ class Listener:
         self.counts = dict.fromkeys(names, 0)
         self.strangers, self.other_versions = Strangers(), dict[str, str]()
         self._allowed, self._max_message = allowed, max_message
-        self._patience = Patience(grace, gone_after)
+        self._timeouts = Patience(grace, gone_after)
         self._connections: dict[bytes, _Accepted] = {}
         self._new: deque[_Accepted] = deque()
-        self._over: dict[bytes, None] = {}
-        self._refused: dict[bytes, None] = {}
-        self._in_doubt = False
-        self._checked = self._asked = 0.0
+        self._ended_ids: dict[bytes, None] = {}
+        self._refused_ids: dict[bytes, None] = {}
+        self._check_peers = False
+        self._keys_checked = self._peers_checked = 0.0
         self._open = True
         address = listen_tcp(host, keys, port)
         self.address = address.endpoint
@@ -213,15 +214,15 @@ class Listener:
         ):
             self._socket.setsockopt(option, value)
         self._monitor = Monitor(context, self._socket, _EVENTS)
-        self._alarm = Alarm()
+        self._timer = Alarm()
         self._epoll = select.epoll()
-        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._alarm.fd):
+        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._timer.fd):
             self._epoll.register(fd, select.EPOLLIN)
         self.fd = self._epoll.fileno()
         self._socket.bind(address.endpoint)
         #: the listening socket
         self.tcp = address.fd
-        keep_from_children(self)
+        close_in_children(self)
 
     # -- for everybody -------------------------------------------------------------------------
 
@@ -240,44 +241,48 @@ class Listener:
                 connection.close(reason)
             self._open, self.tcp = False, -1
             self._monitor.close()
-            say_goodbye(self._socket)
+            close_lingering(self._socket)
             self._epoll.close()
-            self._alarm.close()
+            self._timer.close()
         self._guard.close()
 
-    # -- interface of a line -------------------------------------------------------------------
+    # -- interface of a carrier ----------------------------------------------------------------
 
     def pump(self) -> None:
         """Read all that has arrived. The caller holds the lock."""
         if not self._open:
             return
         for event, value in self._monitor.events():
-            self.strangers.happened(event, value)
+            self.strangers.handle_event(event, value)
             if event & FAILED:
                 self.counts["handshake"] += 1
             elif event == zmq.EVENT_DISCONNECTED and self._connections:
-                self._in_doubt = True
-                self._alarm.ring(time.monotonic() + _DOUBT)
-        self._check_keys(_CHECK_EVERY)
+                self._check_peers = True
+                self._timer.schedule(time.monotonic() + _CHECK_DELAY)
+        self._check_keys(_CHECK_BUSY)
         self._read()
-        if self._alarm.silence():
+        if self._timer.clear():
             self._tick()
 
     def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
-        return self._open and self._give(connection.id, message)
+        """See ``Line.transmit``."""
+        return self._open and self._send(connection.id, message)
 
-    def remind(self, at: float) -> None:
+    def schedule_tick(self, at: float) -> None:
+        """See ``Line.schedule_tick``."""
         if self._open:
-            self._alarm.ring(at)
+            self._timer.schedule(at)
 
-    def still_rings(self) -> None:
+    def rearm(self) -> None:
+        """See ``Line.rearm``."""
         if self._open and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._alarm.ring()
+            self._timer.schedule()
 
-    def leave(self, connection: Connection) -> None:
+    def detach(self, connection: Connection) -> None:
+        """See ``Line.detach``."""
         if self._connections.pop(connection.id, None) is not None:
-            _remember(self._over, connection.id)
-            self._alarm.ring()  # a waiting thread must look at `closed`
+            _remember(self._ended_ids, connection.id)
+            self._timer.schedule()  # a waiting thread must look at `closed`
 
     def release(self, connection: Connection) -> None:
         """Do nothing: a connection owns no resources here."""
@@ -285,46 +290,49 @@ class Listener:
     # -- arrivals ------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        for _ in range(_AT_ONCE):
+        """Read and handle arrived frames, up to `_READ_BATCH`."""
+        for _ in range(_READ_BATCH):
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
-            self._look_at(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
-        self._alarm.ring()
+            self._handle_frame(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        self._timer.schedule()
 
-    def _look_at(self, parts: list[zmq.Frame]) -> None:
-        id = parts[0].bytes
+    def _handle_frame(self, zmq_frames: list[zmq.Frame]) -> None:
+        """Check the sender of a frame by id and key, and handle the frame."""
+        id = zmq_frames[0].bytes
         try:
-            if len(parts) != 2:
-                raise ProtocolError(f"a message is one frame, not {len(parts) - 1}")
-            number, acknowledged, kind, view = parse(parts[1].buffer)
-            key = _key_of(parts[1])
+            if len(zmq_frames) != 2:
+                raise ProtocolError(f"a message is one frame, not {len(zmq_frames) - 1}")
+            number, acknowledged, kind, view = parse(zmq_frames[1].buffer)
+            key = _key_of(zmq_frames[1])
             connection = self._connections.get(id)
             if connection is not None and connection.key != key:
-                # It could read messages to that id.
+                # This peer could read the messages to that id.
                 self.counts["foreign"] += 1
                 connection.end(f"somebody with another key came with {connection.peer}'s id")
             elif kind == HELLO:
-                self._hello(id, key, parts[1], acknowledged, view)
+                self._handle_hello(id, key, zmq_frames[1], acknowledged, view)
             elif connection is not None:
                 connection.receive(number, acknowledged, kind, view)
             else:
-                self.counts["replayed" if id in self._over else "foreign"] += 1
+                self.counts["replayed" if id in self._ended_ids else "foreign"] += 1
         except ProtocolError as error:
             self.counts["malformed"] += 1
             _log.debug("dropped a frame: %s", error)
 
-    def _hello(
+    def _handle_hello(
         self, id: bytes, key: str, frame: zmq.Frame, received: int, view: list[memoryview]
     ) -> None:
-        hello, said = read_hello(view)
+        """Welcome a client, or refuse it for its versions; ignore replayed hellos."""
+        hello, user_data = read_hello(view)
         connection = self._connections.get(id)
         if not isinstance(hello, Hello) or versions_here().differences(hello.versions):
-            self._differs(frame, hello)
+            self._record_versions(frame, hello)
             protocol = hello if isinstance(hello, int) else PROTOCOL_VERSION
-            why = f"it speaks protocol version {PROTOCOL_VERSION}, and this client {protocol}"
-            self._refuse(id, "version", why if protocol != PROTOCOL_VERSION else "")
+            reason = f"it speaks protocol version {PROTOCOL_VERSION}, and this client {protocol}"
+            self._refuse(id, "version", reason if protocol != PROTOCOL_VERSION else "")
         elif connection is None:
-            connection = self._newcomer(id, key, hello, said, received)
+            connection = self._admit(id, key, hello, user_data, received)
             if connection is not None:
                 self._welcome(connection, hello.turn, received, frame)
         elif hello.turn <= connection.turn:
@@ -332,99 +340,106 @@ class Listener:
         else:
             self._welcome(connection, hello.turn, received, frame)
 
-    def _differs(self, frame: zmq.Frame, hello: Hello | int) -> None:
-        """Record a peer with a key and other versions."""
+    def _record_versions(self, frame: zmq.Frame, hello: Hello | int) -> None:
+        """Record the versions of a peer that has proved a key and runs other versions."""
         self.counts["version"] += 1
-        if len(self.other_versions) < _REMEMBERED:
-            rows = versions_here().differences(hello.versions) if isinstance(hello, Hello) else []
-            said = [f"{name} is {here} here and {there} there" for name, here, there in rows]
+        if len(self.other_versions) < _MAX_REMEMBERED:
+            differences = (
+                versions_here().differences(hello.versions) if isinstance(hello, Hello) else []
+            )
+            texts = [
+                f"{name} is {here} here and {there} there" for name, here, there in differences
+            ]
             address = str(frame.get("Peer-Address"))
-            self.other_versions[address] = ", ".join(said) or "its protocol is another"
+            self.other_versions[address] = ", ".join(texts) or "its protocol is another"
 
     def _welcome(self, connection: _Accepted, turn: int, received: int, frame: zmq.Frame) -> None:
         """Answer a hello, and continue from its sender's position."""
         connection.turn = turn
         connection.tcp = int(frame.get(zmq.SRCFD))
         welcome = pack(WELCOME)
-        give_number(welcome, turn, connection.taken)
-        if self._give(connection.id, welcome):
+        set_number(welcome, turn, connection.last_received)
+        if self._send(connection.id, welcome):
             connection.resume(received)
 
-    def _newcomer(
-        self, id: bytes, key: str, hello: Hello, said: bytes, received: int
+    def _admit(
+        self, id: bytes, key: str, hello: Hello, user_data: bytes, received: int
     ) -> _Accepted | None:
+        """Create a connection for a new client; None if the client is refused."""
         name = self._name_of(key, None)
         if len(id) != _ID_BYTES or received:
             self.counts["foreign"] += 1
-        elif id in self._over or not hello.fresh:
-            self.counts["replayed" if id in self._over else "foreign"] += 1
+        elif id in self._ended_ids or not hello.fresh:
+            self.counts["replayed" if id in self._ended_ids else "foreign"] += 1
             self._refuse(id, "over", "the host has given this connection up, or was started anew")
         elif name is None:
             self.counts["foreign"] += 1
             self._refuse(id, "access", "the host knows our key no longer")
         else:
-            connection = _Accepted(self, id, name, said, self._max_message, self._patience)
+            connection = _Accepted(self, id, name, user_data, self._max_message, self._timeouts)
             connection.key, connection.turn = key, 0
             self._connections[id] = connection
             self._new.append(connection)
-            self._alarm.ring(time.monotonic() + _CHECK_IDLE)
+            self._timer.schedule(time.monotonic() + _CHECK_IDLE)
             return connection
         return None
 
-    def _refuse(self, id: bytes, kind: str, why: str) -> None:
+    def _refuse(self, id: bytes, kind: str, reason: str) -> None:
         """Send a peer the reason once: unread messages would fill our memory."""
-        if id not in self._refused:
-            _remember(self._refused, id)
-            self._give(id, pack_refusal(Refusal(kind, why, versions_here())))
+        if id not in self._refused_ids:
+            _remember(self._refused_ids, id)
+            self._send(id, pack_refusal(Refusal(kind, reason, versions_here())))
 
-    def _give(self, id: bytes, message: bytes | bytearray) -> bool:
+    def _send(self, id: bytes, message: bytes | bytearray) -> bool:
+        """Send a message to a peer; False if the peer is not connected."""
         try:
             self._socket.send(id, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
-        give(self._socket, message)
+        queue_message(self._socket, message)
         return True
 
     # -- time ----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        """Check for lost peers and revoked keys, and tick all connections."""
         now = time.monotonic()
-        # Also without any news, now and then: ZMQ's sender may have known later than it was asked.
-        asks = self._in_doubt or now >= self._asked + _CHECK_IDLE
-        self._in_doubt, self._asked = False, now if asks else self._asked
+        # Peers are also checked at intervals: ZMQ's sender may learn of an end after the event.
+        checks_peers = self._check_peers or now >= self._peers_checked + _CHECK_IDLE
+        self._check_peers, self._peers_checked = False, now if checks_peers else self._peers_checked
         self._check_keys(_CHECK_IDLE / 2)
         for connection in list(self._connections.values()):
-            if asks and not connection.tell():
-                connection.lost()
+            if checks_peers and not connection.acknowledge():
+                connection.mark_disconnected()
             connection.tick(now)
         if self._connections:
-            self._alarm.ring(now + _CHECK_IDLE)
+            self._timer.schedule(now + _CHECK_IDLE)
 
-    def _name_of(self, key: str, otherwise: str | None) -> str | None:
-        """Return the name of a key's client; ``otherwise`` if it can't be looked up now."""
+    def _name_of(self, key: str, default: str | None) -> str | None:
+        """Return the name of a key's client; ``default`` if it can't be looked up now."""
         try:
             return self._allowed(key)
         except OSError as error:
             _log.warning("a client's key could not be looked up: %s", error)
-            return otherwise
+            return default
 
-    def _check_keys(self, every: float) -> None:
+    def _check_keys(self, interval: float) -> None:
         """Disconnect clients with revoked keys."""
         now = time.monotonic()
-        if now < self._checked + every:
+        if now < self._keys_checked + interval:
             return
-        self._checked = now
+        self._keys_checked = now
         for connection in list(self._connections.values()):
             if self._name_of(connection.key, connection.peer) is None:
-                why = f"the key of {connection.peer} was revoked"
-                self._give(connection.id, pack_refusal(Refusal("access", why)))
-                connection.end(why)
+                reason = f"the key of {connection.peer} was revoked"
+                self._send(connection.id, pack_refusal(Refusal("access", reason)))
+                connection.end(reason)
 
 
 def _key_of(frame: zmq.Frame) -> str:
-    """Return the public key that the sender of a frame has proved (Z85)."""
+    """Return the public key (Z85) that the sender of a frame has proved."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError as error:
@@ -432,7 +447,7 @@ def _key_of(frame: zmq.Frame) -> str:
 
 
 def _remember(ids: dict[bytes, None], id: bytes) -> None:
-    """Add an id, and drop the oldest beyond `_REMEMBERED`."""
-    if len(ids) >= _REMEMBERED:
+    """Add an id, and drop the oldest beyond `_MAX_REMEMBERED`."""
+    if len(ids) >= _MAX_REMEMBERED:
         del ids[next(iter(ids))]
     ids[id] = None

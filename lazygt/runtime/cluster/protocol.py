@@ -33,7 +33,7 @@ class Open(Part, tag=1):
 class Tell(Part, tag=2):
     """Message for these workers, in the following frames.
 
-    Without frames it is the last such message again.
+    Without frames the last such message is repeated.
     """
 
     part: Count
@@ -44,7 +44,7 @@ class Tell(Part, tag=2):
 class Mirror(Part, tag=3):
     """Piece of an upload: the following frame, at this offset of the client's arena.
 
-    It comes from the client, or from the agent of another host.
+    The client sends it, or the agent of another host.
     """
 
     first: Count  # size of that arena's first segment in bytes
@@ -56,7 +56,7 @@ class Mirror(Part, tag=3):
 class Shadow(Part, tag=4):
     """Piece of a worker's snapshots from a lost host: the following frame, at this offset.
 
-    It comes before the part is opened.
+    Sent before the part is opened.
     """
 
     part: Count
@@ -93,7 +93,7 @@ class Look(Part, tag=15):
 
 
 class Begin(Part, tag=17):
-    """Start of counting the pieces of uploads, and of passing them on."""
+    """Request: count the pieces of uploads, and relay them."""
 
     session: Count  # number of the session, for the answers
     number: Count = 0  # number of the last piece that the host has already
@@ -102,7 +102,7 @@ class Begin(Part, tag=17):
 
 
 class Follow(Part, tag=18):
-    """Request: take pieces from the agent at this endpoint; "": from the client."""
+    """Request: receive pieces from the agent at this endpoint; "": from the client."""
 
     turn: Count  # number of this request, for the answer, if there is one
     endpoint: str
@@ -175,14 +175,14 @@ class Seen(Part, tag=16):
 
 
 class Listens(Part, tag=19):
-    """Endpoint of an agent for followers; "": it has none, and follows no others."""
+    """Endpoint of an agent for followers; "": the agent has none, and follows no others."""
 
     session: Count
     endpoint: str
 
 
 class Has(Part, tag=20):
-    """Report of the last piece up to which all are here.
+    """Report of the last piece stored; the host has all pieces before it, too.
 
     An agent also sends it to the agent that it follows.
     """
@@ -234,7 +234,7 @@ def spec_of(text: str) -> LinkSpec:
         fields["token"] = None if token is None else bytes.fromhex(token)
         return msgspec.convert(fields, LinkSpec)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ProtocolError(f"what workers are to be cannot be read: {error}") from error
+        raise ProtocolError(f"a specification of workers cannot be read: {error}") from error
 
 
 def pages_of(frame: Buffer) -> tuple[Page | None, ...]:

@@ -1,8 +1,9 @@
-"""Hosts from Ray: a gang of bundles, one per worker, and an agent on each node in use.
+"""Hosts from Ray: a placement group with one bundle per worker, and an agent on each node in use.
 
-Ray places and watches; it carries no tensor, no plan and no pickle of ours except the name of a
-class. Its restarts are off, since recovery is ours: a bundle that Ray has placed anew gets a new
-agent. Only public keys go through Ray, so an eavesdropper on Ray cannot read the session.
+Ray places the bundles and detects lost nodes; it transfers no tensors and no plans, and of pickles
+only the name of a class. Ray's restarts are off, since lazygt recovers itself: a bundle that Ray
+has placed anew gets a new agent. Only public keys go through Ray, so an eavesdropper on Ray cannot
+read the session.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _log = logging.getLogger("lazygt")
 _MAX_MESSAGE: Final = MAX_MESSAGE_BYTES + (1 << 16)
 #: Seconds that Ray may take to place lost bundles anew, before other hosts take their workers.
 ANOTHER_SECONDS = 60.0
-_LOOK_SECONDS = 0.05
-_AGAIN_SECONDS = 0.5
+_POLL_SECONDS = 0.05
+_RETRY_SECONDS = 0.5
 
 
 class _ActorGone(LaunchError):
@@ -77,10 +78,10 @@ class RayHosts:
     def __init__(self, workers: int, device: str = "cpu") -> None:
         self._ray = _ray()
         self._workers = workers
-        self._needs = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+        self._bundle_resources = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         self._is_ours = not self._ray.is_initialized()
         self._group: Any = None
-        self._places: dict[int, Place] = {}
+        self._placements: dict[int, Place] = {}
         #: rank -> its bundle, which never changes
         self._bundles: list[int] = []
         self._hosts: dict[int, RemoteHost] = {}
@@ -96,7 +97,7 @@ class RayHosts:
                 self._join_cluster(seconds)
             self._place_gang(seconds)
             self._listen()
-            hosts = self._agents_for(range(self._workers), until)
+            hosts = self._start_agents(range(self._workers), until)
         except BaseException:
             self.close()
             raise
@@ -108,7 +109,7 @@ class RayHosts:
         lost = self._hosts[self._bundles[rank]]
         if lost.lost:
             bundles = [bundle for bundle, host in self._hosts.items() if host is lost]
-            self._agents_anew(bundles, time.monotonic() + ANOTHER_SECONDS)
+            self._restart_agents(bundles, time.monotonic() + ANOTHER_SECONDS)
         return self._hosts[self._bundles[rank]]
 
     def close(self) -> None:
@@ -119,9 +120,9 @@ class RayHosts:
         if self._listener is not None:
             self._listener.close("the session has ended")
             self._listener = None
-        for place in self._places.values():
-            self._kill(place.actor)
-        self._places.clear()
+        for placement in self._placements.values():
+            self._kill(placement.actor)
+        self._placements.clear()
         group, self._group = self._group, None
         if group is not None:
             with suppress(self._ray.exceptions.RayError):
@@ -129,7 +130,7 @@ class RayHosts:
         if self._is_ours and self._ray.is_initialized():
             self._ray.shutdown()
 
-    # -- places ----------------------------------------------------------------------------
+    # -- placement -------------------------------------------------------------------------
 
     def _join_cluster(self, seconds: float) -> None:
         """Join the cluster of RAY_ADDRESS.
@@ -145,24 +146,26 @@ class RayHosts:
             raise LaunchError("RAY_ADDRESS", f"leads to no cluster of Ray: {error}") from error
 
     def _place_gang(self, seconds: float) -> None:
-        """Place all bundles, on as few nodes as possible."""
-        bundles = [dict(self._needs)] * self._workers
+        """Create a placement group of all bundles, on as few nodes as possible."""
+        bundles = [dict(self._bundle_resources)] * self._workers
         self._group = self._ray.util.placement_group(bundles, strategy="PACK")
         if not self._group.wait(seconds):
-            raise LaunchError("", self._what_is_missing(seconds))
+            raise LaunchError("", self._describe_shortage(seconds))
 
-    def _what_is_missing(self, seconds: float) -> str:
+    def _describe_shortage(self, seconds: float) -> str:
         """Describe the requested resources, and each node's total and free ones."""
-        asked = _amounts({name: count * self._workers for name, count in self._needs.items()})
-        left = self._ray.available_resources()
+        needed = _amounts(
+            {name: count * self._workers for name, count in self._bundle_resources.items()}
+        )
+        available = self._ray.available_resources()
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         lines = [
             f"  {node['NodeManagerHostname']}: {_amounts(self._of(node['Resources'])) or 'nothing'}"
             for node in nodes
         ]
-        free = _amounts(self._of(left)) or "nothing"
+        free = _amounts(self._of(available)) or "nothing"
         return (
-            f"Ray has not placed {self._workers} workers within {seconds:g} s: asked for {asked}, "
+            f"Ray has not placed {self._workers} workers within {seconds:g} s: asked for {needed}, "
             f"free in the whole cluster: {free}. Its nodes have in all:\n"
             + "\n".join(lines)
             + "\n  Ask for fewer workers, wait for other jobs, add nodes, or give it longer: "
@@ -170,17 +173,18 @@ class RayHosts:
         )
 
     def _of(self, resources: Mapping[str, float]) -> dict[str, float]:
-        return {name: resources.get(name, 0.0) for name in self._needs}
+        """Return the amounts of the resources that bundles need."""
+        return {name: resources.get(name, 0.0) for name in self._bundle_resources}
 
-    def _slots(self, bundles: Sequence[int], until: float) -> list[Place]:
-        """Start a new actor in each of some bundles, on their current nodes."""
+    def _start_slots(self, bundles: Sequence[int], until: float) -> list[Place]:
+        """Start a new actor in each of the bundles, on its current node; return the placements."""
         ray = self._ray
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        options = {"num_cpus": 1, "num_gpus": self._needs.get("GPU", 0)}
+        options = {"num_cpus": 1, "num_gpus": self._bundle_resources.get("GPU", 0)}
         remote = ray.remote(max_restarts=0, max_task_retries=0, **options)(Slot)
         for bundle in bundles:
-            if (before := self._places.pop(bundle, None)) is not None:
-                self._kill(before.actor)
+            if (previous := self._placements.pop(bundle, None)) is not None:
+                self._kill(previous.actor)
         actors = [
             remote.options(
                 scheduling_strategy=strategy(self._group, placement_group_bundle_index=bundle)
@@ -188,24 +192,25 @@ class RayHosts:
             for bundle in bundles
         ]
         try:
-            told = self._get([actor.where.remote("") for actor in actors], until)
+            answers = self._get([actor.where.remote("") for actor in actors], until)
         except BaseException:
             for actor in actors:
                 self._kill(actor)
             raise
-        places = [
+        placements = [
             Place(bundle, actor, node, name, tuple(gpus))
-            for bundle, actor, (node, name, gpus) in zip(bundles, actors, told, strict=True)
+            for bundle, actor, (node, name, gpus) in zip(bundles, actors, answers, strict=True)
         ]
-        self._places |= {place.bundle: place for place in places}
-        return places
+        self._placements |= {placement.bundle: placement for placement in placements}
+        return placements
 
     def _kill(self, actor: Any) -> None:
+        """End an actor, if it still runs."""
         with suppress(self._ray.exceptions.RayError, ValueError):  # it has gone, or Ray has
             self._ray.kill(actor)
 
     def _get(self, references: Sequence[Any], until: float) -> list[Any]:
-        """Return the actors' answers."""
+        """Return the actors' answers, with Ray's errors converted to LaunchError."""
         ray = self._ray
         try:
             answers: list[Any] = ray.get(references, timeout=max(until - time.monotonic(), 0.1))
@@ -227,45 +232,50 @@ class RayHosts:
         return str(self._ray.util.get_node_ip_address())
 
     def _listen(self) -> None:
+        """Open the listener for the agents."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._listener = Listener(
             context, self.address, 0, self._keys, self._agents.get, _MAX_MESSAGE
         )
 
-    def _agents_for(
+    def _start_agents(
         self, bundles: Sequence[int], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
-        """Start an agent on each node with some of these bundles; return them with theirs."""
+        """Start an agent on each node of these bundles; return (host, its bundles) pairs."""
         nodes: dict[str, list[Place]] = {}
-        for place in self._slots(bundles, until):
-            nodes.setdefault(place.node, []).append(place)
+        for placement in self._start_slots(bundles, until):
+            nodes.setdefault(placement.node, []).append(placement)
         groups = list(nodes.values())
         starts = [
-            group[0].actor.start.remote([gpu for place in group for gpu in place.gpus])
+            group[0].actor.start.remote([gpu for placement in group for gpu in placement.gpus])
             for group in groups
         ]
         for key, group in zip(self._get(starts, until), groups, strict=True):
             self._agents[key] = group[0].name
-        return self._joined(groups, until)
+        return self._accept_agents(groups, until)
 
-    def _agents_anew(self, bundles: Sequence[int], until: float) -> None:
+    def _restart_agents(self, bundles: Sequence[int], until: float) -> None:
         """Start agents for bundles of a lost node, once Ray has placed them anew."""
         while True:
             try:
-                self._agents_for(bundles, until)
+                self._start_agents(bundles, until)
                 return
             except _ActorGone:
                 if time.monotonic() > until:
                     raise
-                time.sleep(_AGAIN_SECONDS)
+                time.sleep(_RETRY_SECONDS)
 
-    def _joined(
+    def _accept_agents(
         self, groups: Sequence[Sequence[Place]], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
-        """Return the groups' agents, once each has connected."""
+        """Wait until the agent of each group has connected; return (host, its bundles) pairs.
+
+        Args:
+            groups: placements by node; the first one of each has the agent.
+        """
         assert self._listener is not None
         waiting = [
-            group[0].actor.join.remote(self._told(number, until))
+            group[0].actor.join.remote(self._join_request(number, until))
             for number, group in enumerate(groups)
         ]
         hosts: dict[int, RemoteHost] = {}
@@ -273,23 +283,24 @@ class RayHosts:
             done: list[Any] = []
             if waiting:
                 done, waiting = self._ray.wait(
-                    waiting, num_returns=len(waiting), timeout=_LOOK_SECONDS
+                    waiting, num_returns=len(waiting), timeout=_POLL_SECONDS
                 )
-            for wrong in filter(None, self._get(done, until) if done else []):
-                raise LaunchError("", f"an agent could not join the session: {wrong}")
+            for error in filter(None, self._get(done, until) if done else []):
+                raise LaunchError("", f"an agent could not join the session: {error}")
             while (connection := self._listener.accept()) is not None:
                 number = json.loads(connection.hello)["rank"]
                 hosts[number] = RemoteHost(groups[number][0].name, connection)
             if time.monotonic() > until:
                 raise LaunchError("", f"{len(hosts)} of {len(groups)} agents have come in time")
         for number, group in enumerate(groups):
-            self._hosts |= {place.bundle: hosts[number] for place in group}
+            self._hosts |= {placement.bundle: hosts[number] for placement in group}
         return [
-            (hosts[number], [place.bundle for place in group])
+            (hosts[number], [placement.bundle for placement in group])
             for number, group in enumerate(groups)
         ]
 
-    def _told(self, number: int, until: float) -> str:
+    def _join_request(self, number: int, until: float) -> str:
+        """Return the line of JSON with which an agent connects; see `host_process`."""
         assert self._listener is not None
         return json.dumps(
             {
@@ -324,6 +335,7 @@ def open_ray(spec: LinkSpec) -> ClusterLink:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
+    """Format resources, such as ``2 CPU, 1 GPU``."""
     return ", ".join(f"{count:g} {name}" for name, count in resources.items())
 
 

@@ -19,10 +19,7 @@ HOST_PROCESS = "lazygt.runtime.cluster.host_process"
 
 
 class Slot:
-    """Bundle of a placement group, with room for one worker.
-
-    One slot of each node has the agent.
-    """
+    """Actor of a bundle with resources for one worker; one slot of each node starts the agent."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -50,17 +47,18 @@ class Slot:
             stdout=subprocess.PIPE,
             text=True,
         )
-        return self._line()
+        return self._read_line()
 
-    def join(self, told: str) -> str:
+    def join(self, request: str) -> str:
         """Let the agent join a session; return "" or the error."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{told}\n")
+        self._process.stdin.write(f"{request}\n")
         self._process.stdin.flush()
-        return self._line()
+        return self._read_line()
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
+        """Return the next line of the agent's output; RuntimeError if the agent has ended."""
         assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

@@ -1,4 +1,4 @@
-"""Agent of a host as the client sees it, with the session's parts there."""
+"""Client's view of a host: the agent there, and the session's parts."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from lazygt.runtime.wire import Part, encode
 
 @dataclass(slots=True)
 class RemotePart:
-    """Some ranks of a session on another host.
+    """Part of a session: some of its ranks, on another host.
 
     Attributes:
         ranks: ranks of its workers, by their number in the part.
         opened: True if its processes have been started; ended: True if they have all gone.
         replacing: workers that are being replaced: messages of the old process are ignored.
-        asked: time of the unanswered status request, in nanoseconds of the monotonic clock; 0:
-            none.
+        requested_at: time of the unanswered status request, in nanoseconds of the monotonic clock;
+            0: none.
         seen: the last status answer, until it is used.
     """
 
@@ -66,14 +66,14 @@ class RemotePart:
     opened: bool = False
     ended: bool = False
     replacing: set[int] = field(default_factory=set)
-    asked: int = 0
+    requested_at: int = 0
     seen: tuple[Page | None, ...] | None = None
 
 
 class RemoteHost:
     """Host on which an agent serves this session.
 
-    Its messages are kept in order: those of workers in ``inbox``, errors in ``errors``.
+    Received messages are queued in order: those of workers in ``inbox``, errors in ``errors``.
 
     Args:
         name: name of the host, for people.
@@ -85,16 +85,16 @@ class RemoteHost:
         self.parts: dict[int, RemotePart] = {}
         self.inbox: deque[tuple[int, list[memoryview]]] = deque()
         self.errors: deque[LazyGTError] = deque()
-        #: messages about uploads that are passed on, see `chain`
-        self.news: deque[Listens | Has | Alone] = deque()
+        #: messages about relayed uploads, for `upload_progress`
+        self.upload_events: deque[Listens | Has | Alone] = deque()
         #: rank -> the error of its death
         self.deaths: dict[int, WorkerDied] = {}
-        #: rank -> the run and the step that it did last when it died
+        #: rank -> its last run and step before its death
         self.last_steps: dict[int, tuple[int, int]] = {}
         #: rank -> copies of its snapshots, which outlive the host
         self.shadows: dict[int, Arena] = {}
-        self._last: Sequence[Frame] | None = None
-        self._lost = self._closing = False
+        self._last_frames: Sequence[Frame] | None = None
+        self._loss_handled = self._closing = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -129,22 +129,22 @@ class RemoteHost:
     def send(self, rank: int, frames: Sequence[Frame], mirrors: int = 0) -> None:
         """Send a worker a message; does not wait.
 
-        The same frames for several workers in turn travel once.
+        The same frames for several workers in a row are transmitted once.
 
         Args:
             mirrors: number of the last piece of uploads that must arrive before it.
         """
-        part, worker = self._place(rank)
-        same, self._last = frames is self._last, frames
+        part, worker = self._locate(rank)
+        same, self._last_frames = frames is self._last_frames, frames
         self.say(Tell(part.number, (worker,), mirrors), () if same else frames)
 
-    def mirror(self, told: Mirror, data: Frame) -> None:
+    def mirror(self, message: Mirror, data: Frame) -> None:
         """Send bytes of the client's arena to the host."""
-        self.say(told, [data])
+        self.say(message, [data])
 
     def replace(self, rank: int, group: int) -> None:
-        """Order another process in a worker's place."""
-        part, worker = self._place(rank)
+        """Order the replacement of a worker by another process."""
+        part, worker = self._locate(rank)
         part.replacing.add(worker)
         self.deaths.pop(rank, None)
         self.inbox = deque(item for item in self.inbox if item[0] != rank)
@@ -163,8 +163,8 @@ class RemoteHost:
             seconds: time for which the workers shall report more details.
         """
         for part in list(self.parts.values()):
-            if not (part.asked or part.ended or self.lost):
-                part.asked = time.monotonic_ns()
+            if not (part.requested_at or part.ended or self.lost):
+                part.requested_at = time.monotonic_ns()
                 self.say(Look(part.number, seconds))
 
     def close(self) -> None:
@@ -189,7 +189,8 @@ class RemoteHost:
         if not self.lost:
             self.connection.send(encode(message, list(frames)))
 
-    def _place(self, rank: int) -> tuple[RemotePart, int]:
+    def _locate(self, rank: int) -> tuple[RemotePart, int]:
+        """Return the part of a rank, and the number of its worker there."""
         for part in self.parts.values():
             if rank in part.ranks:
                 return part, part.ranks.index(rank)
@@ -200,19 +201,24 @@ class RemoteHost:
     def pump(self) -> None:
         """Handle arrived messages; if the host is lost, all its workers have died."""
         while (frames := self.connection.take()) is not None:
-            self._heard(protocol.read(frames, TO_CLIENT), frames[1:])
-        if self.lost and not self._lost:
-            self._lost = True
+            self._handle(protocol.read(frames, TO_CLIENT), frames[1:])
+        if self.lost and not self._loss_handled:
+            self._loss_handled = True
             for part in self.parts.values():
                 for worker, rank in enumerate(part.ranks):
-                    # an agent that was interrupted has ended them without an order
+                    # after `close` the ends of the workers are expected
                     if not self._closing and rank not in self.deaths:
-                        why = f"its host {self.name} is lost ({self.connection.closed})"
-                        self._died(WorkerDied(rank, part.pids[worker], why, ""))
+                        reason = f"its host {self.name} is lost ({self.connection.closed})"
+                        self._record_death(WorkerDied(rank, part.pids[worker], reason, ""))
 
-    def _heard(self, message: Part, rest: list[memoryview]) -> None:
+    def _handle(self, message: Part, frames: list[memoryview]) -> None:
+        """Handle one message of the agent.
+
+        Args:
+            frames: the frames after the message's header.
+        """
         if isinstance(message, Listens | Has | Alone):
-            self.news.append(message)
+            self.upload_events.append(message)
             return
         part = self.parts.get(message.part)  # type: ignore[attr-defined]
         if part is None:
@@ -220,10 +226,10 @@ class RemoteHost:
         match message:
             case Said(_, worker):
                 if worker not in part.replacing:
-                    self.inbox.append((part.ranks[worker], rest))
+                    self.inbox.append((part.ranks[worker], frames))
             case Kept(_, worker, offset):
                 if worker not in part.replacing:
-                    write(self.shadows[part.ranks[worker]], offset, rest[0])
+                    write(self.shadows[part.ranks[worker]], offset, frames[0])
             case Opened(_, pids, replaced):
                 part.opened, part.pids = True, pids
                 if replaced is not None:
@@ -232,33 +238,36 @@ class RemoteHost:
                 if worker not in part.replacing:
                     rank = part.ranks[worker]
                     self.last_steps[rank] = run, step
-                    self._died(WorkerDied(rank, pid, self._there(status), stderr))
+                    self._record_death(WorkerDied(rank, pid, self._with_host_name(status), stderr))
             case Frozen(_, worker, pid, deadline):
                 self.errors.append(WorkerFrozen(part.ranks[worker], pid, deadline))
             case Seen():
-                part.seen, part.asked = protocol.pages_of(rest[0]), 0
+                part.seen, part.requested_at = protocol.pages_of(frames[0]), 0
             case Refused(_, why):
                 self.errors.append(ProtocolError(f"host {self.name}: {why}"))
             case Closed():
                 part.ended = True
 
-    def _there(self, status: str) -> str:
+    def _with_host_name(self, status: str) -> str:
+        """Add the host's name to an exit status."""
         return f"{status}, on host {self.name}"
 
-    def _died(self, death: WorkerDied) -> None:
+    def _record_death(self, death: WorkerDied) -> None:
+        """Record a worker's death, and queue its error."""
         self.deaths[death.rank] = death
         self.errors.append(death)
 
 
 def pieces(arena: Arena) -> Sequence[tuple[int, bytes]]:
-    """Return all written parts of an arena, with their offsets."""
+    """Return the written bytes of an arena in pieces of bounded size, as (offset, bytes)."""
     return [
         (offset, arena.view(offset, nbytes).numpy().tobytes())
         for offset, nbytes in arena.extents(PIECE_BYTES)
     ]
 
 
-# -- interface to host allocators, for sessions that an engine did not start -----------------------
+# -- interface of host allocators ------------------------------------------------------------------
+# They serve sessions that an engine did not start.
 
 
 class HostLauncher(Protocol):
@@ -275,7 +284,7 @@ class HostLauncher(Protocol):
         """
 
     def another(self, rank: int) -> RemoteHost:
-        """Return a host for a worker of a lost host; one host may get several if it has room.
+        """Return a host for a worker of a lost host; it may take several such workers.
 
         Raises:
             LaunchError: there is no host in time.
@@ -285,10 +294,10 @@ class HostLauncher(Protocol):
         """Release all hosts. Idempotent."""
 
 
-# -- relay of status pages of ranks on other hosts to the client's own file, while watched ---------
-# Their hosts are asked a few times a second, and not again before they have answered: a link that
-# is down queues one request. The answers come with the other messages, and are written here with
-# times on this host's clock.
+# -- relay of status pages -------------------------------------------------------------------------
+# While `lazygt top` watches, the client requests the pages of ranks on other hosts a few times a
+# second, and writes them into its own file, with times on its host's clock. A host gets no new
+# request before it has answered, so a link that is down queues one request.
 
 #: Seconds for which workers report details: longer than the interval of the requests.
 _LEASE_SECONDS = 3.0
@@ -305,8 +314,8 @@ class Relay:
 
     def __init__(self, file: StatusFile) -> None:
         self._file = file
-        #: rank -> its last page, and the time of that
-        self._told: dict[int, tuple[WorkerPage, int]] = {}
+        #: rank -> its last page, and the page's time on this host's clock
+        self._last_pages: dict[int, tuple[WorkerPage, int]] = {}
 
     def look(self, hosts: Sequence[RemoteHost], host_of: Mapping[int, RemoteHost]) -> None:
         """Write the pages that have arrived, and request new ones.
@@ -316,47 +325,57 @@ class Relay:
         """
         for host in hosts:
             for part in list(host.parts.values()):
-                here = {
+                workers_here = {
                     worker: rank
                     for worker, rank in enumerate(part.ranks)
                     if host_of.get(rank) is host and not part.ended
                 }
-                self._show(host, part, here)
+                self._update_part(host, part, workers_here)
             host.look(_LEASE_SECONDS)
 
-    def _show(self, host: RemoteHost, part: RemotePart, here: Mapping[int, int]) -> None:
+    def _update_part(
+        self, host: RemoteHost, part: RemotePart, workers_here: Mapping[int, int]
+    ) -> None:
+        """Write the pages of a part's workers.
+
+        Args:
+            workers_here: number of a worker in the part -> its rank, if it runs on this host.
+        """
         now = time.monotonic_ns()
-        seen, part.seen = part.seen, None
+        pages, part.seen = part.seen, None
         if host.lost:
-            for rank in here.values():
+            for rank in workers_here.values():
                 self._write(rank, Elsewhere(host.name, "", now))
-        elif seen is not None:
-            for worker, rank in here.items():
-                page = seen[worker] if worker < len(seen) else None
-                self._hear(rank, part.pids[worker], page, now)
+        elif pages is not None:
+            for worker, rank in workers_here.items():
+                page = pages[worker] if worker < len(pages) else None
+                self._store_page(rank, part.pids[worker], page, now)
                 process = "S" if page is None else page.process
                 self._write(rank, Elsewhere(host.name, process, now))
-        elif part.asked and now - part.asked > _UNHEARD_AFTER:
-            for rank in here.values():
-                self._write(rank, Elsewhere(host.name, "S", now, part.asked))
+        elif part.requested_at and now - part.requested_at > _UNHEARD_AFTER:
+            for rank in workers_here.values():
+                self._write(rank, Elsewhere(host.name, "S", now, part.requested_at))
 
-    def _hear(self, rank: int, pid: int, page: Page | None, now: int) -> None:
+    def _store_page(self, rank: int, pid: int, page: Page | None, now: int) -> None:
         """Store a rank's page, with times converted to this host's clock."""
-        self._told[rank] = WorkerPage(rank, pid, "starting"), now
+        self._last_pages[rank] = WorkerPage(rank, pid, "starting"), now
         if page is None:
             return
         when = now - int(page.age * 1e9)
-        ahead = when - page.when  # of this host's clock, as far as that shows
+        clock_offset = when - page.when  # of this host's clock, as far as that shows
         with suppress(ProtocolError):
             message = decoded(page.message, WorkerPage)
             message = replace(
                 message,
                 rank=rank,
-                begun=message.begun and message.begun + ahead,
-                weighed=message.weighed and message.weighed + ahead,
+                begun=message.begun and message.begun + clock_offset,
+                weighed=message.weighed and message.weighed + clock_offset,
             )
-            self._told[rank] = message, when
+            self._last_pages[rank] = message, when
 
-    def _write(self, rank: int, there: Elsewhere) -> None:
-        message, when = self._told.get(rank, (WorkerPage(rank, 0, "starting"), there.heard))
-        self._file.write(1 + rank, replace(message, elsewhere=there), when)
+    def _write(self, rank: int, elsewhere: Elsewhere) -> None:
+        """Write a rank's last page, with the state of its process on its host."""
+        message, when = self._last_pages.get(
+            rank, (WorkerPage(rank, 0, "starting"), elsewhere.heard)
+        )
+        self._file.write(1 + rank, replace(message, elsewhere=elsewhere), when)

@@ -14,14 +14,14 @@ from weakref import WeakSet
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-# -- monitoring of a socket's TCP connections by ZMQ events ----------------------------------------
+# -- ZMQ's events of a socket's TCP connections ----------------------------------------------------
 
 FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_REMEMBERED = 1024  # addresses of strangers
+_MAX_REMEMBERED = 1024  # addresses of strangers
 _names = count()
 
 
@@ -33,16 +33,16 @@ class Monitor:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes], events: int
+        self, context: zmq.Context[zmq.Socket[bytes]], monitored: zmq.Socket[bytes], events: int
     ) -> None:
-        place = f"inproc://lazygt-monitor-{next(_names)}"
-        watched.monitor(place, events)
-        self._watched = watched
+        endpoint = f"inproc://lazygt-monitor-{next(_names)}"
+        monitored.monitor(endpoint, events)
+        self._monitored = monitored
         self._socket = context.socket(zmq.PAIR)
-        # Without a limit: where there is one, ZMQ's own thread waits for the reader.
+        # No limit: at a limit ZMQ's own thread would wait for the reader.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(place)
+        self._socket.connect(endpoint)
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def events(self) -> Iterator[tuple[int, int]]:
@@ -52,7 +52,8 @@ class Monitor:
             yield int(event["event"]), int(event["value"])
 
     def close(self) -> None:
-        self._watched.disable_monitor()
+        """Stop monitoring."""
+        self._monitored.disable_monitor()
         self._socket.close(0)
 
 
@@ -63,13 +64,14 @@ class Strangers:
     connection.
 
     Attributes:
-        addresses: their address, "" if a connection ended before it was looked at -> True if a peer
-            there spoke CURVE to another key than the listener's, as a host with another token does.
+        addresses: address of the peer, "" if the connection ended before its address was read ->
+            True if a peer there used CURVE with another key than the listener's, as a host with
+            another token does.
     """
 
     def __init__(self) -> None:
         self.addresses: dict[str, bool] = {}
-        #: addresses by descriptor, of TCP connections that have not ended
+        #: descriptor of an open TCP connection -> the peer's address
         self._open: dict[int, str] = {}
         self._failed: int | None = None
 
@@ -78,7 +80,7 @@ class Strangers:
         """Addresses of all peers that are connected, or were a moment ago."""
         return self._open.values()
 
-    def happened(self, event: int, value: int) -> None:
+    def handle_event(self, event: int, value: int) -> None:
         """Record one event of the monitor, also of peers with a key."""
         if event == zmq.EVENT_ACCEPTED:
             self._open[value] = _address_of(value)
@@ -87,7 +89,7 @@ class Strangers:
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._open.pop(value, "")
             failed, self._failed = self._failed, None
-            if failed is not None and len(self.addresses) < _REMEMBERED:
+            if failed is not None and len(self.addresses) < _MAX_REMEMBERED:
                 other_key = failed == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
                 self.addresses[address] = other_key or self.addresses.get(address, False)
 
@@ -106,9 +108,10 @@ def _address_of(tcp: int) -> str:
         kernel.detach()
 
 
-# -- TCP sockets opened by ZMQ: kernel state of the peer, and their closing in children ------------
+# -- kernel state of TCP sockets -------------------------------------------------------------------
 
-#: Seconds; a kernel asks after one second of quiet whether the other is there.
+#: Seconds without an answer after which a peer is silent; the kernel's keepalive probes come after
+#: one second.
 SILENT = 2.0
 #: struct tcp_info of linux/tcp.h: 8 bytes of flags; rto, ato, snd_mss, rcv_mss, unacked, sacked,
 #: lost, retrans, fackets; and ms since data and acknowledgements were last sent and received.
@@ -128,7 +131,7 @@ class Holder(Protocol):
 _holders: WeakSet[Holder] = WeakSet()
 
 
-def keep_from_children(holder: Holder) -> None:
+def close_in_children(holder: Holder) -> None:
     """Close the holder's socket in each child that this process forks (a DataLoader's worker).
 
     A child that held it would keep the connection open, and the port taken, after the end of this
@@ -138,10 +141,11 @@ def keep_from_children(holder: Holder) -> None:
 
 
 def _close_in_child() -> None:
+    """Close the sockets of all holders in a forked child."""
     for holder in [holder for holder in _holders if holder.tcp >= 0]:
         with suppress(OSError), socket.socket(fileno=holder.tcp) as inherited:
             if inherited.family not in (socket.AF_INET, socket.AF_INET6):
-                inherited.detach()  # the number is another's by now
+                inherited.detach()  # the number is another file's by now
         holder.tcp = -1
 
 
@@ -160,21 +164,21 @@ class Word(NamedTuple):
     waits: bool = False
 
 
-def word_of(tcp: int) -> Word:
+def kernel_state(tcp: int) -> Word:
     """Return the kernel's state of a TCP socket."""
     if tcp < 0:
         return Word()
     try:
         kernel = socket.socket(fileno=tcp)
-    except OSError:  # it is closed, and the news of it is on its way
+    except OSError:  # ZMQ has closed the socket, and its event has not been read yet
         return Word()
     try:
-        facts = kernel.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        info = kernel.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except OSError:
         return Word()
     finally:
         kernel.detach()
-    fields = _TCP_INFO.unpack(facts)
+    fields = _TCP_INFO.unpack(info)
     retransmits, probes, unacknowledged = fields[2], fields[3], fields[12]
     received, answered = fields[-2:]
     silence = min(received, answered) / 1000

@@ -1,9 +1,9 @@
-"""The client's side of uploads to several hosts: progress and order (`passing`).
+"""Client's side of the chain broadcast of uploads to several hosts: order and progress.
 
-The hosts form a chain in the order of their ranks. The client sends to the first one, and each
-other follows the nearest one before it that can be followed. A host that can't reach that one, or
-loses it, gets the missing pieces from the client; when a host is lost, those behind it follow the
-one before.
+The hosts form a chain in the order of their ranks. The client sends to the first host, and each
+other host follows the nearest predecessor that can be followed: `upload_relay` is the hosts' side.
+A host that can't reach its predecessor, or loses it, gets the missing pieces from the client. When
+a host is lost, its followers follow the host before it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lazygt.runtime.launch.channel import new_token
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds after which an agent that has not sent its endpoint is taken to have none.
+#: Seconds after which an agent that has not sent its endpoint counts as having none.
 _ANSWER_SECONDS = 10.0
-#: Numbers of sessions: agents outlive them, and their answers, too.
+#: Numbers of sessions, which agents and late answers outlive.
 _SESSIONS = count(1)
 
 
@@ -36,11 +36,11 @@ class Place:
 
     Attributes:
         has: number of the last piece that the host is known to have.
-        endpoint: the endpoint for followers of its agent; "": none, None: not known yet.
-        source: the place that it follows; itself: the client; None: not decided yet.
+        endpoint: endpoint of its agent for followers; "": none, None: not known yet.
+        source: predecessor from which it receives pieces; itself: the client; None: not decided.
         fed: number of the last piece that the client has sent it; None: the client sends it none.
         turn: number of `Follow` messages sent to it.
-        avoids: the place that it could not follow.
+        avoids: predecessor that it could not follow.
     """
 
     host: RemoteHost
@@ -59,7 +59,7 @@ class Place:
 
 
 class Chain:
-    """Distribution of uploads to all hosts but the client's own. For any thread.
+    """Chain broadcast of uploads to all hosts but the client's own. For any thread.
 
     Args:
         arena: arena of the uploads; None: there are none.
@@ -68,13 +68,13 @@ class Chain:
 
     Attributes:
         number: number of the last piece sent, which hosts must have before any later message; 0
-            while there is one host at most, since its connection keeps the order.
+            with a single host, since its connection keeps the order.
     """
 
     def __init__(self, arena: Arena | None, first: int, token: bytes | None) -> None:
         self._arena, self._first, self._token = arena, first, token or new_token()
         self._lock = threading.RLock()
-        self._places: list[Place] = []
+        self._nodes: list[Place] = []
         #: number, offset and bytes of pieces that a host may lack
         self._pieces: deque[tuple[int, int, int]] = deque()
         self._session, self.number = 0, 0
@@ -87,15 +87,15 @@ class Chain:
         with self._lock:
             for offset, piece in pieces(self._arena):
                 host.mirror(Mirror(self._first, offset), piece)
-            self._places.append(Place(host, self.number))
+            self._nodes.append(Place(host, self.number))
             if self._session:
-                self._begin(self._places[-1])
-            elif len(self._places) > 1:
+                self._begin(self._nodes[-1])
+            elif len(self._nodes) > 1:
                 self._session = next(_SESSIONS)
-                for place in self._places:
-                    self._begin(place)
+                for node in self._nodes:
+                    self._begin(node)
             if self._session:
-                self._arrange()
+                self._assign_sources()
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
         """Send uploads, (offset, bytes) each, to every host. Does not wait."""
@@ -110,121 +110,138 @@ class Chain:
         if not self._session:
             return
         with self._lock:
-            news = False
-            for place in self._places:
-                news = news or bool(place.host.news) or place.host.lost or place.endpoint is None
-                while place.host.news:
-                    self._heard(place, place.host.news.popleft())
-            if news:
-                self._places = [place for place in self._places if not place.host.lost]
-                self._arrange()
-                self._forget()
+            changed = False
+            for node in self._nodes:
+                changed = (
+                    changed
+                    or bool(node.host.upload_events)
+                    or node.host.lost
+                    or node.endpoint is None
+                )
+                while node.host.upload_events:
+                    self._handle(node, node.host.upload_events.popleft())
+            if changed:
+                self._nodes = [node for node in self._nodes if not node.host.lost]
+                self._assign_sources()
+                self._drop_complete()
 
     def close(self) -> None:
-        """Stop all hosts from passing on uploads."""
+        """Stop the relay of uploads on all hosts."""
         with self._lock:
-            for place in self._places if self._session else ():
-                place.host.say(Begin(self._session))
+            for node in self._nodes if self._session else ():
+                node.host.say(Begin(self._session))
             self._session = 0
 
     # -- pieces --------------------------------------------------------------------------
 
     def _mirror(self, offset: int, nbytes: int) -> None:
+        """Send one piece of the arena, to a single host directly or into the chain."""
         if not self._session:
-            for place in self._places:
-                place.host.mirror(Mirror(self._first, offset), self._bytes(offset, nbytes))
+            for node in self._nodes:
+                node.host.mirror(Mirror(self._first, offset), self._bytes(offset, nbytes))
             return
         self._pieces.append((self.number + 1, offset, nbytes))
         self.number += 1
-        for place in self._places:
-            self._feed(place)
+        for node in self._nodes:
+            self._send_missing(node)
 
-    def _feed(self, place: Place) -> None:
+    def _send_missing(self, node: Place) -> None:
         """Send a host the pieces that it lacks, if the client is its source."""
-        if place.fed is None or place.fed >= self.number:
+        if node.fed is None or node.fed >= self.number:
             return
         done = self._pieces[0][0] - 1
-        for number, offset, nbytes in islice(self._pieces, place.fed - done, None):
-            told = Mirror(self._first, offset, number, done)
-            place.host.mirror(told, self._bytes(offset, nbytes))
-            place.fed = number
+        for number, offset, nbytes in islice(self._pieces, node.fed - done, None):
+            header = Mirror(self._first, offset, number, done)
+            node.host.mirror(header, self._bytes(offset, nbytes))
+            node.fed = number
 
     def _bytes(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of the upload arena."""
         assert self._arena is not None
         return memoryview(self._arena.view(offset, nbytes).numpy().data)
 
-    def _forget(self) -> None:
+    def _drop_complete(self) -> None:
         """Drop the records of pieces that all hosts have."""
-        done = min((place.has for place in self._places), default=self.number)
+        done = min((node.has for node in self._nodes), default=self.number)
         while self._pieces and self._pieces[0][0] <= done:
             self._pieces.popleft()
 
     # -- order of the chain --------------------------------------------------------------
 
-    def _begin(self, place: Place) -> None:
-        place.begun = time.monotonic()
-        place.host.say(Begin(self._session, self.number, self._token.hex()))
+    def _begin(self, node: Place) -> None:
+        """Send a host the order to count and relay pieces."""
+        node.begun = time.monotonic()
+        node.host.say(Begin(self._session, self.number, self._token.hex()))
 
-    def _heard(self, place: Place, news: Listens | Has | Alone) -> None:
-        if news.session != self._session:
+    def _handle(self, node: Place, event: Listens | Has | Alone) -> None:
+        """Handle a host's report, unless it is of an earlier session."""
+        if event.session != self._session:
             return
-        match news:
+        match event:
             case Listens(_, endpoint):
-                place.endpoint = endpoint
+                node.endpoint = endpoint
             case Has(_, number):
-                place.has = max(place.has, number)
-            case Alone(_, turn, number, met, why) if turn == place.turn:
-                self._alone(place, number, met, why)
+                node.has = max(node.has, number)
+            case Alone(_, turn, number, met, why) if turn == node.turn:
+                self._take_over(node, number, met, why)
 
-    def _alone(self, place: Place, number: int, met: bool, why: str) -> None:
-        """Make the client the source of a host's remaining pieces."""
-        source, place.source = place.source, place
-        place.has, place.fed = number, number
-        if source is not None and source is not place:
-            place.avoids = source
+    def _take_over(self, node: Place, number: int, met: bool, reason: str) -> None:
+        """Make the client the source of a host's remaining pieces, after a failure or by order.
+
+        Args:
+            number: number of the last piece that the host has.
+            met: True if the host had reached its source.
+            reason: the error.
+        """
+        source, node.source = node.source, node
+        node.has, node.fed = number, number
+        if source is not None and source is not node:
+            node.avoids = source
             if not met and not self._warned and not source.host.lost:
                 self._warned = True
                 _log.warning(
                     "host %s can't reach host %s (%s): the client sends uploads to each such host "
                     "itself, where one would pass them on to the next. Does a firewall let TCP "
                     "through between them?",
-                    place.host.name,
+                    node.host.name,
                     source.host.name,
-                    why,
+                    reason,
                 )
-        self._feed(place)
+        self._send_missing(node)
 
-    def _arrange(self) -> None:
-        """Assign each host its current source."""
-        for at, place in enumerate(self._places):
-            if place.avoids is not None and not place.avoids.host.lost:
+    def _assign_sources(self) -> None:
+        """Assign each host its source, after a change of the chain."""
+        for index, node in enumerate(self._nodes):
+            if node.avoids is not None and not node.avoids.host.lost:
                 continue
-            source = self._source_for(place, self._places[:at])
-            if source is not None and source is not place.source:
-                self._lead(place, source)
+            source = self._source_for(node, self._nodes[:index])
+            if source is not None and source is not node.source:
+                self._assign_source(node, source)
 
-    def _source_for(self, place: Place, before: Sequence[Place]) -> Place | None:
-        """Return the nearest host before this one that can be followed.
+    def _source_for(self, node: Place, predecessors: Sequence[Place]) -> Place | None:
+        """Find the nearest predecessor of a host that can be followed.
 
-        Returns the place itself for the client, and None if that is not known yet.
+        Returns:
+            The host itself if the client must be its source; None if that is not known yet.
         """
-        if not before:
-            return place
-        if place.silent:
+        if not predecessors:
+            return node
+        if node.silent:
             return None
-        for other in reversed(before if place.endpoint else ()):
-            if other.silent:
+        for candidate in reversed(predecessors if node.endpoint else ()):
+            if candidate.silent:
                 return None
-            if other.endpoint:
-                return other
-        return place
+            if candidate.endpoint:
+                return candidate
+        return node
 
-    def _lead(self, place: Place, source: Place) -> None:
-        before, place.source = place.source, source
-        if source is place and before is None:  # it has received no piece yet
-            place.fed = place.has
-            self._feed(place)
+    def _assign_source(self, node: Place, source: Place) -> None:
+        """Order a host to receive its pieces from a new source."""
+        previous, node.source = node.source, source
+        if source is node and previous is None:  # it has received no piece yet
+            node.fed = node.has
+            self._send_missing(node)
             return
-        place.turn, place.fed = place.turn + 1, None
+        node.turn, node.fed = node.turn + 1, None
         # it reports its last piece by itself if the client is to be its source
-        place.host.say(Follow(place.turn, "" if source is place else source.endpoint or ""))
+        node.host.say(Follow(node.turn, "" if source is node else source.endpoint or ""))

@@ -21,23 +21,26 @@ from lazygt.runtime.launch.status_file import MOST_RANKS, StatusFile, WorkerPage
 
 #: Seconds between two samples of the main thread.
 EVERY = 0.25
-_WEIGH_EVERY = 1.0  # seconds, at the least
-_WEIGH_BUSY = 3.0  # seconds to wait for a moment at which no run is under way
-_WEIGHED_TIMES = 5
-_WEIGH_SHARE = 500  # the interval to the next measurement, in durations of one
+_MEASURE_SECONDS = 1.0  # minimum interval between two measurements of memory
+_MEASURE_BUSY_SECONDS = 3.0  # delay after which memory is also measured during a run
+_LIVE_SAMPLES = 5
+_MEASURE_SHARE = 500  # interval to the next measurement, in durations of one measurement
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-#: Paths of code that no user wrote.
+#: Prefixes of the paths of library code.
 _LIBRARIES = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<")
 #: Frames further out on the stack belong to the start of the process.
 _OUTERMOST = str(Path(__file__).with_name("process.py"))
-_MOST_DOING = 200  # characters
+_LONGEST_DOING = 200  # characters
 
 
 class Activity:
     """Record of the main thread: message under way, its arrival, messages done.
 
     Attributes:
-        last: the header of the last message.
+        frames: frames of the message under way; None: the thread is idle.
+        begun: arrival of that message, in nanoseconds of the monotonic clock.
+        done: number of messages done.
+        last: header of the last message.
     """
 
     __slots__ = ("begun", "done", "frames", "last")
@@ -64,7 +67,7 @@ class Insight(Protocol):
     """Source of details about a worker, beyond its messages."""
 
     def run_named(self, header: Frame) -> tuple[int, str] | None:
-        """Return a run's number and its plan's name in hex; None for another message."""
+        """Return a run message's run number and plan name in hex; None for other messages."""
 
     def waits_for(self) -> tuple[int, ...]:
         """Return the ranks that a collective waits for."""
@@ -95,12 +98,13 @@ class Reporter:
         self._file, self._activity = StatusFile(fd), activity
         os.close(fd)
         self._thread = threading.get_ident()
-        self._next = self._weigh_at = 0.0
+        self._next = self._measure_at = 0.0
         self._run: tuple[int, str] = 0, ""
         self._memory = (0, 0, 0, 0)
-        self._weighed = 0
-        #: a run takes some values out of the store, so the maximum of several samples counts
-        self._living: deque[int] = deque(maxlen=_WEIGHED_TIMES)
+        self._measured_at = 0
+        #: bytes living in the last samples; a run removes values from the store while it uses them,
+        #: so the page shows the maximum
+        self._live_samples: deque[int] = deque(maxlen=_LIVE_SAMPLES)
 
     def begin(self, rank: int, handler: object) -> None:
         """Set the process's rank and take the insight of its message handler, if any."""
@@ -110,7 +114,7 @@ class Reporter:
         self.started = True
 
     def look(self) -> None:
-        """Write the main thread's activity, unless written less than `EVERY` ago."""
+        """Write the worker's page, unless it was written less than `EVERY` seconds ago."""
         now = time.monotonic()
         if now < self._next or self.rank is None:
             return
@@ -118,36 +122,48 @@ class Reporter:
         self._file.write(1 + self.rank, self._page(self.rank, now))
 
     def _page(self, rank: int, now: float) -> WorkerPage:
+        """Sample the main thread, and memory if that is due; return the page."""
         if not self.started:
             return WorkerPage(rank, os.getpid(), "starting")
         activity, insight = self._activity, self.insight
         frames, begun, done = activity.frames, activity.begun, activity.done
-        state, step, doing, waits = "idle", -1, "", tuple[int, ...]()
+        state, step, doing, waits_for = "idle", -1, "", tuple[int, ...]()
         if insight is not None:
             self._run = insight.run_named(frames[0] if frames else activity.last) or self._run
-            due = now - self._weigh_at
-            if due >= 0 and (frames is None or due >= _WEIGH_BUSY) and self._file.watched:
-                self._weigh(insight, frames is None)
+            overdue = now - self._measure_at
+            if (
+                overdue >= 0
+                and (frames is None or overdue >= _MEASURE_BUSY_SECONDS)
+                and self._file.watched
+            ):
+                self._measure_memory(insight, frames is None)
         if frames is not None:
             state = "busy"
             doing = users_function(sys._current_frames().get(self._thread))
             if insight is not None:
-                waits, step = insight.waits_for()[:MOST_RANKS], insight.step(self._run[0])
+                waits_for, step = insight.waits_for()[:MOST_RANKS], insight.step(self._run[0])
         return WorkerPage(
-            rank, os.getpid(), state, *self._run, step, doing, begun if frames else 0, waits, done,
-            *self._memory, self._weighed,
+            rank, os.getpid(), state, *self._run, step, doing, begun if frames else 0, waits_for,
+            done, *self._memory, self._measured_at,
         )  # fmt: skip
 
-    def _weigh(self, insight: Insight, idle: bool) -> None:
+    def _measure_memory(self, insight: Insight, idle: bool) -> None:
+        """Measure the worker's memory, and set the time of the next measurement.
+
+        The interval grows with the duration, so measuring takes a fixed share of the time at most.
+
+        Args:
+            idle: True if no run is under way, so earlier samples are obsolete.
+        """
         begin = time.monotonic()
         if idle:
-            self._living.clear()
+            self._live_samples.clear()
         living, allocated, peak, resident = insight.memory()
-        self._living.append(living)
-        self._memory = max(self._living), allocated, peak, resident
-        took = time.monotonic() - begin
-        self._weighed = time.monotonic_ns()
-        self._weigh_at = begin + max(_WEIGH_EVERY, _WEIGH_SHARE * took)
+        self._live_samples.append(living)
+        self._memory = max(self._live_samples), allocated, peak, resident
+        seconds = time.monotonic() - begin
+        self._measured_at = time.monotonic_ns()
+        self._measure_at = begin + max(_MEASURE_SECONDS, _MEASURE_SHARE * seconds)
 
 
 def users_function(frame: FrameType | None) -> str:
@@ -160,6 +176,6 @@ def users_function(frame: FrameType | None) -> str:
         if name == _OUTERMOST:
             break
         if not name.startswith(_LIBRARIES) and "site-packages" not in name:
-            return f"{frame.f_code.co_qualname} {name}:{frame.f_lineno}"[-_MOST_DOING:]
+            return f"{frame.f_code.co_qualname} {name}:{frame.f_lineno}"[-_LONGEST_DOING:]
         frame = frame.f_back
     return ""

@@ -105,6 +105,7 @@ class Keys:
 
     @classmethod
     def generate(cls) -> Keys:
+        """Generate a random key pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
@@ -183,22 +184,20 @@ def check_exposure(host: str, keys: Keys | None) -> None:
 class Doorbell:
     """State of a ZMQ socket's edge-triggered descriptor.
 
-    It tells whether a receive is worth trying, since a failed one costs an exception. ZMQ's
-    descriptor signals an arrival once, and any use of the socket may swallow the signal.
-
-
+    ZMQ's descriptor signals an arrival once, and any use of the socket may clear the signal. The
+    state shows if a receive can succeed: a failed one costs an exception.
 
     Attributes:
-        settled: True if a receive found nothing and the socket has not been used since.
-        rings: poll function; its result is not empty if the descriptor has signalled since.
+        drained: True if a receive found nothing and the socket has not been used since.
+        has_signalled: poll function; its result is not empty if the descriptor has signalled since.
     """
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
         self.fd = int(sock.getsockopt(zmq.FD))
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
-        self.rings = partial(poller.poll, 0)
-        self.settled = False
+        self.has_signalled = partial(poller.poll, 0)
+        self.drained = False
 
 
 # -- the worker's end --------------------------------------------------------------------------
@@ -214,7 +213,7 @@ class Server:
         keys: CURVE keys of this worker; required if the address is TCP.
         max_message: bytes; a peer that announces a longer message is disconnected before it is
             stored.
-        boxes: the worker's end of the mailboxes, if there are any.
+        mailboxes: the worker's end of the mailboxes, if there are any.
         cores: decides whether to spin for the mailbox's next message.
     """
 
@@ -225,7 +224,7 @@ class Server:
         token: bytes,
         keys: Keys | None = None,
         max_message: int = MAX_MESSAGE_BYTES,
-        boxes: Mailboxes | None = None,
+        mailboxes: Mailboxes | None = None,
         cores: Cores | None = None,
     ) -> None:
         if address.endpoint.startswith("tcp://"):
@@ -242,92 +241,100 @@ class Server:
             self.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
         self.socket.setsockopt(zmq.USE_FD, address.fd)
         self.socket.bind(address.endpoint)
-        self._boxes, self._cores = boxes, cores
-        #: the message taken from the socket and not yet received
-        self._held: list[bytes] = []
+        self._mailboxes, self._cores = mailboxes, cores
+        #: message read from the socket, and not yet returned by `receive`
+        self._next_message: list[bytes] = []
         self._doorbell = Doorbell(self.socket)
-        self._anywhere = select.poll()
-        self._anywhere.register(self._doorbell.fd, select.POLLIN)
-        self._watched: int | None = None
-        if boxes is not None:
-            self._anywhere.register(boxes.wakes, select.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(self._doorbell.fd, select.POLLIN)
+        self._watched_eventfd: int | None = None
+        if mailboxes is not None:
+            self._poller.register(mailboxes.wakes, select.POLLIN)
 
     def watch(self, eventfd: int) -> None:
-        """Let ``receive`` also return None if an eventfd is written; it is then read."""
-        self._watched = eventfd
-        self._anywhere.register(eventfd, select.POLLIN)
+        """Let ``receive`` also return None after a write to an eventfd, which it reads."""
+        self._watched_eventfd = eventfd
+        self._poller.register(eventfd, select.POLLIN)
 
     def receive(self) -> tuple[bytes, list[memoryview]] | None:
-        """Wait for a message and return its kind and frames if the owner sent it.
+        """Wait for a message; return its kind and frames if the owner sent it.
 
-        None: the message was a hello or a stranger's, and has been handled here.
+        Returns:
+            None if the message was a hello or another peer's, which is handled here, or if the
+            watched eventfd was written.
         """
-        waits_in_zmq = self._boxes is None and self._watched is None
+        waits_in_zmq = self._mailboxes is None and self._watched_eventfd is None
         if waits_in_zmq or self._owner is None:
-            held, self._held = self._held, []
-            return self._of_socket(held or self._taken(0))
+            message, self._next_message = self._next_message, []
+            return self._unpack_from_owner(message or self._receive_multipart(0))
         while True:
             try:
-                frames = None if self._boxes is None else self._of_mailbox(self._boxes)
+                frames = None if self._mailboxes is None else self._next_in_mailbox(self._mailboxes)
             except ProtocolError as error:
                 self._drop(self._owner, str(error))
                 return None
             if frames is not None:
                 return DATA, frames
-            if self._held:
-                held, self._held = self._held, []
-                return self._of_socket(held)
-            if not self._doorbell.settled:
-                # A message put into the mailbox earlier is there by now, and comes first.
+            if self._next_message:
+                message, self._next_message = self._next_message, []
+                return self._unpack_from_owner(message)
+            if not self._doorbell.drained:
+                # Read the mailbox once more: its messages may precede this one.
                 with suppress(zmq.Again):
-                    self._held = self._taken(zmq.NOBLOCK)
+                    self._next_message = self._receive_multipart(zmq.NOBLOCK)
                     continue
-                self._doorbell.settled = True
-            for fd, _ in self._anywhere.poll():
+                self._doorbell.drained = True
+            for fd, _ in self._poller.poll():
                 if fd == self._doorbell.fd:
-                    self._doorbell.settled = False
-                elif fd == self._watched:
+                    self._doorbell.drained = False
+                elif fd == self._watched_eventfd:
                     os.eventfd_read(fd)
                     return None
-                elif self._boxes is not None:
-                    self._boxes.awake()
+                elif self._mailboxes is not None:
+                    self._mailboxes.clear_wakeup()
 
-    def _of_mailbox(self, boxes: Mailboxes) -> list[memoryview] | None:
-        """Take the mailbox's next message, if there is one or one comes in a moment."""
-        if not self._held and self._cores is not None and self._cores.enough:
-            spin((boxes,), self._doorbell.rings)
-        return boxes.take()
+    def _next_in_mailbox(self, mailboxes: Mailboxes) -> list[memoryview] | None:
+        """Take the mailbox's next message, spinning briefly for it; None if there is none."""
+        if not self._next_message and self._cores is not None and self._cores.enough:
+            spin((mailboxes,), self._doorbell.has_signalled)
+        return mailboxes.take()
 
-    def _taken(self, flags: int) -> list[bytes]:
-        self._doorbell.settled = False
+    def _receive_multipart(self, flags: int) -> list[bytes]:
+        """Read one message from the socket: the sender's identity and the ZMQ frames."""
+        self._doorbell.drained = False
         return self.socket.recv_multipart(flags)
 
-    def _of_socket(self, message: list[bytes]) -> tuple[bytes, list[memoryview]] | None:
-        identity, *parts = message
+    def _unpack_from_owner(self, message: list[bytes]) -> tuple[bytes, list[memoryview]] | None:
+        """Unpack a message of the owner's; None for another peer's, which is admitted or refused.
+
+        Args:
+            message: the sender's identity and the ZMQ frames.
+        """
+        identity, *zmq_frames = message
         if identity in self._strangers:
             return None
         try:
-            kind, frames = _single(parts)
+            kind, frames = _unpack_single(zmq_frames)
             if identity != self._owner:
                 self._admit(identity, kind, frames)
                 return None
         except ProtocolError as error:
             self._drop(identity, str(error))
             return None
-        if self._boxes is not None and kind == DATA:
-            self._boxes.received += 1
+        if self._mailboxes is not None and kind == DATA:
+            self._mailboxes.received += 1
         return kind, frames
 
     def reply(self, kind: bytes, frames: Sequence[Frame] = ()) -> None:
         """Send to the owner. Does nothing without an owner, or if it has gone."""
         if self._owner is None:
             return
-        boxes = self._boxes if kind == DATA else None
-        if boxes is None:
+        mailboxes = self._mailboxes if kind == DATA else None
+        if mailboxes is None:
             self._send(self._owner, kind, frames)
-        elif not boxes.put(frames):
+        elif not mailboxes.put(frames):
             self._send(self._owner, kind, frames)
-            boxes.sent += 1
+            mailboxes.sent += 1
 
     def drop_owner(self, reason: str) -> None:
         """Send the owner an ERROR with the reason, and ignore it from now on."""
@@ -338,6 +345,7 @@ class Server:
         self.socket.close(0)
 
     def _admit(self, identity: bytes, kind: bytes, frames: list[memoryview]) -> None:
+        """Make the sender of a valid hello the owner; raise ProtocolError otherwise."""
         check_hello(kind, frames, self._token)
         if self._owner is not None:
             raise ProtocolError("this worker already has an owner")
@@ -345,22 +353,24 @@ class Server:
         self._send(identity, WELCOME, ())
 
     def _drop(self, identity: bytes, reason: str) -> None:
+        """Send a peer an ERROR with the reason, and ignore its later messages."""
         self._send(identity, ERROR, (reason.encode(),))
         if identity == self._owner:
             self._owner = None
         if len(self._strangers) >= _REMEMBERED_STRANGERS:
-            # Forgetting the oldest costs one more error reply, should it still be there.
+            # A peer that was dropped from the table gets one more error reply.
             del self._strangers[next(iter(self._strangers))]
         self._strangers[identity] = None
 
     def _send(self, identity: bytes, kind: bytes, frames: Sequence[Frame]) -> None:
+        """Send a message to a peer; a peer that has gone is ignored."""
         message = pack(kind, frames)
-        self._doorbell.settled = False
+        self._doorbell.drained = False
         try:
             self.socket.send(identity, zmq.SNDMORE)
             self.socket.send(message, 0, copy=len(message) < _COPY_BELOW)
         except zmq.ZMQError as error:
-            # The peer has gone between its message and the answer; nobody misses it.
+            # The peer has gone between its message and the answer.
             if error.errno != zmq.EHOSTUNREACH:
                 raise
 
@@ -376,10 +386,11 @@ def check_hello(kind: bytes, frames: Sequence[Frame], token: bytes) -> None:
         raise ProtocolError("the token is not this session's")
 
 
-def _single(parts: list[bytes]) -> tuple[bytes, list[memoryview]]:
-    if len(parts) != 1:
-        raise ProtocolError(f"a message is one frame, not {len(parts)}")
-    return unpack(parts[0])
+def _unpack_single(zmq_frames: list[bytes]) -> tuple[bytes, list[memoryview]]:
+    """Unpack a message of exactly one ZMQ frame."""
+    if len(zmq_frames) != 1:
+        raise ProtocolError(f"a message is one frame, not {len(zmq_frames)}")
+    return unpack(zmq_frames[0])
 
 
 # -- the client's end --------------------------------------------------------------------------
@@ -388,11 +399,10 @@ def _single(parts: list[bytes]) -> tuple[bytes, list[memoryview]]:
 class Client:
     """Client's end of a channel's socket.
 
-    `send` may be called from any thread, also in a finalizer.
-
-    Nothing here waits: a send only queues, `take` only takes messages that have arrived. To wait,
-    poll ``fd`` for reading, after a `take` that took nothing. A send can swallow that signal (ZMQ's
-    descriptors are edge-triggered); it then returns True.
+    `send` may be called from any thread, also in a finalizer. Nothing here waits: `send` queues a
+    message, `take` returns messages that have arrived. To wait, poll ``fd`` for reading, after a
+    `take` that found nothing. A send may clear that signal, since ZMQ's descriptors are
+    edge-triggered; it then returns True.
     """
 
     def __init__(
@@ -402,9 +412,9 @@ class Client:
         token: bytes,
         server_key: str | None = None,
         max_message: int = MAX_MESSAGE_BYTES,
-        boxes: Mailboxes | None = None,
+        mailboxes: Mailboxes | None = None,
     ) -> None:
-        self._max_message, self._boxes = max_message, boxes
+        self._max_message, self._mailboxes = max_message, mailboxes
         self._lock = threading.RLock()
         self._socket = context.socket(zmq.DEALER)
         _configure(self._socket, max_message)
@@ -422,7 +432,7 @@ class Client:
         self.send(HELLO, (_version(), token))
 
     def send(self, kind: bytes, frames: Sequence[Frame] = ()) -> bool:
-        """Queue a message; return True if an arrival must wake a waiting thread.
+        """Queue a message; return True if a message has arrived, so a waiting thread must wake.
 
         Raises:
             ValueError: the message is longer than ``max_message`` bytes.
@@ -430,27 +440,27 @@ class Client:
         """
         message = pack(kind, frames)
         check_length(len(message), self._max_message)
-        boxes = self._boxes if kind == DATA else None
+        mailboxes = self._mailboxes if kind == DATA else None
         with self._lock:
-            self.doorbell.settled = False
+            self.doorbell.drained = False
             try:
                 self._socket.send(message, zmq.NOBLOCK, copy=len(message) < _COPY_BELOW)
             except zmq.Again:
                 return False  # disconnected: there is no one to send to
-            if boxes is not None:
-                boxes.sent += 1
+            if mailboxes is not None:
+                mailboxes.sent += 1
             return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def take(self, inbox: deque[bytes]) -> bool:
         """Move one arrived message to ``inbox``; False if there is none."""
         with self._lock:
             try:
-                # `extend` over `map` runs receive-and-append in C, with no place between the two
-                # where a KeyboardInterrupt could lose the message.
-                self.doorbell.settled = False
+                # `extend` over `map` receives and appends in C: a KeyboardInterrupt between the
+                # two would lose the message.
+                self.doorbell.drained = False
                 inbox.extend(map(self._socket.recv, (zmq.NOBLOCK,)))
             except zmq.Again:
-                self.doorbell.settled = True
+                self.doorbell.drained = True
                 return False
         return True
 
@@ -465,6 +475,7 @@ class Client:
 
 
 def _configure(sock: zmq.Socket[bytes], max_message: int) -> None:
+    """Set the options that both ends' sockets share."""
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.MAXMSGSIZE, max_message)

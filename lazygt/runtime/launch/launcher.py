@@ -2,7 +2,7 @@
 
 The boot configuration holds the session's secrets, so it travels through an inherited pipe and
 never through the command line or the environment, which other users can read. The same pipe is
-the worker's liveness pipe: its end is the client's end.
+the worker's liveness pipe: end of file means that the client has ended.
 """
 
 from __future__ import annotations
@@ -116,14 +116,17 @@ class Boot:
             ProtocolError: the text was cut short or made by another version.
         """
         try:
-            given = json.loads(text)
-            given["data"], given["control"] = Address(**given["data"]), Address(**given["control"])
-            given["keys"] = Keys(**given["keys"]) if given["keys"] else None
-            boxes = given["mailboxes"]
-            given["mailboxes"] = MailboxFiles(**boxes) if boxes else None
-            given["group"] = GroupSpec(**given["group"]) if given["group"] else None
-            given["rendezvous"] = Address(**given["rendezvous"]) if given["rendezvous"] else None
-            return cls(**given)
+            fields = json.loads(text)
+            fields["data"], fields["control"] = (
+                Address(**fields["data"]),
+                Address(**fields["control"]),
+            )
+            fields["keys"] = Keys(**fields["keys"]) if fields["keys"] else None
+            mailboxes = fields["mailboxes"]
+            fields["mailboxes"] = MailboxFiles(**mailboxes) if mailboxes else None
+            fields["group"] = GroupSpec(**fields["group"]) if fields["group"] else None
+            fields["rendezvous"] = Address(**fields["rendezvous"]) if fields["rendezvous"] else None
+            return cls(**fields)
         except (ValueError, KeyError, TypeError) as error:
             raise ProtocolError(f"the boot configuration cannot be read: {error}") from error
 
@@ -133,8 +136,8 @@ class Boot:
         rendezvous = None if self.rendezvous is None else self.rendezvous.fd
         memory = self.upload, self.fetch, self.snapshots, self.status
         others = tuple(fd for fd in (*memory, rendezvous) if fd is not None)
-        boxes = () if self.mailboxes is None else self.mailboxes.all
-        return (self.data.fd, self.control.fd, *others, *boxes, *(self.spare or ()))
+        mailboxes = () if self.mailboxes is None else self.mailboxes.all
+        return (self.data.fd, self.control.fd, *others, *mailboxes, *(self.spare or ()))
 
 
 def load_named(name: str) -> Any:

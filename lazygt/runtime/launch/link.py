@@ -67,12 +67,12 @@ class Link(Protocol):
     def last_step(self, rank: int) -> tuple[int, int]:
         """Return the run that a worker last timed, and its step in that run."""
 
-    def native_fetcher(self, make: Any, *whose: Any) -> Any:
-        """Return the extension's fetcher of numbers from an only worker, or None.
+    def native_fetcher(self, make: Any, *arguments: Any) -> Any:
+        """Return the C++ fetcher of scalar results, if there is one worker; else None.
 
         Args:
-            make: the class, with one factory method for each kind of link.
-            whose: arguments of these methods besides the link's own.
+            make: class of the fetcher, with a factory method for each kind of link.
+            arguments: leading arguments of these methods, before the link's own.
         """
 
     def fetch_arena(self, rank: int) -> Arena | None:
@@ -160,18 +160,21 @@ class InlineLink:
         """Raise LazyGTError, as ``replace`` does."""
         raise LazyGTError("an inline worker takes no snapshots; please report this")
 
-    def native_fetcher(self, make: Any, *whose: Any) -> Any:
+    def native_fetcher(self, make: Any, *arguments: Any) -> Any:
         """Return a fetcher that calls the worker's known runs."""
         known = self._worker.known_runs
-        return None if known is None else make.inline(*whose, known.runs, self._finished)
+        return (
+            None if known is None else make.inline(*arguments, known.runs, self._known_run_replies)
+        )
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
         """Raise LazyGTError, as ``replace`` does."""
         raise LazyGTError("an inline worker reads no copies of uploads; please report this")
 
-    def _finished(self, told: tuple[Any, ...]) -> list[Buffer]:
+    def _known_run_replies(self, answer: tuple[Any, ...]) -> list[Buffer]:
+        """Return the encoded replies to a run that the extension executed."""
         with undispatched():
-            return self._worker.finished(told)
+            return self._worker.finished(answer)
 
     def fetch_arena(self, rank: int) -> Arena | None:
         """Return None: values travel as buffers."""

@@ -1,7 +1,4 @@
-"""Worker processes on this machine.
-
-They are started with subprocess, never forked: torch has threads.
-"""
+"""Worker processes on this machine, started by subprocess: torch has threads, so no forks."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class LocalLauncher(Launcher):
             on_failure.callback(os.close, liveness_pipe)
             output = os.memfd_create("lazygt-stderr", os.MFD_CLOEXEC)
             on_failure.callback(os.close, output)
-            # Appending: the worker cuts its own log when it gets long, and goes on at the end.
+            # O_APPEND: the worker truncates a long log, and continues at its new end.
             fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
             popen = subprocess.Popen(
                 # -P: a file in the user's directory must not hide a module of the standard library
@@ -72,12 +69,12 @@ class LocalProcess(Process):
         _liveness_pipes.add(self)
 
     def send_boot(self, boot: Boot) -> None:
-        """Write the boot configuration; it fits into the pipe, so this does not wait."""
+        """Write the boot configuration; the pipe has capacity for it, so this does not wait."""
         text = boot.to_bytes()
         try:
             os.write(self._liveness_pipe, len(text).to_bytes(4, "little") + text)
         except BrokenPipeError:
-            return  # it has died already: the pidfd tells the next wait
+            return  # the worker has died already: the next wait sees that by its pidfd
 
     def status(self) -> str | None:
         code = self._popen.poll()
@@ -111,7 +108,7 @@ class LocalProcess(Process):
 
     def close(self) -> None:
         self.close_pipe()
-        with suppress(subprocess.TimeoutExpired):  # not even SIGKILL has ended it: the disk hangs
+        with suppress(subprocess.TimeoutExpired):  # SIGKILL can't end it while the disk hangs
             self._popen.wait(_REAP_SECONDS)
         output, self._output = self._output, -1
         if output >= 0:
@@ -125,9 +122,7 @@ def share_of_cores(world_size: int) -> int:
 
 
 def visible_gpu(number: int, count: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a worker on one of ``count`` visible GPUs.
-
-    A ``number`` beyond the last GPU wraps around.
+    """Return CUDA_VISIBLE_DEVICES for a worker: visible GPU ``number``, modulo ``count``.
 
     Raises:
         ValueError: there is no GPU.
@@ -140,27 +135,28 @@ def visible_gpu(number: int, count: int) -> str:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    given = {
+    """Return the environment variables that all workers need: threads, malloc, PYTHONPATH."""
+    variables = {
         "LAZYGT_WORKER": "1",
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        # Threads that spin at a barrier collapse as soon as another process wants the core.
+        # Threads that spin at a barrier are slow as soon as another process needs the core.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
-        # Results of each step take the memory of the last step's; given back to the kernel in
-        # between, as malloc does from 128 KiB on, every page would have to be faulted in again.
+        # The results of a step reuse the memory of the last step's results. malloc's default would
+        # return blocks over 128 KiB to the kernel, and each page would be faulted in again.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-        # Where memory is given back all the same (see ``runtime.heap``), huge pages cost least.
+        # Where memory is returned all the same (see ``runtime.heap``), huge pages cost least.
         "GLIBC_TUNABLES": ":".join(
             filter(None, (os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"))
         ),
     }
-    return given | same_package()
+    return variables | same_package()
 
 
 def same_package() -> dict[str, str]:
-    """Return the variable that makes another Python process import this same lazygt."""
+    """Return the PYTHONPATH with which another Python process imports this same lazygt."""
     if str(_PACKAGE_ROOT) in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         return {}
     inherited = os.environ.get("PYTHONPATH")  # run from a checkout
@@ -168,6 +164,7 @@ def same_package() -> dict[str, str]:
 
 
 def _signal_name(number: int) -> str:
+    """Return the name of a signal; its number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -175,10 +172,7 @@ def _signal_name(number: int) -> str:
 
 
 def _forget_liveness_pipes() -> None:
-    """Close the liveness pipes in a forked child (a DataLoader's worker).
-
-    Only the client itself may hold them.
-    """
+    """Close the liveness pipes in a forked child (a DataLoader's worker): the client owns them."""
     for process in list(_liveness_pipes):
         process.close_pipe()
 

@@ -1,8 +1,8 @@
-"""Mailboxes: small messages between two processes, through memory that both have mapped.
+"""Mailboxes: single-producer single-consumer ring buffers in memory shared by two processes.
 
-A ZMQ socket wakes a thread of its own on either side, for every message. A mailbox is a ring buffer
-in shared memory, and an eventfd wakes the reader if it sleeps. A channel has a mailbox for either
-direction beside its socket, which carries the messages that do not fit.
+A mailbox carries small messages in one direction, and an eventfd wakes a reader that sleeps. A
+channel has one mailbox for each direction beside its ZMQ socket, which carries the messages that do
+not fit. A message by ZMQ is slower, since it wakes a thread of ZMQ's on either side.
 
 Layout of the memory, one direction after the other::
 
@@ -10,9 +10,9 @@ Layout of the memory, one direction after the other::
 
 A slot holds one message: the number of the socket's messages that come before it, the number of its
 frames, their lengths, and the frames. The writer increments `written` when the slot is complete,
-the reader `read` when it has copied it. On x86 stores become visible in program order, so nothing
-more is needed; on other machines there are no mailboxes. The extension, if it is loaded, does the
-same in C++ (``native/mailbox.cpp``).
+the reader `read` when it has copied the message. On x86 stores become visible in program order, so
+no memory fence is needed; on other machines there are no mailboxes. The extension has the same ring
+in C++ (``native/mailbox.cpp``).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from lazygt.errors import ProtocolError
 from lazygt.host.files import create_file
 from lazygt.host.processes import cpu_quota
 
-#: One page per message: a run of a known plan fits, and so does a number in an answer. There are
-#: more slots than runs that a client is ahead.
+#: Bytes and number of slots: a run of a known plan fits into one, and so does a number in an
+#: answer. There are more slots than runs that a client sends ahead.
 _SLOT, _SLOTS = 4096, 64
-_FIRST = 4096
-_BOX = _FIRST + _SLOTS * _SLOT
+_RING_HEADER_BYTES = 4096
+_RING_BYTES = _RING_HEADER_BYTES + _SLOTS * _SLOT
 _WRITTEN, _READ = 0, 8  # as 64-bit words
-_HEAD = struct.Struct("<QH")
-#: Bytes of the longest message, with two for each of its frames.
-CAPACITY = _SLOT - _HEAD.size
+_SLOT_HEADER = struct.Struct("<QH")
+#: Bytes of the longest message, with two bytes for the length of each frame.
+CAPACITY = _SLOT - _SLOT_HEADER.size
 
-#: Duration of a spin: longer than falling asleep and being woken takes, and than a worker needs to
+#: Longest duration of a spin: longer than a sleep and a wake-up take, and than a worker needs to
 #: copy a MiB.
 SPIN_SECONDS = 250e-6
-_LOOKS = 200  # between two looks elsewhere: some 10 us
-_JUDGED_EVERY = 0.1  # seconds
+_CHECKS_PER_ROUND = 200  # of the mailboxes, between two checks of other events: some 10 us
+_RECHECK_SECONDS = 0.1  # interval between two counts of the cores
 
 
 Frame = bytes | memoryview
@@ -57,12 +57,13 @@ Frame = bytes | memoryview
 
 @cache
 def _lengths(count: int) -> struct.Struct:
+    """Return the layout of a message's frame lengths."""
     return struct.Struct(f"<{count}H")
 
 
 @dataclass(frozen=True, slots=True)
 class MailboxFiles:
-    """Descriptors that both processes hold: the memory, and each one's wake-up eventfd."""
+    """Descriptors that both processes own: the shared memory, and each reader's eventfd."""
 
     memory: int
     to_worker: int
@@ -73,9 +74,9 @@ class MailboxFiles:
         """Create new ones; return None on machines without mailboxes."""
         if platform.machine() not in ("x86_64", "AMD64"):
             return None
-        memory = create_file("lazygt-mailbox", 2 * _BOX)
-        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-        return MailboxFiles(memory, os.eventfd(0, flags), os.eventfd(0, flags))
+        memory = create_file("lazygt-mailbox", 2 * _RING_BYTES)
+        eventfd_flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        return MailboxFiles(memory, os.eventfd(0, eventfd_flags), os.eventfd(0, eventfd_flags))
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -95,10 +96,14 @@ class Mailbox(Protocol):
         """Return whether there is an unread message."""
 
     def put(self, frames: Sequence[Frame], before: int) -> bool:
-        """Put a message that follows ``before`` of the socket's; False if there is no room."""
+        """Append a message; False if the ring is full or the message too long.
+
+        Args:
+            before: number of the socket's messages that precede this one.
+        """
 
     def take(self, received: int) -> list[Any] | None:
-        """Take the next message; None if there is none or one of the socket's comes first.
+        """Remove and return the next message's frames; None if the socket's next one precedes it.
 
         Args:
             received: number of the socket's messages received so far.
@@ -115,8 +120,8 @@ class _Mailbox:
     """Mailbox in Python."""
 
     def __init__(self, memory: mmap.mmap, begin: int) -> None:
-        self._memory, self._begin = memory, begin + _FIRST
-        self._words = memoryview(memory)[begin : begin + _FIRST].cast("Q")
+        self._memory, self._slots_offset = memory, begin + _RING_HEADER_BYTES
+        self._words = memoryview(memory)[begin : begin + _RING_HEADER_BYTES].cast("Q")
 
     def filled(self) -> bool:
         words = self._words
@@ -128,9 +133,9 @@ class _Mailbox:
         sizes = [len(frame) for frame in frames]
         if 2 * len(sizes) + sum(sizes) > CAPACITY or written - words[_READ] >= _SLOTS:
             return False
-        slot = self._begin + written % _SLOTS * _SLOT
+        slot = self._slots_offset + written % _SLOTS * _SLOT
         message = b"".join(
-            (_HEAD.pack(before, len(sizes)), _lengths(len(sizes)).pack(*sizes), *frames)
+            (_SLOT_HEADER.pack(before, len(sizes)), _lengths(len(sizes)).pack(*sizes), *frames)
         )
         self._memory[slot : slot + len(message)] = message
         words[_WRITTEN] = written + 1
@@ -141,14 +146,14 @@ class _Mailbox:
         read, written = words[_READ], words[_WRITTEN]
         if written == read:
             return None
-        slot = self._begin + read % _SLOTS * _SLOT
-        before, count = _HEAD.unpack_from(self._memory, slot)
+        slot = self._slots_offset + read % _SLOTS * _SLOT
+        before, count = _SLOT_HEADER.unpack_from(self._memory, slot)
         if before > received:
             return None
         begin = 2 * count
         if not 0 < written - read <= _SLOTS or begin > CAPACITY:
             raise ValueError("a mailbox contradicts itself")
-        slot += _HEAD.size
+        slot += _SLOT_HEADER.size
         sizes = _lengths(count).unpack_from(self._memory, slot)
         if begin + sum(sizes) > CAPACITY:
             raise ValueError("a message in a mailbox contradicts its own lengths")
@@ -165,7 +170,7 @@ class _Mailbox:
 
 
 class Mailboxes:
-    """One process's mailboxes, incoming and outgoing, ordered with the socket's messages.
+    """One process's incoming and outgoing mailbox, in one order with the socket's messages.
 
     Attributes:
         incoming: the mailbox that this process reads.
@@ -175,17 +180,17 @@ class Mailboxes:
     """
 
     def __init__(self, files: MailboxFiles, *, of_worker: bool) -> None:
-        self._memory = mmap.mmap(files.memory, 2 * _BOX)
-        self._begins = (0, _BOX) if of_worker else (_BOX, 0)
+        self._memory = mmap.mmap(files.memory, 2 * _RING_BYTES)
+        self._ring_offsets = (0, _RING_BYTES) if of_worker else (_RING_BYTES, 0)
         self.incoming: Mailbox
         self._out: Mailbox
-        self.incoming, self._out = [_Mailbox(self._memory, begin) for begin in self._begins]
+        self.incoming, self._out = [_Mailbox(self._memory, begin) for begin in self._ring_offsets]
         #: the extension's way to spin
         self.spin: Callable[[Sequence[Mailbox], Callable[[], object], float], None] | None = None
         ours, theirs = files.to_worker, files.to_client
         self.wakes, self._wakes_other = (ours, theirs) if of_worker else (theirs, ours)
         self.sent = self.received = 0
-        self._putting = threading.Lock()
+        self._put_lock = threading.Lock()
         self.files = files
 
     def use_extension(self) -> None:
@@ -193,31 +198,32 @@ class Mailboxes:
         module = native.load().module
         if module is None:
             return
-        mailboxes = self.incoming, self._out
+        replaced = self.incoming, self._out
         self.incoming, self._out = [
-            module.Mailbox(self._memory, begin, _FIRST, _SLOT, _SLOTS) for begin in self._begins
+            module.Mailbox(self._memory, begin, _RING_HEADER_BYTES, _SLOT, _SLOTS)
+            for begin in self._ring_offsets
         ]
         self.spin = module.spin
-        for box in mailboxes:
-            box.close()
+        for mailbox in replaced:
+            mailbox.close()
 
     def put(self, frames: Sequence[Frame]) -> bool:
-        """Put a message for the other process; False if it has to go by the socket.
+        """Append a message for the other process; False if it must go by the socket.
 
         Also False during another call, of another thread or of this one (in a finalizer).
         """
-        if not self._putting.acquire(blocking=False):
+        if not self._put_lock.acquire(blocking=False):
             return False
         try:
             if not self._out.put(frames, self.sent):
                 return False
         finally:
-            self._putting.release()
+            self._put_lock.release()
         os.eventfd_write(self._wakes_other, 1)
         return True
 
     def take(self) -> list[Any] | None:
-        """Take the next message, if it is its turn.
+        """Remove and return the next message; None if the socket's next one precedes it.
 
         Raises:
             ProtocolError: the other process has written an invalid message.
@@ -227,9 +233,9 @@ class Mailboxes:
         except ValueError as error:
             raise ProtocolError(str(error)) from None
 
-    def awake(self) -> None:
+    def clear_wakeup(self) -> None:
         """Reset `wakes` after a wake-up."""
-        with suppress(BlockingIOError):  # somebody else has
+        with suppress(BlockingIOError):  # it is reset already
             os.eventfd_read(self.wakes)
 
     def close(self) -> None:
@@ -241,30 +247,30 @@ class Mailboxes:
             self.files.close()
 
 
-def spin(boxes: Sequence[Mailboxes], elsewhere: Callable[[], object]) -> None:
-    """Spin for a moment until a message comes in, or ``elsewhere`` reports an event."""
-    incoming = [box.incoming for box in boxes]
-    if (native_spin := boxes[0].spin) is not None:
-        native_spin(incoming, elsewhere, SPIN_SECONDS)
+def spin(mailboxes: Sequence[Mailboxes], other_events: Callable[[], object]) -> None:
+    """Spin for a moment until a message comes in, or ``other_events`` reports an event."""
+    incoming = [mailbox.incoming for mailbox in mailboxes]
+    if (native_spin := mailboxes[0].spin) is not None:
+        native_spin(incoming, other_events, SPIN_SECONDS)
         return
     until = time.perf_counter() + SPIN_SECONDS
-    looks = [box.filled for box in incoming]
+    checks = [mailbox.filled for mailbox in incoming]
     while True:
-        for _ in range(_LOOKS):
-            for filled in looks:
+        for _ in range(_CHECKS_PER_ROUND):
+            for filled in checks:
                 if filled():
                     return
-        if elsewhere() or time.perf_counter() >= until:
+        if other_events() or time.perf_counter() >= until:
             return
 
 
 class Cores:
-    """Count of the cores of some processes: only if each has its own may one spin.
+    """Test if there are enough cores to spin: one for each communicating process.
 
     On a shared core a spinning process keeps the awaited one from working.
 
     Args:
-        pids: processes whose cores count.
+        pids: processes with affinity masks that count.
         processes: number of processes that need a core.
     """
 
@@ -272,23 +278,24 @@ class Cores:
         self._pids, self._processes = pids, processes
         self._enough, self._judge_at = False, 0.0
         quota = cpu_quota()
-        #: spinning takes from the quota that the others share
-        self._may = quota is None or quota >= processes
+        #: spinning uses up processor time of the cgroup's quota, which the processes share
+        self._quota_suffices = quota is None or quota >= processes
 
     @property
     def enough(self) -> bool:
-        """True if there are enough cores; judged anew now and then, as affinities may change."""
+        """True if there are enough cores; counted again at intervals, as affinities may change."""
         now = time.monotonic()
         if now >= self._judge_at:
-            self._judge_at = now + _JUDGED_EVERY
-            self._enough = self._may and self._judge()
+            self._judge_at = now + _RECHECK_SECONDS
+            self._enough = self._quota_suffices and self._count_suffices()
         return self._enough
 
-    def _judge(self) -> bool:
+    def _count_suffices(self) -> bool:
+        """Return whether the processes may run on enough different cores."""
         try:
             cores = set[int]().union(*map(os.sched_getaffinity, self._pids))
         except OSError as error:
             if error.errno != errno.ESRCH:
                 raise
-            return False  # one of them has ended
+            return False  # a process has ended
         return len(cores) >= self._processes

@@ -1,4 +1,4 @@
-"""Opening: starts the workers that a config asks for, and returns their link."""
+"""Opening of a session's link: start the workers of a config."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def device_type(config: Config) -> str:
     return config.device
 
 
-def _job(asked: bool) -> Job | None:
-    """Return the job of this process, or None.
+def _job(requested: bool) -> Job | None:
+    """Return the job that this process belongs to, or None.
 
-    Few programs have one, so the reader is only loaded if needed.
+    Few programs belong to one, so the reader of jobs is loaded only if needed.
 
     Args:
-        asked: True if the user says that there is one.
+        requested: True if the user has requested ``launcher="environment"``.
     """
-    # The client of a job has its variables no more, and has loaded this.
+    # The client of a job has unset the job's variables, after it has loaded the reader.
     loaded = "lazygt.runtime.cluster.environment" in sys.modules
-    if not (asked or loaded) and ENGINE_VARIABLES.isdisjoint(os.environ):
+    if not (requested or loaded) and ENGINE_VARIABLES.isdisjoint(os.environ):
         return None
     # why: see above
     from lazygt.runtime.cluster.environment import job_here, may_be_of_several
 
-    return job_here() if asked or may_be_of_several() else None
+    return job_here() if requested or may_be_of_several() else None
 
 
 def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a session's settings, completed by the engine that started this process.
+    """Complete a session's settings with those of the engine that started this process.
 
     Does not return in a process that the engine started as one of the workers.
 
@@ -58,13 +58,13 @@ def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
         LaunchError: the engine's variables contradict each other, or the settings.
         SystemExit: the program's rank 0, which is the client, has ended.
     """
-    given = dict(settings)
-    launcher = given.get("launcher") or os.environ.get("LAZYGT_LAUNCHER") or "auto"
-    elsewhere = given.get("on") or os.environ.get("LAZYGT_ON")  # a pool's workers
-    if launcher not in {"auto", "environment"} or elsewhere:
-        return given
-    given["launcher"] = "process"
-    job = _job(asked=launcher == "environment")
+    completed = dict(settings)
+    launcher = completed.get("launcher") or os.environ.get("LAZYGT_LAUNCHER") or "auto"
+    pool = completed.get("on") or os.environ.get("LAZYGT_ON")
+    if launcher not in {"auto", "environment"} or pool:
+        return completed
+    completed["launcher"] = "process"
+    job = _job(requested=launcher == "environment")
     if job is None:
         if launcher == "environment":
             raise LaunchError(
@@ -73,14 +73,14 @@ def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
                 "of several. Start the program with torchrun, srun, mpirun ... (docs/clusters.md), "
                 "or leave launcher= out",
             )
-        return given
+        return completed
     # why: few programs are started by an engine
     from lazygt.runtime.cluster import attach
 
-    config = Config.load(**{**given, "launcher": "environment"})
+    config = Config.load(**{**completed, "launcher": "environment"})
     if job.rank != 0:
         attach.serve(job, config.start_timeout)
-    return attach.asked(job, given | {"launcher": "environment"})
+    return attach.asked(job, completed | {"launcher": "environment"})
 
 
 def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
@@ -108,7 +108,7 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
     """Return a link to a worker in the client's own process."""
     if config.workers != 1:
         raise ValueError("lazygt.session(launcher='inline') has one worker: the client itself")
-    # why: only here does the client run plans itself, and the other loads the sockets
+    # why: only an inline session runs plans in the client; the launcher's module loads the sockets
     from lazygt.runtime.launch.launcher import load_named
     from lazygt.runtime.worker import Worker
 
@@ -128,7 +128,7 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
 
 
 def _dry(config: Config, mesh: Mesh, copier: str) -> Link:
-    """Return a link to one worker that computes nothing, in the place of all."""
+    """Return a link to one worker that computes nothing and stands for all workers."""
     # why: few sessions are dry
     from lazygt.runtime.executors.dry import DryWorker
 
@@ -166,7 +166,7 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.launch.start_plan import LinkSpec
 
-    # else where each host has its own
+    # without a setting each host has its own cache directory
     cache = {"LAZYGT_CACHE_DIR": os.path.abspath(config.cache_dir)} if config.cache_dir else {}
     return LinkSpec(
         world_size=config.workers,
@@ -206,7 +206,7 @@ LAUNCHERS: dict[str, Callable[[Config, Mesh, str], Link]] = {
 
 
 def _load_now() -> None:
-    """Import modules that torch would import at the first op, when it could not."""
+    """Import modules that torch would import at the first op, where the import would fail."""
     with in_some_directory():
-        importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
-        importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python
+        importlib.import_module("torch.distributed.tensor")  # for dispatch to a subclass
+        importlib.import_module("torch._dynamo")  # for meta kernels written in Python

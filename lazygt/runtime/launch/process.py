@@ -1,14 +1,14 @@
 """The worker process: ``python -m lazygt.runtime.launch.process LIVENESS_FD``.
 
-Two threads. The main thread receives, passes messages to the handler, and replies. The control
-thread answers pings, so that a long computation is told apart from a stopped process, and ends the
-process when the client is gone. It needs the interpreter only for an instant, and torch gives that
-free inside its ops, so it works while the main thread is in a long kernel.
+The process has two threads. The main thread receives, passes messages to the handler, and replies.
+The control thread answers pings, which distinguishes a long computation from a stopped process, and
+ends the process when the client is gone. It needs the interpreter lock only for an instant, and
+torch releases the lock inside its ops, so it also runs during a long kernel of the main thread.
 
-Two signals tell of the client's end: the end of the liveness pipe, which only the client holds, and
-the client's pidfd, in case a child that the client forked still holds the pipe. PR_SET_PDEATHSIG is
-not used: it fires when the *thread* that started the worker ends, and a session opened in a thread
-may outlive that thread.
+Two events signal the client's end: end of file on the liveness pipe, which only the client has
+open, and the client's pidfd, in case a child that the client forked still has the pipe open.
+PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the worker ends, and a session
+opened in a thread may outlive that thread.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Server
 from lazygt.runtime.launch.launcher import Boot, load_named
 from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes
 
-# -- faults for tests: a worker that kills itself at a given message -------------------------------
-# ``LAZYGT_FAULT=RANK:MESSAGE:WHEN``, with MESSAGE counted from 1 and WHEN one of ``before`` (it
-# was received), ``inside`` (the first collective of it, or of the next run, begins, or its
-# results are about to be kept) and ``after`` (it was done, and not answered).
-# ``RANK:MESSAGE:WHEN:GROUP`` is for a process that was started for the session's process group of
-# this number, so after so many recoveries; without it, for the first ones. Several are separated
-# by commas.
+# -- fault injection for tests ---------------------------------------------------------------------
+# ``LAZYGT_FAULT=RANK:MESSAGE:WHEN`` makes a worker kill itself at a message. MESSAGE counts from 1.
+# WHEN is ``before`` (the message was received), ``inside`` (the first collective of this message or
+# of the next run begins, or results are about to be stored) or ``after`` (the message was done, and
+# not answered). ``RANK:MESSAGE:WHEN:GROUP`` is for a process started for the session's process
+# group of this number, that is after this number of recoveries; the default is 0. Several faults
+# are separated by commas.
 
 VARIABLE = "LAZYGT_FAULT"
-_WHENS = ("before", "inside", "after")
+_PHASES = ("before", "inside", "after")
 
 
 def faults_of(rank: int, group_number: int) -> dict[int, str]:
-    """Return the points at which a worker is to kill itself, by message.
+    """Parse the fault variable: return {message number: phase} for one worker.
 
     Raises:
         ValueError: the variable's value is malformed.
@@ -61,11 +61,11 @@ def faults_of(rank: int, group_number: int) -> dict[int, str]:
     faults: dict[int, str] = {}
     for text in filter(None, os.environ.get(VARIABLE, "").split(",")):
         try:
-            of, message, when, number = f"{text}:0".split(":")[:4]
-            if when not in _WHENS:
-                raise ValueError(f"expected one of {', '.join(_WHENS)}")
-            if (int(of), int(number)) == (rank, group_number):
-                faults[int(message)] = when
+            fault_rank, message, phase, fault_group = f"{text}:0".split(":")[:4]
+            if phase not in _PHASES:
+                raise ValueError(f"expected one of {', '.join(_PHASES)}")
+            if (int(fault_rank), int(fault_group)) == (rank, group_number):
+                faults[int(message)] = phase
         except ValueError as error:
             raise ValueError(f"{VARIABLE}={text!r}: expected RANK:MESSAGE:WHEN: {error}") from None
     return faults
@@ -89,20 +89,20 @@ class Faulty:
     def handle(self, frames: list[Any]) -> Sequence[Sequence[Any]]:
         """See ``Worker.handle``."""
         self._messages += 1
-        when = self._faults.get(self._messages)
-        if when == "before":
+        phase = self._faults.get(self._messages)
+        if phase == "before":
             die()
-        with ExitStack() as meanwhile:
-            if when == "inside":
-                # the extension would run it without asking anybody
-                meanwhile.enter_context(mock.patch.object(self._worker, "known_runs", None))
-                meanwhile.enter_context(mock.patch.object(self._worker.store, "put_from", die))
-                meanwhile.enter_context(mock.patch.object(group, "line", die))
+        with ExitStack() as patches:
+            if phase == "inside":
+                # the extension would run the message without the patched functions
+                patches.enter_context(mock.patch.object(self._worker, "known_runs", None))
+                patches.enter_context(mock.patch.object(self._worker.store, "put_from", die))
+                patches.enter_context(mock.patch.object(group, "line", die))
             replies: Sequence[Sequence[Any]] = self._worker.handle(frames)
-        if when == "after":
+        if phase == "after":
             die()
-        if when == "inside":  # that was no run
-            self._faults.setdefault(self._messages + 1, when)
+        if phase == "inside":  # this message was no run
+            self._faults.setdefault(self._messages + 1, phase)
         return replies
 
 
@@ -112,18 +112,18 @@ def die(*_: object) -> NoReturn:
     raise AssertionError("unreachable")
 
 
-# -- the worker process: ``python -m lazygt.runtime.launch.process LIVENESS_FD`` -------------------
+# -- worker process --------------------------------------------------------------------------------
 
 _LOG_LIMIT = 1 << 20
-_LOG_KEPT = 64 << 10
+_LOG_RETAINED = 64 << 10
 _TICK_MS = int(1000 * EVERY)
 
 
 class MessageHandler(Protocol):
     """Message handler of a worker, made by the boot configuration's factory.
 
-    A handler that answers some messages later has an eventfd ``wakes``, or None, and a method
-    ``late`` that returns the replies available by then.
+    A handler with deferred replies also has an eventfd ``wakes``, which is written when such
+    replies are available, and a method ``late``, which returns them.
     """
 
     def handle(self, frames: list[Frame]) -> Sequence[Sequence[Frame]]:
@@ -148,19 +148,19 @@ def main() -> None:
     reporter = None
     if boot.status is not None:
         reporter = Reporter(boot.status, None if boot.spare else boot.rank, activity)
-    boxes = cores = None
+    mailboxes = cores = None
     if boot.mailboxes is not None:
-        boxes = Mailboxes(boot.mailboxes, of_worker=True)
+        mailboxes = Mailboxes(boot.mailboxes, of_worker=True)
         if boot.spins:
             cores = Cores((os.getpid(), boot.client_pid), boot.neighbours + 1)
-    server = Server(context, boot.data, token, boot.keys, boot.max_message, boxes, cores)
+    server = Server(context, boot.data, token, boot.keys, boot.max_message, mailboxes, cores)
     Control(context, boot, token, liveness_pipe, reporter).start()
     if boot.spare is not None:
         boot = wait_for_rank(server, boot, boot.spare)
     handler = build_handler(boot, reporter)
-    if boxes is not None and boot.loads_torch:
-        boxes.use_extension()
-    gc.freeze()  # torch's modules live as long as the process: no collection need walk them
+    if mailboxes is not None and boot.loads_torch:
+        mailboxes.use_extension()
+    gc.freeze()  # torch's modules live as long as the process, so collections skip them
     serve(server, handler, activity)
     leave_group(boot)
     sys.stdout.flush()
@@ -176,7 +176,11 @@ def read_boot(fd: int) -> Boot:
 
 
 def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
-    """Load the worker's modules, and wait until this process is told its rank."""
+    """Load the worker's modules, and wait for the rank of this spare process.
+
+    Returns:
+        The boot configuration completed by rank, group number and snapshot memory.
+    """
     load_named(boot.factory)
     received = None
     while received is None:
@@ -184,10 +188,12 @@ def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
     kind, frames = received
     if kind != DATA:
         os._exit(0)
-    told = json.loads(bytes(frames[0]))
-    os.environ.update(told["environment"])
-    rank, number = told["rank"], told["group_number"]
-    return replace(boot, rank=rank, group_number=number, snapshots=memory[told["index"]])
+    assignment = json.loads(bytes(frames[0]))
+    os.environ.update(assignment["environment"])
+    rank, group_number = assignment["rank"], assignment["group_number"]
+    return replace(
+        boot, rank=rank, group_number=group_number, snapshots=memory[assignment["index"]]
+    )
 
 
 def serve(server: Server, handler: MessageHandler, activity: Activity) -> None:
@@ -220,7 +226,7 @@ def serve(server: Server, handler: MessageHandler, activity: Activity) -> None:
 
 
 def build_handler(boot: Boot, reporter: Reporter | None = None) -> MessageHandler:
-    """Import torch, begin to join the group, map the arenas, and call the factory."""
+    """Build the message handler: import torch, begin to join the group, and map the arenas."""
     upload = fetch = None
     if boot.loads_torch:
         # why: torch takes a second to load, and the sockets must be there before that
@@ -232,33 +238,32 @@ def build_handler(boot: Boot, reporter: Reporter | None = None) -> MessageHandle
 
         torch.set_num_threads(boot.threads)
         if boot.group is not None and boot.rendezvous is not None:
-            at = boot.rendezvous.fd
-            group.join(boot.group, boot.rank, boot.world_size, at, boot.group_number)
+            listener = boot.rendezvous.fd
+            group.join(boot.group, boot.rank, boot.world_size, listener, boot.group_number)
         upload = None if boot.upload is None else arenas.Arena.attach(boot.upload)
         fetch = None if boot.fetch is None else arenas.Arena.own(boot.fetch)
-    more: dict[str, object] = {}
+    options: dict[str, object] = {}
     if boot.copier:
-        more["copier"] = lambda device: load_named(boot.copier)(device)
+        options["copier"] = lambda device: load_named(boot.copier)(device)
     if boot.snapshots is not None and boot.loads_torch:
-        more["snapshots"] = arenas.Arena.own(boot.snapshots)
+        options["snapshots"] = arenas.Arena.own(boot.snapshots)
     handler: MessageHandler = load_named(boot.factory)(
         device=boot.device,
         rank=boot.rank,
         world_size=boot.world_size,
         upload=upload,
         fetch=fetch,
-        **more,
+        **options,
     )
     if reporter is not None:
         reporter.begin(boot.rank, handler)
     if os.environ.get("LAZYGT_FAULT"):
-        # why: it is for tests
-
         return Faulty(handler, faults_of(boot.rank, boot.group_number))
     return handler
 
 
 def leave_group(boot: Boot) -> None:
+    """Leave the process group, if the worker has joined one."""
     if boot.group is not None and boot.loads_torch:
         # why: it imports torch, see build_handler
         from lazygt.runtime.collectives import group
@@ -283,6 +288,7 @@ class Control(threading.Thread):
         self._server = Server(context, boot.control, token, boot.keys, boot.max_message)
 
     def run(self) -> None:
+        """Answer pings and write the status page until the client ends."""
         client = _watch_client(self._boot.client_pid)
         if client is None:
             self._end()
@@ -307,11 +313,12 @@ class Control(threading.Thread):
             return
         try:
             self._reporter.look()
-        except Exception:  # noqa: BLE001 - this thread says that the worker is alive
+        except Exception:  # noqa: BLE001 - this thread must go on answering pings
             self._reporter = None
             traceback.print_exc()
 
     def _answer(self) -> None:
+        """Answer a ping, and drop an owner that sends anything else."""
         received = self._server.receive()
         if received is None:
             return
@@ -322,7 +329,8 @@ class Control(threading.Thread):
             self._server.drop_owner(f"the control channel takes pings, not {kind!r}")
 
     def _end(self) -> None:
-        # A client that closes removes its directory itself; one that was killed cannot.
+        """End the process, since the client has ended; remove the session's directory."""
+        # A client that closes removes its directory itself; a killed client cannot.
         session_directory.remove(Path(self._boot.directory))
         os._exit(0)
 
@@ -333,27 +341,28 @@ def _watch_client(pid: int) -> int | None:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
-    # The number may have been given to another process since; a child knows its parent.
+    # The pid may be another process's by now: the client is the parent of this process.
     return fd if os.getppid() == pid else None
 
 
 def _shorten_log(fd: int) -> None:
-    """Cut a log that has become long to its last part."""
+    """Truncate a long log to its last `_LOG_RETAINED` bytes."""
     size = os.fstat(fd).st_size
     if size > _LOG_LIMIT:
-        kept = os.pread(fd, _LOG_KEPT, size - _LOG_KEPT)
+        tail = os.pread(fd, _LOG_RETAINED, size - _LOG_RETAINED)
         os.ftruncate(fd, 0)
-        os.write(fd, b"[...]\n" + kept)
+        os.write(fd, b"[...]\n" + tail)
 
 
 def _read_exactly(fd: int, length: int) -> bytes:
-    parts = b""
-    while len(parts) < length:
-        part = os.read(fd, length - len(parts))
-        if not part:
+    """Read ``length`` bytes from a pipe."""
+    data = b""
+    while len(data) < length:
+        chunk = os.read(fd, length - len(data))
+        if not chunk:
             raise ProtocolError("the client went away before the boot configuration was complete")
-        parts += part
-    return parts
+        data += chunk
+    return data
 
 
 if __name__ == "__main__":

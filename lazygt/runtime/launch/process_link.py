@@ -1,4 +1,4 @@
-"""The client's link to its worker processes: channels, deaths and silences together.
+"""The client's link to its worker processes: messages, deaths and unresponsive workers.
 
 Every wait is one poll over all sockets and all processes, so a death is seen the moment it happens.
 Every message that has arrived is delivered before any error is raised.
@@ -33,10 +33,10 @@ class ProcessLink:
     """Worker processes and the channels to them; the session's `Link`.
 
     `send` may be called from any thread. `receive` is for one thread at a time; a second one waits
-    for the first. The constructor does not wait for the workers: messages sent meanwhile are kept
+    for the first. The constructor does not wait for the workers: messages sent meanwhile are queued
     for them.
 
-    The workers are all on this host, and counted here from 0: if a session has workers on other
+    All workers are on this host, and are counted from 0 here; if the session has workers on other
     hosts, too, ``spec.here`` has the ranks of these workers.
 
     Args:
@@ -58,7 +58,7 @@ class ProcessLink:
     ) -> None:
         spec = spec or LinkSpec()
         self._pool = pool = WorkerPool()
-        # Registered before the first process starts: whatever happens, nothing stays behind.
+        # Registered before the first process starts, so that no process is ever left behind.
         self._finalizer = weakref.finalize(self, _abandon, pool, os.getpid())
         try:
             pool.start(spec, launcher or LocalLauncher(), memory)
@@ -77,16 +77,16 @@ class ProcessLink:
             self.world_size, time.monotonic(), spec.frozen_after, spec.start_timeout
         )
         #: rank -> time of its last sign of life, not yet reported to the watch
-        self._heard: dict[int, float] = {}
-        #: time at which the watch must judge again
-        self._look_at = 0.0
+        self._last_heard: dict[int, float] = {}
+        #: time of the next check of the workers by the watch
+        self._next_check = 0.0
         self._deaths: dict[int, tuple[str, str]] = {}
         self._errors: deque[LazyGTError] = deque()
-        #: rank -> reason of its refusal to listen to us
+        #: rank -> reason for which the worker has dropped this session
         self._refused: dict[int, str] = {}
-        #: rank -> processor usage at its ping, or at the last look since
-        self._used: dict[int, Usage] = {}
-        self._turn = 0
+        #: rank -> processor usage at its ping, or at the last check since
+        self._usage: dict[int, Usage] = {}
+        self._next_rank = 0
         self._closed = False
 
     @property
@@ -97,7 +97,7 @@ class ProcessLink:
     @property
     def lost(self) -> dict[int, WorkerDied]:
         """Workers that are known to have died, with their errors."""
-        return {rank: self._died(rank) for rank in self._deaths}
+        return {rank: self._death_error(rank) for rank in self._deaths}
 
     def replace(self, rank: int, group_number: int) -> None:
         """Start a new process in the place of a worker, which is killed if it still runs.
@@ -109,11 +109,11 @@ class ProcessLink:
         """
         with self._receiving:
             self._pool.replace(rank, group_number)
-            for told in (self._deaths, self._refused, self._heard, self._used):
-                told.pop(rank, None)
+            for record in (self._deaths, self._refused, self._last_heard, self._usage):
+                record.pop(rank, None)
             self._errors = deque(e for e in self._errors if getattr(e, "rank", None) != rank)
             self._watch.handle(supervise.Started(rank), time.monotonic())
-            self._look_at = 0.0
+            self._next_check = 0.0
             self.pids = tuple(worker.process.pid for worker in self._pool.workers)
 
     def refill(self) -> None:
@@ -131,12 +131,12 @@ class ProcessLink:
         """Return the run that a worker last timed, and its step in that run."""
         return self._pool.last_step(rank)
 
-    def native_fetcher(self, make: Any, *whose: Any) -> Any:
-        """Return a fetcher over the mailboxes, if these are the extension's; else None."""
+    def native_fetcher(self, make: Any, *arguments: Any) -> Any:
+        """Return the C++ fetcher over the mailboxes, if these are the extension's; else None."""
         pool = self._pool
-        if self.world_size > 1 or not pool.boxes or pool.boxes[0].spin is None:
+        if self.world_size > 1 or not pool.mailboxes or pool.mailboxes[0].spin is None:
             return None
-        return make.by_mailbox(*whose, pool.boxes[0], pool.cores, self._hear)
+        return make.by_mailbox(*arguments, pool.mailboxes[0], pool.cores, self._note_sign_of_life)
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
         """Do nothing: workers have mapped the arena itself."""
@@ -160,11 +160,11 @@ class ProcessLink:
         """
         self._check_open()
         if rank in self._deaths:
-            raise self._died(rank)
+            raise self._death_error(rank)
         if rank in self._refused:
-            raise self._refusal(rank)
+            raise self._refusal_error(rank)
         worker = self._pool.workers[rank]
-        if worker.boxes is not None and worker.boxes.put(frames):
+        if worker.mailboxes is not None and worker.mailboxes.put(frames):
             return
         if worker.data.send(channel.DATA, frames):
             self._wake()
@@ -175,7 +175,7 @@ class ProcessLink:
         """Return the next message of any rank, as ``(rank, frames)``.
 
         Args:
-            timeout: seconds to wait; 0 only looks, None waits for ever.
+            timeout: seconds to wait; 0: don't wait; None: wait for ever.
             beside: a descriptor that also ends the wait when it becomes readable.
 
         Returns:
@@ -194,7 +194,10 @@ class ProcessLink:
             while True:
                 if self._closed:
                     self._check_open()
-                message = self._next_small(timeout != 0 and beside is None) or self._next()
+                message = (
+                    self._next_in_mailboxes(timeout != 0 and beside is None)
+                    or self._next_on_sockets()
+                )
                 if message is not None:
                     return message
                 if not self._wait(until, beside):
@@ -213,7 +216,7 @@ class ProcessLink:
             return
         self._wake()
         with self._receiving:
-            self._tell_watch()
+            self._report_signs_of_life()
             ranks = range(self.world_size)
             stuck = {rank for rank in ranks if at_once or self._watch.is_frozen(rank)}
             started = {rank for rank in ranks if self._watch.is_started(rank)}
@@ -222,87 +225,92 @@ class ProcessLink:
             self._finalizer()
 
     def _check_open(self) -> None:
+        """Raise LazyGTError if the link is closed."""
         if self._closed:
             raise LazyGTError("the link to the workers is closed")
 
-    def _died(self, rank: int) -> WorkerDied:
+    def _death_error(self, rank: int) -> WorkerDied:
         return WorkerDied(rank, self.pids[rank], *self._deaths[rank])
 
-    def _next_small(self, waits: bool) -> tuple[int, list[memoryview]] | None:
-        """Take a mailbox's next message, if there is one or one comes in a moment."""
+    def _next_in_mailboxes(self, waits: bool) -> tuple[int, list[memoryview]] | None:
+        """Return the next message from the mailboxes, round robin over the ranks.
+
+        Args:
+            waits: True to spin briefly for a message.
+        """
         pool = self._pool
-        if not pool.boxes:
+        if not pool.mailboxes:
             return None
         if waits and pool.cores.enough:
-            spin(pool.boxes, pool.anything_else)
-        for step in range(len(pool.boxes)):
-            rank = (self._turn + step) % len(pool.boxes)
-            frames = pool.boxes[rank].take()
+            spin(pool.mailboxes, pool.poll_other_events)
+        for step in range(len(pool.mailboxes)):
+            rank = (self._next_rank + step) % len(pool.mailboxes)
+            frames = pool.mailboxes[rank].take()
             if frames is not None:
-                self._hear(rank)
-                self._turn = rank + 1
+                self._note_sign_of_life(rank)
+                self._next_rank = rank + 1
                 return rank, frames
         return None
 
-    def _next(self) -> tuple[int, list[memoryview]] | None:
-        """Return the next message that has arrived, round robin over the ranks."""
+    def _next_on_sockets(self) -> tuple[int, list[memoryview]] | None:
+        """Return the next message from the sockets, round robin over the ranks."""
         workers = self._pool.workers
         for step in range(len(workers)):
-            rank = (self._turn + step) % len(workers)
+            rank = (self._next_rank + step) % len(workers)
             worker = workers[rank]
-            while worker.inbox or _take(worker.data, worker.inbox):
-                # A message put into the mailbox earlier is there by now, and comes first.
-                frames = None if worker.boxes is None else worker.boxes.take()
+            while worker.inbox or _receive_one(worker.data, worker.inbox):
+                # Read the mailbox once more: its messages may precede the socket's.
+                frames = None if worker.mailboxes is None else worker.mailboxes.take()
                 if frames is None:
-                    frames = self._open(rank, worker.inbox.popleft())
+                    frames = self._unpack(rank, worker.inbox.popleft())
                 if frames is not None:
-                    self._turn = rank + 1
+                    self._next_rank = rank + 1
                     return rank, frames
         return None
 
-    def _open(self, rank: int, message: bytes) -> list[memoryview] | None:
-        """Return the frames of a message for the session; None for one of our own."""
+    def _unpack(self, rank: int, message: bytes) -> list[memoryview] | None:
+        """Unpack a socket's message; return its frames if it is DATA, None if it is WELCOME."""
         kind, frames = channel.unpack(message)
-        self._hear(rank)
+        self._note_sign_of_life(rank)
         if kind == channel.DATA:
-            boxes = self._pool.workers[rank].boxes
-            if boxes is not None:
-                boxes.received += 1
+            mailboxes = self._pool.workers[rank].mailboxes
+            if mailboxes is not None:
+                mailboxes.received += 1
             return frames
         if kind == channel.WELCOME:
             return None
         text = bytes(frames[0]).decode(errors="replace") if frames else repr(kind)
         self._refused[rank] = text
-        raise self._refusal(rank)
+        raise self._refusal_error(rank)
 
-    def _refusal(self, rank: int) -> ProtocolError:
+    def _refusal_error(self, rank: int) -> ProtocolError:
         return ProtocolError(f"worker {rank} dropped this session: {self._refused[rank]}")
 
     def _wait(self, until: float | None, beside: int | None) -> bool:
-        """Wait for an event, after taking all arrived messages; False at the end of the wait."""
-        self._take_pongs()
+        """Wait for an event, with all arrived messages received; False at the end of the wait."""
+        self._receive_pongs()
         now = time.monotonic()
-        if now >= self._look_at:
-            self._look(now)
+        if now >= self._next_check:
+            self._check_workers(now)
         if self._errors:
             raise self._errors.popleft()
-        left = None if until is None else until - now
-        if left is None or left <= 0:
+        remaining = None if until is None else until - now
+        if remaining is None or remaining <= 0:
             self._raise_if_lost()
-        seconds = self._look_at - now
-        if left is not None:
-            seconds = min(seconds, max(left, 0))
+        seconds = self._next_check - now
+        if remaining is not None:
+            seconds = min(seconds, max(remaining, 0))
         ready = self._poll(seconds, beside)
         for fd in ready:
             if fd in self._pool.rank_of:
                 self._reap(self._pool.rank_of[fd])
         if beside in ready:
             return False
-        return bool(ready) or left is None or left > 0
+        return bool(ready) or remaining is None or remaining > 0
 
     def _poll(self, seconds: float, beside: int | None) -> list[int]:
         """Wait for any event, also of ``beside``; return the readable descriptors."""
-        poller, alarm = self._pool.poller, self._pool.alarm
+        poller, wakeup = self._pool.poller, self._pool.wakeup
         if beside is not None:
             poller.register(beside, select.POLLIN)
         try:
@@ -311,82 +319,90 @@ class ProcessLink:
             if beside is not None:
                 poller.unregister(beside)
         for fd in ready:
-            if fd == alarm:
-                os.eventfd_read(alarm)
-            elif fd in self._pool.boxes_of:
-                self._pool.boxes_of[fd].awake()
+            if fd == wakeup:
+                os.eventfd_read(wakeup)
+            elif fd in self._pool.mailboxes_of:
+                self._pool.mailboxes_of[fd].clear_wakeup()
         return ready
 
     def _wake(self) -> None:
         """Make a `_poll` in another thread return."""
-        if self._pool.alarm >= 0:
-            os.eventfd_write(self._pool.alarm, 1)
+        if self._pool.wakeup >= 0:
+            os.eventfd_write(self._pool.wakeup, 1)
 
     def _raise_if_lost(self) -> None:
         """Raise for a worker that has died or refused, since its answer will not come."""
         if self._deaths:
-            raise self._died(min(self._deaths))
+            raise self._death_error(min(self._deaths))
         if self._refused:
-            raise self._refusal(min(self._refused))
+            raise self._refusal_error(min(self._refused))
 
-    def _look(self, now: float) -> None:
-        """Let the watch judge, as often as it asks to; events in between can wait."""
-        self._tell_watch()
-        self._look_for_work(now)
-        self._follow(self._watch.handle(supervise.Tick(), now))
-        self._look_at = now + self._watch.seconds_to_next(now)
+    def _check_workers(self, now: float) -> None:
+        """Report events to the watch, and execute its instructions; set the next check's time."""
+        self._report_signs_of_life()
+        self._report_usage(now)
+        self._execute(self._watch.handle(supervise.Tick(), now))
+        self._next_check = now + self._watch.seconds_to_next(now)
 
-    def _hear(self, rank: int) -> None:
+    def _note_sign_of_life(self, rank: int) -> None:
         """Record a sign of life of a worker, now."""
-        self._heard[rank] = now = time.monotonic()
-        self._look_at = min(self._look_at, now + self._watch.silence)
+        self._last_heard[rank] = now = time.monotonic()
+        self._next_check = min(self._next_check, now + self._watch.silence)
 
-    def _tell_watch(self) -> None:
+    def _report_signs_of_life(self) -> None:
         """Report the signs of life since the last call to the watch."""
-        heard, self._heard = self._heard, {}
-        for rank, when in heard.items():
+        last_heard, self._last_heard = self._last_heard, {}
+        for rank, when in last_heard.items():
             self._watch.handle(supervise.Heard(rank), when)
 
-    def _look_for_work(self, now: float) -> None:
+    def _report_usage(self, now: float) -> None:
         """Report processor usage to the watch: a worker that works without answering is busy."""
-        for rank in self._watch.asked:
-            before, self._used[rank] = self._used[rank], self._pool.workers[rank].process.usage()
-            used = self._used[rank]
-            runnable = used.is_runnable_since(before)
-            self._watch.handle(supervise.Used(rank, used.seconds - before.seconds, runnable), now)
+        for rank in self._watch.awaiting_pong:
+            previous, self._usage[rank] = (
+                self._usage[rank],
+                self._pool.workers[rank].process.usage(),
+            )
+            usage = self._usage[rank]
+            runnable = usage.is_runnable_since(previous)
+            self._watch.handle(
+                supervise.Used(rank, usage.seconds - previous.seconds, runnable), now
+            )
 
-    def _take_pongs(self) -> None:
+    def _receive_pongs(self) -> None:
+        """Receive the answers to pings, which are signs of life."""
         for rank, worker in enumerate(self._pool.workers):
-            while _take(worker.control, worker.pongs):
+            while _receive_one(worker.control, worker.pongs):
                 worker.pongs.clear()
-                self._hear(rank)
+                self._note_sign_of_life(rank)
 
     def _reap(self, rank: int) -> None:
+        """Record the death of a worker."""
         self._deaths[rank] = self._pool.reap(rank)
-        self._follow(self._watch.handle(supervise.Ended(rank), time.monotonic()))
+        self._execute(self._watch.handle(supervise.Ended(rank), time.monotonic()))
 
-    def _follow(self, instructions: Sequence[supervise.Instruction]) -> None:
+    def _execute(self, instructions: Sequence[supervise.Instruction]) -> None:
+        """Send the pings, and queue the errors that the watch has requested."""
         for instruction in instructions:
             match instruction:
                 case supervise.Ping(rank):
                     worker = self._pool.workers[rank]
-                    self._used[rank] = worker.process.usage()
+                    self._usage[rank] = worker.process.usage()
                     worker.control.send(channel.PING)
                 case supervise.ReportDied(rank):
-                    self._errors.append(self._died(rank))
+                    self._errors.append(self._death_error(rank))
                 case supervise.ReportFrozen(rank, deadline):
                     self._errors.append(WorkerFrozen(rank, self.pids[rank], deadline))
 
 
-def _take(client: channel.Client, inbox: deque[bytes]) -> bool:
+def _receive_one(client: channel.Client, inbox: deque[bytes]) -> bool:
     """Move one message of a socket to ``inbox``; False if there is none."""
     doorbell = client.doorbell
-    return bool(not doorbell.settled or doorbell.rings()) and client.take(inbox)
+    return bool(not doorbell.drained or doorbell.has_signalled()) and client.take(inbox)
 
 
 def _abandon(pool: WorkerPool, owner: int) -> None:
     """Clean up after a link that was dropped without `ProcessLink.close`."""
     if os.getpid() != owner:
-        return  # a child that the client forked: the workers are not its own
+        return  # in a forked child: the parent owns the workers
     pool.end(orderly=(), stuck=range(len(pool.workers)))
     pool.close()

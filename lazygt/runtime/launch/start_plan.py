@@ -1,4 +1,4 @@
-"""Specification of a session's workers, and each one's boot configuration."""
+"""Specification of a session's workers, and the boot configuration of each worker."""
 
 from __future__ import annotations
 
@@ -27,61 +27,62 @@ from lazygt.runtime.launch.launcher import WORKER_FACTORY, Boot, GroupSpec
 from lazygt.runtime.launch.local import share_of_cores, visible_gpu
 from lazygt.runtime.launch.mailbox import MailboxFiles
 
-# -- check that this process can get the descriptors and threads of a session ----------------------
-# The check runs before anything is opened, and takes them for a moment: that respects every limit
-# there is, of the process, the user, the container and the machine. libzmq ends the whole process
-# if it does not get them.
+# -- resource limits -------------------------------------------------------------------------------
+# Before a session opens, this process opens the descriptors and starts the threads that the session
+# needs, and ends them again: that checks every limit, of the process, the user, the container and
+# the machine. libzmq would end the process if they are not available.
 
-#: File descriptors of the client; more than it was seen to have open at any time.
+#: File descriptors of the client, an upper bound by measurement.
 _DESCRIPTORS, _DESCRIPTORS_A_WORKER = 32, 15
-#: Threads of the client, and of a worker besides those that compute; a process counts as one.
+#: Threads of the client, and of a worker besides its compute threads; a process counts as one.
 _THREADS, _THREADS_A_WORKER = 2, 8
 
 
 def check_limits(workers: int, threads: int) -> None:
-    """Raise OSError if a session of so many workers cannot be opened.
+    """Raise OSError if the limits don't allow a session of this size.
 
     Args:
+        workers: number of workers.
         threads: compute threads of each worker.
     """
-    wanted = _DESCRIPTORS + _DESCRIPTORS_A_WORKER * workers
-    available = _descriptors(wanted)
-    if available < wanted:
+    needed = _DESCRIPTORS + _DESCRIPTORS_A_WORKER * workers
+    available = _available_descriptors(needed)
+    if available < needed:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise OSError(
             errno.EMFILE,
-            f"a session of {workers} worker(s) needs {wanted} file descriptors, and this process "
+            f"a session of {workers} worker(s) needs {needed} file descriptors, and this process "
             f"gets {available} more; close files, or raise the limit, now {limit} (ulimit -n)",
         )
-    wanted = _THREADS + (_THREADS_A_WORKER + threads) * workers
-    available = _threads(wanted)
-    if available < wanted:
+    needed = _THREADS + (_THREADS_A_WORKER + threads) * workers
+    available = _available_threads(needed)
+    if available < needed:
         raise OSError(
             errno.EAGAIN,
-            f"a session of {workers} worker(s) needs {wanted} processes and threads, and this "
+            f"a session of {workers} worker(s) needs {needed} processes and threads, and this "
             f"process gets {available} more; end some, or raise the limit of this user (ulimit -u) "
             f"or container (pids.max)",
         )
 
 
-def _descriptors(wanted: int) -> int:
-    """Return the number of file descriptors available, up to ``wanted``."""
-    with ExitStack() as taken:
-        for count in range(wanted):
+def _available_descriptors(needed: int) -> int:
+    """Return the number of file descriptors available, up to ``needed``."""
+    with ExitStack() as opened:
+        for count in range(needed):
             try:
                 fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
                 return count
-            taken.callback(os.close, fd)
-    return wanted
+            opened.callback(os.close, fd)
+    return needed
 
 
-def _threads(wanted: int) -> int:
-    """Return the number of threads that can be started, up to ``wanted``."""
+def _available_threads(needed: int) -> int:
+    """Return the number of threads that can be started, up to ``needed``."""
     end = threading.Event()
     started: list[threading.Thread] = []
     try:
-        for _ in range(wanted):
+        for _ in range(needed):
             thread = threading.Thread(target=end.wait, name="lazygt-room", daemon=True)
             thread.start()
             started.append(thread)
@@ -91,12 +92,12 @@ def _threads(wanted: int) -> int:
         end.set()
         for thread in started:
             thread.join()
-    return wanted
+    return needed
 
 
-# -- specification of a session's workers, and each one's boot configuration -----------------------
+# -- worker specification --------------------------------------------------------------------------
 
-_ORDERED = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_NCCL_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _SIOCGIFADDR = 0x8915  # of an interface: its IPv4 address (netdevice(7))
 
 
@@ -120,8 +121,8 @@ class LinkSpec:
         arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
         client_here: True if the client's process is on this host: then large fetched values are
             left in an arena that it has mapped, and workers spin for its messages. Else values come
-            with the answer, and workers do not spin: waiting for a network, that would take a core
-            from the awaited process.
+            with the answer, and workers do not spin: during a wait for the network, a spinning
+            worker would take a core from the awaited process.
         group_timeout: seconds a collective waits for the other ranks.
         mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
         environment: variables added to the workers' environment.
@@ -169,7 +170,7 @@ class LinkSpec:
         return number if self.gpus is None else self.gpus[number]
 
     def gpus_here(self, count: int) -> int:
-        """Return the number of GPUs that the ranks here share, of ``count`` visible ones."""
+        """Return the number of GPUs in use by the ranks here, of ``count`` visible ones."""
         return count if self.gpus is None else len({gpu % count for gpu in self.gpus if count})
 
     @property
@@ -185,36 +186,36 @@ class StartPlan:
     spec: LinkSpec
     directory: Path
     token: bytes
-    #: cache directory of compiled code, unless the spec has one; also for later workers
+    #: cache directory of compiled code, unless the spec's environment sets one
     cache: str = field(default_factory=lambda: str(cache_place(cache_setting())))
 
     def boot(
         self,
-        place: int,
+        socket_number: int,
         rank: int | None,
         upload: Arena | None,
         fetch: Arena | None,
         mailboxes: MailboxFiles | None,
-        ours: ExitStack,
+        copies: ExitStack,
     ) -> Boot:
         """Return a worker's boot configuration.
 
         Args:
-            place: number of its sockets.
-            rank: the worker's rank; None: not known yet.
-            ours: stack that closes our copies of its listening sockets.
+            socket_number: number in the names of the worker's sockets.
+            rank: the worker's rank; None: a spare process.
+            copies: stack that closes this process's copies of the worker's listening sockets.
         """
         spec = self.spec
         keys = None if spec.transport == "ipc" else Keys.generate()
         addresses = []
         for name in ("data", "control"):
-            address = self._listen(f"{name}{place}", keys)
-            ours.callback(os.close, address.fd)
+            address = self._listen(f"{name}{socket_number}", keys)
+            copies.callback(os.close, address.fd)
             addresses.append(address)
         rendezvous = None
         if spec.world_size > 1:
-            rendezvous = channel.listen_local(self._place(f"rendezvous{place}"))
-            ours.callback(os.close, rendezvous.fd)
+            rendezvous = channel.listen_local(self._socket_path(f"rendezvous{socket_number}"))
+            copies.callback(os.close, rendezvous.fd)
         return Boot(
             factory=spec.factory,
             device="cuda:0" if spec.device == "cuda" else spec.device,
@@ -241,41 +242,43 @@ class StartPlan:
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment variables of one worker, its GPU among them."""
-        given = {"LAZYGT_CACHE_DIR": self.cache, **self.spec.environment}
+        variables = {"LAZYGT_CACHE_DIR": self.cache, **self.spec.environment}
         if self.spec.device == "cuda":
             gpu = self.spec.gpu_of(rank)
-            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, torch.cuda.device_count())
-            # NCCL listens for the ranks' first meeting: only on the interface to other ranks. Its
-            # peers there must know a number that the ranks share.
+            variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, torch.cuda.device_count())
+            # NCCL's rendezvous listens only on the interface to other ranks. Peers there must know
+            # NCCL's unique id, which the ranks share.
             interface = os.environ.get("NCCL_SOCKET_IFNAME") or nccl_interface(self.spec.address)
             if interface:
-                given.setdefault("NCCL_SOCKET_IFNAME", interface)
-            # Axes of a mesh have communicators of their own, with kernels of several under way at
-            # once: without an order they may deadlock (NCCL's guide on concurrent communicators).
-            given.setdefault(_ORDERED, os.environ.get(_ORDERED, "1"))
-        return given
+                variables.setdefault("NCCL_SOCKET_IFNAME", interface)
+            # Each axis of a mesh has a communicator, and kernels of several run concurrently:
+            # without an order they may deadlock (NCCL's guide on concurrent communicators).
+            variables.setdefault(_NCCL_ORDER, os.environ.get(_NCCL_ORDER, "1"))
+        return variables
 
     def _listen(self, name: str, keys: Keys | None) -> Address:
+        """Open a listening socket: a UNIX socket of this name without keys, else TCP."""
         if keys is None:
-            return channel.listen_local(self._place(name))
+            return channel.listen_local(self._socket_path(name))
         scheme, _, host = self.spec.transport.partition("://")
         if scheme != "tcp":
             raise ValueError(f"transport {self.spec.transport!r}: expected 'ipc' or 'tcp://HOST'")
         return channel.listen_tcp(host or "127.0.0.1", keys)
 
-    def _place(self, name: str) -> Path:
+    def _socket_path(self, name: str) -> Path:
         """Return the path of a socket; the socket of an earlier worker is removed."""
         path = self.directory / name
         path.unlink(missing_ok=True)
         return path
 
     def _group(self) -> GroupSpec | None:
+        """Return the rendezvous settings of the process group; None for a single worker."""
         if self.spec.world_size == 1:
             return None
-        spec, here = self.spec, len(self.spec.here)
+        spec, worker_count = self.spec, len(self.spec.here)
         gpus = spec.gpus_here(torch.cuda.device_count()) if spec.device == "cuda" else 0
-        backend = backend_for(spec.device, here, gpus)
-        if slow := why_host(spec.device, here, gpus):
+        backend = backend_for(spec.device, worker_count, gpus)
+        if slow := why_host(spec.device, worker_count, gpus):
             warnings.warn(f"lazygt.session: {slow}", RuntimeWarning, stacklevel=2)
         return GroupSpec(
             backend,
@@ -290,7 +293,7 @@ class StartPlan:
 
 
 def nccl_interface(address: str) -> str:
-    """Return the interface on which NCCL shall listen, as NCCL_SOCKET_IFNAME.
+    """Return the NCCL_SOCKET_IFNAME of the interface on which NCCL shall listen.
 
     Args:
         address: the IP address at which other hosts' ranks reach this one; empty: there are no
@@ -301,10 +304,10 @@ def nccl_interface(address: str) -> str:
     """
     if not address:
         return "=lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                there = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(there[20:24]) == address:
+            with suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(udp, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return f"={name}"
     return ""

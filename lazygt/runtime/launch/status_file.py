@@ -1,17 +1,17 @@
 """Status pages of a session's processes, in shared memory that ``lazygt top`` reads.
 
 A session has one file (a memfd, which has no name in a file system): page 0 is the client's, page 1
-+ r rank r's. A viewer renews its watch in page 0 every moment, so a killed viewer is soon
-forgotten. Layout of a page::
++ r rank r's. A viewer renews a lease in page 0, "watched until", so the lease of a killed viewer
+expires soon. Layout of a page::
 
     | magic: 8 bytes | written: 8 | watched until: 8 | zeros to 64 | slot 0: 2016 | slot 1: 2016 |
 
 A slot: ``| when: 8 | length: 4 | crc32: 4 | message |``; times are nanoseconds of the host's
-monotonic clock, numbers little-endian. Slot ``written % 2`` is the newest: its writer fills the
-other one and then increments ``written`` (a seqlock with two slots). So a reader has a whole
-message if ``written`` is the same before and after it was copied and the checksum fits, also of a
-process that was stopped or killed while it wrote. A message is one of the classes below in msgpack,
-without names, in the order of its fields.
+monotonic clock, numbers little-endian. This is a seqlock with two slots: slot ``written % 2`` is
+the newest, and its writer fills the other one and then increments ``written``. A reader's copy of a
+message is complete if ``written`` is the same before and after the copy and the checksum fits, also
+for a process that was stopped or killed during a write. A message is one of the classes below in
+msgpack, without names, in the order of its fields.
 
 Ranks on other hosts write into a file of their own host. While a viewer watches the client's file,
 the client asks for these pages and writes them into its own file, with times on its own clock.
@@ -145,7 +145,7 @@ class StatusFile:
         return fd
 
     def watch(self, seconds: float) -> None:
-        """Ask the processes for more details, for ``seconds``."""
+        """Request more details from the processes, for ``seconds``."""
         self._words[_WATCHED] = time.monotonic_ns() + int(seconds * 1e9)
 
     @property
@@ -198,6 +198,7 @@ class StatusFile:
 
 
 def _slot(page: int, written: int) -> int:
+    """Return the offset of the slot of a page's message number ``written``."""
     return page * PAGE + _FIRST_SLOT + written % 2 * _SLOT
 
 

@@ -1,13 +1,13 @@
-"""State machine that finds dead and frozen workers.
+"""Failure detector for workers: a state machine that finds dead and frozen ones by heartbeats.
 
-It is pure: events go in with their times (seconds, any monotonic origin), instructions come out.
-There is no clock, socket or thread here; `process_link` has those.
+`Watch` is pure: it takes events with their times (seconds, any monotonic origin), and returns
+instructions. `process_link` has the clock and the sockets.
 
-Death needs no judgement: the kernel reports it. A worker is frozen if nothing came from it for the
-whole deadline, although it answers pings on a thread of its own and was sent one early enough, and
-meanwhile it neither used the processor nor waited for one. A worker that did either is busy inside
-code that holds the interpreter lock, or its machine is crowded, or its cgroup throttled: it gets
-some deadlines more, counted in its processor time.
+The kernel reports deaths. A worker is frozen if no message came from it for the full deadline,
+although a thread of its own answers pings and it was sent one early enough, and if meanwhile its
+threads neither used a processor nor waited for one. A worker that uses the processor is busy inside
+code that holds the interpreter lock, or its machine is crowded, or its cgroup throttled: the
+deadline is extended, by a bounded amount of the worker's processor time.
 """
 
 from __future__ import annotations
@@ -20,44 +20,46 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-# -- thread that notices deaths of workers while the main thread is not waiting --------------------
+# -- death watch -----------------------------------------------------------------------------------
 # A wait for workers notices a death itself. But a program may compute for seconds between two
 # waits, and in that time a replacement process can already start and load its modules.
 
 
 class DeathWatch(threading.Thread):
-    """Thread that calls ``look`` at its start and after each end of a process.
+    """Thread that calls a handler at its start and after each end of a process.
 
     Args:
         living: returns the pidfds of the processes that have not ended.
-        look: handler of the ends; called once too often rather than once too seldom.
+        look: the handler; it may be called without a new end, and must find the ended processes.
     """
 
     def __init__(self, living: Callable[[], Sequence[int]], look: Callable[[], object]) -> None:
         super().__init__(name="lazygt-deaths", daemon=True)
         self._living, self._look = living, look
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = False
 
     def run(self) -> None:
+        """Call the handler, and wait for the next end of a process, until `end`."""
         try:
             while not self._ended:
-                living = self._living()  # a death from here on ends the wait
+                living = self._living()  # a later death ends the wait
                 self._look()
                 self._wait(living)
         finally:
-            os.close(self._alarm)
+            os.close(self._eventfd)
 
     def _wait(self, living: Sequence[int]) -> None:
+        """Wait until a process ends, or until `look_again` or `end` is called."""
         poller = select.poll()
-        for descriptor in (self._alarm, *living):
+        for descriptor in (self._eventfd, *living):
             poller.register(descriptor, select.POLLIN)
-        if self._alarm in [descriptor for descriptor, _ in poller.poll()]:
-            os.eventfd_read(self._alarm)
+        if self._eventfd in [descriptor for descriptor, _ in poller.poll()]:
+            os.eventfd_read(self._eventfd)
 
     def look_again(self) -> None:
-        """Watch the current set of processes, which has changed."""
-        os.eventfd_write(self._alarm, 1)
+        """Read the set of processes again, after it has changed."""
+        os.eventfd_write(self._eventfd, 1)
 
     def end(self) -> None:
         """Stop watching: once this returns, ``look`` is not running."""
@@ -66,15 +68,15 @@ class DeathWatch(threading.Thread):
         self.join()
 
 
-# -- state machine that finds dead and frozen workers ----------------------------------------------
+# -- failure detector ------------------------------------------------------------------------------
 
 TICK_SECONDS = 0.5
-"""While something waits, a `Tick` comes at least this often."""
+"""Longest interval between two `Tick` events during a wait."""
 
 _LONGEST_SILENCE = 5.0  # seconds until a quiet worker is pinged
-_BUSY_DEADLINES = 6  # of processor time, for a worker that works and does not answer
-_WORK_SECONDS = 0.05  # more than threads use that only ask for the interpreter again and again
-_ABSENT_AFTER = 3 * TICK_SECONDS
+_BUSY_DEADLINES = 6  # deadlines of processor time granted to a worker that works without answering
+_WORK_SECONDS = 0.05  # processor time that counts as work; waiting for the interpreter takes less
+_ABSENT_AFTER = 3 * TICK_SECONDS  # gap between two ticks after which no frozen worker is reported
 
 
 class Heard(Struct, frozen=True):
@@ -136,12 +138,13 @@ class _State:
     dead: bool = False
     frozen: bool = False
     heard: float = 0.0
-    #: once it was pinged: when it counts as frozen, and the processor time that defers it
+    #: time from which the pinged worker counts as frozen; None: no ping is unanswered
     due: float | None = None
-    patience: float = 0.0
-    #: time of the last look at its processor usage, and the usage that has deferred nothing yet
-    seen: float = 0.0
-    used: float = 0.0
+    #: processor time that may still extend ``due``
+    spare_usage: float = 0.0
+    #: time of the last usage report, and the processor time that has not extended ``due`` yet
+    usage_at: float = 0.0
+    uncounted_usage: float = 0.0
 
 
 class Watch:
@@ -164,15 +167,15 @@ class Watch:
         self.silence = min(frozen_after / 4, _LONGEST_SILENCE)
         self._states = [_State(heard=now) for _ in range(world_size)]
         self._last_tick = now
-        self._patient_until = now
+        self._no_report_before = now
 
     @property
     def dead(self) -> tuple[int, ...]:
         return tuple(rank for rank, state in enumerate(self._states) if state.dead)
 
     @property
-    def asked(self) -> tuple[int, ...]:
-        """Ranks that owe an answer to a ping; their processor usage matters."""
+    def awaiting_pong(self) -> tuple[int, ...]:
+        """Living ranks with an unanswered ping; their processor usage must be reported."""
         states = enumerate(self._states)
         return tuple(rank for rank, state in states if state.due is not None and not state.dead)
 
@@ -186,9 +189,9 @@ class Watch:
         """Handle an event seen at ``now``; return the instructions. Times never run backwards."""
         match event:
             case Heard(rank):
-                self._hear(rank, now)
+                self._record_sign_of_life(rank, now)
             case Used(rank, seconds, runnable):
-                self._see_use(self._states[rank], seconds, runnable, now)
+                self._record_usage(self._states[rank], seconds, runnable, now)
             case Started(rank):
                 self._states[rank] = _State(heard=now)
             case Ended(rank):
@@ -197,23 +200,26 @@ class Watch:
                 return self._tick(now)
         return []
 
-    def _hear(self, rank: int, now: float) -> None:
+    def _record_sign_of_life(self, rank: int, now: float) -> None:
+        """Record a message of a worker: it has started, and no ping is unanswered."""
         state = self._states[rank]
         state.started, state.heard, state.due, state.frozen = True, now, None, False
 
-    def _see_use(self, state: _State, seconds: float, runnable: bool, now: float) -> None:
+    def _record_usage(self, state: _State, seconds: float, runnable: bool, now: float) -> None:
+        """Extend a pinged worker's deadline by its processor usage."""
         if state.due is None:
             return
-        # threads side by side use more than has passed
-        seconds, state.seen = min(seconds, now - state.seen), now
-        state.patience -= seconds
-        state.used += seconds
-        if runnable or state.used >= _WORK_SECONDS:
-            state.used = 0.0
-            longer = min(self._deadline(state) - self.silence, state.patience)
-            state.due = max(state.due, now + longer)
+        # parallel threads may use more processor time than has passed
+        seconds, state.usage_at = min(seconds, now - state.usage_at), now
+        state.spare_usage -= seconds
+        state.uncounted_usage += seconds
+        if runnable or state.uncounted_usage >= _WORK_SECONDS:
+            state.uncounted_usage = 0.0
+            extension = min(self._deadline(state) - self.silence, state.spare_usage)
+            state.due = max(state.due, now + extension)
 
     def _end(self, rank: int) -> list[Instruction]:
+        """Record the end of a worker's process; the first one is reported."""
         state = self._states[rank]
         if state.dead:
             return []
@@ -221,27 +227,34 @@ class Watch:
         return [ReportDied(rank)]
 
     def _tick(self, now: float) -> list[Instruction]:
+        """Check all living workers; none is frozen right after a gap between ticks."""
         if now - self._last_tick > _ABSENT_AFTER:
-            # We were stopped ourselves, or nobody waited: the answer may be on its way to us.
-            self._patient_until = now + TICK_SECONDS
+            # This process was stopped, or did not wait: an answer may still be on its way.
+            self._no_report_before = now + TICK_SECONDS
         self._last_tick = now
         living = ((rank, state) for rank, state in enumerate(self._states) if not state.dead)
-        return [step for rank, state in living for step in self._judge(rank, state, now)]
+        return [step for rank, state in living for step in self._check_worker(rank, state, now)]
 
-    def _judge(self, rank: int, state: _State, now: float) -> list[Instruction]:
+    def _check_worker(self, rank: int, state: _State, now: float) -> list[Instruction]:
+        """Ping a quiet worker; report a pinged one that has not answered in time as frozen."""
         deadline = self._deadline(state)
         if state.due is None:
             if now - state.heard < self.silence:
                 return []
             state.due = now + deadline - self.silence
-            state.patience, state.seen, state.used = _BUSY_DEADLINES * deadline, now, 0.0
+            state.spare_usage, state.usage_at, state.uncounted_usage = (
+                _BUSY_DEADLINES * deadline,
+                now,
+                0.0,
+            )
             return [Ping(rank)]
-        if now < state.due or now < self._patient_until:
+        if now < state.due or now < self._no_report_before:
             return []
         state.due, state.frozen = now + deadline, True
         return [ReportFrozen(rank, deadline)]
 
     def _deadline(self, state: _State) -> float:
+        """Return the silence in seconds after which a worker counts as frozen."""
         return self._frozen_after if state.started else self._start_timeout
 
     def seconds_to_next(self, now: float) -> float:
@@ -250,6 +263,7 @@ class Watch:
         return max(min([*due, TICK_SECONDS]), 0.0)
 
     def _due(self, state: _State) -> float:
+        """Return the time of the next check at which a worker may be pinged or frozen."""
         if state.due is None:
             return state.heard + self.silence
-        return max(state.due, self._patient_until)
+        return max(state.due, self._no_report_before)

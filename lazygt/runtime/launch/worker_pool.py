@@ -1,4 +1,4 @@
-"""A session's worker processes, and all their resources."""
+"""A session's worker processes, with their sockets, memory and pollers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import zmq
 
-from lazygt.host.gc_pause import uncollected
+from lazygt.host.gc_pause import gc_paused
 from lazygt.host.processes import OOMKills
 from lazygt.runtime.arenas import Arena, create_memory, read_note
 from lazygt.runtime.launch import channel
@@ -38,7 +38,7 @@ SNAPSHOT_BYTES = 64 << 20  # size of the first segment if no arena has a given s
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory made and released by others.
+    """Shared memory that the caller owns.
 
     Attributes:
         upload: arena of the client's uploads; None: there is none yet.
@@ -51,35 +51,47 @@ class HostMemory:
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """One worker as the client sees it."""
+    """A worker process and its resources in the client.
+
+    Attributes:
+        data, control: client's ends of the worker's channels.
+        fetch: arena of large fetched values; None: there is none.
+        inbox: messages received on ``data`` and not yet delivered.
+        pongs: answers to pings received on ``control``.
+    """
 
     process: Process
     data: Client
     control: Client
     fetch: Arena | None
-    boxes: Mailboxes | None
-    #: releases all resources of this process alone
+    mailboxes: Mailboxes | None
+    #: stack that releases the resources of this process
     resources: ExitStack
     plan: StartPlan
-    #: number of its sockets
-    place: int
+    #: number in the names of its sockets
+    socket_number: int
     inbox: deque[bytes] = field(default_factory=deque)
     pongs: deque[bytes] = field(default_factory=deque)
 
-    def take(self, index: int, group_number: int) -> None:
-        """Assign a rank to a spare process."""
+    def assign(self, index: int, group_number: int) -> None:
+        """Assign a rank to this spare process, by a message to it.
+
+        Args:
+            index: number of the worker on this host.
+            group_number: number of the process group to join.
+        """
         directory, rank = self.plan.directory, self.plan.spec.here[index]
         if self.plan.spec.world_size > 1:
-            (directory / f"rendezvous{self.place}").rename(directory / f"rendezvous{rank}")
+            (directory / f"rendezvous{self.socket_number}").rename(directory / f"rendezvous{rank}")
         environment = self.plan.environment(rank)
-        told = {
+        assignment = {
             "rank": rank,
             "index": index,
             "group_number": group_number,
             "environment": environment,
         }
-        frames = [json.dumps(told).encode()]
-        if self.boxes is None or not self.boxes.put(frames):
+        frames = [json.dumps(assignment).encode()]
+        if self.mailboxes is None or not self.mailboxes.put(frames):
             self.data.send(channel.DATA, frames)
 
 
@@ -89,25 +101,26 @@ class WorkerPool:
     The workers are those of one host, counted from 0: ``spec.here`` has their ranks.
 
     Attributes:
-        poller: poller of all descriptors of the workers, and of ``alarm``.
-        anything_else: function that returns the events by now that are not in a mailbox.
-        boxes: our ends of the workers' mailboxes; boxes_of: wake-up descriptor -> its mailboxes.
+        poller: poller of all descriptors of the workers, and of ``wakeup``.
+        poll_other_events: poll function for all events other than messages in mailboxes.
+        mailboxes: client's ends of the workers' mailboxes.
+        mailboxes_of: wake-up descriptor -> its mailboxes.
         cores: decides whether to spin.
         rank_of: pidfd of a process, readable when it has ended -> rank.
-        alarm: an eventfd, or -1 once all is released.
+        wakeup: an eventfd, or -1 once all is released.
         status: the file that `lazygt top` reads; None before the start.
     """
 
     def __init__(self) -> None:
         self.workers: list[WorkerProcess] = []
         self.upload: Arena | None = None
-        self.poller, self._elsewhere = select.poll(), select.poll()
-        self.anything_else = partial(self._elsewhere.poll, 0)
-        self.boxes: list[Mailboxes] = []
-        self.boxes_of: dict[int, Mailboxes] = {}
+        self.poller, self._other_poller = select.poll(), select.poll()
+        self.poll_other_events = partial(self._other_poller.poll, 0)
+        self.mailboxes: list[Mailboxes] = []
+        self.mailboxes_of: dict[int, Mailboxes] = {}
         self.cores = Cores((), 0)
         self.rank_of: dict[int, int] = {}
-        self.alarm = -1
+        self.wakeup = -1
         self.status: StatusFile | None = None
         self.directory = Path()
         self._status = -1
@@ -115,14 +128,14 @@ class WorkerPool:
         self._launch: Callable[..., WorkerProcess]
         #: processes without a rank, and their configured number
         self._spares: list[WorkerProcess] = []
-        self._spares_wanted = 0
+        self._spare_count = 0
         #: memfds of snapshots, by rank
         self._snapshots: list[int] = []
         #: the ranks of the workers
-        self._here: tuple[int, ...] = ()
+        self._ranks: tuple[int, ...] = ()
         self._oom_kills = OOMKills()
-        #: held while processes are started, also by the `DeathWatch`
-        self._starting = threading.RLock()
+        #: lock for starting processes, also by the `DeathWatch`
+        self._start_lock = threading.RLock()
         self._death_watch: DeathWatch | None = None
         self._ending = False
 
@@ -135,42 +148,42 @@ class WorkerPool:
         Raises:
             OSError: there are too few descriptors, processes or threads; or one can't be started.
         """
-        self._here = spec.here
-        check_limits(len(self._here) + spec.spares, spec.threads_a_worker)
+        self._ranks = spec.here
+        check_limits(len(self._ranks) + spec.spares, spec.threads_a_worker)
         directory = SessionDirectory()
         self._stack.callback(directory.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stack.callback(context.destroy, 0)
-        self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stack.callback(self._close_alarm)
-        self._watch(self.alarm, self._stack)
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stack.callback(self._close_wakeup)
+        self._register(self.wakeup, self._stack)
         self._status = StatusFile.create(spec.world_size)
         self._stack.callback(os.close, self._status)
         self.status, self.directory = StatusFile(self._status), directory.path
         self._stack.callback(self.status.close)
-        self._have_memory(spec, memory or HostMemory())
+        self._create_memory(spec, memory or HostMemory())
         plan = StartPlan(spec, directory.path, spec.token or new_token())
-        self._launch = partial(self._launched, plan, context, launcher)
-        self._places = count(spec.world_size)
-        for index, rank in enumerate(self._here):
+        self._launch = partial(self._start_process, plan, context, launcher)
+        self._socket_numbers = count(spec.world_size)
+        for index, rank in enumerate(self._ranks):
             self.workers.append(self._launch(rank, index, spec.group_number))
-            self._watch_worker(index)
-        self._know_workers()
-        self._spares_wanted = spec.spares
+            self._register_worker(index)
+        self._update_workers()
+        self._spare_count = spec.spares
         self.refill()
         if spec.snapshots:
-            self._death_watch = DeathWatch(self._living, self.prepare)
+            self._death_watch = DeathWatch(self._live_pidfds, self.prepare)
             self._death_watch.start()
 
-    def _have_memory(self, spec: LinkSpec, memory: HostMemory) -> None:
-        """Create the memory that is not given."""
+    def _create_memory(self, spec: LinkSpec, memory: HostMemory) -> None:
+        """Set the upload arena and the snapshot memfds; create those that ``memory`` lacks."""
         self.upload = memory.upload
         if self.upload is None and spec.arena_bytes:
             self.upload = Arena.create(spec.arena_bytes)
             self._stack.callback(self.upload.close)
         self._snapshots = list(memory.snapshots)
         if spec.snapshots and not self._snapshots:
-            for _ in self._here:
+            for _ in self._ranks:
                 self._snapshots.append(create_memory(spec.arena_bytes or SNAPSHOT_BYTES))
                 self._stack.callback(os.close, self._snapshots[-1])
 
@@ -185,15 +198,15 @@ class WorkerPool:
         Raises:
             OSError: no process can be started.
         """
-        with self._starting:
-            before = self.workers[rank]
-            before.process.kill()
-            before.process.wait(_KILL_SECONDS)
+        with self._start_lock:
+            previous = self.workers[rank]
+            previous.process.kill()
+            previous.process.wait(_KILL_SECONDS)
             spare = self._spare(rank, group_number)
-            self.workers[rank] = spare or self._launch(self._here[rank], rank, group_number)
-            before.resources.close()
-        self._watch_worker(rank)
-        self._know_workers()
+            self.workers[rank] = spare or self._launch(self._ranks[rank], rank, group_number)
+            previous.resources.close()
+        self._register_worker(rank)
+        self._update_workers()
         if self._death_watch is not None:
             self._death_watch.look_again()
 
@@ -203,28 +216,29 @@ class WorkerPool:
         Raises:
             OSError: a process can't be started.
         """
-        self._have_spares(self._spares_wanted)
+        self._start_spares(self._spare_count)
 
     def prepare(self) -> None:
-        """Start a spare process for each worker that has died, before it is asked for.
+        """Start a spare process for each worker that has died, ahead of `replace`.
 
-        It loads its modules while the program goes on. Called on a thread of its own.
+        The process loads its modules while the program goes on. Called by the `DeathWatch`.
         """
-        with self._starting, uncollected():
+        with self._start_lock, gc_paused():
             if self._ending:
                 return
-            dead = len(self.workers) - len(self._living())
+            dead = len(self.workers) - len(self._live_pidfds())
             with suppress(OSError):  # `replace` tries again, and raises then
-                self._have_spares(dead)
+                self._start_spares(dead)
 
-    def _have_spares(self, count: int) -> None:
-        with self._starting:
+    def _start_spares(self, count: int) -> None:
+        """Start spare processes until there are ``count``."""
+        with self._start_lock:
             while len(self._spares) < count:
-                self._spares.append(self._launch(next(self._places), None))
+                self._spares.append(self._launch(next(self._socket_numbers), None))
 
-    def _living(self) -> list[int]:
+    def _live_pidfds(self) -> list[int]:
         """Return the pidfds of the workers that have not ended."""
-        with self._starting:
+        with self._start_lock:
             processes = [worker.process for worker in self.workers]
             return [process.pidfd for process in processes if process.status() is None]
 
@@ -233,51 +247,55 @@ class WorkerPool:
         while self._spares:
             spare = self._spares.pop(0)
             if spare.process.status() is None:
-                spare.take(rank, group_number)
+                spare.assign(rank, group_number)
                 return spare
             spare.resources.close()
         return None
 
     def last_step(self, rank: int) -> tuple[int, int]:
-        """Return the run and the step that a worker noted last, in a run that is watched."""
+        """Return the run and the step that a worker noted last, in a timed run."""
         return read_note(self._snapshots[rank])
 
     def snapshot_arena(self, rank: int) -> Arena:
         """Return a new mapping of a worker's snapshot memory."""
         return Arena.attach(os.dup(self._snapshots[rank]))
 
-    def _know_workers(self) -> None:
-        self.boxes = [worker.boxes for worker in self.workers if worker.boxes is not None]
+    def _update_workers(self) -> None:
+        """Collect the mailboxes and the cores of the current workers."""
+        self.mailboxes = [
+            worker.mailboxes for worker in self.workers if worker.mailboxes is not None
+        ]
         pids = (os.getpid(), *(worker.process.pid for worker in self.workers))
         self.cores = Cores(pids, len(pids))
 
-    def _launched(
+    def _start_process(
         self,
         plan: StartPlan,
         context: zmq.Context[zmq.Socket[bytes]],
         launcher: Launcher,
-        place: int,
+        socket_number: int,
         index: int | None,
         group_number: int = 0,
     ) -> WorkerProcess:
-        """Start a process and return it.
+        """Start a process, and connect to it.
 
         Args:
-            place: number of its sockets.
-            index: its number among the workers here; None: assigned later.
+            socket_number: number in the names of its sockets.
+            index: number of the worker on this host; None: a spare process.
+            group_number: number of the process group to join.
         """
-        rank = None if index is None else self._here[index]
-        with ExitStack() as undo, ExitStack() as ours:
+        rank = None if index is None else self._ranks[index]
+        with ExitStack() as undo, ExitStack() as copies:
             resources = ExitStack()
             undo.callback(resources.close)
             fetch = None
             if plan.spec.arena_bytes and plan.spec.client_here:
                 fetch = Arena.attach(create_memory(plan.spec.arena_bytes))
                 resources.callback(fetch.close)
-            boxes = _mailboxes(plan.spec.transport, resources)
-            files = None if boxes is None else boxes.files
+            mailboxes = _create_mailboxes(plan.spec.transport, resources)
+            files = None if mailboxes is None else mailboxes.files
             boot = replace(
-                plan.boot(place, rank, self.upload, fetch, files, ours),
+                plan.boot(socket_number, rank, self.upload, fetch, files, copies),
                 snapshots=self._snapshots[index] if self._snapshots and index is not None else None,
                 spare=tuple(self._snapshots) if rank is None else None,
                 group_number=group_number,
@@ -285,28 +303,30 @@ class WorkerPool:
             )
             process = launcher.start(boot, {} if rank is None else plan.environment(rank))
             resources.callback(process.close)
-            data = _connect(context, boot, boot.data, resources, boxes)
+            data = _connect(context, boot, boot.data, resources, mailboxes)
             control = _connect(context, boot, boot.control, resources)
             undo.pop_all()
-        return WorkerProcess(process, data, control, fetch, boxes, resources, plan, place)
+        return WorkerProcess(
+            process, data, control, fetch, mailboxes, resources, plan, socket_number
+        )
 
-    def _watch_worker(self, rank: int) -> None:
+    def _register_worker(self, rank: int) -> None:
         """Register a worker's descriptors, until its resources are released."""
         worker = self.workers[rank]
         resources = worker.resources
         self.rank_of[worker.process.pidfd] = rank
         resources.callback(self.rank_of.pop, worker.process.pidfd)
         for descriptor in (worker.process.pidfd, worker.data.fd, worker.control.fd):
-            self._watch(descriptor, resources)
-        if (boxes := worker.boxes) is not None:
-            self.boxes_of[boxes.wakes] = boxes
-            resources.callback(self.boxes_of.pop, boxes.wakes)
-            self.poller.register(boxes.wakes, select.POLLIN)
-            resources.callback(self.poller.unregister, boxes.wakes)
+            self._register(descriptor, resources)
+        if (mailboxes := worker.mailboxes) is not None:
+            self.mailboxes_of[mailboxes.wakes] = mailboxes
+            resources.callback(self.mailboxes_of.pop, mailboxes.wakes)
+            self.poller.register(mailboxes.wakes, select.POLLIN)
+            resources.callback(self.poller.unregister, mailboxes.wakes)
 
-    def _watch(self, descriptor: int, resources: ExitStack) -> None:
+    def _register(self, descriptor: int, resources: ExitStack) -> None:
         """Register a descriptor with both pollers, until its owner releases it."""
-        for poller in (self.poller, self._elsewhere):
+        for poller in (self.poller, self._other_poller):
             poller.register(descriptor, select.POLLIN)
             resources.callback(_unregister, poller, descriptor)
 
@@ -314,9 +334,9 @@ class WorkerPool:
         """Stop watching an ended worker; return its exit status and the end of its stderr."""
         worker = self.workers[rank]
         _unregister(self.poller, worker.process.pidfd)
-        _unregister(self._elsewhere, worker.process.pidfd)
-        # Its last messages may still be on their way through ZMQ's own thread.
-        last_words = select.poll()  # unlike select(), of any number of descriptors
+        _unregister(self._other_poller, worker.process.pidfd)
+        # The worker's last messages may still be in transit in ZMQ's own thread.
+        last_words = select.poll()  # unlike select(), poll() has no limit on descriptor numbers
         last_words.register(worker.data.fd, select.POLLIN)
         last_words.poll(1_000 * _LAST_WORDS_SECONDS)
         while worker.data.take(worker.inbox):
@@ -327,8 +347,13 @@ class WorkerPool:
         return self._oom_kills.explained(worker.process.status() or "unknown", stderr), stderr
 
     def end(self, orderly: Collection[int], stuck: Collection[int]) -> None:
-        """End all processes: some by SHUTDOWN, stuck ones by SIGKILL, others by hanging up."""
-        with self._starting:
+        """End all processes, and escalate to SIGTERM and SIGKILL after timeouts.
+
+        Args:
+            orderly: workers that are sent SHUTDOWN.
+            stuck: workers that are sent SIGKILL at once; the others lose their liveness pipe.
+        """
+        with self._start_lock:
             self._ending = True
         death_watch, self._death_watch = self._death_watch, None
         if death_watch is not None:
@@ -358,20 +383,21 @@ class WorkerPool:
             worker.resources.close()
         self._stack.close()
 
-    def _close_alarm(self) -> None:
-        alarm, self.alarm = self.alarm, -1
-        os.close(alarm)
+    def _close_wakeup(self) -> None:
+        """Close the eventfd that wakes a waiting thread."""
+        wakeup, self.wakeup = self.wakeup, -1
+        os.close(wakeup)
 
 
-def _mailboxes(transport: str, resources: ExitStack) -> Mailboxes | None:
-    """Return our end of a worker's mailboxes, if it has any."""
+def _create_mailboxes(transport: str, resources: ExitStack) -> Mailboxes | None:
+    """Create a worker's mailboxes, and return the client's end; None for TCP."""
     files = MailboxFiles.create() if transport == "ipc" else None
     if files is None:
         return None
-    boxes = Mailboxes(files, of_worker=False)
-    resources.callback(boxes.close)
-    boxes.use_extension()
-    return boxes
+    mailboxes = Mailboxes(files, of_worker=False)
+    resources.callback(mailboxes.close)
+    mailboxes.use_extension()
+    return mailboxes
 
 
 def _connect(
@@ -379,21 +405,23 @@ def _connect(
     boot: Boot,
     address: Address,
     resources: ExitStack,
-    boxes: Mailboxes | None = None,
+    mailboxes: Mailboxes | None = None,
 ) -> Client:
+    """Connect a client socket to an address of a worker."""
     key = boot.keys.public if boot.keys else None
     token = bytes.fromhex(boot.token)
-    client = Client(context, address.endpoint, token, key, boot.max_message, boxes)
+    client = Client(context, address.endpoint, token, key, boot.max_message, mailboxes)
     resources.callback(client.close)
     return client
 
 
 def _unregister(poller: select.poll, descriptor: int) -> None:
-    with suppress(KeyError):  # it is not watched any more
+    """Remove a descriptor from a poller, if it is registered."""
+    with suppress(KeyError):
         poller.unregister(descriptor)
 
 
 def _wait_for(processes: Sequence[Process], seconds: float) -> list[Process]:
-    """Wait for processes, ``seconds`` in all; return those that still run."""
+    """Wait up to ``seconds`` for all processes together; return those that still run."""
     until = time.monotonic() + seconds
     return [process for process in processes if not process.wait(until - time.monotonic())]

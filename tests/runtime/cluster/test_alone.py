@@ -53,7 +53,7 @@ def test_a_library_and_a_program_that_it_starts_find_no_job() -> None:
 def test_only_job_variables_are_removed(
     given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "_left", {})
+    monkeypatch.setattr(environment, "_attached_jobs", {})
     job = environment.Job.from_environment(given)
     assert job is not None
     other = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "4",

@@ -178,7 +178,7 @@ def test_any_thread_may_send(place: Place) -> None:
 def test_a_send_in_the_middle_of_a_send_keeps_the_order(place: Place) -> None:
     """As a finalizer may, which garbage collection calls anywhere."""
     near, far = place.both()
-    transmit = near._line.transmit
+    transmit = near._carrier.transmit
 
     def interrupted(connection: Connection, message: bytes | bytearray) -> bool:
         if nested:
@@ -186,7 +186,7 @@ def test_a_send_in_the_middle_of_a_send_keeps_the_order(place: Place) -> None:
         return transmit(connection, message)
 
     nested = [b"2"]
-    near._line.transmit = interrupted  # type: ignore[method-assign]
+    near._carrier.transmit = interrupted  # type: ignore[method-assign]
     near.send([b"1"])
     near.send([b"3"])
     assert [taken(far) for _ in range(3)] == [[b"1"], [b"2"], [b"3"]]
@@ -604,7 +604,7 @@ def test_a_link_that_stays_down_is_given_up_while_something_is_on_its_way(
 ) -> None:
     near, _ = place.both()
     silent = {near.tcp: tcp.Word(61.0, waits=True)}
-    monkeypatch.setattr(reliable, "word_of", lambda socket: silent.get(socket, tcp.Word()))
+    monkeypatch.setattr(reliable, "kernel_state", lambda socket: silent.get(socket, tcp.Word()))
     near.send([b"unheard"])
     why = until(near.fd, lambda: near.pump() or near.closed)
     assert why == f"{place.listener.address} did not answer for 60 s: the link is down"

@@ -49,7 +49,7 @@ Raw = zmq.Socket[bytes]
 
 def numbered(number: int, content: bytes) -> bytes:
     message = frames.pack(frames.MESSAGE, [content])
-    frames.give_number(message, number, 0)
+    frames.set_number(message, number, 0)
     return bytes(message)
 
 

@@ -125,11 +125,11 @@ def test_message_does_not_overtake_upload(
         source = upload(2 * MEGABYTE)
         assert checksum(source) == source.sum()  # rank 0 has it
         assert torch.ones(3).sum().item() == 3
-        wait_for(lambda: len(second._held) >= 2)
+        wait_for(lambda: len(second._deferred) >= 2)
         assert there(hosts)[0] > there(hosts)[1]
         monkeypatch.undo()
         assert checksum(source) == source.sum()
-        wait_for(lambda: not second._held)
+        wait_for(lambda: not second._deferred)
         all_there(hosts, 0, 1)
 
 

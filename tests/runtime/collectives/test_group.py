@@ -89,13 +89,13 @@ def test_kernels_of_several_communicators_have_an_order(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of two axes may deadlock without; who sets the variable knows better."""
-    monkeypatch.delenv(start_plan._ORDERED, raising=False)
+    monkeypatch.delenv(start_plan._NCCL_ORDER, raising=False)
     if given is not None:
-        monkeypatch.setenv(start_plan._ORDERED, given)
+        monkeypatch.setenv(start_plan._NCCL_ORDER, given)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     spec = start_plan.LinkSpec(world_size=2, mesh="a=2", device="cuda")
     worker = start_plan.StartPlan(spec, tmp_path, "token").environment(1)
-    assert worker[start_plan._ORDERED] == (given or "1")
+    assert worker[start_plan._NCCL_ORDER] == (given or "1")
 
 
 @pytest.mark.usefixtures("nccl")

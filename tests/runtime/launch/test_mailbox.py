@@ -112,13 +112,13 @@ def test_a_message_wakes_the_other_once():
         client.put([b"y"])
         assert woken(worker)
         assert not woken(client)
-        worker.awake()
-        worker.awake()
+        worker.clear_wakeup()
+        worker.clear_wakeup()
         assert not woken(worker)
 
 
 def test_a_second_sender_at_a_time_is_sent_to_the_socket():
-    with both_ends() as (client, worker), client._putting:
+    with both_ends() as (client, worker), client._put_lock:
         assert not client.put([b"x"])
         assert worker.take() is None
 
@@ -133,9 +133,10 @@ def test_a_second_sender_at_a_time_is_sent_to_the_socket():
 )
 def test_nonsense_is_a_protocol_error(written, slot):
     with both_ends() as (client, worker):
-        begin = client._begins[1] + mailbox._FIRST
+        begin = client._ring_offsets[1] + mailbox._RING_HEADER_BYTES
         client._memory[begin : begin + len(slot)] = slot
-        client._memory[client._begins[1] : client._begins[1] + 8] = struct.pack("<Q", written)
+        ring = client._ring_offsets[1]
+        client._memory[ring : ring + 8] = struct.pack("<Q", written)
         with pytest.raises(ProtocolError, match="mailbox"):
             worker.take()
 
@@ -187,7 +188,7 @@ def test_process_without_own_core_does_not_spin():
 
 def test_a_process_that_is_moved_to_one_core_stops_spinning(monkeypatch):
     masks = {1: {0, 1}, 2: {0, 1}}
-    monkeypatch.setattr(mailbox, "_JUDGED_EVERY", 0)
+    monkeypatch.setattr(mailbox, "_RECHECK_SECONDS", 0)
     monkeypatch.setattr(mailbox.os, "sched_getaffinity", lambda pid: masks[pid])
     cores = Cores((1, 2), 2)
     assert cores.enough
@@ -229,7 +230,7 @@ def test_small_messages_never_meet_the_socket():
         for number in range(200):
             order(link, "echo", number)
             assert answer(link) == (0, [str(number).encode()])
-        boxes = link._pool.workers[0].boxes
+        boxes = link._pool.workers[0].mailboxes
         assert (boxes.sent, boxes.received) == (0, 0)
 
 
@@ -268,7 +269,7 @@ def test_messages_beyond_mailbox_of_stopped_worker_stay_in_order():
         os.kill(link.pids[0], signal.SIGSTOP)
         for number in range(500):
             order(link, "echo", number)
-        assert link._pool.workers[0].boxes.sent > 0
+        assert link._pool.workers[0].mailboxes.sent > 0
         os.kill(link.pids[0], signal.SIGCONT)
         assert [answer(link)[1][0] for _ in range(500)] == [b"%d" % k for k in range(500)]
 
@@ -338,8 +339,8 @@ def test_corrupt_mailbox_is_protocol_error():
     with linked() as link:
         order(link, "echo", "up")
         answer(link)
-        boxes = link._pool.workers[0].boxes
-        struct.pack_into("<Q", boxes._memory, boxes._begins[1], 1000)
+        boxes = link._pool.workers[0].mailboxes
+        struct.pack_into("<Q", boxes._memory, boxes._ring_offsets[1], 1000)
         os.eventfd_write(boxes._wakes_other, 1)
         with pytest.raises(ProtocolError, match="mailbox"):
             link.receive(None)
@@ -348,7 +349,7 @@ def test_corrupt_mailbox_is_protocol_error():
 def test_without_mailboxes_the_socket_carries_everything(monkeypatch):
     monkeypatch.setattr(mailbox.platform, "machine", lambda: "aarch64")
     with linked() as link:
-        assert link._pool.workers[0].boxes is None
+        assert link._pool.workers[0].mailboxes is None
         order(link, "echo", "x")
         assert answer(link) == (0, [b"x"])
 

@@ -308,10 +308,10 @@ def test_messages_before_death_still_arrive(opened):
     link = opened()
     order(link, "many", 200)
     worker = link._pool.workers[0]
-    boxes = worker.boxes
+    boxes = worker.mailboxes
 
     def written():
-        return struct.unpack_from("<Q", boxes._memory, boxes._begins[0])[0]
+        return struct.unpack_from("<Q", boxes._memory, boxes._ring_offsets[0])[0]
 
     while len(worker.inbox) + written() < 201:  # and the welcome; in our memory, not yet delivered
         worker.data.take(worker.inbox)

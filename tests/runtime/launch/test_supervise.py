@@ -110,10 +110,10 @@ def test_a_worker_that_wakes_is_no_longer_frozen():
     watch = started()
     run(watch, ticks(0, 12.5))
     assert watch.is_frozen(0)
-    assert watch.asked == (0,)
+    assert watch.awaiting_pong == (0,)
     watch.handle(Heard(0), 13.0)
     assert not watch.is_frozen(0)
-    assert watch.asked == ()
+    assert watch.awaiting_pong == ()
 
 
 def test_a_starting_worker_has_the_longer_deadline():
