@@ -64,7 +64,7 @@ def comm(
         int, typer.Option(min=0, help="size of the key projection, if not H, with --cp")
     ] = 0,
     ep: Annotated[int, typer.Option(min=1, help="expert-parallel ranks")] = 1,
-    experts_per_token: Annotated[int, typer.Option(min=1, help="experts of a token, with --ep")] = 1,
+    experts_per_token: Annotated[int, typer.Option(min=1, help="top-k, with --ep")] = 1,
     layers: Annotated[int, typer.Option(min=0, help="number of layers, L")] = 0,
     hidden: Annotated[int, typer.Option(min=0, help="hidden size, H")] = 0,
     batch: Annotated[

@@ -97,8 +97,8 @@ def forced_upon(options: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[s
         own_mesh = Mesh.parse(script_mesh) if isinstance(script_mesh, str) else Mesh.of(script_mesh)
         if set(own_mesh.names) != set(forced_mesh.names):
             raise ValueError(
-                f"--mesh {forced_mesh}: the script's own mesh is {own_mesh}, and its placements name "
-                f"those axes; give sizes for {', '.join(own_mesh.names)}"
+                f"--mesh {forced_mesh}: the script's own mesh is {own_mesh}, and its placements "
+                f"name those axes; give sizes for {', '.join(own_mesh.names)}"
             )
         sizes = {name: forced_mesh.size(name) for name in own_mesh.names}  # in the script's order
         settings["mesh"] = sizes
