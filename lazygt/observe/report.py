@@ -369,7 +369,12 @@ class _Grid:
         source_width = max(width - used, _MIN_TEXT_WIDTH)
         for row in self.rows:
             table.add_row(*(
-                Text(_truncated(row[column], source_width) if self.columns[column] == SOURCE else row[column]) for column in columns
+                Text(
+                    _truncated(row[column], source_width)
+                    if self.columns[column] == SOURCE
+                    else row[column]
+                )
+                for column in columns
             ))  # fmt: skip
         return table
 

@@ -28,7 +28,7 @@ _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
 
 
 class Deadlock(LazyGTError):
-    """Ranks wait for each other: their plans launch different collectives, or in different orders."""
+    """Ranks wait for each other: they launch different collectives, or in different orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class _Run:
         return f"rank {self.result.rank} at {node.op} ({self._graph.line(self._next)})"
 
     def advance(self, runs: Sequence[_Run]) -> bool:
-        """Simulate nodes until a wait with an unknown end; return whether any node was completed."""
+        """Simulate nodes until a wait with an unknown end; return whether any node completed."""
         begin, now = self._next, self._now
         while not self.ended and self._step(self._next, runs):
             self._node_starts.append(now)
@@ -219,7 +219,7 @@ class _Run:
         return self._next > begin
 
     def _step(self, number: int, runs: Sequence[_Run]) -> bool:
-        """Simulate a node, and return True; False if it waits for an event with an unknown time."""
+        """Simulate a node; return False if it waits for an event with an unknown time."""
         node = self._graph.nodes[number]
         if node.op in _LAUNCHES or node.op in COLLECTIVES:
             if not self._is_launched(number):

@@ -206,7 +206,7 @@ class Prediction(Printed):
 
     @property
     def collectives(self) -> list[CollectiveTime]:
-        """Collectives of the rank with the most exposed time in each run, the most exposed first."""
+        """Collectives of the rank with the most exposed time per run, the most exposed first."""
         rows: dict[tuple[str, str, str], list[tuple[int, int, float, float]]] = defaultdict(list)
         for run in self.runs:
             slowest = max(run.simulated.classes, key=_exposed)
@@ -293,7 +293,7 @@ class Prediction(Printed):
         """Yield the sentences above the tables."""
         ranks = "one rank" if self.mesh is None else str(self.mesh)
         bound = "recording in the client" if self.host_bound else "the ranks"
-        alternation = ", one after the other: each step reads a value" if self.waits else ""
+        order = ", one after the other: each step reads a value" if self.waits else ""
         peak, capacity = self.peak_bytes, int(self.machine.memory.capacity)
         excess = "" if peak <= capacity else f": more than the {amount(capacity, 'B')} there are"
         stored = self.peak.kinds[PARAMETERS] + self.peak.kinds[OPTIMIZER]
@@ -303,7 +303,7 @@ class Prediction(Printed):
             f"A step on {ranks}, {self.machine}: {duration(self.step_seconds)} (estimated), "
             f"bound by {bound}"
         )
-        yield f"  ranks {duration(self.computing)}, recording {duration(self.recording)}{alternation}"
+        yield f"  ranks {duration(self.computing)}, recording {duration(self.recording)}{order}"
         yield (
             f"  {amount(self.flops, 'flop')} on all ranks, {self.mfu:.1%} of their peak in "
             f"{self.dtype}"
@@ -347,11 +347,11 @@ class Prediction(Printed):
                         "args": {"line": span.line, "bytes": span.nbytes},
                     })  # fmt: skip
                 for seconds, row in ranks.alive:
-                    categories = zip(KINDS, row, strict=True)
+                    bytes_of = zip(KINDS, row, strict=True)
                     events.append({
                         "ph": "C", "name": "memory", "pid": ranks.rank, "tid": 0,
                         "ts": (begin + seconds) * 1e6,
-                        "args": {kind: run.beside.get(kind, 0) + alive for kind, alive in categories},
+                        "args": {kind: run.beside.get(kind, 0) + alive for kind, alive in bytes_of},
                     })  # fmt: skip
             begin += run.simulated.seconds
         names = [
