@@ -153,13 +153,13 @@ def memory(device: Device, launched: float) -> MemoryFigures:
     if device.type == "cpu":
         works["fresh"] = lambda: torch.add(a, b)
     seconds = device.least(works)
-    fresh = None
+    fresh_bandwidth = None
     if device.type == "cpu":
-        fresh = device.large / max(seconds["fresh"] - seconds[str(device.large)], 1e-9)
+        fresh_bandwidth = device.large / max(seconds["fresh"] - seconds[str(device.large)], 1e-9)
     bandwidth, cache, cached = by_size(
         {3 * size: 3 * size / _without_launch(seconds[str(size)], launched) for size in sizes}
     )
-    return MemoryFigures(bandwidth, cache, cached, fresh)
+    return MemoryFigures(bandwidth, cache, cached, fresh_bandwidth)
 
 
 def _operands(device: Device) -> list[int]:

@@ -194,11 +194,11 @@ def _link(rows: Sequence[Exchange], slope: float) -> Link:
     return Link(latency, fitted_slope if several else slope, bandwidth)
 
 
-def _nonnegative_lstsq(matrix: np.ndarray, wanted: np.ndarray) -> list[float]:
+def _nonnegative_lstsq(matrix: np.ndarray, target: np.ndarray) -> list[float]:
     """Non-negative least squares: drop columns with negative coefficients until none is left."""
     used = [column for column in range(matrix.shape[1]) if matrix[:, column].any()]
     while True:
-        coefficients, *_ = np.linalg.lstsq(matrix[:, used], wanted, rcond=None)
+        coefficients, *_ = np.linalg.lstsq(matrix[:, used], target, rcond=None)
         negative = [column for column, value in zip(used, coefficients, strict=True) if value < 0]
         if not negative:
             break

@@ -82,10 +82,10 @@ class _Reader:
         self._check_complete(figures)
         return Machine(name, device, about, figures, self.sources, self.path)
 
-    def _require(self, holds: object, key: str, why: str) -> None:
+    def _require(self, holds: object, key: str, problem: str) -> None:
         """Raise MachineError for a key unless a condition holds."""
         if not holds:
-            raise MachineError(self.path, key, why)
+            raise MachineError(self.path, key, problem)
 
     def _text(self, key: str, value: Any) -> str:
         self._require(isinstance(value, str) and value, key, f"{_shown(value)}: expected a text")
@@ -173,11 +173,11 @@ class _Reader:
         entries = len(self.document["collectives"].get(carrier, ()))
         bound = 0.0
         for index in range(entries):
-            where = f"collectives.{carrier}[{index}]"
+            prefix = f"collectives.{carrier}[{index}]"
             for name, expected in LINK.items():
-                present = not expected.needed or f"{where}.{name}" in figures
-                self._require(present, f"{where}.{name}", f"missing: {_range(expected)}")
-            limit, key = figures.get(f"{where}.up_to"), f"{where}.up_to"
+                present = not expected.needed or f"{prefix}.{name}" in figures
+                self._require(present, f"{prefix}.{name}", f"missing: {_range(expected)}")
+            limit, key = figures.get(f"{prefix}.up_to"), f"{prefix}.up_to"
             last = index == entries - 1
             self._require((limit is None) == last, key, "expected in every entry but the last")
             if limit is not None:
@@ -225,10 +225,10 @@ def text_of(machine: Machine) -> str:
     rows += [f"{_key(name)} = {_quoted(about)}" for name, about in machine.sources.items()]
     section = ""
     for key, figure in in_order(machine.figures):
-        where, _, name = key.rpartition(".")
-        if where != section:
-            section = where
-            rows += ["", f"[[{where[: where.index('[')]}]]" if "[" in where else f"[{where}]"]
+        prefix, _, name = key.rpartition(".")
+        if prefix != section:
+            section = prefix
+            rows += ["", f"[[{prefix[: prefix.index('[')]}]]" if "[" in prefix else f"[{prefix}]"]
         rows.append(f"{name} = {_figure_text(figure, quantity(key))}")
     return "\n".join(rows) + "\n"
 
@@ -242,8 +242,8 @@ def _sort_key(key: str) -> tuple[int, str, int]:
     """Return a figure's sort key: the schema's order, then carriers."""
     if key in FIGURES:
         return list(FIGURES).index(key), "", 0
-    where, _, name = key.rpartition(".")
-    return len(FIGURES), where, list(LINK).index(name)
+    prefix, _, name = key.rpartition(".")
+    return len(FIGURES), prefix, list(LINK).index(name)
 
 
 def _figure_text(figure: Figure, expected: Quantity) -> str:

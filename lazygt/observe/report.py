@@ -233,8 +233,8 @@ class Report(Printed):
 
     def _unfused(self) -> _Grid:
         table = _Grid(">runs", ">ops", "members", "line", "why")
-        for runs, members, line, why in self.unfused:
-            table.add(runs, len(members), names(members), shown(line), why)
+        for runs, members, line, reason in self.unfused:
+            table.add(runs, len(members), names(members), shown(line), reason)
         return table
 
 

@@ -154,8 +154,8 @@ class Timeline:
         """List work other than runs (snapshots, recoveries): (description, count, seconds)."""
         rows = []
         if self.snapshots:
-            copied = sum(part.nbytes for part in self.snapshots)
-            spent = sum(part.nanoseconds for part in self.snapshots) / 1e9
+            copied = sum(snapshot.nbytes for snapshot in self.snapshots)
+            spent = sum(snapshot.nanoseconds for snapshot in self.snapshots) / 1e9
             rows.append((f"snapshots ({copied:,} bytes copied)", len(self.snapshots), spent))
         if self.recoveries:
             spent = sum(each.seconds for each in self.recoveries)

@@ -164,7 +164,7 @@ def parse_volume_claim(text: str) -> VolumeClaim:
     Raises:
         ValueError: the text is no claim.
     """
-    parallelism, _, number = (part.strip() for part in text.partition("="))
+    parallelism, _, number = (word.strip() for word in text.partition("="))
     match = _BYTES.fullmatch(number)
     if match is None:
         raise ValueError(f"{text!r}: expected a kind of parallelism and bytes, such as data=56GB")
@@ -264,8 +264,8 @@ def judged(volumes: Sequence[Volume], claims: Sequence[VolumeClaim]) -> tuple[st
     by_parallelism = _by_parallelism(volumes)
     for claim in claims:
         if claim.parallelism not in by_parallelism:
-            there = ", ".join(by_parallelism) or "none"
-            raise ValueError(f"a claim of {claim.parallelism!r}: what is exchanged is of {there}")
+            kinds = ", ".join(by_parallelism) or "none"
+            raise ValueError(f"a claim of {claim.parallelism!r}: what is exchanged is of {kinds}")
     return tuple(_judged(by_parallelism[claim.parallelism], claim) for claim in claims)
 
 

@@ -66,23 +66,27 @@ class Why:
     machine: str = ""
 
     def __str__(self) -> str:
-        latest = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
-        parts = [
-            (f"flushes ({latest}{self.flushed})", self._flush_rows()),
+        shown = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
+        sections = [
+            (f"flushes ({shown}{self.flushed})", self._flush_rows()),
             (f"plan misses ({len(self.misses)})", [r for miss in self.misses for r in miss.rows()]),
             ("fallbacks", self._fallback_rows()),
             ("compiles", [_compile_row(each) for each in self.compiles]),
         ]
         if self.resized:
-            parts.insert(2, (f"other sizes ({len(self.resized)})", self._resized_rows()))
+            sections.insert(2, (f"other sizes ({len(self.resized)})", self._resized_rows()))
         if self.cuda_graphs:
-            parts.append(("CUDA graphs", [_capture_row(*each) for each in self.cuda_graphs]))
+            sections.append(("CUDA graphs", [_capture_row(*each) for each in self.cuda_graphs]))
         if self.recoveries:
-            parts.append((f"recoveries ({len(self.recoveries)})", list(map(str, self.recoveries))))
+            sections.append(
+                (f"recoveries ({len(self.recoveries)})", list(map(str, self.recoveries)))
+            )
         if self.machine:
-            parts.append(("costs", [f"plans are made by those of {self.machine}"]))
+            sections.append(("costs", [f"plans are made by those of {self.machine}"]))
         return "\n".join(
-            row for title, rows in parts for row in (title, *(f"  {r}" for r in rows or ["none"]))
+            row
+            for title, rows in sections
+            for row in (title, *(f"  {r}" for r in rows or ["none"]))
         )
 
     __repr__ = __str__

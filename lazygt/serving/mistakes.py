@@ -172,16 +172,16 @@ def _judged(numbers: StageNumbers, key: str, value: float, planned: StageNumbers
     claim = f"{stage.name}: {key}={show(value)}"
     if _near(value, correct):
         return Remark(None, f"{claim} holds: {derivation}")
-    for mistake, mistaken, why in _known_mistakes(numbers, key):
+    for mistake, mistaken, reasoning in _known_mistakes(numbers, key):
         if _near(value, mistaken):
-            return Remark(mistake, f"{claim} {why}; it is {show(correct)}: {derivation}")
+            return Remark(mistake, f"{claim} {reasoning}; it is {show(correct)}: {derivation}")
     if key == "latency" and numbers.stage.batch > planned.stage.batch and value < planned.mean:
-        why = (
+        reasoning = (
             f"takes batches of {stage.batch} for faster than those of {planned.stage.batch} "
             f"({duration(planned.mean)}): a larger batch does more requests a second, and takes "
             f"longer to collect"
         )
-        return Remark(4, f"{claim} {why}; it is {show(correct)}: {derivation}")
+        return Remark(4, f"{claim} {reasoning}; it is {show(correct)}: {derivation}")
     return Remark(None, f"{claim} is wrong; it is {show(correct)}: {derivation}")
 
 

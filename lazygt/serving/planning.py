@@ -151,8 +151,8 @@ class _Service:
             enough = more(enough)
         return None
 
-    def _choice(self, why: str, gpus: Gpus) -> Choice:
-        return Choice(why, gpus, self._load(gpus), self.run(gpus, self.qps, self.seconds))
+    def _choice(self, reason: str, gpus: Gpus) -> Choice:
+        return Choice(reason, gpus, self._load(gpus), self.run(gpus, self.qps, self.seconds))
 
     def _load(self, gpus: Gpus) -> float:
         return max(numbers.load for numbers in self._numbers(self.qps, gpus))

@@ -156,4 +156,4 @@ def pointwise_family(node: Node) -> str:
     """Return an op's family, one of ``machine.schema.FAMILIES``."""
     name = base_name(node.op)
     default = "reduction" if family(node) == "reduction" else "add"
-    return next((kind for part, kind in _KINDS if part in name), default)
+    return next((kind for substring, kind in _KINDS if substring in name), default)

@@ -311,7 +311,7 @@ class Prediction(Printed):
         if self.tokens:
             yield f"  {self.tokens:,} tokens, {self.tokens_per_second:,.0f} a second"
         yield f"  peak {amount(peak, 'B')} a rank at {shown(self.peak_line)}{excess}"
-        kinds = [f"{kind} {amount(held, 'B')}" for kind, held in self.peak.kinds.items() if held]
+        kinds = [f"{kind} {amount(size, 'B')}" for kind, size in self.peak.kinds.items() if size]
         yield f"    {', '.join(kinds)}"
         if self.collectives:
             exposed = sum(row.exposed for row in self.collectives)

@@ -258,6 +258,6 @@ def _simulated_run(
     entry: PlanRecord, run: int, living: Living, mesh: Mesh, machine: Machine, compiled: bool
 ) -> SimulatedRun:
     """Simulate a run of a plan on all ranks."""
-    told = living.told.get(entry.plan.digest, Told())
-    simulated = Rehearsal(entry.plans, mesh, compiled=compiled, told=told).on(machine)
+    categories = living.told.get(entry.plan.digest, Told())
+    simulated = Rehearsal(entry.plans, mesh, compiled=compiled, told=categories).on(machine)
     return SimulatedRun(entry.plan.digest.hex()[:12], simulated, living.beside.get(run, {}))

@@ -69,16 +69,16 @@ def top(
         return
 
 
-def _open(wanted: str, interval: float, key: Path | None) -> Source:
+def _open(name: str, interval: float, key: Path | None) -> Source:
     """Open the status of a local session, or of the pool at a ``tcp://`` address."""
-    if not wanted.startswith("tcp://"):
+    if not name.startswith("tcp://"):
         if key is not None:
             raise NoSession("--key is for a pool: lazygt top tcp://HOST:PORT --key FILE")
-        return open_source(wanted, interval)
+        return open_source(name, interval)
     # why: it loads torch and sockets, which take seconds; local sessions need neither
     from lazygt.observe.top.pool_source import PoolSource
 
-    return PoolSource(wanted, key)
+    return PoolSource(name, key)
 
 
 def drawn(status: Status) -> RenderableType:

@@ -101,23 +101,23 @@ class LocalSource:
         self._file.close()
 
 
-def open_source(wanted: str, interval: float = 1.0) -> LocalSource:
+def open_source(process_or_name: str, interval: float = 1.0) -> LocalSource:
     """Open the session of a process or of a name; with neither, the only one there is.
 
     Args:
-        wanted: process id, name of the session, or empty.
+        process_or_name: process id, name of the session, or empty.
 
     Raises:
         NoSession: there is no such session, there are several, or it is another user's.
     """
-    if wanted.isdigit():
-        return _open_process(int(wanted), wanted, interval)
-    matches = [(name, pid) for name, pid in sessions() if wanted in ("", name)]
+    if process_or_name.isdigit():
+        return _open_process(int(process_or_name), process_or_name, interval)
+    matches = [(name, pid) for name, pid in sessions() if process_or_name in ("", name)]
     if len(matches) == 1:
         ((name, pid),) = matches
         return _open_process(pid, name, interval)
     if not matches:
-        named = f"named {wanted!r} " if wanted else ""
+        named = f"named {process_or_name!r} " if process_or_name else ""
         raise NoSession(f"there is no lazygt session {named}of this user on this machine")
     raise NoSession(f"there are {len(matches)} sessions; name one:\n{listed(matches)}")
 
@@ -136,11 +136,11 @@ def listed(known: list[tuple[str, int]]) -> str:
     )
 
 
-def _open_process(pid: int, wanted: str, interval: float) -> LocalSource:
-    """Open the session named ``wanted`` of a process, or its only session."""
+def _open_process(pid: int, requested_name: str, interval: float) -> LocalSource:
+    """Open the session named ``requested_name`` of a process, or its only session."""
     files = open_files(pid)
-    if wanted in files:
-        file = files.pop(wanted)
+    if requested_name in files:
+        file = files.pop(requested_name)
     elif len(files) == 1:
         _, file = files.popitem()
     else:
