@@ -2,8 +2,8 @@
 
 Local names say the thing: six names that say only where a value came from stand in comprehensions
 alone, where the thing is one word away. A docstring begins with a noun or an imperative, as in
-torch and the standard library, and so do the headings of the docs. The name of a test states a
-fact, with its subject.
+torch and the standard library, and so do the headings of the docs and the help texts of commands.
+The name of a test states a fact, with its subject.
 """
 
 import ast
@@ -108,6 +108,36 @@ def test_headings_are_nouns(path: Path) -> None:
     headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
     assert [heading for heading in headings if QUESTION.search(heading.partition(": ")[2])] == []
     assert [heading for heading in headings if QUESTION.match(heading)] == []
+
+
+# -- help texts ------------------------------------------------------------------------------------
+
+HELP_FOLDERS = ("cli", "observe/top")
+
+
+def help_texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the constant texts of ``help=`` arguments, each with its line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            text = node.value.values[0] if isinstance(node.value, ast.JoinedStr) else node.value
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                yield node.value.lineno, text.value
+
+
+def test_help_texts_begin_with_a_noun_or_an_imperative() -> None:
+    lines = [
+        f"{path.relative_to(ROOT)}:{line} {text}"
+        for folder in HELP_FOLDERS
+        for path in sorted((PACKAGE / folder).glob("*.py"))
+        for line, text in help_texts(path.read_text())
+        if QUESTION.match(text)
+    ]
+    assert not lines, "\n".join(lines)
+
+
+def test_reader_sees_help_texts() -> None:
+    source = 'f(help="what " "is it")\ng(help=f"which {x}", other="how")\nh(help=text)'
+    assert [text for _, text in help_texts(source)] == ["what is it", "which "]
 
 
 # -- names of tests --------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Calibration of the machine: measurements that make a machine file.
+"""Calibration: measurements of this machine, written as a machine file.
 
 Every figure is the minimum of several rounds, so that other load counts little. Figures that are
-not measured (compiled calls, networks, datasheet peaks) are taken over from the default machine of
-the kind, with their sources.
+not measured (compiled calls, networks, datasheet peaks) are copied from the default machine of the
+device, with their sources.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives.backends import Backend
 from lazygt.session import Session
 
-# -- timed collectives of this worker's group, for ``lazygt calibrate`` on every rank --------------
+# -- timed collectives, run on every rank ----------------------------------------------------------
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -40,28 +40,34 @@ def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int
     """Time a collective: the minimum of this rank's rounds, then the maximum over the ranks.
 
     Args:
-        start: a tensor on the device, with as many elements as there are rounds.
+        start: tensor on the device; its number of elements is the number of rounds.
         carrier: ``sockets`` or ``local``.
         nbytes: payload size, as in ``Communication``.
     """
-    line = group.line(axis)
-    elements = max(nbytes // 4 // line.size, 1) * line.size
+    axis_group = group.line(axis)
+    elements = max(nbytes // 4 // axis_group.size, 1) * axis_group.size
     buffer = torch.ones(elements, device=start.device)
     if carrier == "sockets":
-        backend: Backend = line.sockets
+        backend: Backend = axis_group.sockets
     else:
-        backend = line.shared if start.device.type == "cpu" else line.backend(buffer, kind, nbytes)
-    work, least = _work(backend, kind, buffer, line.size), float("inf")
-    meet = _work(backend, "all_reduce", torch.ones(line.size, device=start.device), line.size)
-    for _ in range(start.numel() + 1):  # the first round allocates for the others
-        meet()
-        _settle(start)
+        backend = (
+            axis_group.shared
+            if start.device.type == "cpu"
+            else axis_group.backend(buffer, kind, nbytes)
+        )
+    work, fastest = _work(backend, kind, buffer, axis_group.size), float("inf")
+    barrier = _work(
+        backend, "all_reduce", torch.ones(axis_group.size, device=start.device), axis_group.size
+    )
+    for _ in range(start.numel() + 1):  # the first round allocates, and is the slowest
+        barrier()
+        _synchronize_device(start)
         begin = time.perf_counter()
         work()
-        _settle(start)
-        least = min(least, time.perf_counter() - begin)
-    slowest = torch.tensor([least], device=start.device)
-    line.backend(slowest, "all_reduce", slowest.nbytes).all_reduce(slowest, "max").wait()
+        _synchronize_device(start)
+        fastest = min(fastest, time.perf_counter() - begin)
+    slowest = torch.tensor([fastest], device=start.device)
+    axis_group.backend(slowest, "all_reduce", slowest.nbytes).all_reduce(slowest, "max").wait()
     return slowest.double()
 
 
@@ -69,46 +75,46 @@ def _work(backend: Backend, kind: str, buffer: torch.Tensor, ranks: int) -> Call
     """Return a function that runs one collective to its end."""
     if kind == "all_reduce":
         return lambda: backend.all_reduce(buffer, "sum").wait()
-    block, sent = buffer[: buffer.numel() // ranks].clone(), buffer.clone()
+    block, send_buffer = buffer[: buffer.numel() // ranks].clone(), buffer.clone()
     counts = [block.numel()] * ranks
     return {
         "all_gather": lambda: backend.all_gather(buffer, block).wait(),
-        "reduce_scatter": lambda: backend.reduce_scatter(block, sent, "sum").wait(),
-        "all_to_all": lambda: backend.all_to_all(buffer, sent, counts, counts).wait(),
+        "reduce_scatter": lambda: backend.reduce_scatter(block, send_buffer, "sum").wait(),
+        "all_to_all": lambda: backend.all_to_all(buffer, send_buffer, counts, counts).wait(),
     }[kind]
 
 
-def _settle(value: torch.Tensor) -> None:
+def _synchronize_device(value: torch.Tensor) -> None:
     """Wait for the device."""
     if value.device.type == "cuda":
         torch.cuda.synchronize(value.device)
 
 
-# -- measurements of real sessions: recording, runs, messages and collectives ----------------------
+# -- measurements of sessions ----------------------------------------------------------------------
 
-#: Ops that are recorded at once.
+#: Number of ops recorded at once.
 _OPS = 500
 _AXIS = "workers"
-#: Payloads up to which collectives are timed more often: they are disturbed more easily.
+#: Payload up to which collectives are timed more often, as they are disturbed more easily.
 _SMALL = 1 << 20
 
 
 class HostFigures:
-    """Seconds of a message, of an op in a run, and of recording an op, in a session.
+    """Measured seconds of recording an op, of an op in a run, and of a message, in a session.
 
     Attributes:
-        record, launch, message: see the schema.
+        record, launch, message: see ``machine.schema``.
     """
 
     def __init__(self, session: Session, rounds: int) -> None:
         x = torch.ones(4)
         session.synchronize()
-        times = 3 * rounds + 2  # the first run of a plan is checked, the second makes its program
+        times = 3 * rounds + 2  # the first runs of a plan are slower: it is checked and compiled
         records, runs = zip(*(_chain(session, x, _OPS) for _ in range(times)), strict=True)
         _, longer = zip(*(_chain(session, x, 5 * _OPS) for _ in range(times)), strict=True)
         self.record = min(records) / _OPS
         self.launch = max(min(longer) - min(runs), min(runs) / 10) / (4 * _OPS)
-        self.message = min(_asked(x) for _ in range(20 * rounds + 2))
+        self.message = min(_fetch_seconds(x) for _ in range(20 * rounds + 2))
 
 
 def _chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
@@ -123,8 +129,8 @@ def _chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
     return recorded, time.perf_counter() - begin
 
 
-def _asked(x: torch.Tensor) -> float:
-    """Seconds until a sum of four numbers is known."""
+def _fetch_seconds(x: torch.Tensor) -> float:
+    """Measure the seconds of a run of one op with a fetched result."""
     begin = time.perf_counter()
     x.sum().item()
     return time.perf_counter() - begin
@@ -137,14 +143,15 @@ def carriers(
     rounds: int,
     slopes: dict[str, float],
     threads: int,
-    told: Callable[[], object],
+    progress: Callable[[], object],
 ) -> dict[str, Carrier]:
-    """Measure and fit the carriers of collectives between numbers of workers.
+    """Time collectives between workers, and fit the latency and bandwidth of each carrier.
 
     Args:
         groups: numbers of ranks.
         sizes: payloads in bytes.
-        slopes: carrier -> seconds for each rank beyond the second, where two ranks are most.
+        slopes: carrier -> seconds for each rank beyond the second, used if only two ranks fit.
+        progress: called after each measurement.
     """
     names = ("local", "sockets") if device == "cpu" else ("local",)
     rows: dict[str, list[Exchange]] = {name: [] for name in names}
@@ -160,9 +167,9 @@ def carriers(
                             kind, nbytes, ranks
                         )
                         start = many if nbytes <= _SMALL else few
-                        took = apply(seconds, start, _AXIS, name, kind, nbytes).item()
-                        rows[name].append(Exchange(sent, ranks, took))
-                        told()
+                        duration = apply(seconds, start, _AXIS, name, kind, nbytes).item()
+                        rows[name].append(Exchange(sent, ranks, duration))
+                        progress()
     return {name: fit_carrier(rows[name], slopes[name]) for name in names}
 
 
@@ -176,11 +183,11 @@ def steps(device: str, groups: Sequence[int], sizes: Sequence[int]) -> int:
     return count
 
 
-# -- calibration of the machine: measurements that make a machine file -----------------------------
+# -- calibration -----------------------------------------------------------------------------------
 
 __all__ = ["FULL", "QUICK", "SMALLEST", "measure", "write"]
 
-#: (what is being measured, how many steps of how many are done)
+#: Progress report; arguments: the measurement, and its numbers of done and of all steps.
 Told = Callable[[str, int, int], object]
 
 
@@ -190,23 +197,23 @@ def measure(
     threads: int = 1,
     told: Told = lambda what, done, of: None,
 ) -> Machine:
-    """The machine that this is, seen from one rank.
+    """Measure this machine, as seen from one rank.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        threads: of a rank on the CPU.
-        told: called while it goes on.
+        threads: threads of a rank on the CPU.
+        told: called with progress reports.
     """
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         return _Calibration(device, size, threads, told).machine()
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 class _Calibration:
-    """The figures so far."""
+    """Measurements of one machine; ``values`` are the figures so far, by key."""
 
     def __init__(self, device: str, size: Size, threads: int, told: Told) -> None:
         self.base = default_machine(device)
@@ -216,9 +223,10 @@ class _Calibration:
         self.ranks = torch.cuda.device_count() if device == "cuda" else max(cores // threads, 1)
         self.groups = [n for n in (2, 4, 8) if n <= max(self.ranks, 2)]
         if device == "cuda" and self.ranks < 2:
-            self.groups = []  # NCCL takes one rank a GPU
+            self.groups = []  # NCCL allows one rank a GPU
 
     def machine(self) -> Machine:
+        """Measure everything, and return the machine; other figures are those of the default."""
         self._kernels()
         self._host()
         self._collectives()
@@ -249,35 +257,36 @@ class _Calibration:
         )
 
     def _source(self) -> str:
-        where = f", {self.threads} thread(s) a rank" if self.device == "cpu" else ""
+        threads = f", {self.threads} thread(s) a rank" if self.device == "cpu" else ""
         return (
             f"lazygt calibrate {VERSION} with torch {torch.__version__} on "
-            f"{_processor(self.device)}{where}, {time.strftime('%Y-%m-%d')}: the least of "
+            f"{_processor(self.device)}{threads}, {time.strftime('%Y-%m-%d')}: the least of "
             f"{self.size.rounds} round(s); products of matrices are off their law by "
             f"{self.law.error:.0%} in the mean"
         )
 
-    # -- what one device does alone ----------------------------------------------------------------
+    # -- one device --------------------------------------------------------------------------------
 
     def _kernels(self) -> None:
+        """Measure ops of one device: launch, memory, pointwise ops, matmuls."""
         clock = EventClock() if self.device == "cuda" else HostClock(self.threads)
 
-        def measured(what: str) -> Device:
-            self._told(what, 0, 0)
-            return Device(self.device, clock, self.size, lambda: self._told(what, 0, 0))
+        def device_for(measurement: str) -> Device:
+            self._told(measurement, 0, 0)
+            return Device(self.device, clock, self.size, lambda: self._told(measurement, 0, 0))
 
-        launched = device_benchmarks.launch(measured("an op"))
-        memory = device_benchmarks.memory(measured("memory"), launched)._asdict()
+        launch_seconds = device_benchmarks.launch(device_for("an op"))
+        memory = device_benchmarks.memory(device_for("memory"), launch_seconds)._asdict()
         self.values |= {f"memory.{name}": v for name, v in memory.items() if v is not None}
         self.values["memory.capacity"] = self._capacity()
         for family, rate in device_benchmarks.pointwise(
-            measured("pointwise ops"), launched
+            device_for("pointwise ops"), launch_seconds
         ).items():
             self.values[f"pointwise.{family}"] = rate
         units = 1
         if self.device == "cuda":
             units = torch.cuda.get_device_properties(0).multi_processor_count
-        law = self.law = device_benchmarks.matmuls(measured("matmuls"), launched, units)
+        law = self.law = device_benchmarks.matmuls(device_for("matmuls"), launch_seconds, units)
         self.values |= {f"matmul.rate.{dtype}": rate for dtype, rate in law.rate.items()}
         self.values |= {
             "matmul.tile_rows": law.tile_rows,
@@ -287,7 +296,7 @@ class _Calibration:
         }
 
     def _ranges(self) -> None:
-        """The sizes that were measured."""
+        """Note the ranges of measured sizes."""
         device = Device(self.device, HostClock(), self.size)
         products = [device.scale * each for shape in self.size.products for each in shape]
         ranges: dict[str, Sequence[int]] = {
@@ -296,21 +305,22 @@ class _Calibration:
             "payloads": self.size.collectives if self.groups else (),
             "ranks": self.groups,
         }
-        for what, sizes in ranges.items():
+        for name, sizes in ranges.items():
             if sizes:
-                self.values[f"range.{what}.least"] = min(sizes)
-                self.values[f"range.{what}.most"] = max(sizes)
+                self.values[f"range.{name}.least"] = min(sizes)
+                self.values[f"range.{name}.most"] = max(sizes)
 
     def _capacity(self) -> float:
-        """Bytes of a rank."""
+        """Return the memory of a rank in bytes."""
         if self.device == "cuda":
             return float(torch.cuda.get_device_properties(0).total_memory)
         pages: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return pages / self.ranks
 
-    # -- what client and workers do ----------------------------------------------------------------
+    # -- client and workers ------------------------------------------------------------------------
 
     def _host(self) -> None:
+        """Measure recording, launches and messages in a session with one worker."""
         self._told("messages and recording", 0, 0)
         settings: dict[str, Any] = {
             "device": self.device,
@@ -327,31 +337,32 @@ class _Calibration:
         }
 
     def _collectives(self) -> None:
+        """Measure collectives between workers, and fit their carriers."""
         if not self.groups:
             return
-        done, of = 0, steps(self.device, self.groups, self.size.collectives)
+        done, total = 0, steps(self.device, self.groups, self.size.collectives)
 
-        def told() -> None:
+        def progress() -> None:
             nonlocal done
             done += 1
-            self._told("collectives", done, of)
+            self._told("collectives", done, total)
 
-        self._told("collectives", 0, of)
+        self._told("collectives", 0, total)
         base = self.base.collectives
-        known = {"local": base.local, "sockets": base.sockets}
-        slopes = {name: carrier[0].each for name, carrier in known.items() if carrier}
+        base_carriers = {"local": base.local, "sockets": base.sockets}
+        slopes = {name: carrier[0].each for name, carrier in base_carriers.items() if carrier}
         measured = carriers(
             self.device, self.groups, self.size.collectives, self.size.rounds, slopes,
-            self.threads, told,
+            self.threads, progress,
         )  # fmt: skip
         for name, carrier in measured.items():
             self._carrier(name, carrier)
 
     def _carrier(self, name: str, carrier: Carrier) -> None:
-        for at, link in enumerate(carrier):
+        for index, link in enumerate(carrier):
             for field, value in link._asdict().items():
                 if value != float("inf"):
-                    self.values[f"collectives.{name}[{at}].{field}"] = value
+                    self.values[f"collectives.{name}[{index}].{field}"] = value
 
 
 def _rounded(key: str, value: float) -> float:
@@ -369,7 +380,7 @@ def _processor(device: str) -> str:
 
 
 def write(machine: Machine, path: Path) -> Path:
-    """Write a machine's file, whole or not at all; where it lies now."""
+    """Write a machine's file atomically, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.replace(path, text_of(replace(machine, path=str(path))).encode(), 0o644)
     return path

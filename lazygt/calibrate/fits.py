@@ -1,4 +1,4 @@
-"""Fits of the cost laws in ``machine.prices`` to measured times."""
+"""Fits of the cost models in ``machine.prices`` to measured times."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ import torch
 
 from lazygt.machine.model import Carrier, Link
 
-# -- clocks, and minimum times on a machine with other load ----------------------------------------
+# -- clocks and minimum times ----------------------------------------------------------------------
 
 Work = Callable[[], object]
 K = TypeVar("K", bound=Hashable)
-#: At most so many calls are timed together.
-_MOST = 10_000
+#: Maximum number of calls that are timed together.
+_MAX_CALLS = 10_000
 
 
 class Clock(Protocol):
-    """Times work on one kind of device."""
+    """Clock of one kind of device."""
 
     def seconds(self, work: Work, times: int) -> float:
-        """Of ``times`` calls in a row, until the last one is done."""
+        """Return the seconds of ``times`` calls in a row, until the last one is done."""
         ...
 
 
 class HostClock:
-    """Clock for work that is done when its call returns.
+    """Clock for synchronous work, done when its call returns.
 
     Args:
-        threads: that do the work. A single thread's CPU time counts, so that other load on its
-            core does not matter.
+        threads: number of threads of the work. For a single thread its CPU time is measured, so
+            that other load on the core does not matter; else wall-clock time.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -49,7 +49,7 @@ class HostClock:
 
 
 class EventClock:
-    """Clock for kernels of a GPU: events before and behind them, on the same stream.
+    """Clock for kernels of a GPU: events before and after the kernels, on the same stream.
 
     Args:
         cuda: ``torch.cuda``, or a stand-in of a test.
@@ -60,7 +60,7 @@ class EventClock:
 
     def seconds(self, work: Work, times: int) -> float:
         begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        self._cuda.synchronize()  # what was launched before is none of this
+        self._cuda.synchronize()  # earlier kernels are not part of the measurement
         begin.record()
         for _ in range(times):
             work()
@@ -75,35 +75,35 @@ def least(
     works: Mapping[K, Work],
     rounds: int,
     spend: float,
-    told: Callable[[], object] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> dict[K, float]:
     """Return the minimum seconds of each work over all rounds.
 
-    Disturbances only ever add time, and last a while: so all works are timed once a round.
+    Disturbances only add time, and last a while: so every work is timed once in each round.
 
     Args:
-        spend: seconds for each in a round, about.
-        told: called after each.
+        spend: approximate seconds of a work in a round.
+        progress: called after each measurement.
     """
     times = {}
     for key, work in works.items():
         clock.seconds(work, 1)
         once = max(clock.seconds(work, 1), 1e-7)
-        times[key] = min(max(int(spend / once), 1), _MOST)
+        times[key] = min(max(int(spend / once), 1), _MAX_CALLS)
     best: dict[K, float] = {}
     for _ in range(rounds):
         for key, work in works.items():
-            took = clock.seconds(work, times[key]) / times[key]
-            best[key] = min(best.get(key, took), took)
-            told()
+            seconds = clock.seconds(work, times[key]) / times[key]
+            best[key] = min(best.get(key, seconds), seconds)
+            progress()
     return best
 
 
-# -- fits of the cost laws in ``machine.prices`` to measured times ---------------------------------
+# -- fits ------------------------------------------------------------------------------------------
 
 
 class Product(NamedTuple):
-    """A product of [m, k] and [k, n] that was timed, without its launch."""
+    """Timed matrix product of [m, k] and [k, n]; ``seconds`` are without the launch."""
 
     dtype: str
     m: int
@@ -127,7 +127,10 @@ _DEPTHS = (0, 4, 8, 16, 32, 64, 128, 256)
 
 
 def fit_matmul(rows: Sequence[Product], units: int) -> MatmulLaw:
-    """The tile and depth by which rates differ least between sizes; of equals the smallest."""
+    """Grid search of tile sizes and depth: those with the most equal rates over all sizes.
+
+    Of equally good ones the smallest win.
+    """
     laws = (_law(rows, units, *sizes) for sizes in product(_TILES, _TILES, _DEPTHS))
     return min(laws, key=lambda law: round(law.error, 3))
 
@@ -135,19 +138,22 @@ def fit_matmul(rows: Sequence[Product], units: int) -> MatmulLaw:
 def _law(
     rows: Sequence[Product], units: int, tile_rows: int, tile_columns: int, depth: int
 ) -> MatmulLaw:
-    reached: dict[str, list[float]] = {}
+    """Return the cost model with these tile sizes: the median rate of each dtype, and its error."""
+    rates_of_dtype: dict[str, list[float]] = {}
     for dtype, m, n, k, seconds in rows:
         tiles = math.ceil(m / tile_rows) * math.ceil(n / tile_columns)
         rounds = math.ceil(tiles / units) * units
         flops = 2 * rounds * tile_rows * tile_columns * (k + depth)
-        reached.setdefault(dtype, []).append(flops / seconds)
-    rate = {dtype: median(values) for dtype, values in reached.items()}
-    errors = [abs(math.log(each / rate[d])) for d, values in reached.items() for each in values]
+        rates_of_dtype.setdefault(dtype, []).append(flops / seconds)
+    rate = {dtype: median(values) for dtype, values in rates_of_dtype.items()}
+    errors = [
+        abs(math.log(value / rate[d])) for d, values in rates_of_dtype.items() for value in values
+    ]
     return MatmulLaw(rate, tile_rows, tile_columns, depth, sum(errors) / len(errors))
 
 
 class Exchange(NamedTuple):
-    """A collective that was timed: the bytes that each of so many ranks sent."""
+    """Timed collective; ``sent``: bytes that each rank sends."""
 
     sent: float
     ranks: int
@@ -155,56 +161,58 @@ class Exchange(NamedTuple):
 
 
 def fit_carrier(rows: Sequence[Exchange], slope: float) -> Carrier:
-    """Fit latency and bandwidth, by payload size where two pieces fit far better.
+    """Fit latency and bandwidth, in two pieces by payload size if that halves the maximum error.
 
     Args:
-        slope: seconds for each rank beyond the second, where only two ranks were timed.
+        slope: seconds for each rank beyond the second, used if only two ranks were timed.
     """
-    whole = _link(rows, slope)
-    best: Carrier = (whole,)
-    least = _worst(best, rows)
+    single = _link(rows, slope)
+    best: Carrier = (single,)
+    least_error = _max_error(best, rows)
     sizes = sorted({row.sent for row in rows})
     for bound in sizes[2:-3]:
-        parts = [r for r in rows if r.sent <= bound], [r for r in rows if r.sent > bound]
-        small, large = (_link(part, slope) for part in parts)
-        split = (small._replace(up_to=bound), large)
-        if (worst := _worst(split, rows)) < least / 2:
-            best, least = split, worst
+        pieces = [r for r in rows if r.sent <= bound], [r for r in rows if r.sent > bound]
+        small, large = (_link(piece, slope) for piece in pieces)
+        two_links = (small._replace(up_to=bound), large)
+        if (error := _max_error(two_links, rows)) < least_error / 2:
+            best, least_error = two_links, error
     return best
 
 
 def _link(rows: Sequence[Exchange], slope: float) -> Link:
-    """The line that is off by the smallest part of each time; no slope or latency is negative."""
+    """Fit latency, seconds a rank and seconds a byte by least squares of relative errors, >= 0."""
     several = len({row.ranks for row in rows}) > 1
-    known = 0.0 if several else slope
+    known_slope = 0.0 if several else slope
     matrix = np.array([[1.0, row.ranks - 2 if several else 0.0, row.sent] for row in rows])
-    seconds = np.array([row.seconds - known * (row.ranks - 2) for row in rows])
+    seconds = np.array([row.seconds - known_slope * (row.ranks - 2) for row in rows])
     weights = 1 / np.array([row.seconds for row in rows])
-    latency, fitted, byte = _not_negative(matrix * weights[:, None], seconds * weights)
+    latency, fitted_slope, seconds_per_byte = _nonnegative_lstsq(
+        matrix * weights[:, None], seconds * weights
+    )
     fastest = max(row.sent / row.seconds for row in rows)
-    bandwidth = 1 / byte if byte > 0 else fastest
-    return Link(latency, fitted if several else slope, bandwidth)
+    bandwidth = 1 / seconds_per_byte if seconds_per_byte > 0 else fastest
+    return Link(latency, fitted_slope if several else slope, bandwidth)
 
 
-def _not_negative(matrix: np.ndarray, wanted: np.ndarray) -> list[float]:
-    """Solve a least-squares problem; coefficients that would be negative are 0."""
-    used = [at for at in range(matrix.shape[1]) if matrix[:, at].any()]
+def _nonnegative_lstsq(matrix: np.ndarray, target: np.ndarray) -> list[float]:
+    """Non-negative least squares: drop columns with negative coefficients until none is left."""
+    used = [column for column in range(matrix.shape[1]) if matrix[:, column].any()]
     while True:
-        solved, *_ = np.linalg.lstsq(matrix[:, used], wanted, rcond=None)
-        below = [at for at, value in zip(used, solved, strict=True) if value < 0]
-        if not below:
+        coefficients, *_ = np.linalg.lstsq(matrix[:, used], target, rcond=None)
+        negative = [column for column, value in zip(used, coefficients, strict=True) if value < 0]
+        if not negative:
             break
-        used = [at for at in used if at not in below]
-    values = dict(zip(used, map(float, solved), strict=True))
-    return [values.get(at, 0.0) for at in range(matrix.shape[1])]
+        used = [column for column in used if column not in negative]
+    values = dict(zip(used, map(float, coefficients), strict=True))
+    return [values.get(column, 0.0) for column in range(matrix.shape[1])]
 
 
-def _worst(carrier: Carrier, rows: Sequence[Exchange]) -> float:
-    """By how much the law is off at most."""
+def _max_error(carrier: Carrier, rows: Sequence[Exchange]) -> float:
+    """Return the maximum error of a carrier's model, as the logarithm of a ratio."""
     return max(abs(math.log(_seconds(carrier, row) / row.seconds)) for row in rows)
 
 
 def _seconds(carrier: Carrier, row: Exchange) -> float:
     link = next(link for link in carrier if row.sent <= link.up_to)
-    took = link.latency + (row.ranks - 2) * link.each + row.sent / link.bandwidth
-    return max(took, 1e-9)
+    seconds = link.latency + (row.ranks - 2) * link.each + row.sent / link.bandwidth
+    return max(seconds, 1e-9)

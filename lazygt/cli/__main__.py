@@ -8,9 +8,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command that was asked for."""
+    """Run the requested command."""
     if sys.argv[1:2] == ["top"]:
-        # why: either way loads what the other has no use for
+        # why: ``top`` needs no torch, and the other commands need no ``top``
         from lazygt.observe.top.command import alone
 
         alone()

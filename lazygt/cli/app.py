@@ -38,7 +38,7 @@ app.add_typer(pool, name="pool")
 
 @app.callback()
 def _about() -> None:
-    """Look into lazygt, and into the record of a script."""
+    """Inspect lazygt, and the record of a script."""
 
 
 def main() -> None:

@@ -44,16 +44,16 @@ from lazygt.session import Session
 
 def log(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="what LAZYGT_LOG named while a script ran")],
+    file: Annotated[Path, typer.Argument(help="log file that a script has written (LAZYGT_LOG)")],
     by: Annotated[
-        str, typer.Option(help="kind, reason or line; by default all three")
+        str, typer.Option(help="table to print: kind, reason or line; by default all three")
     ] = "",
-    most: Annotated[int, typer.Option(min=1, help="rows of a table")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="everything, for scripts")] = False,
+    most: Annotated[int, typer.Option(min=1, help="rows of a table, at most")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:  # fmt: skip
-    """Sum up the messages that a script sent and received: number, bytes, reasons, lines.
+    """Sum the messages that a script sent and received: number, bytes, reasons, lines.
 
-    Milliseconds run from the sending of a run to its answer, summed; runs overlap.
+    Milliseconds are sums of the times from sending a run to its answer; runs overlap.
     """
     try:
         summary = LogSummary(read_log(file))
@@ -64,9 +64,13 @@ def log(
         fail(context, f"--by is one of {', '.join(tables)}, not {by!r}")
     tables = {by: tables[by]} if by else tables
     if as_json:
-        whole = {"messages": summary.messages, "bytes": summary.nbytes, "seconds": summary.seconds}
+        overall = {
+            "messages": summary.messages,
+            "bytes": summary.nbytes,
+            "seconds": summary.seconds,
+        }
         rows = {name: [asdict(total) for total in totals] for name, totals in tables.items()}
-        typer.echo(json.dumps({**whole, **rows}))
+        typer.echo(json.dumps({**overall, **rows}))
         return
     typer.echo(f"{summary.messages:,} messages, {summary.nbytes:,} bytes, {summary.seconds:.2f} s")
     for name, totals in tables.items():
@@ -79,20 +83,21 @@ def _show(name: str, totals: Sequence[Total], most: int) -> None:
         table.add_column(column, justify="right")
     for total in totals[:most]:
         mean = total.milliseconds / total.count
-        took = (f"{total.milliseconds:,.1f}", f"{mean:,.2f}") if total.milliseconds else ("", "")
-        table.add_row(total.name, f"{total.count:,}", f"{total.nbytes:,}", *took)
+        milliseconds = (
+            (f"{total.milliseconds:,.1f}", f"{mean:,.2f}") if total.milliseconds else ("", "")
+        )
+        table.add_row(total.name, f"{total.count:,}", f"{total.nbytes:,}", *milliseconds)
     if len(totals) > most:
         table.add_row(f"and {len(totals) - most:,} more")
     console = Console()
-    if not console.is_terminal:  # whole lines into a file or pipe
+    if not console.is_terminal:  # no wrapped lines in a file or pipe
         console.width = 140
     console.print(table)
 
 
-# -- ``lazygt dump``: a script's plans as text; ``lazygt diff``: comparison of two dumps -----------
+# -- ``lazygt dump``: plans as text ----------------------------------------------------------------
 
-#: The stages that a plan goes through, some of them only on a mesh; from ``shard`` on it is rank
-#: 0's.
+#: Stages of a plan, in order; some exist only on a mesh. From ``shard`` on the graph is rank 0's.
 GRAPHS = (
     "recorded",
     *(stage.name for stage in BEFORE_SHARDING),
@@ -102,7 +107,7 @@ GRAPHS = (
     *(stage.name for stage in AFTER_SHARDING),
     "plan",
 )
-#: Printable stages: ``placements`` is the program before ``shard``, with those of all values.
+#: Printable stages; ``placements`` is the program before ``shard``, with each value's placement.
 STAGES = (*GRAPHS[: GRAPHS.index("shard")], "placements", *GRAPHS[GRAPHS.index("shard") :])
 
 
@@ -124,7 +129,7 @@ def dump(
     """Run an unchanged script and print a plan that its sessions built, with its costs.
 
     A script that opens no session is run inside one. With --mesh nothing is computed. In a terminal
-    long lines go on in the next one.
+    long lines are wrapped.
     """
     if stage not in STAGES:
         fail(context, f"there is no stage {stage!r}, only {', '.join(STAGES)}")
@@ -167,15 +172,16 @@ def _print_all(sessions: Iterable[Session], stage: str) -> None:
 
 
 def _print_plan(session: Session, entry: PlanRecord, number: int, stage: str) -> None:
+    """Print the graphs of a plan at a stage, with its size and number of runs."""
     plan = entry.plan
     typer.echo(f"# plan {number}: shipped {entry.ships} time(s), {entry.size} bytes; "
                f"run {entry.runs} time(s)")  # fmt: skip
-    texts = list(_texts(session, plan, stage))
+    texts = list(_stage_texts(session, plan, stage))
     if not texts:
         typer.echo(f"# it went through no stage {stage!r}\n")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for graph, text in texts:
-        typer.echo(f"# {_sizes(graph)}")
+        typer.echo(f"# {_size_note(graph)}")
         typer.echo((text if width is None else wrapped(text, width)) + "\n")
 
 
@@ -191,9 +197,9 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(rows)
 
 
-def _texts(session: Session, plan: Plan, stage: str) -> Iterator[tuple[Graph, str]]:
+def _stage_texts(session: Session, plan: Plan, stage: str) -> Iterator[tuple[Graph, str]]:
     """Yield the graphs of a stage, with their texts; none if the plan did not go through it."""
-    name = f"{stage} of plan {_name(plan)}"
+    name = f"{stage} of plan {_plan_name(plan)}"
     if stage == "plan":
         yield plan.graph, plan_text(plan)
     elif stage == "placements":
@@ -209,22 +215,26 @@ def _texts(session: Session, plan: Plan, stage: str) -> Iterator[tuple[Graph, st
 
 
 def _print_counts(session: Session) -> None:
+    """Print a session's numbers of ops, flushes, messages and bytes."""
     stats = session.stats()
     flushes = ", ".join(f"{reason} {count}" for reason, count in stats["flushes"].items())
     typer.echo(f"# {stats['ops_recorded']} ops recorded; flushes: {flushes or 'none'}")
-    for way in ("sent", "received"):
-        typer.echo(f"# {stats[f'messages_{way}']} messages {way}, {stats[f'bytes_{way}']} bytes")
+    for direction in ("sent", "received"):
+        typer.echo(
+            f"# {stats[f'messages_{direction}']} messages {direction}, "
+            f"{stats[f'bytes_{direction}']} bytes"
+        )
 
 
 def plan_text(plan: Plan) -> str:
-    """Return a plan as it prints, with the bytes that each node makes."""
-    bytes_made = _byte_notes(plan.graph, plan.mesh)
-    notes = zip(Schedule.of(plan.graph).notes(), bytes_made, strict=True)
-    joined = ["; ".join(filter(None, pair)) for pair in notes]
-    return print_graph(plan.graph, f"plan {_name(plan)}", joined)
+    """Return a plan's text; each node has a note on freed values and on the bytes it allocates."""
+    byte_notes = _byte_notes(plan.graph, plan.mesh)
+    notes = zip(Schedule.of(plan.graph).notes(), byte_notes, strict=True)
+    node_notes = ["; ".join(filter(None, pair)) for pair in notes]
+    return print_graph(plan.graph, f"plan {_plan_name(plan)}", node_notes)
 
 
-def _name(plan: Plan) -> str:
+def _plan_name(plan: Plan) -> str:
     return plan.digest.hex()[:12]
 
 
@@ -232,21 +242,22 @@ def _byte_notes(graph: Graph, mesh: Mesh | None = None) -> list[str]:
     """Return a note for each node: bytes of its results, or of a collective's messages."""
     sent = communications_by_node(graph, mesh)
     return [
-        _sent(sent[number])
+        _traffic_note(sent[number])
         if number in sent
-        else f"{nbytes} bytes" if (nbytes := _made(node)) else ""
+        else f"{nbytes} bytes" if (nbytes := _new_bytes(node)) else ""
         for number, node in enumerate(graph.nodes)
     ]  # fmt: skip
 
 
-def _sent(record: Communication) -> str:
+def _traffic_note(record: Communication) -> str:
+    """Return a collective's note: kind, axis, payload, and bytes that a rank sends in a ring."""
     kind = f"{record.kind} {record.reduce_op}" if record.reduce_op else record.kind
     ring = f", {record.ring_bytes} in a ring of {record.ranks}" if record.ranks > 1 else ""
     return f"{kind} along {record.mesh_dim}: {record.nbytes} bytes{ring}"
 
 
-def _made(node: Node) -> int:
-    """Return the bytes of the results that have memory of their own."""
+def _new_bytes(node: Node) -> int:
+    """Return the bytes that a node allocates; 0 for a view."""
     facts = op_facts(node)
     return 0 if facts is not None and facts.views else _nbytes(node.fresh)
 
@@ -255,17 +266,18 @@ def _nbytes(metas: Iterable[TensorMeta | None]) -> int:
     return sum(meta.nbytes for meta in metas if meta is not None)
 
 
-def _sizes(graph: Graph) -> str:
+def _size_note(graph: Graph) -> str:
+    """Return the numbers and bytes of a graph's inputs, nodes and outputs."""
     values = graph.values
     outputs = _nbytes(values[number] for number in graph.outputs)
     return (
         f"{len(graph.inputs)} inputs, {_nbytes(graph.inputs)} bytes; "
-        f"{len(graph.nodes)} nodes make {sum(map(_made, graph.nodes))} bytes; "
+        f"{len(graph.nodes)} nodes make {sum(map(_new_bytes, graph.nodes))} bytes; "
         f"{len(graph.outputs)} outputs, {outputs} bytes"
     )
 
 
-# -- diff ------------------------------------------------------------------------------------------
+# -- ``lazygt diff``: comparison of two dumps ------------------------------------------------------
 
 _HEAD = re.compile(r"# plan (\d+):")
 _LINE = re.compile(r"  # [^\[]*?(?=  \[|$)")
@@ -274,13 +286,13 @@ _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 def diff(
     context: typer.Context,
-    old: Annotated[Path, typer.Argument(help="what `lazygt dump` printed")],
-    new: Annotated[Path, typer.Argument(help="what it printed another time")],
+    old: Annotated[Path, typer.Argument(help="output of `lazygt dump`")],
+    new: Annotated[Path, typer.Argument(help="another output, to compare with")],
     lines: Annotated[bool, typer.Option(help="compare the user's lines, too")] = True,
 ) -> None:
-    """Show how the plans of two dumps differ; exit code 0: they do not, 1: they do, 2: error.
+    """Print the differences of two dumps' plans; exit code 0: none, 1: some, 2: error.
 
-    Counts of a plan's shipments and runs are not compared, nor is the output of the scripts.
+    The numbers of a plan's shipments and runs, and the scripts' own output, are not compared.
     """
     before, after = (_read(context, path, lines) for path in (old, new))
     same = True
@@ -302,8 +314,8 @@ def _read(context: typer.Context, path: Path, lines: bool) -> dict[int, list[str
         fail(context, f"can't read {path}: {error}")
     plans = dict(read_plans(text.splitlines()))
     if not plans:
-        how = f"write one with `lazygt dump --all SCRIPT > {path}`"
-        fail(context, f"there is no plan in {path}; {how}")
+        advice = f"write one with `lazygt dump --all SCRIPT > {path}`"
+        fail(context, f"there is no plan in {path}; {advice}")
     return plans if lines else {n: [_LINE.sub("", r) for r in rows] for n, rows in plans.items()}
 
 

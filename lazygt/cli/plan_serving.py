@@ -1,4 +1,4 @@
-"""``lazygt plan-serving``: GPUs and latencies of a service of batching stages."""
+"""``lazygt comm``: traffic of a training step; ``lazygt plan-serving``: GPUs of a service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lazygt.serving.planning import plan
 from lazygt.serving.report import ServicePlan
 from lazygt.serving.stages import parse_duration
 
-# -- ``lazygt comm``: the traffic of a training step, from a few numbers of the model --------------
+# -- ``lazygt comm``: traffic of a training step ---------------------------------------------------
 
 #: Bytes of an element.
 DTYPES = {
@@ -30,66 +30,66 @@ DTYPES = {
 
 def comm(
     context: typer.Context,
-    params: Annotated[str, typer.Option(help="parameters of the whole model, such as 7e9 or 7B")],
+    params: Annotated[str, typer.Option(help="parameters of the model, such as 7e9 or 7B")],
     dtype: Annotated[
-        str, typer.Option(help=f"of parameters and gradients: {', '.join(DTYPES)}")
+        str, typer.Option(help=f"dtype of parameters and gradients: {', '.join(DTYPES)}")
     ],
     activations: Annotated[
-        str | None, typer.Option(help="the dtype of activations; by default that of parameters")
+        str | None, typer.Option(help="dtype of activations; by default that of parameters")
     ] = None,
     dp: Annotated[int, typer.Option(min=1, help="data-parallel ranks")] = 1,
     zero: Annotated[
         int,
         typer.Option(
             min=0, max=3,
-            help="what data-parallel ranks keep in blocks: 0 nothing, 1 and 2 optimizer and "
-            "gradients, 3 weights, too (FSDP)",
+            help="ZeRO stage, the values sharded over data-parallel ranks: 0 none, 1 and 2 "
+            "optimizer state and gradients, 3 weights, too (FSDP)",
         ),
     ] = 0,
     reshard: Annotated[
-        bool, typer.Option(help="with --zero 3: gather weights again for the backward")
+        bool, typer.Option(help="gather weights again for the backward, with --zero 3")
     ] = True,
     tp: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks")] = 1,
     sequence_parallel: Annotated[
         bool,
-        typer.Option(help="with --tp: reduce-scatter and all-gather in place of each all-reduce"),
+        typer.Option(help="reduce-scatter and all-gather in place of each all-reduce, with --tp"),
     ] = False,
     pp: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="context-parallel ranks")] = 1,
     attention: Annotated[
         Literal["ring", "ulysses"],
-        typer.Option(help="with --cp: pass keys on from rank to rank, or exchange heads"),
+        typer.Option(help="ring attention (keys go around) or all-to-all of heads, with --cp"),
     ] = "ring",
     kv_hidden: Annotated[
-        int, typer.Option(min=0, help="with --cp: what keys have of H, where heads share keys")
+        int, typer.Option(min=0, help="size of the key projection, if not H, with --cp")
     ] = 0,
     ep: Annotated[int, typer.Option(min=1, help="expert-parallel ranks")] = 1,
-    experts_per_token: Annotated[int, typer.Option(min=1, help="with --ep")] = 1,
-    layers: Annotated[int, typer.Option(min=0, help="L")] = 0,
-    hidden: Annotated[int, typer.Option(min=0, help="H")] = 0,
+    experts_per_token: Annotated[int, typer.Option(min=1, help="top-k, with --ep")] = 1,
+    layers: Annotated[int, typer.Option(min=0, help="number of layers, L")] = 0,
+    hidden: Annotated[int, typer.Option(min=0, help="hidden size, H")] = 0,
     batch: Annotated[
-        int, typer.Option(min=0, help="B: sequences that one replica computes at once")
+        int, typer.Option(min=0, help="batch size of a replica, B, in sequences")
     ] = 0,
-    sequence: Annotated[int, typer.Option(min=0, help="S: the length of one")] = 0,
+    sequence: Annotated[int, typer.Option(min=0, help="sequence length, S")] = 0,
     microbatches: Annotated[
-        int, typer.Option(min=1, help="of B sequences each, whose gradients are added up")
+        int, typer.Option(min=1, help="microbatches of B sequences, with accumulated gradients")
     ] = 1,
     claim: Annotated[
-        list[str] | None, typer.Option(help="what you have worked out, to be judged: data=56GB")
+        list[str] | None, typer.Option(help="figure of your own to check, such as data=56GB")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, in bytes")] = False,
 ) -> None:  # fmt: skip
-    """Work out the traffic of a transformer's training step, by kind of parallelism.
+    """Compute the traffic of a transformer's training step, by kind of parallelism.
 
-    Payloads, and the bytes that ranks send for them in a ring. `lazygt explain` counts those of a
-    script.
+    Reports payloads, and the bytes that ranks send for them in a ring. `lazygt explain` reports
+    those of a script.
     """
     if zero and dp * cp == 1:
         fail(context, "--zero cuts what data-parallel ranks keep: give --dp, such as --dp 8")
-    of_activations = activations or dtype
+    activation_dtype = activations or dtype
     step = TransformerStep(
         _params(context, params), _itemsize(context, "--dtype", dtype),
-        _itemsize(context, "--activations", of_activations), dp, tp, pp, ep, zero, reshard,
+        _itemsize(context, "--activations", activation_dtype), dp, tp, pp, ep, zero, reshard,
         sequence_parallel, layers, hidden, batch, sequence, experts_per_token, microbatches, cp,
         attention, kv_hidden,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def comm(
         remarks = judged(volumes, [parse_volume_claim(text) for text in claim or ()])
     except ValueError as error:
         fail(context, f"--claim: {error}")
-    report = VolumeReport(step, (dtype, of_activations), volumes, remarks)
+    report = VolumeReport(step, (dtype, activation_dtype), volumes, remarks)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     elif sys.stdout.isatty():
@@ -109,6 +109,7 @@ def comm(
 
 
 def _params(context: typer.Context, text: str) -> int:
+    """Parse a number of parameters such as 7e9 or 7B; ends the command if it is invalid."""
     number, factor = text.strip(), 1.0
     for suffix, size in (("B", 1e9), ("M", 1e6), ("T", 1e12)):
         if number.upper().endswith(suffix):
@@ -123,6 +124,7 @@ def _params(context: typer.Context, text: str) -> int:
 
 
 def _itemsize(context: typer.Context, option: str, dtype: str) -> int:
+    """Return the bytes of an element; ends the command for an unknown dtype."""
     if dtype not in DTYPES:
         fail(context, f"{option} {dtype}: it is one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
@@ -130,14 +132,14 @@ def _itemsize(context: typer.Context, option: str, dtype: str) -> int:
 
 def _check(context: typer.Context, step: TransformerStep) -> None:
     """End the command if nothing is exchanged, or if sizes are missing or do not fit."""
-    of_layers = max(step.tensor, step.expert, step.context) > 1
+    splits_layers = max(step.tensor, step.expert, step.context) > 1
     needed = {
-        "--layers": of_layers and not step.layers,
-        **{option: (of_layers or step.pipeline > 1) and not size
+        "--layers": splits_layers and not step.layers,
+        **{option: (splits_layers or step.pipeline > 1) and not size
            for option, size in (("--hidden", step.hidden), ("--batch", step.batch),
                                 ("--sequence", step.sequence))},
     }  # fmt: skip
-    missing = [option for option, lacks in needed.items() if lacks]
+    missing = [option for option, is_missing in needed.items() if is_missing]
     if missing:
         fail(context, f"tensor, pipeline, context and expert parallelism exchange activations: "
                       f"give {', '.join(missing)}, too")  # fmt: skip
@@ -151,7 +153,7 @@ def _check(context: typer.Context, step: TransformerStep) -> None:
         fail(context, f"--pp {step.pipeline}: there are only {step.layers} layers to cut")
 
 
-# -- ``lazygt plan-serving``: GPUs and latencies of a service of batching stages -------------------
+# -- ``lazygt plan-serving``: GPUs and latencies of a service --------------------------------------
 
 _SUFFIXES = (".png", ".svg")
 
@@ -161,8 +163,8 @@ def plan_serving(
     stage: Annotated[
         list[str],
         typer.Option(
-            help="a stage, in the order in which requests go through them, such as "
-            "rank:batch=50,infer=80ms; others of its settings: wait=20ms (or full), gpus=60, "
+            help="stage of the service, in the order of processing, such as "
+            "rank:batch=50,infer=80ms; other settings: wait=20ms (or full), gpus=60, "
             "fan=4, items=200,per_item=6us, delay=5ms"
         ),
     ],
@@ -171,37 +173,36 @@ def plan_serving(
     ] = None,
     slo: Annotated[
         str | None,
-        typer.Option(help="99 of 100 requests are to be done within this: ms, or with a unit"),
+        typer.Option(help="limit of the p99 latency: ms, or with a unit"),
     ] = None,
     arrivals: Annotated[
         str,
         typer.Option(
-            help="poisson, bursty:peak=3,share=0.2,burst=500ms, or a file with a time a line"
+            help="arrival process: poisson, bursty:peak=3,share=0.2,burst=500ms, or a file with a "
+            "time a line"
         ),
     ] = "poisson",
     balance: Annotated[
         str,
-        typer.Option(help="which GPU a request goes to: random, round-robin, or shared: one queue"),
+        typer.Option(help="load balancing over GPUs: random, round-robin, or shared: one queue"),
     ] = "random",
     claim: Annotated[
         list[str] | None,
-        typer.Option(
-            help="what you have worked out, to be judged: rank:qps=5,collection=1.7ms,latency=150ms"
-        ),
+        typer.Option(help="figure of your own to check: rank:qps=5,collection=1.7ms,latency=150ms"),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="how long requests come in a simulation")
+        float | None, typer.Option(help="duration of arrivals in a simulation")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the random numbers")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random numbers")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="draw latency against throughput into this .png or .svg")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, in seconds")] = False,
 ) -> None:
-    """Work out the GPUs and latencies of a service that batches requests.
+    """Compute the GPUs and latencies of a service that batches requests.
 
-    Beside the usual formulas every request is simulated, with arrivals at random, in bursts or of a
-    file: mean, p50, p99, and the fewest GPUs with which the p99 is within the SLO.
+    Besides the usual formulas every request is simulated, with arrivals at random, in bursts or
+    from a file: mean, p50, p99, and the fewest GPUs with which the p99 is within the SLO.
     """
     if plot is not None:
         if plot.suffix not in _SUFFIXES:

@@ -19,10 +19,13 @@ from lazygt.tables import plain_table
 
 app = typer.Typer(no_args_is_help=True, help="See a pool of `lazygt serve`, drain it, evict.")
 
-On = Annotated[str, typer.Argument(help="where it listens: tcp://HOST:PORT")]
-Key = Annotated[Path | None, typer.Option(help="a key file: its own sessions; with --admin all")]
+On = Annotated[str, typer.Argument(help="address of the pool: tcp://HOST:PORT")]
+Key = Annotated[
+    Path | None, typer.Option(help="key file: shows its own sessions; all with a key of --admin")
+]
 Keys = Annotated[
-    Path | None, typer.Option(help="or the pool's own folder of keys  [default: this user's]")
+    Path | None,
+    typer.Option(help="folder of the pool's keys, in place of --key  [default: this user's]"),
 ]
 
 
@@ -32,23 +35,23 @@ def status(
     on: On,
     key: Key = None,
     keys: Keys = None,
-    as_json: Annotated[bool, typer.Option("--json", help="everything, for scripts")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Show the sessions of a pool: those with workers, those that wait, and their usage."""
-    told = _asked(context, on, key, keys, Pool.status)
+    """Show the sessions of a pool, running and waiting, and their usage."""
+    report = _request(context, on, key, keys, Pool.status)
     if as_json:
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(report))
         return
     console = Console()
-    if not console.is_terminal:  # whole lines into a file or pipe
+    if not console.is_terminal:  # no wrapped lines in a file or pipe
         console.width = 140
-    _show(console, told)
+    _show(console, report)
 
 
 @app.command()
 def drain(context: typer.Context, on: On, key: Key = None, keys: Keys = None) -> None:
-    """Let a pool admit no more sessions. It ends with its last session."""
-    _asked(context, on, key, keys, Pool.drain)
+    """Let a pool admit no more sessions; the pool ends with its last session."""
+    _request(context, on, key, keys, Pool.drain)
     typer.echo("it admits nobody any more, and ends with its last session")
 
 
@@ -56,51 +59,53 @@ def drain(context: typer.Context, on: On, key: Key = None, keys: Keys = None) ->
 def evict(
     context: typer.Context,
     on: On,
-    session: Annotated[str, typer.Argument(help="its name, as `lazygt pool status` says")],
+    session: Annotated[str, typer.Argument(help="name of the session, as in `lazygt pool status`")],
     key: Key = None,
     keys: Keys = None,
 ) -> None:
-    """End a session: its workers at once, and its client is told."""
-    _asked(context, on, key, keys, lambda pool: pool.evict(session))
+    """End a session: stop its workers at once, and notify its client."""
+    _request(context, on, key, keys, lambda pool: pool.evict(session))
     typer.echo(f"{session} is ended")
 
 
-def _asked(
+def _request(
     context: typer.Context,
     on: str,
     key: Path | None,
     keys: Path | None,
-    ask: Callable[[Pool], Any],
+    call: Callable[[Pool], Any],
 ) -> Any:
-    """Return a pool's answer."""
+    """Connect to a pool with a key, and return the result of ``call``."""
     if key is not None and keys is not None:
         fail(context, "say who you are with --key FILE or with --keys FOLDER, not both")
     try:
         with Pool(on, key or server_key(Keyring(keys or keys_place()))) as pool:
-            return ask(pool)
+            return call(pool)
     except LazyGTError as error:
         fail(context, str(error))
 
 
-def _show(console: Console, told: Mapping[str, Any]) -> None:
-    workers, free = told["workers"], told["free"]
-    draining = "; it is being drained" if told["draining"] else ""
+def _show(console: Console, report: Mapping[str, Any]) -> None:
+    """Print a pool's workers, sessions and published values."""
+    workers, free = report["workers"], report["free"]
+    draining = "; it is being drained" if report["draining"] else ""
     typer.echo(
-        f"{workers - free} of {workers} workers are taken, {told['at_once']} run at once{draining}"
+        f"{workers - free} of {workers} workers are taken, "
+        f"{report['at_once']} run at once{draining}"
     )
-    others = told["others"]
+    others = report["others"]
     if others["sessions"] or others["waiting"]:
         typer.echo(
             f"other keys have {others['sessions']} sessions with {others['workers']} workers, and "
             f"{others['waiting']} that wait"
         )
-    if told["sessions"]:
+    if report["sessions"]:
         table = plain_table(
             "session", "key", "state", ">workers", ">run-seconds", ">MiB", ">for s", "ends in s"
         )
-        for row in told["sessions"]:
-            waits = row["before"]
-            state = row["state"] if waits is None else f"waits, {waits} before"
+        for row in report["sessions"]:
+            queued_before = row["before"]
+            state = row["state"] if queued_before is None else f"waits, {queued_before} before"
             ends = "" if row["expires_in"] is None else f"{row['expires_in']:.0f}"
             table.add_row(
                 row["session"], row["client"], state, str(row["workers"]),
@@ -108,9 +113,9 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
                 f"{row['seconds']:,.0f}", ends,
             )  # fmt: skip
         console.print(table)
-    if told["published"]:
+    if report["published"]:
         table = plain_table("published", "key", ">bytes", "for")
-        for row in told["published"]:
-            whom = "all keys" if row["shared"] else "its key"
-            table.add_row(row["name"], row["client"], f"{row['bytes']:,}", whom)
+        for row in report["published"]:
+            readers = "all keys" if row["shared"] else "its key"
+            table.add_row(row["name"], row["client"], f"{row['bytes']:,}", readers)
         console.print(table)

@@ -25,14 +25,14 @@ from lazygt.graph.mesh import Mesh
 from lazygt.machine import machine_of
 from lazygt.session import Session, overseen
 
-#: A script that imports lazygt opens its sessions itself.
-_IMPORT = re.compile(r"^\s*(from\s+|import\s([^#\n]*,)?\s*)lazygt\b", re.MULTILINE)
-_NOTHING: Mapping[str, Any] = {}
+#: Matches an import of lazygt: such a script opens its sessions itself.
+_IMPORTS_LAZYGT = re.compile(r"^\s*(from\s+|import\s([^#\n]*,)?\s*)lazygt\b", re.MULTILINE)
+_NO_SETTINGS: Mapping[str, Any] = {}
 
 
 @dataclass
 class Ran:
-    """A script that has run: the sessions it opened, in order; and True if it failed."""
+    """Result of running a script: the sessions that it opened, in order, and whether it failed."""
 
     sessions: list[Session]
     failed: bool
@@ -42,32 +42,32 @@ def run_script(
     script: Path,
     args: Sequence[str] = (),
     inline: bool = False,
-    settings: Mapping[str, Any] = _NOTHING,
+    settings: Mapping[str, Any] = _NO_SETTINGS,
     opened: Callable[[Session], object] = lambda session: None,
 ) -> Ran:
-    """Run a script; one that opens no session is run inside one. Its errors are printed.
+    """Run a script, inside a session if it opens none of its own. Its errors are printed.
 
     Ctrl-C ends the script as an error would.
 
     Args:
-        inline: where the script opens no session, run its plans in this process.
-        settings: of every session meanwhile, in place of the script's own. A ``mesh`` takes the
-            place of the script's workers, or of its mesh if that has the same axes.
+        inline: run the plans of a script that opens no session in this process.
+        settings: settings forced upon every session of the script. A ``mesh`` replaces the script's
+            workers, or its mesh if that has the same axes.
         opened: called with each new session.
     """
     sessions: list[Session] = []
 
-    def hear(session: Session) -> None:
+    def register(session: Session) -> None:
         sessions.append(session)
         opened(session)
 
-    with overseen(lambda given: forced_upon(given, settings), hear):
+    with overseen(lambda options: forced_upon(options, settings), register):
         failed = _run(script, args, inline)
     return Ran(sessions, failed)
 
 
 class _ScriptSession(Session):
-    """The session around a script that opens none."""
+    """Session around a script that opens none."""
 
     def __exit__(
         self,
@@ -75,32 +75,32 @@ class _ScriptSession(Session):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._submitter.names_lines = False  # none forces the last flush
+        self._submitter.names_lines = False  # no line of the script forces the last flush
         super().__exit__(kind, error, trace)
 
 
-def forced_upon(given: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a session's settings, with forced ones in place of the script's own.
+def forced_upon(options: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a session's settings with the forced ones, which win.
 
     Raises:
         ValueError: a mesh is forced upon a script with a mesh of other axes.
     """
-    settings = {**given, **forced}
-    if "launcher" in forced:  # nothing is asked of a pool
+    settings = {**options, **forced}
+    if "launcher" in forced:  # no pool is used
         for name in OF_POOLS & settings.keys():
             del settings[name]
     if "mesh" not in forced:
         return settings
-    wanted = Mesh.parse(forced["mesh"])
-    if given.get("mesh"):
-        asked = given["mesh"]
-        mesh = Mesh.parse(asked) if isinstance(asked, str) else Mesh.of(asked)
-        if set(mesh.names) != set(wanted.names):
+    forced_mesh = Mesh.parse(forced["mesh"])
+    if options.get("mesh"):
+        script_mesh = options["mesh"]
+        own_mesh = Mesh.parse(script_mesh) if isinstance(script_mesh, str) else Mesh.of(script_mesh)
+        if set(own_mesh.names) != set(forced_mesh.names):
             raise ValueError(
-                f"--mesh {wanted}: the script's own mesh is {mesh}, and its placements name those "
-                f"axes; give sizes for {', '.join(mesh.names)}"
+                f"--mesh {forced_mesh}: the script's own mesh is {own_mesh}, and its placements "
+                f"name those axes; give sizes for {', '.join(own_mesh.names)}"
             )
-        sizes = {name: wanted.size(name) for name in mesh.names}  # in the script's order
+        sizes = {name: forced_mesh.size(name) for name in own_mesh.names}  # in the script's order
         settings["mesh"] = sizes
     settings.pop("workers", None)
     return settings
@@ -111,12 +111,12 @@ def _run(script: Path, args: Sequence[str], inline: bool) -> bool:
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
-    opens_sessions = _IMPORT.search(script.read_text(errors="replace"))
-    around = (
+    opens_sessions = _IMPORTS_LAZYGT.search(script.read_text(errors="replace"))
+    session = (
         nullcontext() if opens_sessions else _ScriptSession(launcher="inline" if inline else None)
     )
     try:
-        with around:
+        with session:
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         return end.code not in (None, 0)
@@ -133,16 +133,16 @@ def _run(script: Path, args: Sequence[str], inline: bool) -> bool:
 
 def _of_script(trace: TracebackType | None, script: Path) -> TracebackType | None:
     """Return the traceback from the script's first frame on; all of it without such a frame."""
-    here = trace
-    while here is not None and here.tb_frame.f_code.co_filename != str(script):
-        here = here.tb_next
-    return here or trace
+    frame = trace
+    while frame is not None and frame.tb_frame.f_code.co_filename != str(script):
+        frame = frame.tb_next
+    return frame or trace
 
 
-Script = Annotated[Path, typer.Argument(help="the script; its own arguments follow")]
+Script = Annotated[Path, typer.Argument(help="script to run; its own arguments follow")]
 Inline = Annotated[
     bool,
-    typer.Option(help="where the script opens no session of its own, run it in this process"),
+    typer.Option(help="run a script that opens no session of its own in this process"),
 ]
 OnMesh = Annotated[
     str | None,
@@ -155,7 +155,7 @@ OnMachine = Annotated[
     str | None,
     typer.Option(
         "--machine",
-        help="whose costs count: a name such as h100, calibrated, or a machine file",
+        help="cost model: a name such as h100, calibrated, or a machine file",
     ),
 ]
 #: For commands that take a script: options unknown to lazygt are the script's.
@@ -167,16 +167,16 @@ SETTINGS = {
 
 
 class Option(NamedTuple):
-    """An option of a command under one of its names; all of them have the same ``key``."""
+    """An option of a command under one of its names; ``key`` is the same for all its names."""
 
     key: str
     takes_value: bool
 
 
 class ScriptCommand(TyperCommand):
-    """A command with options before the script or behind it; ``--`` ends them.
+    """A command with options before or after its script; ``--`` ends them.
 
-    An option before the script that comes again behind it is the script's own there.
+    An option that is given before the script belongs to the script when it is repeated after it.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -193,37 +193,37 @@ class ScriptCommand(TyperCommand):
 def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
     """Return ``args`` with the command's own options in front; a first ``--`` ends them.
 
-    An option is only known by its whole name, so that none of the script's is taken apart.
+    Options match by their full name only, so the script's options are never split.
 
     Args:
         options: by name.
     """
-    ours: list[str] = []
-    others: list[str] = []
-    before: set[str] = set()
-    rest = iter(args)
-    for arg in rest:
+    own_args: list[str] = []
+    script_args: list[str] = []
+    keys_before_script: set[str] = set()
+    remaining = iter(args)
+    for arg in remaining:
         if arg == "--":
             break
         name, equals, _ = arg.partition("=")
         option = options.get(name)
-        if option is None or (others and option.key in before):
-            others.append(arg)
+        if option is None or (script_args and option.key in keys_before_script):
+            script_args.append(arg)
             continue
-        if not others:
-            before.add(option.key)
-        ours.append(arg)
-        if option.takes_value and not equals and (value := next(rest, None)) is not None:
-            ours.append(value)
-    return [*ours, *others, *rest]
+        if not script_args:
+            keys_before_script.add(option.key)
+        own_args.append(arg)
+        if option.takes_value and not equals and (value := next(remaining, None)) is not None:
+            own_args.append(value)
+    return [*own_args, *script_args, *remaining]
 
 
 def on_machine(
     context: typer.Context, settings: Mapping[str, Any], machine: str | None
 ) -> Mapping[str, Any]:
-    """Return the settings, with a machine if one is given.
+    """Return the settings, with a machine if one is named.
 
-    Ends the command when there is no such machine.
+    Ends the command if the machine is unknown.
     """
     if machine is None:
         return settings
@@ -237,9 +237,9 @@ def on_machine(
 def on_mesh(
     context: typer.Context, settings: Mapping[str, Any], mesh: str | None
 ) -> Mapping[str, Any]:
-    """Return the settings; on a mesh, if one is given, those of a dry session.
+    """Return the settings; with a mesh those of a dry session on it.
 
-    Ends the command when it is no mesh.
+    Ends the command if the mesh is invalid.
     """
     if mesh is None:
         return settings
@@ -259,7 +259,7 @@ def run(
     settings: Mapping[str, Any] | None = None,
     opened: Callable[[Session], object] = lambda session: None,
 ) -> Ran:
-    """Run the script of a command; ends the command when there is no such file.
+    """Run the script of a command; ends the command if the file does not exist.
 
     Args:
         settings: of every session that the script opens.
@@ -271,7 +271,7 @@ def run(
 
 
 def check_output(context: typer.Context, path: Path) -> None:
-    """End the command, before its script runs, when ``path`` can't become a file after it."""
+    """End the command, before its script runs, if no file can be written at ``path``."""
     if path.is_dir():
         fail(context, f"{path} is a folder; name a file in it")
     if not path.parent.is_dir():
@@ -279,7 +279,7 @@ def check_output(context: typer.Context, path: Path) -> None:
 
 
 def finish(ran: Ran) -> None:
-    """End the command with exit code 1 when the script failed."""
+    """End the command with exit code 1 if the script failed."""
     if ran.failed:
         raise typer.Exit(1)
 

@@ -21,17 +21,19 @@ from lazygt.runtime.cluster import attach
 from lazygt.runtime.cluster.environment import Job
 from lazygt.runtime.cluster.keys import Keyring, keys_place, new_token
 
-# -- ``lazygt worker``: this host's workers for a program with its client on another host ----------
+# -- ``lazygt worker``: workers on this host for a program on another host -------------------------
 
 
 def worker(
     context: typer.Context,
     connect: Annotated[
-        str | None, typer.Option(help="tcp://HOST:PORT where the client listens")
+        str | None, typer.Option(help="address of the client: tcp://HOST:PORT")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="to start here, with --connect")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="number of workers to start here, with --connect")
+    ] = 1,
     order: Annotated[
-        int, typer.Option(min=1, help="hosts' ranks follow one another by it, with --connect")
+        int, typer.Option(min=1, help="position of this host in the order of ranks, with --connect")
     ] = 1,
     timeout: Annotated[float, typer.Option(min=0, help="seconds to wait for the client")] = (
         Config().start_timeout
@@ -39,9 +41,9 @@ def worker(
 ) -> None:
     """Start workers on this host for a program that runs elsewhere, until it ends.
 
-    Under torchrun, srun, mpirun or a JobSet nothing needs to be said: rank 0 runs the program, and
-    this command takes the place of the program on all other ranks. The secret that both must know
-    is in LAZYGT_TOKEN, or in the file that LAZYGT_TOKEN_FILE names.
+    Under torchrun, srun, mpirun or a JobSet no options are needed: rank 0 runs the program, and
+    this command replaces the program on all other ranks. The shared secret is in LAZYGT_TOKEN, or
+    in the file that LAZYGT_TOKEN_FILE names.
     """
     if connect is not None:
         attach.join(connect, attach.secret(), workers, order, timeout)
@@ -61,13 +63,13 @@ def worker(
     attach.serve(job, timeout)
 
 
-# -- ``lazygt keys``: keys of a pool's clients, and the shared secret of a session's hosts ---------
+# -- ``lazygt keys``: keys of a pool's clients, and tokens of sessions -----------------------------
 
 Directory = Annotated[
     Path | None,
-    typer.Option("--keys", help="the pool's directory of keys; by default one of this user's"),
+    typer.Option("--keys", help="the pool's directory of keys; by default this user's"),
 ]
-Name = Annotated[str, typer.Argument(help="of the client: letters, digits and .-_@")]
+Name = Annotated[str, typer.Argument(help="name of the client: letters, digits and .-_@")]
 
 keys = typer.Typer(
     no_args_is_help=True,
@@ -81,13 +83,14 @@ def new(
     name: Name,
     directory: Directory = None,
     output: Annotated[
-        Path | None, typer.Option("-o", help="the client's key file; by default NAME.key")
+        Path | None, typer.Option("-o", help="key file to write; by default NAME.key")
     ] = None,
     endpoint: Annotated[
-        str, typer.Option(help="where the pool listens, such as tcp://HOST:PORT")
+        str, typer.Option(help="address of the pool, such as tcp://HOST:PORT")
     ] = "",
     admin: Annotated[
-        bool, typer.Option("--admin", help="it may also see, drain and evict (lazygt pool)")
+        bool,
+        typer.Option("--admin", help="allow the client to see, drain and evict, too (lazygt pool)"),
     ] = False,
 ) -> None:
     """Make a key for a client, and allow it.
@@ -112,7 +115,7 @@ def new(
 
 @keys.command()
 def revoke(context: typer.Context, name: Name, directory: Directory = None) -> None:
-    """Allow a client no longer. If it is connected, it is sent away within a second."""
+    """Revoke a client's key. A connected client is disconnected within a second."""
     try:
         _ring(context, directory).revoke(name)
     except KeyError:
@@ -129,7 +132,7 @@ def list_(context: typer.Context, directory: Directory = None) -> None:
 
 @keys.command()
 def token() -> None:
-    """Print a fresh token, for LAZYGT_TOKEN on all hosts of a session."""
+    """Print a new random token, for LAZYGT_TOKEN on all hosts of a session."""
     typer.echo(new_token())
 
 
@@ -145,29 +148,29 @@ def _ring(context: typer.Context, directory: Path | None) -> Keyring:
 
 def serve(
     context: typer.Context,
-    workers: Annotated[int, typer.Option(min=1, help="worker processes that there may be")],
+    workers: Annotated[int, typer.Option(min=1, help="number of worker processes, at most")],
     keys: Annotated[
-        Path | None, typer.Option(help="the folder of the pool's keys  [default: this user's]")
+        Path | None, typer.Option(help="folder of the pool's keys  [default: this user's]")
     ] = None,
     bind: Annotated[
-        str, typer.Option(help="where to listen; port 0: a free one")
+        str, typer.Option(help="address to listen on; port 0: a free one")
     ] = "tcp://127.0.0.1:7000",
     at_once: Annotated[
-        int | None, typer.Option(min=1, help="workers that may run at once  [default: the cores]")
+        int | None, typer.Option(min=1, help="workers that run at once, at most  [default: cores]")
     ] = None,
     queue: Annotated[int, typer.Option(min=0, help="sessions that may wait for workers")] = 64,
     grace: Annotated[
-        float, typer.Option(min=0, help="seconds for which a connection may be dead, at most")
+        float, typer.Option(min=0, help="seconds that a connection may be dead, at most")
     ] = 300.0,
     expiry: Annotated[
-        float, typer.Option(min=0, help="seconds that a session lives whose client has detached")
+        float, typer.Option(min=0, help="seconds until a detached session expires")
     ] = 86_400.0,
     quota: Annotated[
-        Path | None, typer.Option(help="a TOML file: what each key may have")
+        Path | None, typer.Option(help="TOML file with the quotas of keys")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    device: Annotated[str, typer.Option(help="device of the workers: auto, cpu or cuda")] = "auto",
     hidden: Annotated[
-        bool, typer.Option("--hidden", help="keep its processes from looking into one another")
+        bool, typer.Option("--hidden", help="hide the pool's processes from one another")
     ] = False,
 ) -> None:  # fmt: skip
     """Serve workers here to clients with keys, fairly and each with its own processes.
@@ -178,9 +181,9 @@ def serve(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        default, of_clients = (Quota(), {}) if quota is None else quotas(quota)
+        default, client_quotas = (Quota(), {}) if quota is None else quotas(quota)
         limit = at_once or (workers if device == "cuda" else min(workers, cores_here()))
-        rules = Rules(workers, limit, queue, grace, expiry, default, of_clients, hidden)
+        rules = Rules(workers, limit, queue, grace, expiry, default, client_quotas, hidden)
         caches = cache_place(cache_setting()) / "clients"
         if hidden:
             hide()

@@ -1,4 +1,4 @@
-"""``lazygt calibrate``: a machine file of the machine at hand."""
+"""``lazygt build-native``: the C++ extension; ``lazygt calibrate``: a machine file."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from lazygt.native import fit
 from lazygt.native.build import BuildError, build, install
 from lazygt.native.build import write as write_wheel
 
-# -- ``lazygt build-native``: the C++ extension, from a wheel that fits or of the sources ----------
+# -- ``lazygt build-native``: the C++ extension, from a wheel or from the sources ------------------
 
 
 def build_native(
     if_possible: Annotated[
-        bool, typer.Option(help="end well without one, too: the recorder in Python does")
+        bool, typer.Option(help="exit with 0 without one, too: the recorder in Python replaces it")
     ] = False,
     find_links: Annotated[
-        Path | None, typer.Option(help="a folder of wheels (LAZYGT_NATIVE_WHEELS)")
+        Path | None, typer.Option(help="folder of wheels (LAZYGT_NATIVE_WHEELS)")
     ] = None,
-    wheel: Annotated[Path | None, typer.Option(help="put a wheel of it into this folder")] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="write a wheel of the extension into this folder")
+    ] = None,
 ) -> None:
-    """Get the C++ extension: one that is there, a wheel that fits, or a build (cached)."""
+    """Get the C++ extension: an installed one, a compatible wheel, or a build (cached)."""
     try:
         if wheel is not None:
             typer.echo(write_wheel(build(typer.echo), wheel))
@@ -57,26 +59,28 @@ def _get(wheels: Path | str | None) -> str:
         return f"the native extension is built: {build(typer.echo).path}"
 
 
-# -- ``lazygt calibrate``: a machine file of the machine at hand -----------------------------------
+# -- ``lazygt calibrate``: a machine file of this machine ------------------------------------------
 
 
 def calibrate(
     context: typer.Context,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="the file to write; else the one named calibrated"),
+        typer.Option(
+            "--output", "-o", help="file to write; by default the machine named calibrated"
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and rounds")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="of a worker on the CPU")] = 1,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="what is measured")] = (
+    quick: Annotated[bool, typer.Option("--quick", help="measure fewer sizes and rounds")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="threads of a worker on the CPU")] = 1,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="device to measure")] = (
         "auto"
     ),
 ) -> None:
     """Measure the cost of work here, in less than a minute, and write a machine file.
 
-    Matmuls, pointwise ops, memory, recording, messages, and collectives between real workers. Each
-    figure is the least of several rounds. Sessions take it with machine="calibrated", or with
-    LAZYGT_MACHINE=calibrated; a file written with -o by its path.
+    Measured are matmuls, pointwise ops, memory, recording, messages, and collectives between real
+    workers; each figure is the minimum of several rounds. Sessions use the file with
+    machine="calibrated" or LAZYGT_MACHINE=calibrated, or a file written with -o by its path.
     """
     if output is not None:
         check_output(context, output)
@@ -86,10 +90,10 @@ def calibrate(
     ) as progress:
         task = progress.add_task("starting", total=None)
 
-        def told(what: str, done: int, of: int) -> None:
-            progress.update(task, description=f"{what} {done}/{of}" if of else what)
+        def show_progress(measurement: str, done: int, of: int) -> None:
+            progress.update(task, description=f"{measurement} {done}/{of}" if of else measurement)
 
-        machine = measure(kind, QUICK if quick else FULL, threads, told)
+        machine = measure(kind, QUICK if quick else FULL, threads, show_progress)
     path = write(machine, output or calibrated_place(cache_setting()))
     Console().print(_table(machine, default_machine(kind)))
     typer.echo(f"written to {path}")
@@ -103,6 +107,6 @@ def _table(machine: Machine, usual: Machine) -> Table:
     for key, figure in in_order(machine.figures):
         if figure.source == CALIBRATED:
             other = usual.figures.get(key)
-            before = "" if other is None else f"{other.value:.3g}"
-            table.add_row(key, f"{figure.value:.3g}", before, quantity(key).unit)
+            default = "" if other is None else f"{other.value:.3g}"
+            table.add_row(key, f"{figure.value:.3g}", default, quantity(key).unit)
     return table

@@ -48,17 +48,17 @@ def explain(
 ) -> None:
     """Record an unchanged script without computing anything, and show its costs.
 
-    For each of its lines: flops, bytes, launches and peak memory; the fused ops, and why the others
-    are not. On a mesh, which needs none of its workers: the work of one rank, the collectives, and
-    dearer alternatives. A script that fails on the way is explained up to there, with exit code 1.
+    For each of its lines: flops, bytes, launches and peak memory; fused ops, and reasons for the
+    others. On a mesh, which needs none of its workers: the work of one rank, the collectives, and
+    the cost of alternatives. A failing script is explained up to its error, with exit code 1.
     """
     settings = on_machine(context, on_mesh(context, DRY, mesh), machine)
     ran = run(context, script, True, settings)
     runs: list[Runs] = []
-    first = 0
+    first_plan = 0
     for session in ran.sessions:
-        runs += runs_of(session, first)
-        first += len(session.entries())
+        runs += runs_of(session, first_plan)
+        first_plan += len(session.entries())
     report = report_of(runs, alternatives=True)
     if report.plans:
         _show(report, _DRY + (_FAILED if ran.failed else ""))
@@ -68,7 +68,7 @@ def explain(
 
 
 def _show(report: Report, head: str) -> None:
-    """Print in the terminal's width and colours; all, as plain text, into a file or pipe."""
+    """Print a report: formatted in a terminal, in full as plain text into a file or pipe."""
     if sys.stdout.isatty():
         console = Console()
         console.print(head, style="italic")
@@ -78,7 +78,7 @@ def _show(report: Report, head: str) -> None:
 
 
 def why(context: typer.Context, script: Script, inline: Inline = False) -> None:
-    """Run an unchanged script and say why each flush happened and each plan was built."""
+    """Run an unchanged script and report the causes of its flushes and of its new plans."""
     ran = run(context, script, inline)
     for number, session in enumerate(ran.sessions):
         stats = session.stats()
@@ -98,7 +98,7 @@ def profile(
 ) -> None:  # fmt: skip
     """Run an unchanged script and write a timeline in Chrome's trace format.
 
-    Workers run plans node by node for it, so it shows where time goes, not how fast it is.
+    Workers run plans node by node for it: the timeline shows shares of time, not the real speed.
     """
     check_output(context, output)
     timeline = Timeline()
@@ -122,8 +122,8 @@ def profile(
             f"  {row.exposed * 1e3:10.3f} ms  {row.times:6} times  {row.kind} over {row.axis}: "
             f"exposed, {share:.0%} of it; {row.hidden * 1e3:.3f} ms hidden"
         )
-    for what, times, seconds in timeline.beside():
-        typer.echo(f"  {seconds * 1e3:10.3f} ms  {times:6} times  {what}")
+    for activity, times, seconds in timeline.beside():
+        typer.echo(f"  {seconds * 1e3:10.3f} ms  {times:6} times  {activity}")
     finish(ran)
 
 

@@ -36,19 +36,19 @@ from lazygt.session import Session
 from lazygt.simulation import DRY, Living, Prediction, check, predict
 from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 
-# -- ``--gpus 8xB200``, ``--hosts``, ``--mesh``, ``--machine``: ranks that may not exist -----------
+# -- options of a simulated machine ----------------------------------------------------------------
 
 OnGpus = Annotated[
     str | None,
     typer.Option(
         "--gpus",
-        help="so many of a kind, such as 8xB200: that machine, and a mesh of 8 ranks (without "
-        "--mesh data=8)",
+        help="number and kind of GPUs, such as 8xB200: sets the machine and a mesh of 8 ranks "
+        "(data=8 without --mesh)",
     ),
 ]
 OnHosts = Annotated[
     int | None,
-    typer.Option("--hosts", help="on which the GPUs are, as many on each", min=1),
+    typer.Option("--hosts", help="number of hosts, with equally many GPUs each", min=1),
 ]
 
 
@@ -60,7 +60,7 @@ def on_gpus(
     mesh: str | None,
     machine: str | None,
 ) -> Mapping[str, Any]:
-    """Return the settings of a dry session on the given ranks, with the machine's device.
+    """Return the settings of a dry session on the requested ranks, with the machine's device.
 
     Ends the command if the options are invalid, or contradict each other.
     """
@@ -78,7 +78,7 @@ def on_gpus(
     return {**settings, "device": machine_of(machine, cache_setting()).device}
 
 
-# -- ``lazygt simulate``: time and memory of a script's step on a machine that may not exist -------
+# -- ``lazygt simulate`` ---------------------------------------------------------------------------
 
 
 def simulate(
@@ -91,50 +91,53 @@ def simulate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="write a timeline (Chrome's trace format)")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the figures, for scripts")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="fused groups as one kernel each")
+        bool, typer.Option("--compile/--no-compile", help="simulate each fused group as one kernel")
     ] = True,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="then simulate changes, and say which help most")
+        bool, typer.Option("--suggest", help="also simulate changes, and list the most useful ones")
     ] = False,
     checked: Annotated[
-        bool, typer.Option("--check", help="then run it here, not compiled, and compare")
+        bool, typer.Option("--check", help="also run the script here, not compiled, and compare")
     ] = False,
 ) -> None:
     """Record an unchanged script without computing anything, and predict a step.
 
-    A step is the part that the script repeats most. On a mesh, which needs none of its workers,
-    ranks with the same plan are simulated once. All is estimated from the figures of a machine
-    file: kernels by the law of their family, collectives by kind, size and ranks, overlapped as the
-    plans have them.
+    A step is the part that the script repeats most. A mesh needs none of its workers; ranks with
+    the same plan are simulated once. All figures are estimated from a machine file: kernels by the
+    cost model of their family, collectives by kind, size and ranks, overlapped as in the plans.
     """
     if output is not None:
         check_output(context, output)
     settings = on_gpus(context, DRY, gpus, hosts, mesh, machine)
-    watched: list[tuple[Session, Living]] = []
-    with AS_IT_IS.made() as forced:
+    observed: list[tuple[Session, Living]] = []
+    with AS_IT_IS.made() as overrides:
         ran = run(
             context, script, True, settings,
-            opened=lambda session: watched.append((session, Living(session))),
+            opened=lambda session: observed.append((session, Living(session))),
         )  # fmt: skip
     by_session: list[Prediction | None] = []
-    for session, living in watched:
+    for session, living in observed:
         try:
-            told = predict(session, session.machine, living, compiled=compiled and not checked)
-            by_session.append(told)
-        except ValueError as error:  # it has run nothing
+            prediction_of_session = predict(
+                session, session.machine, living, compiled=compiled and not checked
+            )
+            by_session.append(prediction_of_session)
+        except ValueError as error:  # the session has run nothing
             by_session.append(None)
-            if len(watched) == 1 and not ran.failed:
+            if len(observed) == 1 and not ran.failed:
                 fail(context, str(error))
     predictions = [prediction for prediction in by_session if prediction is not None]
     if suggest and predictions and not ran.failed:
         longest = max(predictions, key=lambda prediction: prediction.step_seconds)
-        others = trials(longest.mesh, forced.calls > 0, context.args)
-        again = partial(_again, script, context.args, settings, compiled)
-        whole = replace(longest, tries=lambda: tried(others, again))
-        _ = whole.suggestions  # they print once they are there
-        predictions[predictions.index(longest)] = whole
+        changes = trials(longest.mesh, overrides.calls > 0, context.args)
+        rerun = partial(_predict_changed, script, context.args, settings, compiled)
+        with_suggestions = replace(longest, tries=lambda: tried(changes, rerun))
+        _ = (
+            with_suggestions.suggestions
+        )  # computes them: ``_show`` prints suggestions only if they are cached
+        predictions[predictions.index(longest)] = with_suggestions
     for prediction in predictions:
         _show(prediction, as_json)
     if output is not None and predictions:
@@ -146,30 +149,32 @@ def simulate(
     finish(ran)
 
 
-def _again(
+def _predict_changed(
     script: Path,
     arguments: Sequence[str],
     settings: Mapping[str, Any],
     compiled: bool,
     trial: Trial,
 ) -> Prediction:
-    """Return the prediction of a changed script; its output is dropped.
+    """Predict a step of the script with a change; the script's output is discarded.
 
     Raises:
-        ValueError: it fails then, or runs nothing.
+        ValueError: the changed script fails, or runs nothing.
     """
     changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
     args = arguments if trial.arguments is None else trial.arguments
-    watched: list[tuple[Session, Living]] = []
+    observed: list[tuple[Session, Living]] = []
     with trial.made(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         ran = run_script(
             script, args, True, changed,
-            opened=lambda session: watched.append((session, Living(session))),
+            opened=lambda session: observed.append((session, Living(session))),
         )  # fmt: skip
-    if ran.failed or not watched:
+    if ran.failed or not observed:
         raise ValueError(f"with {trial.what} the script fails")
-    told = [predict(session, session.machine, seen, compiled=compiled) for session, seen in watched]
-    return max(told, key=lambda prediction: prediction.step_seconds)
+    predictions = [
+        predict(session, session.machine, living, compiled=compiled) for session, living in observed
+    ]
+    return max(predictions, key=lambda prediction: prediction.step_seconds)
 
 
 def _check(
@@ -178,7 +183,7 @@ def _check(
     mesh: str | None,
     by_session: Sequence[Prediction | None],
 ) -> Ran:
-    """Run the script for real, and show each session's prediction beside the measured step."""
+    """Run the script for real, and print each session's prediction beside the measured step."""
     devices = {prediction.machine.device for prediction in by_session if prediction is not None}
     if "cuda" in devices and not torch.cuda.is_available():
         fail(context, "--check runs the script on this machine, which has no CUDA device")
@@ -195,15 +200,15 @@ def _check(
         if prediction is None:
             continue
         try:
-            told = check(prediction, timeline.timed)
+            comparison = check(prediction, timeline.timed)
         except ValueError as error:
             fail(context, str(error))
-        typer.echo(f"\n{told}")
+        typer.echo(f"\n{comparison}")
     return ran
 
 
 def _show(prediction: Prediction, as_json: bool) -> None:
-    """Print in the terminal's width and colours; all, as plain text, into a file or pipe."""
+    """Print a prediction: formatted in a terminal, in full as plain text into a file or pipe."""
     if as_json:
         typer.echo(json.dumps(prediction.as_json()))
     elif sys.stdout.isatty():

@@ -49,40 +49,41 @@ def sweep(
         str | None,
         typer.Option(
             "--mesh",
-            help="run on this mesh of workers, such as data=2, whatever the script says; with "
-            "--gpus or --machine they need not be there",
+            help="mesh of workers, such as data=2, in place of the script's; with --gpus or "
+            "--machine the workers need not exist",
         ),
     ] = None,
     machine: OnMachine = None,
     target: Annotated[
-        float, typer.Option(help="per cent by which the best has to be better than the baseline")
+        float, typer.Option(help="required gain over the baseline, in per cent")
     ] = 15.0,
     baseline: Annotated[
         str | None,
-        typer.Option(help="what others are compared with, such as wrap=auto,reshard=1 (the first)"),
+        typer.Option(help="combination to compare with, such as wrap=auto,reshard=1 (the first)"),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="GB that a rank may use (90 % of those that there are)")
+        float | None, typer.Option(help="GB that a rank may use (90 % of its memory)")
     ] = None,
-    warmup: Annotated[int, typer.Option(min=1, help="steps before those that are measured")] = 5,
-    measured: Annotated[int, typer.Option(min=1, help="steps that are measured")] = 20,
+    warmup: Annotated[int, typer.Option(min=1, help="warm-up steps, not measured")] = 5,
+    measured: Annotated[int, typer.Option(min=1, help="measured steps")] = 20,
     profiled: Annotated[
-        int, typer.Option(min=1, help="steps behind them that are timed op by op, for the shares")
+        int,
+        typer.Option(min=1, help="steps timed op by op after the measured ones, for the shares"),
     ] = 5,
     csv: Annotated[Path | None, typer.Option("--csv", help="write the rows into this file")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="draw tokens/s against memory into this .png or .svg")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the rows, for scripts")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
 ) -> None:
-    """Run an unchanged script with every combination of knobs, and say which is best.
+    """Run an unchanged script with every combination of knobs, and report the best.
 
     Knobs follow the script: wrap=auto,block,one bucket_cap_mb=25,100 reshard=1,0
-    limit_all_gathers=1,0 are forced upon its calls of lazygt.fully_shard; any other KNOB=A,B is
-    given to it as --KNOB A. Its own arguments come after them.
+    limit_all_gathers=1,0 override arguments of its calls of lazygt.fully_shard; any other
+    KNOB=A,B is passed to it as --KNOB A. The script's own arguments come after the knobs.
 
-    Measured are steps on workers that are there. With --gpus or --machine nothing is computed, and
-    a step is simulated.
+    Steps are measured on real workers. With --gpus or --machine nothing is computed, and a step is
+    simulated.
     """
     for path in filter(None, (csv, plot)):
         check_output(context, path)
@@ -90,23 +91,23 @@ def sweep(
         _check_plot(context, plot)
     if not script.is_file():
         fail(context, f"there is no file {script}")
-    given = list(takewhile(is_knob, context.args))
+    knob_args = list(takewhile(is_knob, context.args))
     try:
-        combos = combinations(parsed(given))
-        first = 0 if baseline is None else matching(combos, baseline)
+        combos = combinations(parsed(knob_args))
+        baseline_index = 0 if baseline is None else matching(combos, baseline)
     except ValueError as error:
         fail(context, str(error))
     simulated = gpus is not None or machine is not None
     settings = on_gpus(context, {}, gpus, hosts, mesh, machine)
     if not simulated:
         settings = {key: settings[key] for key in ("mesh",) if key in settings}
-    room = None if memory is None else memory * 1e9
-    ground = Ground(settings, simulated, room, Window(warmup, measured, profiled))
-    rows, interrupted = _rows(script, context.args[len(given) :], combos, ground)
+    capacity = None if memory is None else memory * 1e9
+    ground = Ground(settings, simulated, capacity, Window(warmup, measured, profiled))
+    rows, interrupted = _rows(script, context.args[len(knob_args) :], combos, ground)
     if rows:
         title = sweep_title(script.name, len(combos), ground)
-        told = Sweep(title, rows, first if first < len(rows) else 0, target)
-        _tell(context, told, csv, plot, as_json)
+        result = Sweep(title, rows, baseline_index if baseline_index < len(rows) else 0, target)
+        _print(context, result, csv, plot, as_json)
     if interrupted:
         typer.echo(f"interrupted after {len(rows)} of {len(combos)} combinations", err=True)
     if interrupted or not any(row.done for row in rows):
@@ -120,20 +121,20 @@ def _check_plot(context: typer.Context, plot: Path) -> None:
         fail(context, "--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
-def _tell(
-    context: typer.Context, told: Sweep, csv: Path | None, plot: Path | None, as_json: bool
+def _print(
+    context: typer.Context, result: Sweep, csv: Path | None, plot: Path | None, as_json: bool
 ) -> None:
     if as_json:
-        typer.echo(json.dumps(told.as_json(), indent=2))
+        typer.echo(json.dumps(result.as_json(), indent=2))
     elif sys.stdout.isatty():
-        Console().print(told)
+        Console().print(result)
     else:
-        typer.echo(str(told))
+        typer.echo(str(result))
     try:
         if csv is not None:
-            told.save_csv(csv)
+            result.save_csv(csv)
         if plot is not None:
-            told.plot(plot)
+            result.plot(plot)
     except (OSError, ValueError) as error:
         fail(context, str(error))
 
@@ -144,9 +145,9 @@ def _tell(
 def _rows(
     script: Path, arguments: Sequence[str], combos: Sequence[Combination], ground: Ground
 ) -> tuple[list[Row], bool]:
-    """Return the rows, as far as they came, and whether the user interrupted."""
+    """Run all combinations; return the finished rows, and whether the user interrupted."""
     rows: list[Row] = []
-    with _progress() as bar, _noting_interrupts() as interrupts:
+    with _progress() as bar, _recorded_interrupts() as interrupts:
         task = bar.add_task("", total=len(combos) * ground.ticks, what="")
         ground = replace(ground, tick=lambda: bar.advance(task))
         run = _Running(script, arguments, interrupts, lambda text: bar.update(task, what=text))
@@ -170,12 +171,15 @@ def _progress() -> Progress:
 
 @dataclass
 class _Running:
-    """Run of the script; of its output only the last line is shown, if it fails."""
+    """Callable that runs the script for a combination; its output is discarded.
+
+    If the script fails, the last line of its output is the error.
+    """
 
     script: Path
     arguments: Sequence[str]
     interrupts: list[int]
-    tell: Callable[[str], object]
+    show: Callable[[str], object]
 
     def __call__(
         self,
@@ -183,34 +187,34 @@ class _Running:
         settings: Mapping[str, Any],
         opened: Callable[[Session], object],
     ) -> None:
-        self.tell(str(combo))
+        self.show(str(combo))
         passed = [text for knob, value in combo.passed.items() for text in (f"--{knob}", value)]
-        with tempfile.TemporaryFile("w+") as kept:
-            with redirect_stdout(kept), redirect_stderr(kept):
+        with tempfile.TemporaryFile("w+") as output:
+            with redirect_stdout(output), redirect_stderr(output):
                 ran = run_script(self.script, [*self.arguments, *passed], True, settings, opened)
-            if self.interrupts:  # the script may have gone on after it
+            if self.interrupts:  # the script may have caught KeyboardInterrupt
                 raise KeyboardInterrupt
             if ran.failed:
-                raise ProgramFailed(_last_line(kept))
+                raise ProgramFailed(_last_line(output))
 
 
-def _last_line(kept: IO[str]) -> str:
-    kept.seek(0)
-    lines = [line.strip() for line in kept.read().splitlines() if line.strip()]
+def _last_line(output: IO[str]) -> str:
+    output.seek(0)
+    lines = [line.strip() for line in output.read().splitlines() if line.strip()]
     return lines[-1] if lines else "the script failed, and says not why"
 
 
 @contextmanager
-def _noting_interrupts() -> Iterator[list[int]]:
-    """The signals of Ctrl-C meanwhile, also those that a script does not pass on."""
-    seen: list[int] = []
+def _recorded_interrupts() -> Iterator[list[int]]:
+    """Context that records signals of Ctrl-C, even if the script catches KeyboardInterrupt."""
+    signals: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
+    def record(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, note)
+    previous = signal.signal(signal.SIGINT, record)
     try:
-        yield seen
+        yield signals
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)

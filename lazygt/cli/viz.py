@@ -34,7 +34,7 @@ def viz(
     context: typer.Context,
     script: Script,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="the file to write: .html, .svg, .png or .dot")
+        Path, typer.Option("--output", "-o", help="file to write: .html, .svg, .png or .dot")
     ] = Path("graph.html"),
     plan: Annotated[
         int | None,
@@ -44,7 +44,7 @@ def viz(
         str, typer.Option(help=f"draw the graph of this stage: {', '.join(GRAPHS)}")
     ] = "plan",
     collapse: Annotated[
-        str, typer.Option(help="one box a source line: auto (for large graphs), always, never")
+        str, typer.Option(help="draw one box a source line: auto (for large graphs), always, never")
     ] = "auto",
     inline: Inline = False,
     mesh: OnMesh = None,
@@ -58,9 +58,9 @@ def viz(
     settings = on_mesh(context, {"keep_stages": stage != "plan"}, mesh)
     settings = on_machine(context, settings, machine)
     ran = run(context, script, inline, settings)
-    plans = [(session, found) for session in ran.sessions for found in _plans(session)]
+    plans = [(session, built) for session in ran.sessions for built in _plans(session)]
     if plans:
-        number = most_ops([found for _, found in plans]) if plan is None else plan
+        number = most_ops([built for _, built in plans]) if plan is None else plan
         if not 0 <= number < len(plans):
             fail(context, f"there is no plan {number}, only 0 to {len(plans) - 1}")
         graph = _graph(*plans[number], stage)
@@ -80,7 +80,7 @@ def viz(
 
 
 def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> None:
-    """End the command before the script runs when the picture could not be written after it."""
+    """Check the options before the script runs: end the command if the picture can't be written."""
     from lazygt.observe.picture import SUFFIXES  # why: networkx takes a tenth of a second to load
 
     if stage not in GRAPHS:

@@ -1,9 +1,9 @@
 """Lightning on lazygt: ``Trainer(strategy=LazyGTStrategy())`` inside a session.
 
-Lightning asks an accelerator for its devices, and a strategy for the model's device. The session's
-workers are one device, so the strategy is Lightning's own for one device.
+Lightning gets the devices from an accelerator, and the model's device from a strategy. A session's
+workers are one device to Lightning, so the strategy is its own single-device strategy.
 
-Nothing else of lazygt imports this module or needs ``lightning`` or ``pytorch_lightning``.
+No other module of lazygt imports this one, or needs ``lightning`` or ``pytorch_lightning``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from lazygt.record.context import NAME, current_session, recorder
 from lazygt.session import current
 
-# Lightning has two packages with the same classes; what a program has imported is what it uses.
+# Lightning has two packages with the same classes: take the one that the program has imported.
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning.accelerators import Accelerator, AcceleratorRegistry
     from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -26,14 +26,14 @@ else:
 
 
 class LazyGTAccelerator(Accelerator):
-    """The workers of the open session, which are one device to Lightning."""
+    """Accelerator: the workers of the open session, as one device."""
 
     def setup_device(self, device: torch.device) -> None:
         """Check that the strategy puts the model on this device.
 
         Raises:
             NoSession: outside ``with lazygt.session():``.
-            ValueError: the Trainer was given this accelerator without ``LazyGTStrategy``.
+            ValueError: the Trainer has this accelerator without ``LazyGTStrategy``.
         """
         recorder()
         if device.type != NAME:
@@ -43,7 +43,7 @@ class LazyGTAccelerator(Accelerator):
             )
 
     def teardown(self) -> None:
-        """Nothing to do: the session ends its workers."""
+        """Do nothing: the session ends its workers."""
 
     @staticmethod
     def parse_devices(devices: int | str) -> int:
@@ -61,12 +61,12 @@ class LazyGTAccelerator(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: int) -> list[torch.device]:
-        """The one device."""
+        """Return the one device."""
         return [torch.device(NAME, 0)]
 
     @staticmethod
     def auto_device_count() -> int:
-        """1."""
+        """Return 1."""
         return 1
 
     @staticmethod
@@ -76,11 +76,11 @@ class LazyGTAccelerator(Accelerator):
 
     @staticmethod
     def name() -> str:
-        """Return its name in ``Trainer(accelerator=...)``."""
+        """Return the accelerator's name in ``Trainer(accelerator=...)``."""
         return NAME
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Counts of the session, for Lightning's DeviceStatsMonitor."""
+        """Return the session's counts, for Lightning's DeviceStatsMonitor."""
         return {
             f"{NAME}.{name}": value
             for name, value in current().stats().items()
@@ -89,7 +89,7 @@ class LazyGTAccelerator(Accelerator):
 
 
 class LazyGTStrategy(SingleDeviceStrategy):
-    """Trains on the open session: ``Trainer(strategy=LazyGTStrategy())``."""
+    """Strategy that trains in the open session: ``Trainer(strategy=LazyGTStrategy())``."""
 
     strategy_name = NAME
 

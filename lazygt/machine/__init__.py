@@ -1,7 +1,7 @@
 """Cost models: machines, their figures, and machine files.
 
-All costs come from a ``Machine``. ``machine_of`` finds one: those of ``machines/`` come with
-lazygt, ``lazygt calibrate`` writes one of the machine it runs on.
+All costs come from a ``Machine``. ``machine_of`` finds one: ``machines/`` has the shipped ones, and
+``lazygt calibrate`` writes one for the machine on which it runs.
 """
 
 from lazygt.machine.find import (

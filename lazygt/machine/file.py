@@ -1,4 +1,4 @@
-"""Machine files: read with every mistake named, and written."""
+"""Reader and writer of machine files (TOML); the reader names the first mistake."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 def read(path: str | os.PathLike[str]) -> Machine:
-    """The machine of a file.
+    """Read a machine file.
 
     Raises:
-        MachineError: it can't be read, or a figure is missing or absurd.
+        MachineError: the file can't be read, or a figure is missing or implausible.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def read(path: str | os.PathLike[str]) -> Machine:
 
 
 def parse(text: str, path: str) -> Machine:
-    """The machine of a file's text; see ``read``."""
+    """Parse the text of a machine file; see ``read``."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -52,7 +52,7 @@ def parse(text: str, path: str) -> Machine:
 
 
 class _Reader:
-    """One document, every key of which has to be known."""
+    """Validating reader of one document; unknown keys are errors."""
 
     def __init__(self, path: str, document: dict[str, Any]) -> None:
         self.path, self.document = path, document
@@ -60,7 +60,7 @@ class _Reader:
 
     def machine(self) -> Machine:
         version = self.document.get("version")
-        self._need(
+        self._require(
             type(version) is int and version == VERSION,
             "version",
             f"{_shown(version)}: expected {VERSION}, the one that this lazygt reads",
@@ -68,29 +68,30 @@ class _Reader:
         name, device, about = (
             self._text(key, self.document.get(key)) for key in ("name", "device", "about")
         )
-        self._need(
+        self._require(
             _NAME.fullmatch(name),
             "name",
             f"{name!r}: expected small letters, digits, '.', '_' and '-'",
         )
-        self._need(device in DEVICES, "device", f"{device!r}: expected {_either(DEVICES)}")
+        self._require(device in DEVICES, "device", f"{device!r}: expected {_either(DEVICES)}")
         sources: Any = self.document.get("sources")
         expected = "missing: expected [sources] with a text for each name"
-        self._need(isinstance(sources, dict) and sources, "sources", expected)
+        self._require(isinstance(sources, dict) and sources, "sources", expected)
         self.sources = {key: self._text(f"sources.{key}", text) for key, text in sources.items()}
-        figures = {key: self._figure(key, value) for key, value in self._leaves()}
+        figures = {key: self._figure(key, value) for key, value in self._figure_entries()}
         self._check_complete(figures)
         return Machine(name, device, about, figures, self.sources, self.path)
 
-    def _need(self, holds: object, key: str, why: str) -> None:
+    def _require(self, holds: object, key: str, problem: str) -> None:
+        """Raise MachineError for a key unless a condition holds."""
         if not holds:
-            raise MachineError(self.path, key, why)
+            raise MachineError(self.path, key, problem)
 
     def _text(self, key: str, value: Any) -> str:
-        self._need(isinstance(value, str) and value, key, f"{_shown(value)}: expected a text")
+        self._require(isinstance(value, str) and value, key, f"{_shown(value)}: expected a text")
         return str(value)
 
-    def _leaves(self) -> Iterator[tuple[str, Any]]:
+    def _figure_entries(self) -> Iterator[tuple[str, Any]]:
         """Yield every key of a figure, with its entry."""
         todo = [(key, value) for key, value in self.document.items() if key not in _HEAD]
         while todo:
@@ -99,42 +100,42 @@ class _Reader:
                 todo[:0] = [(f"{key}.{name}", inner) for name, inner in value.items()]
             elif isinstance(value, list) and key in _CARRIERS:
                 for at, entry in enumerate(value):
-                    self._need(isinstance(entry, dict), f"{key}[{at}]", "expected a table")
+                    self._require(isinstance(entry, dict), f"{key}[{at}]", "expected a table")
                     todo[at:at] = [(f"{key}[{at}].{name}", inner) for name, inner in entry.items()]
             else:
                 yield key, value
 
-    def _figure(self, key: str, given: Any) -> Figure:
-        where = re.sub(r"\[\d+\]", "[]", key)
-        if where not in FIGURES and where not in _LINKS:
-            near = difflib.get_close_matches(where, [*FIGURES, *sorted(_LINKS)], 1, 0.6)
+    def _figure(self, key: str, entry: Any) -> Figure:
+        pattern = re.sub(r"\[\d+\]", "[]", key)
+        if pattern not in FIGURES and pattern not in _LINKS:
+            similar = difflib.get_close_matches(pattern, [*FIGURES, *sorted(_LINKS)], 1, 0.6)
             raise MachineError(
-                self.path, key, f"unknown: did you mean {near[0]}?" if near else "unknown"
+                self.path, key, f"unknown: did you mean {similar[0]}?" if similar else "unknown"
             )
         expected = quantity(key)
-        self._need(
-            isinstance(given, dict),
+        self._require(
+            isinstance(entry, dict),
             key,
-            f"{_shown(given)}: expected {{ value = ..., unit = {expected.unit!r}, "
+            f"{_shown(entry)}: expected {{ value = ..., unit = {expected.unit!r}, "
             f"basis = {_either(BASES)}, source = ... }}",
         )
-        for field in (*_FIELDS, *given):
-            self._need(field in given, key, f"without {field!r}: {_range(expected)}")
-            self._need(
+        for field in (*_FIELDS, *entry):
+            self._require(field in entry, key, f"without {field!r}: {_range(expected)}")
+            self._require(
                 field in _FIELDS, f"{key}.{field}", f"unknown: expected {', '.join(_FIELDS)}"
             )
-        value, unit, basis, source = (given[field] for field in _FIELDS)
+        value, unit, basis, source = (entry[field] for field in _FIELDS)
         names = ", ".join(self.sources)
-        self._need(unit == expected.unit, key, f"in {_shown(unit)}: expected {expected.unit!r}")
-        self._need(basis in BASES, key, f"basis {_shown(basis)}: expected {_either(BASES)}")
-        self._need(
+        self._require(unit == expected.unit, key, f"in {_shown(unit)}: expected {expected.unit!r}")
+        self._require(basis in BASES, key, f"basis {_shown(basis)}: expected {_either(BASES)}")
+        self._require(
             isinstance(source, str) and source in self.sources,
             key,
             f"source {_shown(source)}: expected one of [sources]: {names}",
         )
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        self._need(number, key, f"{_shown(value)}: {_range(expected)}")
-        self._need(  # nor where it is no number
+        self._require(number, key, f"{_shown(value)}: {_range(expected)}")
+        self._require(  # NaN fails, too
             expected.least <= value <= expected.most,
             key,
             f"{_rounded(value)} {expected.unit}: {_range(expected)}",
@@ -143,42 +144,44 @@ class _Reader:
 
     def _check_complete(self, figures: Mapping[str, Figure]) -> None:
         for key, expected in FIGURES.items():
-            there = not expected.needed or key in figures
-            self._need(there, key, f"missing: {_range(expected)}; {expected.about}")
-        self._need(
+            present = not expected.needed or key in figures
+            self._require(present, key, f"missing: {_range(expected)}; {expected.about}")
+        self._require(
             self.document["collectives"].get("local"),
             "collectives.local",
             "missing: expected [[collectives.local]]",
         )
         for carrier in CARRIERS:
             self._check_carrier(carrier, figures)
-        for what in RANGES:
-            self._check_range(what, figures)
+        for name in RANGES:
+            self._check_range(name, figures)
 
-    def _check_range(self, what: str, figures: Mapping[str, Figure]) -> None:
-        """Either end has the other, and they are not the wrong way round."""
-        ends = [f"range.{what}.least", f"range.{what}.most"]
-        there = [key for key in ends if key in figures]
-        if len(there) == 1:
-            (missing,) = set(ends) - set(there)
-            raise MachineError(self.path, missing, f"missing: expected beside {there[0]}")
-        if there:
+    def _check_range(self, name: str, figures: Mapping[str, Figure]) -> None:
+        """Check that a range has both ends or none, and that they are in order."""
+        ends = [f"range.{name}.least", f"range.{name}.most"]
+        present = [key for key in ends if key in figures]
+        if len(present) == 1:
+            (missing,) = set(ends) - set(present)
+            raise MachineError(self.path, missing, f"missing: expected beside {present[0]}")
+        if present:
             least, most = (figures[key].value for key in ends)
-            self._need(least <= most, ends[0], f"{least:g}: expected at most {ends[1]}, {most:g}")
+            self._require(
+                least <= most, ends[0], f"{least:g}: expected at most {ends[1]}, {most:g}"
+            )
 
     def _check_carrier(self, carrier: str, figures: Mapping[str, Figure]) -> None:
         entries = len(self.document["collectives"].get(carrier, ()))
         bound = 0.0
-        for at in range(entries):
-            where = f"collectives.{carrier}[{at}]"
+        for index in range(entries):
+            prefix = f"collectives.{carrier}[{index}]"
             for name, expected in LINK.items():
-                there = not expected.needed or f"{where}.{name}" in figures
-                self._need(there, f"{where}.{name}", f"missing: {_range(expected)}")
-            limit, key = figures.get(f"{where}.up_to"), f"{where}.up_to"
-            last = at == entries - 1
-            self._need((limit is None) == last, key, "expected in every entry but the last")
+                present = not expected.needed or f"{prefix}.{name}" in figures
+                self._require(present, f"{prefix}.{name}", f"missing: {_range(expected)}")
+            limit, key = figures.get(f"{prefix}.up_to"), f"{prefix}.up_to"
+            last = index == entries - 1
+            self._require((limit is None) == last, key, "expected in every entry but the last")
             if limit is not None:
-                self._need(limit.value > bound, key, f"expected more than {bound:g} B")
+                self._require(limit.value > bound, key, f"expected more than {bound:g} B")
                 bound = limit.value
 
 
@@ -200,7 +203,7 @@ def _shown(value: object) -> str:
 
 
 def _rounded(value: float) -> str:
-    """A number in a few digits, though it has hundreds."""
+    """Format a number in a few digits, even an integer with hundreds of digits."""
     try:
         return f"{value:g}"
     except OverflowError:
@@ -215,43 +218,43 @@ def _range(expected: Quantity) -> str:
 
 
 def text_of(machine: Machine) -> str:
-    """The file of a machine; ``parse`` gives the same machine back."""
+    """Return the text of a machine's file; ``parse`` is the inverse."""
     rows = [f"version = {VERSION}"]
     rows += [f"{key} = {_quoted(getattr(machine, key))}" for key in ("name", "device", "about")]
     rows += ["", "[sources]"]
     rows += [f"{_key(name)} = {_quoted(about)}" for name, about in machine.sources.items()]
     section = ""
     for key, figure in in_order(machine.figures):
-        where, _, name = key.rpartition(".")
-        if where != section:
-            section = where
-            rows += ["", f"[[{where[: where.index('[')]}]]" if "[" in where else f"[{where}]"]
-        rows.append(f"{name} = {_written(figure, quantity(key))}")
+        prefix, _, name = key.rpartition(".")
+        if prefix != section:
+            section = prefix
+            rows += ["", f"[[{prefix[: prefix.index('[')]}]]" if "[" in prefix else f"[{prefix}]"]
+        rows.append(f"{name} = {_figure_text(figure, quantity(key))}")
     return "\n".join(rows) + "\n"
 
 
 def in_order(figures: Mapping[str, Figure]) -> list[tuple[str, Figure]]:
-    """The figures as they stand in a file."""
-    return sorted(figures.items(), key=lambda entry: _place(entry[0]))
+    """Return the figures in the order of a file."""
+    return sorted(figures.items(), key=lambda entry: _sort_key(entry[0]))
 
 
-def _place(key: str) -> tuple[int, str, int]:
-    """Figures in the schema's order, carriers behind the rest."""
+def _sort_key(key: str) -> tuple[int, str, int]:
+    """Return a figure's sort key: the schema's order, then carriers."""
     if key in FIGURES:
         return list(FIGURES).index(key), "", 0
-    where, _, name = key.rpartition(".")
-    return len(FIGURES), where, list(LINK).index(name)
+    prefix, _, name = key.rpartition(".")
+    return len(FIGURES), prefix, list(LINK).index(name)
 
 
-def _written(figure: Figure, expected: Quantity) -> str:
+def _figure_text(figure: Figure, expected: Quantity) -> str:
     rest = {"unit": expected.unit, "basis": figure.basis, "source": figure.source}
-    fields = [f"value = {_shortest(figure.value)}"]
+    fields = [f"value = {_number_text(figure.value)}"]
     fields += [f"{name} = {_quoted(text)}" for name, text in rest.items()]
     return f"{{ {', '.join(fields)} }}"
 
 
-def _shortest(value: float) -> str:
-    """The shortest text that is read as this value."""
+def _number_text(value: float) -> str:
+    """Return the shortest text that parses to this value."""
     short = re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.4g}")
     if float(short) == value:
         return short
@@ -266,8 +269,8 @@ _ESCAPED = {'"': '\\"', "\\": "\\\\"}
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string."""
-    shown = (
+    """Return a TOML basic string."""
+    escaped = (
         _ESCAPED.get(c) or (c if c.isprintable() or c == " " else f"\\U{ord(c):08X}") for c in text
     )
-    return f'"{"".join(shown)}"'
+    return f'"{"".join(escaped)}"'

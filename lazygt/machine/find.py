@@ -1,4 +1,4 @@
-"""Lookup of a machine: one that comes with lazygt, a file, or the one calibrated here."""
+"""Lookup of a machine: shipped with lazygt, in a file, or calibrated on this machine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lazygt.host.files import cache_place
 from lazygt.machine.file import read
 from lazygt.machine.model import Machine
 
-_PLACE = Path(__file__).parent / "machines"
-#: The machine of ``calibrated_place``.
+_FOLDER = Path(__file__).parent / "machines"
+#: Name of the machine in ``calibrated_place``.
 CALIBRATED = "calibrated"
-#: Who serves where none is named, by the kind of device.
+#: Default machine by device.
 _DEFAULTS = {"cpu": "cpu-generic", "cuda": "h100"}
 
 
 def shipped() -> tuple[str, ...]:
-    """The names of the machines that come with lazygt."""
-    return tuple(sorted(path.stem for path in _PLACE.glob("*.toml")))
+    """Return the names of the machines shipped with lazygt."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 def calibrated_place(cache_dir: str | None = None) -> Path:
@@ -37,36 +37,36 @@ def calibrated_place(cache_dir: str | None = None) -> Path:
 
 
 def machine_of(named: str | os.PathLike[str], cache_dir: str | None = None) -> Machine:
-    """The machine of that name, or of that file.
+    """Return the machine of a name or a file.
 
     Args:
-        named: one of ``shipped()``, in small or capital letters; ``calibrated``; or a path. Behind
-            an ``@`` may stand how many ranks are on a host: ``b200@4``.
+        named: one of ``shipped()`` in any case, ``calibrated``, or a path; a suffix such as ``@4``
+            sets the ranks on a host: ``b200@4``.
 
     Raises:
-        MachineError: there is none, or its file is wrong.
+        MachineError: there is no such machine, or its file is invalid.
     """
     name = os.fspath(named)
-    others, at, ranks = name.rpartition("@")
+    base, at, ranks = name.rpartition("@")
     if at and ranks.isdigit() and not Path(name).is_file():
-        return _with_ranks(machine_of(others, cache_dir), int(ranks))
+        return _with_ranks(machine_of(base, cache_dir), int(ranks))
     if name.lower() in shipped():
         return _shipped(name.lower())
     if name.lower() == CALIBRATED:
-        place = calibrated_place(cache_dir)
-        if not place.is_file():
-            raise MachineError(place, "", "is not there yet: run lazygt calibrate")
-        return read(place)
+        path = calibrated_place(cache_dir)
+        if not path.is_file():
+            raise MachineError(path, "", "is not there yet: run lazygt calibrate")
+        return read(path)
     if Path(name).is_file():
         return read(name)
-    others = ", ".join(shipped())
+    names = ", ".join(shipped())
     raise MachineError(
-        name, "", f"is no machine, and no file: expected {others}, {CALIBRATED}, or a path"
+        name, "", f"is no machine, and no file: expected {names}, {CALIBRATED}, or a path"
     )
 
 
 def default_machine(device: str) -> Machine:
-    """The machine that serves where none is named."""
+    """Return the default machine of a device, ``cpu`` or ``cuda``."""
     return _shipped(_DEFAULTS[device])
 
 
@@ -76,19 +76,19 @@ def on_hosts(machine: Machine, mesh: VirtualMesh, ranks: Sequence[int]) -> Machi
     Axes of the mesh that cross hosts have the costs of the network.
 
     Args:
-        mesh: of the session.
-        ranks: number of workers on each host, in their order.
+        mesh: mesh of the session.
+        ranks: number of workers on each host, in the order of hosts.
 
     Raises:
-        ValueError: these are not all workers of the mesh.
+        ValueError: the numbers don't add up to the workers of the mesh.
     """
     if sum(ranks) != mesh.workers.world_size:
         raise ValueError(f"hosts of {list(ranks)} workers are not those of the mesh {mesh.workers}")
     host_of = [host for host, count in enumerate(ranks) for _ in range(count)]
     shares = {}
     for axis in mesh.ranks.names:
-        lines = [[host_of[mesh.worker(r)] for r in line] for line in mesh.ranks.lines(axis)]
-        share = min(max(Counter(line).values()) / len(line) for line in lines)
+        groups = [[host_of[mesh.worker(r)] for r in group] for group in mesh.ranks.lines(axis)]
+        share = min(max(Counter(group).values()) / len(group) for group in groups)
         if share < 1:
             shares[axis] = share
     if len(ranks) == 1:
@@ -97,7 +97,7 @@ def on_hosts(machine: Machine, mesh: VirtualMesh, ranks: Sequence[int]) -> Machi
 
 
 def _with_ranks(machine: Machine, ranks: int) -> Machine:
-    """The same machine with so many ranks on a host."""
+    """Return a machine with another number of ranks on a host."""
     if not ranks:
         raise MachineError(f"{machine}@{ranks}", "", "has no rank on a host: expected at least 1")
     changed = machine.with_values({"collectives.ranks": ranks})
@@ -106,4 +106,4 @@ def _with_ranks(machine: Machine, ranks: int) -> Machine:
 
 @cache
 def _shipped(name: str) -> Machine:
-    return replace(read(_PLACE / f"{name}.toml"), path="")
+    return replace(read(_FOLDER / f"{name}.toml"), path="")

@@ -1,4 +1,4 @@
-"""So many GPUs of a kind on so many hosts, as ``8xB200`` says it: a machine and a mesh."""
+"""Requested GPUs, such as ``8xB200``, as a machine and a mesh."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lazygt.graph.mesh import Mesh
 from lazygt.machine.find import machine_of
 
 _TEXT = re.compile(r"\s*(\d+)\s*(?:[xX]\s*(\S+))?\s*")
-#: The axis of a mesh that nobody has named.
+#: Axis of the default mesh.
 _AXIS = "data"
 
 
 class Gpus(NamedTuple):
-    """GPUs that a program is to run on.
+    """GPUs that a program should run on.
 
     Attributes:
-        ranks: on all hosts together.
-        machine: an argument of ``machine_of``; None: none was named.
+        ranks: number of GPUs on all hosts.
+        machine: an argument of ``machine_of``; None if none was named.
     """
 
     ranks: int
@@ -27,16 +27,16 @@ class Gpus(NamedTuple):
 
     @staticmethod
     def parse(text: str, hosts: int | None = None, machine: str | None = None) -> Gpus:
-        """Parse ``8xB200``, or ``8`` of a ``machine`` that is named elsewhere.
+        """Parse ``8xB200``, or ``8`` with ``machine`` as a separate argument.
 
         Args:
-            hosts: on which they are, as many on each; None: each host has as many as it has room
-                for, as its machine says.
+            hosts: number of hosts, with equally many GPUs each; None: hosts are filled up to the
+                capacity of the machine.
 
         Raises:
-            ValueError: it is no such text, the GPUs don't divide by the hosts, or two machines are
+            ValueError: the text is invalid, the GPUs don't divide by the hosts, or two machines are
                 named.
-            MachineError: there is no such machine, or its hosts have no room for so many.
+            MachineError: there is no such machine, or its hosts have fewer GPUs.
         """
         match = _TEXT.fullmatch(text)
         if match is None or not int(match[1]):
@@ -46,16 +46,16 @@ class Gpus(NamedTuple):
             raise ValueError(f"{text} names a machine, and {machine} is another: give one of them")
         named = named or machine
         if hosts is not None:
-            named = _spread(count, named, hosts)
+            named = _on_hosts(count, named, hosts)
         elif named is not None:
             machine_of(named)
         return Gpus(count, named)
 
     def mesh(self, given: str | None = None) -> str:
-        """The mesh of these ranks: the one given, or all of them on the axis ``data``.
+        """Return the mesh of these ranks: ``given``, or all ranks on the axis ``data``.
 
         Raises:
-            ValueError: it is none, or has another number of ranks.
+            ValueError: ``given`` is invalid, or has another number of ranks.
         """
         if given is None:
             return f"{_AXIS}={self.ranks}"
@@ -68,18 +68,18 @@ class Gpus(NamedTuple):
         return given
 
 
-def _spread(count: int, machine: str | None, hosts: int) -> str:
-    """The machine with as many ranks on a host as follow."""
+def _on_hosts(count: int, machine: str | None, hosts: int) -> str:
+    """Return the name of the machine with ``count / hosts`` ranks on a host: ``b200@4``."""
     if machine is None:
         raise ValueError("which hosts? name their machine, as in 8xB200")
     if hosts < 1 or count % hosts:
         raise ValueError(f"{count} GPUs are not as many on each of {hosts} hosts")
-    on_host, room = count // hosts, int(machine_of(machine).collectives.ranks)
-    if on_host > room:
+    on_host, capacity = count // hosts, int(machine_of(machine).collectives.ranks)
+    if on_host > capacity:
         raise MachineError(
             machine,
             "collectives.ranks",
-            f"is {room} on a host, and {count} GPUs on {hosts} would be {on_host}: say more hosts, "
-            "or name a machine file of larger ones",
+            f"is {capacity} on a host, and {count} GPUs on {hosts} would be {on_host}: "
+            "say more hosts, or name a machine file of larger ones",
         )
-    return machine if on_host == room else f"{machine}@{on_host}"
+    return machine if on_host == capacity else f"{machine}@{on_host}"

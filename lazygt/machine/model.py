@@ -1,4 +1,4 @@
-"""A machine's figures, in sections named as those of its file."""
+"""Cost model of a machine: figures in the sections of its file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CARRIER = re.compile(r"collectives\.(\w+)\[(\d+)\]\.(\w+)")
 
 
 class Figure(NamedTuple):
-    """A number, and how it is known."""
+    """A number with its origin."""
 
     value: float  # in the schema's unit
     basis: str  # ``measured`` or ``datasheet``
@@ -26,18 +26,18 @@ class Figure(NamedTuple):
 class Link(NamedTuple):
     """Latency and bandwidth of collectives, for payloads of some size."""
 
-    latency: float  # seconds that one takes with no payload to speak of
-    each: float  # the same, for each rank beyond the second
+    latency: float  # seconds of a collective with a tiny payload on two ranks
+    each: float  # additional seconds for each rank beyond the second
     bandwidth: float  # bytes a second that a rank sends while it receives as many
-    up_to: float = math.inf  # bytes that a rank sends, up to which this holds
+    up_to: float = math.inf  # sent bytes of a rank, up to which this entry holds
 
 
-#: By size; the last one has no bound.
+#: Links by payload size, ascending; the last one has no bound.
 Carrier = tuple[Link, ...]
 
 
 class Memory(NamedTuple):
-    """Bytes, and bytes a second; see the schema."""
+    """Memory of a rank in bytes, and its bandwidths in bytes a second; see the schema."""
 
     capacity: float
     bandwidth: float
@@ -57,7 +57,7 @@ class Matmul(NamedTuple):
     depth: float = 0.0
 
     def rate_of(self, dtype: str) -> float:
-        """The rate in a dtype; that of f32 where there is none of its own."""
+        """Return the rate in a dtype; that of f32 if the dtype has none."""
         return self.rate.get(dtype) or self.rate["f32"]
 
     def most(self, dtype: str) -> float:
@@ -66,14 +66,14 @@ class Matmul(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Sizes that were measured, from the least to the most."""
+    """Range of measured sizes."""
 
     least: float
     most: float
 
 
 class Host(NamedTuple):
-    """Seconds that something takes beside its work."""
+    """Overheads in seconds; see the schema."""
 
     launch: float
     call: float
@@ -82,10 +82,10 @@ class Host(NamedTuple):
 
 
 class Collectives(NamedTuple):
-    """Carriers of collectives, empty where there are none."""
+    """Carriers of collectives; a missing one is empty."""
 
-    packed: float  # bytes up to which a value travels faster packed with others than alone
-    ranks: float  # that a host has room for
+    packed: float  # bytes up to which a value is faster to send packed with others than alone
+    ranks: float  # capacity of a host
     local: Carrier = ()
     sockets: Carrier = ()  # of payloads for which ``goes_by_sockets`` holds
     network: Carrier = ()
@@ -100,18 +100,18 @@ class Machine:
     about: str
     figures: Mapping[str, Figure]  # by key, such as ``memory.bandwidth``; ``schema`` has them all
     sources: Mapping[str, str]  # name -> origin of the measurement, or the datasheet
-    path: str = ""  # of its file; empty for one that comes with lazygt
-    #: for axes of a mesh that cross hosts, the share of their ranks that is on one host (on_hosts)
+    path: str = ""  # path of its file; empty for a shipped machine
+    #: axis of a mesh that crosses hosts -> share of its ranks on one host (see ``on_hosts``)
     shares: Mapping[str, float] = field(default_factory=dict)
-    share: float = 1.0  # of the one axis that this machine's ranks meet along; 1: all are
+    share: float = 1.0  # that share for the one axis of ``along``; 1: all ranks are on one host
 
     def along(self, axis: str) -> Machine:
-        """The machine as ranks find it that meet along an axis: always the same object."""
+        """Return the machine for collectives along an axis (cached: always the same object)."""
         return self._along.get(axis, self)
 
     @cached_property
     def _along(self) -> Mapping[str, Machine]:
-        return {axis: replace(self, shares={}, share=part) for axis, part in self.shares.items()}
+        return {axis: replace(self, shares={}, share=share) for axis, share in self.shares.items()}
 
     @cached_property
     def memory(self) -> Memory:
@@ -162,16 +162,16 @@ class Machine:
         }
 
     def _section(self, name: str) -> dict[str, Any]:
-        """The figures directly in a section."""
-        parts = ((key.split("."), figure.value) for key, figure in self.figures.items())
+        """Return the figures directly in a section, by name."""
+        entries = ((key.split("."), figure.value) for key, figure in self.figures.items())
         return {
             key[1]: value
-            for key, value in parts
+            for key, value in entries
             if key[0] == name and len(key) == 2 and "[" not in key[1]
         }
 
     def with_values(self, values: Mapping[str, float]) -> Machine:
-        """The same but for the values of some figures."""
+        """Return a copy of the machine with other values of some figures."""
         figures = {
             **self.figures, **{key: self.figures[key]._replace(value=values[key]) for key in values}
         }  # fmt: skip

@@ -1,7 +1,7 @@
 """Extrapolation in predictions: sizes beyond those of the calibration.
 
-The laws of ``prices`` hold for any size, but were measured in a range only. A machine that was not
-calibrated, with figures of datasheets, has no ranges.
+The cost models of ``prices`` apply to any size, but were calibrated in a range only. A machine with
+figures of datasheets has no ranges.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Outside(NamedTuple):
 
     Attributes:
         what: the calibrated quantity, such as ``products``.
-        op, line: of the farthest.
-        size: of it, with its unit.
-        measured: from the least to the most.
-        times: number of such ops over all runs.
-        far: the factor by which it is outside.
+        op, line: the farthest op.
+        size: its size, with the unit.
+        measured: the calibrated range.
+        times: number of ops outside over all runs.
+        far: factor by which the farthest is outside.
     """
 
     what: str
@@ -39,10 +39,10 @@ class Outside(NamedTuple):
 
 
 def outside(machine: Machine, graph: Graph, sent: Iterable[Communication]) -> list[Outside]:
-    """Find the ops of one run of a graph outside of the calibrated ranges, a row a kind.
+    """Find the ops of one run of a graph outside of the calibrated ranges, one row for each kind.
 
     Args:
-        sent: its collectives.
+        sent: collectives of the run.
     """
     if not machine.ranges:
         return []
@@ -51,15 +51,17 @@ def outside(machine: Machine, graph: Graph, sent: Iterable[Communication]) -> li
 
 
 def farthest(rows: Iterable[Outside]) -> list[Outside]:
-    """The farthest of each kind, with how many there are of it."""
-    kinds: dict[str, Outside] = {}
+    """Reduce rows to the farthest of each kind, with the number of ops of the kind."""
+    farthest_of_kind: dict[str, Outside] = {}
     for row in rows:
-        known = kinds.get(row.what)
-        if known is None:
-            kinds[row.what] = row
+        previous = farthest_of_kind.get(row.what)
+        if previous is None:
+            farthest_of_kind[row.what] = row
         else:
-            kinds[row.what] = max(known, row, key=_far)._replace(times=known.times + row.times)
-    return list(kinds.values())
+            farthest_of_kind[row.what] = max(previous, row, key=_far)._replace(
+                times=previous.times + row.times
+            )
+    return list(farthest_of_kind.values())
 
 
 def _far(row: Outside) -> float:
@@ -71,29 +73,32 @@ def _of_nodes(machine: Machine, graph: Graph) -> Iterator[Outside]:
     for number, (node, cost) in enumerate(zip(graph.nodes, graph_costs(graph), strict=True)):
         nbytes = cost.bytes
         if nbytes and family(node) != "collective":
-            yield from _beyond(
+            yield from _outside_range(
                 machine.ranges, "bytes", base_name(node.op), graph.line(number), nbytes, "B"
             )
         yield from _of_product(machine, node, metas, graph.line(number))
         if node.body is not None:
             inner = node.body.values
-            for place, member in enumerate(node.body.nodes):
-                yield from _of_product(machine, member, inner, node.body.line(place))
+            for index, member in enumerate(node.body.nodes):
+                yield from _of_product(machine, member, inner, node.body.line(index))
 
 
 def _of_product(
     machine: Machine, node: Node, metas: Sequence[TensorMeta | None], line: str
 ) -> Iterator[Outside]:
+    """Yield the rows of a matrix product: its largest excess in size, and an unmeasured dtype."""
     sizes = product_sizes(node, metas)
     if sizes is None:
         return
     op = base_name(node.op)
-    both = [
-        row for size in sizes[:3] for row in _beyond(machine.ranges, "products", op, line, size)
+    rows = [
+        row
+        for size in sizes[:3]
+        for row in _outside_range(machine.ranges, "products", op, line, size)
     ]
-    if both:
-        shown = " x ".join(f"{size:,}" for size in sizes[:3])
-        yield max(both, key=_far)._replace(size=shown)
+    if rows:
+        size_text = " x ".join(f"{size:,}" for size in sizes[:3])
+        yield max(rows, key=_far)._replace(size=size_text)
     operand = next((meta for value in node.refs() if (meta := metas[value]) is not None), None)
     dtype = "f32" if operand is None else short_dtype(operand.dtype)
     if dtype not in machine.matmul.rate and not dtype.startswith("float8"):
@@ -105,23 +110,24 @@ def _of_collectives(
 ) -> Iterator[Outside]:
     for exchange in sent:
         kind, line = exchange.kind, exchange.source
-        yield from _beyond(ranges, "payloads", kind, line, exchange.nbytes, "B")
-        yield from _beyond(ranges, "ranks", kind, line, exchange.ranks)
+        yield from _outside_range(ranges, "payloads", kind, line, exchange.nbytes, "B")
+        yield from _outside_range(ranges, "ranks", kind, line, exchange.ranks)
 
 
-def _beyond(
+def _outside_range(
     ranges: Mapping[str, Range], what: str, op: str, line: str, size: int, unit: str = ""
 ) -> Iterator[Outside]:
     """Yield a row if a size is outside of its range.
 
-    Smaller sizes, products aside, take no longer than a launch or a latency, which are known.
+    Sizes below the range count for products only; others cost a launch or a latency, which are
+    calibrated.
     """
-    known = ranges.get(what)
-    least = 0.0 if known is None or what != "products" else known.least
-    if known is None or not size or least <= size <= known.most:
+    calibrated = ranges.get(what)
+    least = 0.0 if calibrated is None or what != "products" else calibrated.least
+    if calibrated is None or not size or least <= size <= calibrated.most:
         return
-    far = max(size / known.most, least / size)
-    measured = f"{_shown(known.least, unit)} to {_shown(known.most, unit)}"
+    far = max(size / calibrated.most, least / size)
+    measured = f"{_shown(calibrated.least, unit)} to {_shown(calibrated.most, unit)}"
     yield Outside(what, op, line, _shown(size, unit), measured, 1, far)
 
 

@@ -1,6 +1,6 @@
 """Schema of a machine file: units and bounds of its figures, and the required ones.
 
-A change that would read an old file wrongly is a new VERSION.
+A change that would misread old files needs a new VERSION.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from typing import NamedTuple
 
 VERSION = 1
 DEVICES = ("cpu", "cuda")
-#: How a figure is known.
+#: Origins of figures.
 BASES = ("measured", "datasheet")
-#: Of matmuls, as graphs print them; f8 stands for both of torch's eight-bit floats.
+#: Dtypes of matmuls, as graphs print them; f8 stands for both of torch's eight-bit floats.
 DTYPES = ("f64", "f32", "f16", "bf16", "f8", "i8")
-#: Kinds of ops that go through all elements, by what a core does with each.
+#: Families of elementwise ops, by the work on an element.
 FAMILIES = ("add", "exp", "gelu", "norm", "softmax", "reduction")
-#: What carries collectives: between ranks on one host, small ones between CPUs there, and between
-#: hosts.
+#: Carriers of collectives: between ranks of a host, between CPUs of a host for small payloads, and
+#: between hosts.
 CARRIERS = ("local", "sockets", "network")
 
 
 class Quantity(NamedTuple):
     """Definition of a figure."""
 
-    unit: str  # in the file
-    least: float  # plausible value
-    most: float
-    about: str  # in words
-    needed: bool = True  # in every file
+    unit: str  # unit in the file
+    least: float  # plausible minimum
+    most: float  # plausible maximum
+    about: str  # description
+    needed: bool = True  # required in every file
 
 
 _SECONDS = (0.0, 10.0)
@@ -84,10 +84,10 @@ FIGURES: dict[str, Quantity] = {
         for end in ("least", "most")
     },
 }
-#: What was measured by sizes, which predictions are told to be outside of.
+#: Quantities with a measured range of sizes; predictions beyond it are reported.
 RANGES = ("products", "bytes", "payloads", "ranks")
 
-#: Of each entry of ``[[collectives.CARRIER]]``; ``up_to`` of all but the last.
+#: Figures of each entry of ``[[collectives.CARRIER]]``; ``up_to`` in all but the last.
 LINK: dict[str, Quantity] = {
     "latency": Quantity("s", *_SECONDS, "a collective with no payload to speak of"),
     "each": Quantity("s", *_SECONDS, "the same, for each rank beyond the second"),
@@ -97,5 +97,5 @@ LINK: dict[str, Quantity] = {
 
 
 def quantity(key: str) -> Quantity:
-    """Of ``memory.bandwidth``, ``collectives.local[0].each`` and the like."""
+    """Return the definition of a figure by its key, as in ``collectives.local[0].each``."""
     return FIGURES.get(key) or LINK[key.rpartition(".")[2]]

@@ -1,8 +1,8 @@
-"""The C++ extension: which recorder this process has, and why.
+"""Loader of the C++ extension, and choice of this process's recorder.
 
-The sources beside this file are built at set-up (``build``), never at an import or in a session.
-A build that fits is loaded once a process; where there is none, the recorder written in Python
-does the same work.
+The sources in this folder are built at set-up (``build``), never at an import or in a session. A
+build that fits is loaded once in a process; without one the recorder written in Python does the
+same work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ADVICE = "run `lazygt build-native`, which needs a C++ compiler and Python's hea
 
 
 class Loaded(NamedTuple):
-    """The extension, or why there is none."""
+    """Result of loading the extension; ``reason`` explains a missing module."""
 
     module: ModuleType | None
     build: Build | None
@@ -35,8 +35,8 @@ class Choice(NamedTuple):
 
     Attributes:
         recorder: ``native`` or ``python``.
-        reason: why.
-        missing: LAZYGT_RECORDER asked for the native one, and it is not there.
+        reason: reason of the choice.
+        missing: True if LAZYGT_RECORDER requests the native recorder, and there is none.
     """
 
     recorder: str
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
 @cache
 def load() -> Loaded:
-    """The extension of the build that fits; asked once a process."""
+    """Load the extension of the build that fits, once in a process."""
     try:
         build = find()
     except Misfit as misfit:
@@ -58,7 +58,7 @@ def load() -> Loaded:
 
 
 def _load(build: Build) -> ModuleType:
-    """Load it; that alone registers nothing with torch."""
+    """Import the extension module of a build; the import registers nothing with torch."""
     loader = ExtensionFileLoader(NAME, str(build.path))
     spec = spec_from_file_location(NAME, build.path, loader=loader)
     assert spec is not None
@@ -71,17 +71,17 @@ def _load(build: Build) -> ModuleType:
 @cache
 def choice() -> Choice:
     """Choose this process's recorder, once, since the device is registered once."""
-    wanted = recorder_setting()
-    if wanted == "python":
-        return Choice("python", f"LAZYGT_RECORDER={wanted}")
+    setting = recorder_setting()
+    if setting == "python":
+        return Choice("python", f"LAZYGT_RECORDER={setting}")
     loaded = load()
     if loaded.module is not None:
-        return Choice("native", f"LAZYGT_RECORDER={wanted}, and {loaded.reason}")
-    return Choice("python", loaded.reason, missing=wanted == "native")
+        return Choice("native", f"LAZYGT_RECORDER={setting}, and {loaded.reason}")
+    return Choice("python", loaded.reason, missing=setting == "native")
 
 
 def recording() -> ModuleType | None:
-    """The extension, if this process records with it."""
+    """Return the extension if this process records with it, else None."""
     return extension() if choice().recorder == "native" else None
 
 
@@ -98,7 +98,7 @@ def extension() -> ModuleType:
 
 
 def check_choice() -> None:
-    """Raise LazyGTError if the native recorder was asked for, and is not there."""
+    """Raise LazyGTError if the native recorder is requested but missing."""
     if choice().missing:
         raise LazyGTError(
             f"LAZYGT_RECORDER=native, but {choice().reason}; {ADVICE}, or leave LAZYGT_RECORDER out"
@@ -107,7 +107,7 @@ def check_choice() -> None:
 
 @cache
 def warn_of_python() -> None:
-    """Warn once a process where ops are recorded in Python though nobody asked for that."""
+    """Warn once in a process if ops are recorded in Python without LAZYGT_RECORDER=python."""
     if choice().recorder == "native" or recorder_setting() == "python":
         return
     warnings.warn(

@@ -1,7 +1,7 @@
-"""Build of the extension at set-up, in parallel over source files.
+"""Build, wheels and installation of the extension; files are compiled in parallel.
 
-The result is installed atomically. Concurrent builds wait for each other, and the second finds the
-build of the first. Objects are cached: a changed file costs its dependents.
+A build is installed atomically. Concurrent builds wait for each other on a lock; the second finds
+the build of the first. Objects are cached by the hash of a file and its headers.
 """
 
 from __future__ import annotations
@@ -46,61 +46,61 @@ from lazygt.native.fit import (
 
 Say = Callable[[str], None]
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
-#: Memory that the compiler takes for a file that includes torch's headers.
+#: Memory of the compiler for a file that includes torch's headers.
 COMPILER_BYTES = 3 << 29
-#: Builds, and objects, that are kept; those used last.
+#: Number of cached builds and objects; the cache is LRU.
 KEPT_BUILDS, KEPT_OBJECTS = 24, 200
 QUOTED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 class BuildError(Exception):
-    """Why there is no build."""
+    """Failure of a build or of an installation."""
 
 
 def build(say: Say) -> Build:
-    """Return the build for this torch, CPython and these sources, made if it is not there.
+    """Return the build for this torch, CPython and sources: a cached or a new one.
 
     Args:
         say: called with a line of progress.
 
     Raises:
-        BuildError: something is missing that a build needs, or the compiler refuses.
-        PermissionError: others may write to the cache.
+        BuildError: a requirement is missing, or the compiler fails.
+        PermissionError: other users may write to the cache.
     """
     facts = facts_here()
-    place = private_directory(builds_place())
-    with _alone(place):
+    directory = private_directory(builds_place())
+    with _build_lock(directory):
         try:
-            there = check(place / facts.key)
+            cached = check(directory / facts.key)
         except Misfit:
-            return _build(place, facts, say)
-        os.utime(there.path.parent)
-        return there
+            return _build(directory, facts, say)
+        os.utime(cached.path.parent)
+        return cached
 
 
-def _build(place: Path, facts: Facts, say: Say) -> Build:
+def _build(builds: Path, facts: Facts, say: Say) -> Build:
     compiler = require_compiler()
-    directory = make_folder(place / f".building-{secrets.token_hex(8)}")
+    temporary = make_folder(builds / f".building-{secrets.token_hex(8)}")
     try:
-        objects = _compile_all(compiler, private_directory(place / "objects"), facts, say)
-        _link(compiler, objects, directory / file_name())
-        write_record(directory, facts)
-        final = place / facts.key
-        shutil.rmtree(final, ignore_errors=True)  # one that was damaged
-        directory.rename(final)
+        objects = _compile_all(compiler, private_directory(builds / "objects"), facts, say)
+        _link(compiler, objects, temporary / file_name())
+        write_record(temporary, facts)
+        final = builds / facts.key
+        shutil.rmtree(final, ignore_errors=True)  # a damaged build
+        temporary.rename(final)
     except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _drop_oldest([p for p in place.glob("[0-9a-f]*") if p.is_dir()], KEPT_BUILDS)
-    _drop_oldest(list((place / "objects").glob("*.o")), KEPT_OBJECTS)
+    _drop_oldest([p for p in builds.glob("[0-9a-f]*") if p.is_dir()], KEPT_BUILDS)
+    _drop_oldest(list((builds / "objects").glob("*.o")), KEPT_OBJECTS)
     return check(final)
 
 
-# -- what a build needs ----------------------------------------------------------------------------
+# -- requirements ----------------------------------------------------------------------------------
 
 
 def compiler() -> str | None:
-    """The path of a C++ compiler, if there is one."""
+    """Return the path of a C++ compiler, if there is one."""
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
         if path := shutil.which(name):
             return path
@@ -108,10 +108,10 @@ def compiler() -> str | None:
 
 
 def require_compiler() -> str:
-    """The path of a C++ compiler, where Python's headers are there, too.
+    """Return the path of a C++ compiler, and check for Python's headers.
 
     Raises:
-        BuildError: one of them is missing.
+        BuildError: the compiler or a header is missing.
     """
     path = compiler()
     if path is None:
@@ -123,9 +123,9 @@ def require_compiler() -> str:
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """Let nobody else build meanwhile."""
-    with open(open_own(place / ".lock", os.O_WRONLY | os.O_CREAT), "wb") as file:
+def _build_lock(directory: Path) -> Iterator[None]:
+    """Context with an exclusive file lock on the folder of builds."""
+    with open(open_own(directory / ".lock", os.O_WRONLY | os.O_CREAT), "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -134,36 +134,36 @@ def _alone(place: Path) -> Iterator[None]:
 
 
 def _compile_all(path: str, objects: Path, facts: Facts, say: Say) -> list[Path]:
-    """An object of each source file; those that are kept already are not made again."""
+    """Compile the source files without a cached object; return the objects of all files."""
     shared = repr((facts.torch, facts.python, flags(), path)).encode()
     objects_of = {}
     for unit in units():
         key = hashlib.sha256(shared)
-        for source in (unit, *_included(unit)):
+        for source in (unit, *_included_headers(unit)):
             key.update(b"\0" + source.read_bytes())
         objects_of[unit] = objects / f"{unit.stem}-{key.hexdigest()[:32]}.o"
-    missing = [unit for unit, there in objects_of.items() if not there.exists()]
+    missing = [unit for unit, target in objects_of.items() if not target.exists()]
     if missing:
         jobs = _jobs(len(missing))
         say(f"building the native extension: {len(missing)} files, {jobs} at a time")
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(lambda unit: _compile(path, unit, objects_of[unit]), missing))
-    for there in objects_of.values():
-        os.utime(there)
+    for target in objects_of.values():
+        os.utime(target)
     return list(objects_of.values())
 
 
-def _included(unit: Path) -> list[Path]:
-    """Our headers that a source file includes, itself or by way of another."""
-    ours = {header.name: header for header in headers()}
+def _included_headers(unit: Path) -> list[Path]:
+    """Return the extension's headers that a source file includes, directly or indirectly."""
+    by_name = {header.name: header for header in headers()}
     included: dict[Path, None] = {}
-    left = [unit]
-    while left:
-        for name in QUOTED.findall(left.pop().read_text()):
-            header = ours.get(name)
+    pending = [unit]
+    while pending:
+        for name in QUOTED.findall(pending.pop().read_text()):
+            header = by_name.get(name)
             if header is not None and header not in included:
                 included[header] = None
-                left.append(header)
+                pending.append(header)
     return sorted(included)
 
 
@@ -178,32 +178,32 @@ def _compile(path: str, unit: Path, target: Path) -> None:
     python = sysconfig.get_path("include")
     system = (include, include / "torch/csrc/api/include", python, f"{python}/internal")
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    part = target.with_suffix(f".{os.getpid()}.part")
+    partial = target.with_suffix(f".{os.getpid()}.part")
     try:
-        places = [f"-isystem{directory}" for directory in system]
-        _run([path, *flags(), abi, *places, "-c", str(unit), "-o", str(part)])
-        part.replace(target)
+        include_flags = [f"-isystem{directory}" for directory in system]
+        _run([path, *flags(), abi, *include_flags, "-c", str(unit), "-o", str(partial)])
+        partial.replace(target)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def _link(path: str, objects: list[Path], target: Path) -> None:
-    """Without a path to torch's libraries: they are loaded before the extension, always."""
+    """Link the extension; without a run path, as torch's libraries are always loaded before."""
     lib = Path(torch.__file__).parent / "lib"
     libraries = [f"-L{lib}", *(f"-l{name}" for name in LIBRARIES)]
-    kind = sanitized() or ("-s",)
-    _run([path, "-shared", *kind, *map(str, objects), *libraries, "-o", str(target)])
+    extra_flags = sanitized() or ("-s",)
+    _run([path, "-shared", *extra_flags, *map(str, objects), *libraries, "-o", str(target)])
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if "error" in line] or ["no message"]
         raise BuildError(f"{command[0]} failed: {lines[0]}\n{' '.join(command)}")
 
 
 def _drop_oldest(paths: list[Path], kept: int) -> None:
-    """Remove the least recently used entries."""
+    """Remove all but the ``kept`` most recently used entries (LRU)."""
     by_age = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
     for path in by_age[kept:]:
         if path.is_dir():
@@ -212,14 +212,15 @@ def _drop_oldest(paths: list[Path], kept: int) -> None:
             path.unlink(missing_ok=True)
 
 
-# -- wheels of the extension: ``lazygt_native`` holds a build, and nothing else --------------------
-# Their version is lazygt's with torch's as its local part, ``0.1.0+pt213``.
+# -- wheels ----------------------------------------------------------------------------------------
+# A wheel ``lazygt_native`` contains one build. Its version is lazygt's, with torch's version as the
+# local part: ``0.1.0+pt213``.
 
 _INIT = '"""A build of lazygt\'s native extension; lazygt.native loads it."""\n'
 
 
 def write(build: Build, folder: Path) -> Path:
-    """Put a wheel of a build into a folder; its path."""
+    """Write a wheel of a build into a folder, and return its path."""
     version = f"{importlib.metadata.version('lazygt')}+pt{_short(build.facts.torch)}"
     tag = _tag(build.facts.python)
     info = f"{PACKAGE}-{version}.dist-info"
@@ -248,48 +249,51 @@ def write(build: Build, folder: Path) -> Path:
 
 
 def _short(version: str) -> str:
-    """213 of "2.13.0+cpu"."""
+    """Return a version's major and minor number without a dot: "213" of "2.13.0+cpu"."""
     return "".join(version.split(".")[:2])
 
 
 def _tag(python: str) -> str:
-    """cp311-cp311-linux_x86_64 of "cpython-311-x86_64-linux-gnu"."""
+    """Return the wheel tag of an ABI: "cp311-cp311-linux_x86_64" of "cpython-311-..."."""
     version = f"cp{python.split('-')[1]}"
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     return f"{version.rstrip('td')}-{version}-{platform}"
 
 
-def _record(files: dict[str, bytes], itself: str) -> str:
+def _record(files: dict[str, bytes], record_path: str) -> str:
     """Return the RECORD file: names, hashes and sizes of the files."""
     lines = []
     for name, data in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
         lines.append(f"{name},sha256={digest},{len(data)}")
-    return "\n".join([*lines, f"{itself},,"]) + "\n"
+    return "\n".join([*lines, f"{record_path},,"]) + "\n"
 
 
 def install(folder: Path) -> Path | None:
     """Install the first wheel of a folder that fits this process; None if there is none.
 
     Raises:
-        BuildError: pip refuses it.
-        PermissionError: others may write to the folder or a wheel, whose code would run.
+        BuildError: pip fails.
+        PermissionError: other users may write to the folder or a wheel, and so run code here.
     """
     if not folder.exists():
         return None
     check_folder(folder)
-    path = next((path for path in sorted(folder.glob(f"{PACKAGE}-*.whl")) if _fits(path)), None)
+    path = next(
+        (path for path in sorted(folder.glob(f"{PACKAGE}-*.whl")) if _wheel_fits(path)), None
+    )
     if path is None:
         return None
     command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps",
                "--force-reinstall", str(path)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildError(f"pip did not install {path}: {done.stderr.strip()}")
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise BuildError(f"pip did not install {path}: {process.stderr.strip()}")
     return path
 
 
-def _fits(path: Path) -> bool:
+def _wheel_fits(path: Path) -> bool:
+    """Return whether a wheel's build matches this process; False for an unreadable wheel."""
     try:
         with open(open_own(path), "rb") as file, zipfile.ZipFile(file) as archive:
             facts, _ = parse_record(archive.read(f"{PACKAGE}/{RECORD}").decode())

@@ -1,9 +1,8 @@
 """Compatibility of builds of the extension with this torch, CPython and these sources.
 
-A build inlines the layout of torch's classes and of CPython's, so it is loaded only by the very
-torch and the kind of CPython that it was made for, and only for the sources that stand here. Its
-record names these; it is read, and the code compared with its checksum, before anything of it is
-loaded.
+A build inlines the layout of classes of torch and CPython. So it is loaded only with the same
+version of torch, the same CPython ABI and the same sources. These facts are in the build's record;
+the record is read, and the code is compared with its checksum, before the code is loaded.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ import torch
 from lazygt.config import cache_setting, sanitize_setting
 from lazygt.host.files import cache_place, check_private, replace
 
-#: The extension module; ``PACKAGE`` is what a wheel installs around it.
+#: Name of the extension module, and of the package of its wheel.
 NAME, PACKAGE = "_lazygt_native", "lazygt_native"
 RECORD = "build.json"
 SOURCES = Path(__file__).parent
-#: With these every source file is compiled; a build with others is another build.
+#: Compiler flags of every source file; they are part of a build's facts.
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-DAT_PER_OPERATOR_HEADERS",
          f"-DTORCH_EXTENSION_NAME={NAME}")  # fmt: skip
 
 
 def flags() -> tuple[str, ...]:
-    """All that the compiler is told in any environment."""
+    """Return all flags of the compiler that do not depend on the machine."""
     return (*FLAGS, *sanitized())
 
 
@@ -42,17 +41,17 @@ def sanitized() -> tuple[str, ...]:
 
 
 class Misfit(Exception):
-    """Why a build can't be loaded."""
+    """Reason that a build can't be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Target and sources of a build.
+    """Facts of a build: its torch, CPython and sources.
 
     Attributes:
-        torch: its full version, such as ``2.13.0+cpu``.
+        torch: full version of torch, such as ``2.13.0+cpu``.
         python: CPython's version and ABI, such as ``cpython-311-x86_64-linux-gnu``.
-        sources: a hash of sources and flags.
+        sources: hash of sources and flags.
     """
 
     torch: str
@@ -61,11 +60,11 @@ class Facts:
 
     @property
     def key(self) -> str:
-        """The name of its directory."""
+        """Name of the build's directory."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:32]
 
     def differing(self, other: Facts) -> str:
-        """Return the difference to a build's target; empty if it fits."""
+        """Return the first difference to other facts, in words; empty if they match."""
         if self.torch != other.torch:
             return f"built with torch {self.torch}, and this is torch {other.torch}"
         if self.python != other.python:
@@ -82,13 +81,13 @@ class Build:
 
 
 def facts_here() -> Facts:
-    """Return the facts that a build has to have here."""
+    """Return the facts of this process, which a build has to match."""
     return Facts(str(torch.__version__), str(sysconfig.get_config_var("SOABI")), sources_hash())
 
 
 @cache
 def sources_hash() -> str:
-    """A hash of every source file and of the flags."""
+    """Return a hash of all source files and of the flags."""
     digest = hashlib.sha256(repr(flags()).encode())
     for path in (*headers(), *units()):
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
@@ -96,17 +95,17 @@ def sources_hash() -> str:
 
 
 def units() -> list[Path]:
-    """The source files that are compiled."""
+    """Return the compiled source files."""
     return sorted(SOURCES.glob("*.cpp"))
 
 
 def headers() -> list[Path]:
-    """The files that they include."""
+    """Return the headers."""
     return sorted(SOURCES.glob("*.h"))
 
 
 def file_name() -> str:
-    """The file of the extension in its directory."""
+    """Return the file name of the extension in a build's directory."""
     return f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -117,15 +116,15 @@ def builds_place() -> Path:
 
 def builds_places() -> list[Path]:
     """Return the directories of builds: LAZYGT_CACHE_DIR's, if it is set, then the user's."""
-    places = (cache_place(given) / "native" for given in (cache_setting(), None))
-    return list(dict.fromkeys(places))
+    directories = (cache_place(cache_dir) / "native" for cache_dir in (cache_setting(), None))
+    return list(dict.fromkeys(directories))
 
 
 def find() -> Build:
-    """Find the build to load: of an installed wheel, else of this machine's caches.
+    """Find the build to load: in an installed wheel, else in this machine's caches.
 
     Raises:
-        Misfit: there is none that fits; says why.
+        Misfit: no build fits; has the reasons.
     """
     reasons = []
     installed = _installed()
@@ -134,15 +133,15 @@ def find() -> Build:
             return check(installed)
         except Misfit as misfit:
             reasons.append(f"the wheel {PACKAGE} was {misfit}")
-    here = facts_here()
+    facts = facts_here()
     for builds in builds_places():
-        place = builds / here.key
+        directory = builds / facts.key
         try:
-            if not place.is_dir():
-                what = f"torch {here.torch} and {here.python}"
-                raise Misfit(f"there is no build for {what} in {place}")
-            check_private(place)
-            return check(place)
+            if not directory.is_dir():
+                target = f"torch {facts.torch} and {facts.python}"
+                raise Misfit(f"there is no build for {target} in {directory}")
+            check_private(directory)
+            return check(directory)
         except (Misfit, PermissionError) as misfit:
             reasons.append(str(misfit))
     raise Misfit("; ".join(reasons))
@@ -151,20 +150,20 @@ def find() -> Build:
 def _installed() -> Path | None:
     """Return the build's folder of an installed wheel, if there is one."""
     spec = importlib.util.find_spec(PACKAGE)
-    places = spec.submodule_search_locations if spec is not None else None
-    return Path(places[0]) if places else None
+    locations = spec.submodule_search_locations if spec is not None else None
+    return Path(locations[0]) if locations else None
 
 
-def check(place: Path) -> Build:
-    """The build in a directory, if it is whole and fits.
+def check(directory: Path) -> Build:
+    """Return the build in a directory after checking its facts and its checksum.
 
     Raises:
-        Misfit: it does not; says why.
+        Misfit: the build does not fit, or is damaged.
     """
-    facts, checksum = read_record(place)
+    facts, checksum = read_record(directory)
     if difference := facts.differing(facts_here()):
-        raise Misfit(f"{difference} ({place})")
-    path = place / file_name()
+        raise Misfit(f"{difference} ({directory})")
+    path = directory / file_name()
     try:
         code = path.read_bytes()
     except OSError as error:
@@ -174,20 +173,20 @@ def check(place: Path) -> Build:
     return Build(path, facts)
 
 
-def read_record(place: Path) -> tuple[Facts, str]:
+def read_record(directory: Path) -> tuple[Facts, str]:
     """Read a build's record: its facts, and the checksum of its code.
 
     Raises:
         Misfit: there is no record, or it is damaged.
     """
     try:
-        return parse_record((place / RECORD).read_text())
+        return parse_record((directory / RECORD).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise Misfit(f"left without a record that can be read: {error}") from None
 
 
 def parse_record(text: str) -> tuple[Facts, str]:
-    """The same, of the record's text."""
+    """Parse a build's record; see ``read_record``."""
     try:
         fields = json.loads(text)
         checksum = str(fields.pop("checksum"))
@@ -196,8 +195,8 @@ def parse_record(text: str) -> tuple[Facts, str]:
         raise Misfit(f"left with a damaged record: {error!r}") from None
 
 
-def write_record(place: Path, facts: Facts) -> None:
+def write_record(directory: Path, facts: Facts) -> None:
     """Write the record of the build in a directory."""
-    code = (place / file_name()).read_bytes()
+    code = (directory / file_name()).read_bytes()
     fields = asdict(facts) | {"checksum": hashlib.sha256(code).hexdigest()}
-    replace(place / RECORD, (json.dumps(fields, indent=2) + "\n").encode())
+    replace(directory / RECORD, (json.dumps(fields, indent=2) + "\n").encode())

@@ -19,8 +19,9 @@ class ExchangeTime(NamedTuple):
     Attributes:
         times: number of collectives.
         nbytes: payload in bytes.
-        exposed: seconds in which workers launched them or waited for them, and computed nothing.
-        hidden: seconds between launch and wait, in which workers computed; a collective may have
+        exposed: seconds in which workers launched collectives or waited for them, and computed
+            nothing.
+        hidden: seconds between launch and wait, in which workers computed; the collective may have
             ended earlier.
     """
 
@@ -51,14 +52,14 @@ def exchange_times(runs: Iterable[tuple[Graph, Timings]]) -> list[ExchangeTime]:
     """
     totals: dict[tuple[str, str], ExchangeTime] = {}
     for graph, timings in runs:
-        for row in _of_run(graph, timings):
+        for row in _times_of_run(graph, timings):
             key = row.kind, row.axis
             totals[key] = totals[key] + row if key in totals else row
     return sorted(totals.values(), key=lambda row: (-row.exposed, row.kind, row.axis))
 
 
 class Flight(NamedTuple):
-    """A collective of a timed run.
+    """A collective of a timed run, from its launch to its wait.
 
     Attributes:
         launched, waited: begin and end of its launch and of its wait, in nanoseconds; ``waited`` is
@@ -71,35 +72,38 @@ class Flight(NamedTuple):
 
     @property
     def nanoseconds(self) -> tuple[int, int]:
-        """Begin of its launch and end of its wait; it may have ended earlier."""
+        """Begin of the launch and end of the wait; the collective may have ended earlier."""
         return self.launched[0], (self.waited or self.launched)[1]
 
 
 def flights(graph: Graph, timings: Timings) -> list[Flight]:
     """Return the collectives of a timed run, in the order of their launches."""
-    exchanges = communications_by_node(graph)
-    if not exchanges:
+    communications = communications_by_node(graph)
+    if not communications:
         return []
     results = [values for _, values in graph.numbered()]
-    flown: list[Flight] = []
-    #: value in flight -> the number of its flight
-    under_way: dict[int, int] = {}
+    collectives: list[Flight] = []
+    #: value in flight -> index of its collective in ``collectives``
+    in_flight: dict[int, int] = {}
     for number, _, begin, end in timings.steps:
         node = graph.nodes[number]
-        if node.op == WAIT and node.args[0].index in under_way:
-            flight = under_way.pop(node.args[0].index)
-            flown[flight] = flown[flight]._replace(waited=(begin, end))
-        elif number in exchanges:
+        if node.op == WAIT and node.args[0].index in in_flight:
+            flight = in_flight.pop(node.args[0].index)
+            collectives[flight] = collectives[flight]._replace(waited=(begin, end))
+        elif number in communications:
             if node.op in _LAUNCHES:
-                under_way[results[number][0]] = len(flown)
-            flown.append(Flight(exchanges[number], (begin, end), None))
-    return flown
+                in_flight[results[number][0]] = len(collectives)
+            collectives.append(Flight(communications[number], (begin, end), None))
+    return collectives
 
 
-def _of_run(graph: Graph, timings: Timings) -> Iterable[ExchangeTime]:
-    for what, launched, waited in flights(graph, timings):
+def _times_of_run(graph: Graph, timings: Timings) -> Iterable[ExchangeTime]:
+    """Yield the exposed and hidden seconds of each collective of a run."""
+    for collective, launched, waited in flights(graph, timings):
         exposed, hidden = launched[1] - launched[0], 0
         if waited is not None:
             exposed += waited[1] - waited[0]
             hidden = waited[0] - launched[1]
-        yield ExchangeTime(what.kind, what.mesh_dim, 1, what.nbytes, exposed / 1e9, hidden / 1e9)
+        yield ExchangeTime(
+            collective.kind, collective.mesh_dim, 1, collective.nbytes, exposed / 1e9, hidden / 1e9
+        )

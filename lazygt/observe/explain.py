@@ -1,4 +1,4 @@
-"""Report of ``explain``: work and costs of a graph, its fused groups and the other ops.
+"""Report of ``explain``: costs of a graph by line, its fused groups, and reasons for the others.
 
 All numbers are counted from graphs; nothing is run.
 """
@@ -46,7 +46,7 @@ class Runs(NamedTuple):
     Attributes:
         before: the graph before the fuse pass, if known.
         collectives: collectives of one run.
-        decided: decisions on its placements, if known.
+        decided: decisions on the placements, if known; see ``lazygt.passes.sharding``.
         machine: the cost model.
     """
 
@@ -132,8 +132,8 @@ def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
     """Build the report of graphs and their runs.
 
     Args:
-        alternatives: also price the best program without each collective, which solves the
-            placements again for every one.
+        alternatives: also price the best program without each collective, by solving the
+            placements again for each of them.
     """
     runs = list(runs)
     lines: dict[str, LineCost] = {}
@@ -142,7 +142,7 @@ def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
     plans = [_plan_cost(of_plan) for of_plan in runs]
     dearest = sorted(lines.values(), key=lambda line: -(line.cost.flops + line.cost.bytes))
     return Report(
-        _head(plans, runs),
+        _summary_lines(plans, runs),
         dearest,
         plans,
         _merged(row for of_plan in runs for row in _fused(of_plan)),
@@ -158,30 +158,30 @@ def _name(plan: Plan) -> str:
 
 
 def _is_bookkeeping(node: Node) -> bool:
-    """Return whether a node only seeds, reads or sets the generator."""
+    """Return whether a node only seeds, reads or sets the random generator."""
     return node.op.startswith("lazygt.") and node.body is None and family(node) == "random"
 
 
-def _head(plans: list[PlanCost], runs: list[Runs]) -> tuple[str, ...]:
-    ran = sum(plan.runs for plan in plans)
+def _summary_lines(plans: list[PlanCost], runs: list[Runs]) -> tuple[str, ...]:
+    run_count = sum(plan.runs for plan in plans)
     meshes = [of_plan.mesh for of_plan in runs if of_plan.mesh is not None]
-    planned_for = [
+    mesh_lines = [
         f"Planned for the mesh {mesh}: the numbers are those of rank 0 of {mesh.world_size}."
         for mesh in dict.fromkeys(meshes)
     ]
     machines = dict.fromkeys(str(of_plan.machine) for of_plan in runs)
-    costs_of = [f"Costs are those of the machine {name}." for name in machines]
+    machine_lines = [f"Costs are those of the machine {name}." for name in machines]
     return (
-        *planned_for,
-        *(costs_of if list(machines) != [str(default_machine("cpu"))] else []),
-        f"{count(ran, 'run')} of {count(len(plans), 'plan')}, counted and not timed; a fused "
+        *mesh_lines,
+        *(machine_lines if list(machines) != [str(default_machine("cpu"))] else []),
+        f"{count(run_count, 'run')} of {count(len(plans), 'plan')}, counted and not timed; a fused "
         f"group counts as one launch at its first member's line.",
         "Peak: the most bytes of a plan's own values alive at once.",
     )
 
 
 def _add_lines(lines: dict[str, LineCost], runs: Runs) -> None:
-    """Add each op of a graph to the line that wrote it."""
+    """Add the ops of a graph to the costs of their source lines, in place."""
     graph = runs.graph
     alive = alive_bytes(graph, Schedule.of(graph).frees)
     for number, costs in enumerate(member_costs(graph)):
@@ -192,12 +192,13 @@ def _add_lines(lines: dict[str, LineCost], runs: Runs) -> None:
             line = graph.line(number) if body is None else body.line(member)
             old = lines.get(line, LineCost(line, 0, Cost(), 0))
             lines[line] = LineCost(
-                line, old.ops + runs.times, old.cost + _times(cost, runs.times),
+                line, old.ops + runs.times, old.cost + _scaled(cost, runs.times),
                 max(old.peak, alive[number]),
             )  # fmt: skip
 
 
-def _times(cost: Cost, times: int) -> Cost:
+def _scaled(cost: Cost, times: int) -> Cost:
+    """Return a cost multiplied by a number of runs."""
     return Cost(
         cost.flops * times, cost.bytes_read * times, cost.bytes_written * times,
         cost.launches * times,
@@ -226,17 +227,18 @@ def _plan_cost(runs: Runs) -> PlanCost:
 
 
 def _fused(runs: Runs) -> Iterator[Fused]:
+    """Yield the fused groups of a graph, with their estimated savings."""
     prices = Prices.of(runs.machine)
     for number, node in enumerate(runs.graph.nodes):
         if node.body is not None:
-            around = Surroundings(node.body)
-            everything = range(len(node.body.nodes))
+            surroundings = Surroundings(node.body)
+            members = range(len(node.body.nodes))
             yield Fused(
                 runs.times,
                 tuple(base_name(member.op) for member in node.body.nodes),
                 runs.graph.line(number),
-                saved_bytes(around, everything),
-                worth(around, everything, prices),
+                saved_bytes(surroundings, members),
+                worth(surroundings, members, prices),
             )
 
 
@@ -244,30 +246,37 @@ def _unfused(runs: Runs) -> Iterator[Unfused]:
     """Yield ops that the fuse pass leaves alone, and pointwise ops that can't be members."""
     graph, prices = runs.before or runs.graph, Prices.of(runs.machine)
     rows: dict[int, Unfused] = {}
-    joining: set[int] = set()
+    candidate_members: set[int] = set()
     for members, gain, closed in candidates(graph, prices):
-        joining.update(members)
+        candidate_members.update(members)
         if gain > 0 and runs.before is not None:
             continue  # it is fused
         ops = tuple(base_name(graph.nodes[number].op) for number in members)
-        why = _why(len(members), gain, closed, prices.call)
-        rows[members[0]] = Unfused(runs.times, ops, graph.line(members[0]), why)
+        reason = _unfused_reason(len(members), gain, closed, prices.call)
+        rows[members[0]] = Unfused(runs.times, ops, graph.line(members[0]), reason)
     for number, node in enumerate(graph.nodes):
-        if number not in joining and (why := _why_never(node)):
-            rows[number] = Unfused(runs.times, (base_name(node.op),), graph.line(number), why)
+        if number not in candidate_members and (reason := _not_candidate_reason(node)):
+            rows[number] = Unfused(runs.times, (base_name(node.op),), graph.line(number), reason)
     return (rows[number] for number in sorted(rows))
 
 
-def _why(members: int, gain: float, closed: str, call: float) -> str:
-    ended = f"; {closed}" if closed else ""
+def _unfused_reason(members: int, gain: float, closed: str, call: float) -> str:
+    """Return the reason that a candidate group is not fused.
+
+    Args:
+        gain: seconds that fusing would save, net of the call.
+        closed: reason that the group could not grow; empty if none.
+        call: seconds of a call of a compiled group.
+    """
+    end = f"; {closed}" if closed else ""
     if members == 1:
-        return f"alone{ended or ': nothing follows it that could join it'}"
+        return f"alone{end or ': nothing follows it that could join it'}"
     if gain > 0:
         return f"would gain {duration(gain)}: the fuse pass has not run on this graph"
-    return f"too small: saves {duration(gain + call)}, and a call costs {duration(call)}{ended}"
+    return f"too small: saves {duration(gain + call)}, and a call costs {duration(call)}{end}"
 
 
-def _why_never(node: Node) -> str:
+def _not_candidate_reason(node: Node) -> str:
     """Return the reason that a node can't be a member; empty if it is no candidate."""
     kind = family(node)
     if node.body is not None or _is_bookkeeping(node):
@@ -288,33 +297,36 @@ def _why_never(node: Node) -> str:
 
 
 def _collectives(runs: Runs) -> list[CollectiveRow]:
-    """Build one row for all collectives that differ only in their bytes."""
+    """Build one row for each set of collectives that differ only in their bytes."""
     if not runs.collectives:
         return []
     rows: dict[tuple[object, ...], CollectiveRow] = {}
     for record in runs.collectives:
         key = record.kind, record.reduce_op, record.mesh_dim, record.source, record.why
         machine = runs.machine.along(record.mesh_dim)
-        took = collective_seconds(machine, record.kind, record.nbytes, record.ranks)
-        old = rows.get(key)
-        count, nbytes, ring, before = (
-            (0, 0, 0, 0.0) if old is None else (old.times, old.nbytes, old.ring, old.seconds)
+        seconds = collective_seconds(machine, record.kind, record.nbytes, record.ranks)
+        previous = rows.get(key)
+        count, nbytes, ring, seconds_before = (
+            (0, 0, 0, 0.0)
+            if previous is None
+            else (previous.times, previous.nbytes, previous.ring, previous.seconds)
         )
         rows[key] = CollectiveRow(
             runs.times, count + 1, record.kind, record.reduce_op, nbytes + record.nbytes,
-            ring + record.ring_bytes, record.mesh_dim, record.ranks, before + took, record.source,
-            record.why,
+            ring + record.ring_bytes, record.mesh_dim, record.ranks, seconds_before + seconds,
+            record.source, record.why,
         )  # fmt: skip
     return list(rows.values())
 
 
 def _outside(runs: Runs) -> Iterator[Outside]:
+    """Yield the ops beyond the calibrated sizes, counted over all runs."""
     for row in outside(runs.machine, runs.graph, runs.collectives):
         yield row._replace(times=row.times * runs.times)
 
 
 def _alternatives(runs: Runs) -> list[AlternativeRow]:
-    """Price the best program without each of the dearest collectives; solves placements."""
+    """Price the best program without each of the most expensive collectives."""
     if not runs.decided:
         return []
     from lazygt.passes.sharding.reasons import (

@@ -1,4 +1,4 @@
-"""Displays of notebooks: a tensor's values with its card, and a session's counts.
+"""Notebook displays: a tensor's values and facts, and a session's counts.
 
 A session's counts are shown without a sync point.
 """
@@ -23,26 +23,28 @@ _SHOWN = ("ops_recorded", "plans_built", "plan_hits", "messages_sent", "bytes_se
 
 
 def summary(t: LazyTensor) -> dict[str, str]:
-    """Return shape, dtype, bytes, place of the value, and the user's line that made it."""
-    where, call_site = _place(t)
+    """Return shape, dtype, bytes, state of the value, and the user's line that made it."""
+    state, call_site = _location(t)
     meta = TensorMeta.of(t)
     return {
         "shape": str(tuple(t.shape)),
         "dtype": str(t.dtype),
         "bytes": str(meta.nbytes),
         "requires_grad": str(t.requires_grad),
-        "value": where,
+        "value": state,
         "made at": expand(call_site),
     }
 
 
-def _place(t: LazyTensor) -> tuple[str, CallSite | None]:
-    """Return the place of a handle's value, in words, and its call site, if known."""
+def _location(t: LazyTensor) -> tuple[str, CallSite | None]:
+    """Return the state of a tensor's value (recorded, remote, ...) and its call site, if known."""
     storage, view = storage_of(t), view_of(t)
     state = storage.state
     if state is State.RECORDED:
-        fresh = view is not None and view.serial == storage.serial and view.base == storage.index
-        index = view.index if view is not None and fresh else storage.index
+        current_view = (
+            view is not None and view.serial == storage.serial and view.base == storage.index
+        )
+        index = view.index if view is not None and current_view else storage.index
         return state.value, recorder_of(t).call_site_of(index)
     if state is State.REMOTE and storage.remote is not None:
         return state.value, storage.remote.call_site
@@ -50,14 +52,14 @@ def _place(t: LazyTensor) -> tuple[str, CallSite | None]:
 
 
 def tensor_html(t: LazyTensor) -> str:
-    """Return values and card of a tensor as HTML. A sync point, as ``print`` is."""
+    """Return a tensor's values and facts as HTML. A sync point, as ``print`` is."""
     return tensor_bundle(t)["text/html"]
 
 
 def tensor_bundle(t: LazyTensor) -> dict[str, str]:
     """Return text and HTML for IPython, with one fetch. A sync point, as ``print`` is."""
     rows, text = summary(t), repr(t)
-    rows["value"] = storage_of(t).state.value  # since then it has been computed
+    rows["value"] = storage_of(t).state.value  # ``repr`` has computed the value
     return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>{_table(_title(t), rows)}"}
 
 

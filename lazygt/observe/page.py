@@ -1,4 +1,4 @@
-"""Labels and layout of a picture, and one HTML page with both.
+"""Labels and layered layout of a drawn graph, and a standalone HTML page with both.
 
 The page needs no network and no other file; its own script opens, moves and searches it.
 
@@ -40,15 +40,15 @@ COLOURS = {
     "output": "#b8c4ca",
 }
 
-#: For each node the boxes around it, from the outside.
+#: Node -> the boxes around it, outermost first.
 Paths = Mapping[str, tuple[str, ...]]
 
-#: Suffix of a line's box with the ops that autograd ran for that line.
+#: Suffix of the box with the ops that autograd ran for a line.
 BACKWARD = " backward"
-_SWEEPS = 4
-_NARROWEST = 8
-_LONGEST = 40
-_NAMED = 8
+_BARYCENTRE_SWEEPS = 4
+_MIN_ROW_WIDTH = 8
+_MAX_TEXT = 40
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class Label:
     """Look of a box.
 
     Attributes:
-        text, note: first and second line of its text.
-        source: the user's code, for a box of one line.
+        text, note: first and second line of the box's text.
+        source: the user's code, for a box of one source line.
         colour: fill colour.
-        scale: 0 for the cheapest box to 1 for the dearest; letters grow with it.
-        mark: ``"sync"``, ``"collective"`` or ``""``, for its frame.
-        tip: lines of its tooltip.
+        scale: 0 for the cheapest box to 1 for the most expensive; sets the font size.
+        mark: style of the frame: ``"sync"``, ``"collective"`` or ``""``.
+        tip: lines of the tooltip.
     """
 
     text: str
@@ -74,7 +74,7 @@ class Label:
 
 
 def labels(drawing: nx.DiGraph, paths: Paths) -> dict[str, Label]:
-    """Return the label of every node of ``picture.to_networkx`` and of every box."""
+    """Return node or box -> its label, for a drawing of ``picture.to_networkx``."""
     nodes = dict(drawing.nodes(data=True))
     boxes: dict[str, list[dict[str, Any]]] = {}
     for name, path in paths.items():
@@ -91,7 +91,7 @@ def labels(drawing: nx.DiGraph, paths: Paths) -> dict[str, Label]:
 
 
 def _scales(costs: Mapping[str, Cost]) -> dict[str, float]:
-    """Return the logarithm of flops and bytes, scaled so that the dearest has 1."""
+    """Return name -> log(1 + flops + bytes), scaled so that the most expensive has 1."""
     work = {name: math.log1p(cost.flops + cost.bytes) for name, cost in costs.items()}
     most = max(work.values(), default=0.0) or 1.0
     return {name: amount / most for name, amount in work.items()}
@@ -102,71 +102,75 @@ def _node_label(data: Mapping[str, Any], scale: float) -> Label:
     text = op
     tip: tuple[str, ...] = (op, note)
     if data["kind"] == "op":
-        text, tip = base_name(op), (*tip, *_cost(data["cost"]), *_source(data["line"]))
+        text, tip = base_name(op), (*tip, *_cost_lines(data["cost"]), *_source_lines(data["line"]))
     if data["collective"] is not None:
-        text, note = _collective(data["collective"])
-        tip = (*_sent(data["collective"]), *tip)
-    return Label(text, _cut(note), "", COLOURS[data["family"]], scale, _mark([data]), tip)
+        text, note = _collective_text(data["collective"])
+        tip = (*_ring_traffic(data["collective"]), *tip)
+    return Label(
+        text, _truncated(note), "", COLOURS[data["family"]], scale, _frame_mark([data]), tip
+    )
 
 
 def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: float) -> Label:
-    """Return the label of a box, in the colour of its dearest member's family."""
-    dearest = max(members, key=lambda data: data["cost"].flops + data["cost"].bytes)
-    colour, mark = COLOURS[dearest["family"]], _mark(members)
-    if dearest["kind"] != "op":
+    """Return the label of a box, in the colour of its most expensive member's family."""
+    costliest = max(members, key=lambda data: data["cost"].flops + data["cost"].bytes)
+    colour, mark = COLOURS[costliest["family"]], _frame_mark(members)
+    if costliest["kind"] != "op":
         note = count(len(members), "value")
         return Label(title, note, "", colour, scale, mark, (note,))
-    kinds = Counter(data["family"] for data in members).most_common()
-    tip = (", ".join(f"{number} {kind}" for kind, number in kinds), *_cost(cost))
-    met = [record for data in members if (record := data["collective"]) is not None]
-    tip += tuple(" ".join(_collective(record)) for record in met[:_NAMED])
+    families = Counter(data["family"] for data in members).most_common()
+    tip = (", ".join(f"{number} {kind}" for kind, number in families), *_cost_lines(cost))
+    collectives = [record for data in members if (record := data["collective"]) is not None]
+    tip += tuple(" ".join(_collective_text(record)) for record in collectives[:_MAX_LISTED])
     for line in dict.fromkeys(data["line"] for data in members):
-        tip += _source(line)
-    source = "".join(map(_cut, _source(title.removesuffix(BACKWARD))[1:]))
+        tip += _source_lines(line)
+    source = "".join(map(_truncated, _source_lines(title.removesuffix(BACKWARD))[1:]))
     note = f"{count(len(members), 'op')}, {_amounts(cost)}"
-    if met:
-        sent = amount(sum(record.nbytes for record in met), "B")
-        note += f"; {count(len(met), 'collective')}, {sent}"
+    if collectives:
+        payload = amount(sum(record.nbytes for record in collectives), "B")
+        note += f"; {count(len(collectives), 'collective')}, {payload}"
     return Label(os.path.basename(title), note, source, colour, scale, mark, tip)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+def _truncated(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
 
 
-def _collective(record: Communication) -> tuple[str, str]:
-    """Return a collective's kind, and its bytes."""
+def _collective_text(record: Communication) -> tuple[str, str]:
+    """Return a collective as (kind, bytes and mesh axis)."""
     kind = f"{record.kind} {record.reduce_op}" if record.reduce_op else record.kind
     return kind, f"{amount(record.nbytes, 'B')} along {record.mesh_dim}"
 
 
-def _sent(record: Communication) -> tuple[str, ...]:
-    """Return the known facts on its messages; a graph alone has no number of ranks."""
+def _ring_traffic(record: Communication) -> tuple[str, ...]:
+    """Return lines on a collective's messages; the ring's bytes only if the ranks are known."""
     if record.ranks == 1:
         return (record.why,)
     ring = f"each of {record.ranks} ranks sends {amount(record.ring_bytes, 'B')} in a ring"
     return ring, record.why
 
 
-def _mark(members: Iterable[Mapping[str, Any]]) -> str:
-    marks = {"collective" if _meets(m) else "sync" * m["sync"] for m in members}
+def _frame_mark(members: Iterable[Mapping[str, Any]]) -> str:
+    """Return the frame's style: sync before collective before none."""
+    marks = {"collective" if _is_collective(m) else "sync" * m["sync"] for m in members}
     return max(marks & {"collective", "sync"}, default="")
 
 
-def _meets(member: Mapping[str, Any]) -> bool:
+def _is_collective(member: Mapping[str, Any]) -> bool:
     return bool(member["family"] == "collective" and member["op"] != WAIT)
 
 
-def _cost(cost: Cost) -> tuple[str, ...]:
-    moved = f"reads {amount(cost.bytes_read, 'B')}, writes {amount(cost.bytes_written, 'B')}"
-    return f"{_amounts(cost)}, {count(cost.launches, 'launch', 'launches')}", moved
+def _cost_lines(cost: Cost) -> tuple[str, ...]:
+    """Return the tooltip's lines on a cost: flops, bytes and launches; reads and writes."""
+    traffic = f"reads {amount(cost.bytes_read, 'B')}, writes {amount(cost.bytes_written, 'B')}"
+    return f"{_amounts(cost)}, {count(cost.launches, 'launch', 'launches')}", traffic
 
 
 def _amounts(cost: Cost) -> str:
     return f"{amount(cost.flops, 'flop')}, {amount(cost.bytes, 'B')}"
 
 
-def _source(line: str) -> tuple[str, ...]:
+def _source_lines(line: str) -> tuple[str, ...]:
     """Return ``file:line``, and the user's code there if the file can be read."""
     path, _, number = line.rpartition(":")
     text = linecache.getline(path, int(number)).strip() if path and number.isdigit() else ""
@@ -174,9 +178,9 @@ def _source(line: str) -> tuple[str, ...]:
 
 
 def quotient(drawing: nx.DiGraph, box_of: Mapping[str, str]) -> nx.DiGraph:
-    """Return the drawing with every node replaced by its box, without edges inside a box.
+    """Quotient graph of a drawing: one node per box, without edges inside a box.
 
-    Nodes that ``box_of`` does not name are left out. Boxes stand in the order of their first
+    Nodes that ``box_of`` does not name are left out. Boxes are in the order of their first
     members. Each node has ``members``, a list, and each edge ``values``, a tuple.
     """
     boxes = nx.DiGraph()
@@ -193,33 +197,35 @@ def quotient(drawing: nx.DiGraph, box_of: Mapping[str, str]) -> nx.DiGraph:
 
 
 def rows(graph: nx.DiGraph) -> list[list[Any]]:
-    """Return the nodes in rows, so that edges along the order of the nodes point down.
+    """Layered drawing (Sugiyama's method): return the rows of nodes, top to bottom.
 
-    It is a layered drawing (Sugiyama). A node stands one row below its last predecessor; a node
-    without predecessors, one row above its first successor. Inside a row nodes stand near the mean
-    place of their neighbours. A row that is too wide continues in the next one.
+    Only forward edges count: those along the order of the nodes; all of them point down. A node is
+    one row below its last predecessor; a node without predecessors, one row above its first
+    successor. Inside a row, nodes are ordered by the mean position of their neighbours (barycentre
+    method). A row that is too wide continues in the next one.
     """
-    place = {node: number for number, node in enumerate(graph)}
-    ahead = nx.DiGraph()
-    ahead.add_nodes_from(graph)
-    ahead.add_edges_from(edge for edge in graph.edges if place[edge[0]] < place[edge[1]])
-    layers = _layers(ahead)
-    for _ in range(_SWEEPS):
-        _sort_by_neighbours(layers, ahead.pred)
-        _sort_by_neighbours(layers[::-1], ahead.succ)
-    widest = max(_NARROWEST, math.isqrt(2 * len(graph)))
+    position = {node: number for number, node in enumerate(graph)}
+    forward = nx.DiGraph()
+    forward.add_nodes_from(graph)
+    forward.add_edges_from(edge for edge in graph.edges if position[edge[0]] < position[edge[1]])
+    layers = _layers(forward)
+    for _ in range(_BARYCENTRE_SWEEPS):
+        _sort_by_neighbours(layers, forward.pred)
+        _sort_by_neighbours(layers[::-1], forward.succ)
+    widest = max(_MIN_ROW_WIDTH, math.isqrt(2 * len(graph)))
     return [
         layer[start : start + widest] for layer in layers for start in range(0, len(layer), widest)
     ]
 
 
-def _layers(ahead: nx.DiGraph) -> list[list[Any]]:
+def _layers(forward: nx.DiGraph) -> list[list[Any]]:
+    """Assign nodes to layers by the longest path from a source."""
     depth: dict[Any, int] = {}
-    for node in ahead:
-        depth[node] = 1 + max((depth[source] for source in ahead.pred[node]), default=-1)
-    for node in ahead:
-        if not ahead.pred[node] and ahead.succ[node]:
-            depth[node] = min(depth[target] for target in ahead.succ[node]) - 1
+    for node in forward:
+        depth[node] = 1 + max((depth[source] for source in forward.pred[node]), default=-1)
+    for node in forward:
+        if not forward.pred[node] and forward.succ[node]:
+            depth[node] = min(depth[target] for target in forward.succ[node]) - 1
     layers: list[list[Any]] = [[] for _ in range(1 + max(depth.values(), default=-1))]
     for node, row in depth.items():
         layers[row].append(node)
@@ -227,44 +233,50 @@ def _layers(ahead: nx.DiGraph) -> list[list[Any]]:
 
 
 def _sort_by_neighbours(layers: list[list[Any]], neighbours: Mapping[Any, Any]) -> None:
-    """Run one sweep of the barycentre method: sort rows by the neighbours' mean place."""
-    place = {
+    """Run one sweep of the barycentre method: sort rows by the neighbours' mean position."""
+    position = {
         node: (number + 0.5) / len(layer) for layer in layers for number, node in enumerate(layer)
     }
     for layer in layers:
-        mean = {}
+        barycentre = {}
         for node in layer:
-            near = [place[other] for other in neighbours[node]] or [place[node]]
-            mean[node] = sum(near) / len(near)
-        layer.sort(key=mean.__getitem__)
-        place.update((node, (number + 0.5) / len(layer)) for number, node in enumerate(layer))
+            positions = [position[other] for other in neighbours[node]] or [position[node]]
+            barycentre[node] = sum(positions) / len(positions)
+        layer.sort(key=barycentre.__getitem__)
+        position.update((node, (number + 0.5) / len(layer)) for number, node in enumerate(layer))
 
 
 def to_html(drawing: nx.DiGraph, paths: Paths, title: str, opened: Collection[str] = ()) -> str:
     """Return the HTML page of a drawing of ``picture.to_networkx``.
 
     Args:
-        paths: for each node the boxes around it, from the outside; may be none.
+        paths: node -> the boxes around it, outermost first; may be empty.
         opened: boxes that are open at first.
     """
     boxes: list[dict[str, Any]] = []
-    numbers: dict[str, int] = {}
-    shown = labels(drawing, paths)
+    box_numbers: dict[str, int] = {}
+    box_labels = labels(drawing, paths)
 
     def arrange(nodes: Iterable[str], depth: int, parent: int) -> list[list[int]]:
+        """Lay out the boxes at a depth of the paths, and those inside each, recursively."""
         box_of = {node: (*paths[node], node)[depth] for node in nodes}
         level = quotient(drawing, box_of)
         for name in level:
-            numbers[name] = number = len(boxes)
-            box = {**asdict(shown[name]), "parent": parent, "open": name in opened, "rows": None}
+            box_numbers[name] = number = len(boxes)
+            box = {
+                **asdict(box_labels[name]),
+                "parent": parent,
+                "open": name in opened,
+                "rows": None,
+            }
             boxes.append(box)
             if name not in drawing:
                 box["rows"] = arrange(level.nodes[name]["members"], depth + 1, number)
-        return [[numbers[name] for name in row] for row in rows(level)]
+        return [[box_numbers[name] for name in row] for row in rows(level)]
 
     top = arrange(drawing, 0, -1)
     edges = [
-        [numbers[source], numbers[target], meta]
+        [box_numbers[source], box_numbers[target], meta]
         for source, target, meta in drawing.edges(data="meta")
     ]
     data = {"title": title, "legend": legend(drawing), "rows": top, "boxes": boxes, "edges": edges}
@@ -279,5 +291,5 @@ def legend(drawing: nx.DiGraph) -> dict[str, str]:
 
 
 def _embedded(data: Any) -> str:
-    """Encode as JSON that is safe inside ``<script>``: without ``</script>`` and ``<!--``."""
+    """Encode as JSON without ``<``, which is safe inside a ``<script>`` element."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Pictures of graphs: from networkx to DOT, SVG, PNG or an HTML page.
+"""Drawings of graphs by networkx: as DOT, SVG, PNG or an HTML page.
 
     input ──> addmm ──> relu ──> addmm ──> sum ──> output
               └─ net.py:8 ─────────────┘   └─ train.py:20
@@ -30,8 +30,8 @@ from lazygt.observe.page import BACKWARD, Label, Paths, labels, legend, quotient
 
 #: Number of ops above which ``collapse="auto"`` draws one box a line.
 MANY = 150
-#: Number of boxes above which edges are straight: to route them around boxes takes dot minutes.
-_ROUTED = 300
+#: Number of boxes above which edges are straight: dot takes minutes to route them around boxes.
+_MAX_ROUTED = 300
 SUFFIXES = (".dot", ".svg", ".png", ".html")
 
 #: Text of the legend besides the colours.
@@ -72,15 +72,17 @@ def to_networkx(
 
 
 class _Drawing:
+    """Builder of the networkx graph; see ``to_networkx``."""
+
     def __init__(self, graph: Graph, mesh: Mesh | None, backward: Collection[int]) -> None:
         self.graph, self.metas, self.backward = graph, graph.values, backward
         self.collectives = communications_by_node(graph, mesh)
         self.drawing = nx.DiGraph(groups=[])
-        #: id of each value's producer
-        self.makers: list[str] = []
+        #: id of each value's producer, by number of the value
+        self.producers: list[str] = []
         for number, meta in enumerate(graph.inputs):
             self._add(f"in{number}", "input", "input", str(meta))
-            self.makers.append(f"in{number}")
+            self.producers.append(f"in{number}")
         costs = member_costs(graph)
         for number, node in enumerate(graph.nodes):
             self._node(f"n{number}", node, number, costs[number])
@@ -88,35 +90,37 @@ class _Drawing:
                 self.drawing.nodes[f"n{number}"]["collective"] = self.collectives[number]
         for number, value in enumerate(graph.outputs):
             self._add(f"out{number}", "output", "output", _text(self.metas[value]), sync=True)
-            self._edge(self.makers[value], f"out{number}", value, self.metas[value])
+            self._edge(self.producers[value], f"out{number}", value, self.metas[value])
 
     def _node(self, name: str, node: Node, number: int, costs: list[Cost]) -> None:
+        """Add a node of the graph, or the members of a fused one."""
         if node.body is not None:
             self._members(name, node, node.body, costs)
             return
         self._op(name, node, self.graph, number, costs[0], None)
         for value in dict.fromkeys(node.refs()):
-            self._edge(self.makers[value], name, value, self.metas[value])
-        self.makers.extend([name] * len(node.results))
+            self._edge(self.producers[value], name, value, self.metas[value])
+        self.producers.extend([name] * len(node.results))
 
     def _members(self, group: str, node: Node, body: Graph, costs: list[Cost]) -> None:
+        """Add the members of a fused node, with edges to the producers of its operands."""
         self.drawing.graph["groups"].append(group)
         outer, metas = list(node.refs()), body.values
-        makers = [self.makers[value] for value in outer]
+        producers = [self.producers[value] for value in outer]
         for number, member in enumerate(body.nodes):
             name = f"{group}.{number}"
             self._op(name, member, body, number, costs[number], group)
             for value in dict.fromkeys(member.refs()):
                 shown = outer[value] if value < len(outer) else value
-                self._edge(makers[value], name, shown, metas[value])
-            makers.extend([name] * len(member.results))
-        self.makers.extend(makers[value] for value in body.outputs)
+                self._edge(producers[value], name, shown, metas[value])
+            producers.extend([name] * len(member.results))
+        self.producers.extend(producers[value] for value in body.outputs)
 
     def _op(
         self, name: str, node: Node, graph: Graph, number: int, cost: Cost, group: str | None
     ) -> None:
-        shown = ", ".join(map(_text, node.results)) or "no result"
-        self._add(name, node.op, family(node), shown, graph.line(number), cost, node.dynamic, group)
+        metas = ", ".join(map(_text, node.results)) or "no result"
+        self._add(name, node.op, family(node), metas, graph.line(number), cost, node.dynamic, group)
         self.drawing.nodes[name]["backward"] = graph.origin(number) in self.backward
 
     def _add(
@@ -139,8 +143,8 @@ class _Drawing:
 
     def _edge(self, source: str, target: str, value: int, meta: TensorMeta | None) -> None:
         old = self.drawing.get_edge_data(source, target, {"values": (), "meta": ""})
-        shown = ", ".join(text for text in (old["meta"], _text(meta)) if text)
-        self.drawing.add_edge(source, target, values=(*old["values"], value), meta=shown)
+        metas = ", ".join(text for text in (old["meta"], _text(meta)) if text)
+        self.drawing.add_edge(source, target, values=(*old["values"], value), meta=metas)
 
 
 def _text(meta: TensorMeta | None) -> str:
@@ -161,7 +165,7 @@ def to_dot(
     drawing = to_networkx(graph, mesh, backward)
     by_line = _is_by_line(drawing, collapse)
     paths = _paths(drawing, by_line)
-    shown = labels(drawing, paths)
+    node_labels = labels(drawing, paths)
     dot = graphviz.Digraph("graph")
     dot.attr(nodesep="0.2", ranksep="0.35", label=_legend_table(legend(drawing)))
     dot.attr(fontname="Helvetica", fontsize="10")
@@ -170,36 +174,36 @@ def to_dot(
     if by_line:
         drawing = quotient(drawing, {name: path[0] for name, path in paths.items()})
         paths = dict.fromkeys(drawing, ())
-    if len(drawing) > MANY:  # unbounded, dot spends minutes on the layout of 1,000 nodes
+    if len(drawing) > MANY:  # without limits dot takes minutes for 1,000 nodes
         dot.attr(nslimit="1", nslimit1="1", mclimit="0.1")
-    if len(drawing) > _ROUTED:
+    if len(drawing) > _MAX_ROUTED:
         dot.attr(splines="line")
-    _draw_nodes(dot, paths, shown)
+    _draw_nodes(dot, paths, node_labels)
     _draw_edges(dot, drawing)
     return str(dot.source)
 
 
-def _draw_nodes(dot: graphviz.Digraph, paths: Paths, shown: Mapping[str, Label]) -> None:
+def _draw_nodes(dot: graphviz.Digraph, paths: Paths, node_labels: Mapping[str, Label]) -> None:
     """Draw every node; the members of a fused node inside a frame of its own."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, path in paths.items():
         groups.setdefault(path, []).append(name)
     for path, members in groups.items():
         if not path:
-            _draw_each(dot, members, shown)
+            _draw_each(dot, members, node_labels)
             continue
         with dot.subgraph(name=f"cluster_{path[-1]}") as frame:
-            label = shown[path[-1]]
+            label = node_labels[path[-1]]
             frame.attr(
                 label=_lines(f"{label.text}: {label.note}"), style="rounded", color="#546e7a"
             )
             frame.attr(bgcolor="#f7f9fa", tooltip=_lines(*label.tip))
-            _draw_each(frame, members, shown)
+            _draw_each(frame, members, node_labels)
 
 
-def _draw_each(dot: graphviz.Digraph, names: list[str], shown: Mapping[str, Label]) -> None:
+def _draw_each(dot: graphviz.Digraph, names: list[str], node_labels: Mapping[str, Label]) -> None:
     for name in names:
-        label = shown[name]
+        label = node_labels[name]
         attributes = {
             "fillcolor": label.colour,
             "fontsize": f"{9 + 9 * label.scale**2:.1f}",
@@ -215,18 +219,18 @@ def _draw_each(dot: graphviz.Digraph, names: list[str], shown: Mapping[str, Labe
 
 def _lines(*texts: str) -> str:
     """Return a text of several lines, with Graphviz's escapes and HTML disabled."""
-    shown: str = graphviz.nohtml("\\n".join(map(graphviz.escape, texts)))
-    return shown
+    escaped: str = graphviz.nohtml("\\n".join(map(graphviz.escape, texts)))
+    return escaped
 
 
 def _draw_edges(dot: graphviz.Digraph, drawing: nx.DiGraph) -> None:
     """Draw every edge: thicker for more values, dashed if it goes back to an earlier line."""
-    place = {name: number for number, name in enumerate(drawing)}
+    position = {name: number for number, name in enumerate(drawing)}
     for source, target, values in drawing.edges(data="values"):
         attributes = {}
         if len(values) > 1:
             attributes["penwidth"] = f"{1 + 0.3 * len(values).bit_length():g}"
-        if place[source] > place[target]:
+        if position[source] > position[target]:
             attributes |= {"style": "dashed", "constraint": "false"}
         dot.edge(_quoted(source), _quoted(target), **attributes)
 
@@ -284,10 +288,11 @@ def render(
 
 
 def _with_graphviz(source: str, path: Path) -> bytes:
-    # not graphviz.pipe, which leaves dot running when it is interrupted
+    """Render DOT source by Graphviz's ``dot`` in the format of the path's suffix."""
+    # subprocess.run ends dot when it is interrupted; graphviz.pipe leaves dot running
     command = ("dot", f"-T{path.suffix.removeprefix('.')}")
     try:
-        done = subprocess.run(command, input=source.encode(), capture_output=True, check=True)
+        process = subprocess.run(command, input=source.encode(), capture_output=True, check=True)
     except FileNotFoundError as error:
         raise LazyGTError(
             f"render: {path.name} needs Graphviz's program 'dot', which is not on PATH. Install "
@@ -299,7 +304,7 @@ def _with_graphviz(source: str, path: Path) -> bytes:
             f"render: {' '.join(command)} failed for {path.name}: "
             f"{error.stderr.decode(errors='replace').strip()}. Write a .html or .dot file instead."
         ) from error
-    return done.stdout
+    return process.stdout
 
 
 def _page(
@@ -312,6 +317,7 @@ def _page(
 
 
 def _is_by_line(drawing: nx.DiGraph, collapse: Collapse) -> bool:
+    """Return whether to draw one box per source line; resolves ``collapse="auto"``."""
     if collapse != "auto":
         return collapse
     lines = [data["line"] for _, data in drawing.nodes(data=True) if data["kind"] == "op"]
@@ -323,14 +329,14 @@ def _paths(drawing: nx.DiGraph, by_line: bool) -> dict[str, tuple[str, ...]]:
 
     A fused node stands in the box of its first member's line.
     """
-    homes: dict[str, str] = {}
+    line_of_group: dict[str, str] = {}
     paths: dict[str, tuple[str, ...]] = {}
     for name, data in drawing.nodes(data=True):
         group = data["group"]
         line = f"{data['line']}{BACKWARD}" if data["backward"] else data["line"]
-        home = {"input": "inputs", "output": "outputs"}.get(data["kind"], line)
+        outer_box = {"input": "inputs", "output": "outputs"}.get(data["kind"], line)
         if group is not None:
-            home = homes.setdefault(group, home)
-        lines = (home,) if by_line else ()
-        paths[name] = lines if group is None else (*lines, group)
+            outer_box = line_of_group.setdefault(group, outer_box)
+        outer_boxes = (outer_box,) if by_line else ()
+        paths[name] = outer_boxes if group is None else (*outer_boxes, group)
     return paths

@@ -22,9 +22,9 @@ from lazygt.tables import Printed
 
 #: Path prefix of installed packages.
 _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
-_LONGEST = 48
+_MAX_TEXT = 48
 #: Minimum width of a column of texts.
-_NARROWEST = 20
+_MIN_TEXT_WIDTH = 20
 #: Title of ``outside_table``.
 OUTSIDE = "outside of what was calibrated, the farthest of each kind"
 #: Column of the user's code.
@@ -97,7 +97,7 @@ class CollectiveRow(NamedTuple):
 class ExchangedRow(NamedTuple):
     """A rank's collectives of one kind along an axis, in all runs.
 
-    ``parallelism``: the kind that the axis's name stands for; empty for another name. ``nbytes``:
+    ``parallelism``: the kind of parallelism implied by the axis's name, or empty. ``nbytes``:
     payload, ``ring``: bytes that the rank sends in a ring.
     """
 
@@ -113,7 +113,7 @@ class ExchangedRow(NamedTuple):
 class AlternativeRow(NamedTuple):
     """Cost of the best program without some collectives; see ``passes.sharding.what_if``.
 
-    ``extra``: additional seconds; None: there is no program without them.
+    ``extra``: additional seconds; None if every program needs them.
     """
 
     runs: int
@@ -130,14 +130,16 @@ class AlternativeRow(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Report(Printed):
-    """Work of a graph and its costs. Prints as tables, and shows in a notebook.
+    """Cost report of graphs: lines, plans, fused groups, collectives.
+
+    Prints as tables, in a notebook as HTML.
 
     Attributes:
         head: sentences above the tables.
-        lines: the user's lines, the dearest first.
+        lines: the user's lines, the most expensive first.
         collectives: the collectives, in the order of their first launch.
-        alternatives: programs without them, if asked for.
-        outside: ops beyond the sizes that the machine was calibrated for.
+        alternatives: programs without some of the collectives, if requested.
+        outside: ops beyond the sizes for which the machine was calibrated.
     """
 
     head: tuple[str, ...]
@@ -213,7 +215,7 @@ class Report(Printed):
         table = _Grid(">runs", ">count", "collective", ">payload", ">ring a rank", "axis",
                        ">ranks", ">time", "line", "why")  # fmt: skip
         for row in self.collectives:
-            table.add(row.runs, row.times, _met(row.kind, row.reduce_op),
+            table.add(row.runs, row.times, _collective_text(row.kind, row.reduce_op),
                  _bytes(row.nbytes), _bytes(row.ring), row.axis, row.ranks,
                  duration(row.seconds), shown(row.line), row.why)  # fmt: skip
         return table
@@ -231,13 +233,13 @@ class Report(Printed):
 
     def _unfused(self) -> _Grid:
         table = _Grid(">runs", ">ops", "members", "line", "why")
-        for runs, members, line, why in self.unfused:
-            table.add(runs, len(members), names(members), shown(line), why)
+        for runs, members, line, reason in self.unfused:
+            table.add(runs, len(members), names(members), shown(line), reason)
         return table
 
 
 def exchanged(collectives: Iterable[CollectiveRow]) -> list[ExchangedRow]:
-    """Sum up the bytes of all runs by axis and kind of collective.
+    """Sum the collectives of all runs by (axis, ranks, kind).
 
     Axes are in the order of their first collective.
     """
@@ -276,7 +278,7 @@ def _signed(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds))}"
 
 
-def _met(kind: str, reduce_op: str | None) -> str:
+def _collective_text(kind: str, reduce_op: str | None) -> str:
     return f"{kind} {reduce_op}" if reduce_op else kind
 
 
@@ -285,26 +287,30 @@ def names(ops: Iterable[str]) -> str:
     text = ", ".join(
         f"{op} x{times}" if times > 1 else op for op, times in Counter(ops).items()
     )  # fmt: skip
-    return _cut(text)
+    return _truncated(text)
 
 
 def shown(line: str) -> str:
-    """Shorten ``file:line``: relative to the current folder, or as it is imported."""
+    """Shorten ``file:line``: relative to the current folder, or to ``site-packages``."""
     try:
-        here = os.getcwd() + os.sep
+        folder = os.getcwd() + os.sep
     except FileNotFoundError:
-        here = ""  # the folder has been removed: nothing lies below it
-    return _INSTALLED.sub("", line.removeprefix(here))
+        folder = ""  # the folder has been removed
+    return _INSTALLED.sub("", line.removeprefix(folder))
 
 
 def source(line: str) -> str:
     """Return the user's code at ``file:line``; empty when the file can't be read."""
     path, _, number = line.rpartition(":")
-    return _cut(linecache.getline(path, int(number)).strip()) if path and number.isdigit() else ""
+    return (
+        _truncated(linecache.getline(path, int(number)).strip())
+        if path and number.isdigit()
+        else ""
+    )
 
 
-def _cut(text: str, longest: int = _LONGEST) -> str:
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+def _truncated(text: str, length: int = _MAX_TEXT) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _bytes(number: int) -> str:
@@ -312,6 +318,7 @@ def _bytes(number: int) -> str:
 
 
 def _amounts(cost: Cost, total: Cost) -> tuple[str, ...]:
+    """Return the cells of a cost: launches, flops and their share, bytes and their share."""
     return (
         str(cost.launches),
         amount(cost.flops, ""),
@@ -322,16 +329,17 @@ def _amounts(cost: Cost, total: Cost) -> tuple[str, ...]:
     )
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "-"
+def _share(amount: int, total: int) -> str:
+    """Return a share in per cent; ``-`` if the total is 0."""
+    return f"{100 * amount / total:.0f}%" if total else "-"
 
 
 class _Grid:
-    """Rows of a table to build.
+    """Builder of a rich table that fits the terminal's width.
 
     Args:
         columns: names of the columns; those that begin with ``>`` are right-aligned.
-        spare: columns to leave out, one after another, if the terminal is too narrow.
+        spare: optional columns, dropped one after another if the terminal is too narrow.
     """
 
     def __init__(self, *columns: str, spare: Sequence[str] = ()) -> None:
@@ -345,31 +353,38 @@ class _Grid:
     def fitting(self, width: int) -> Table:
         """Build the table for a terminal of ``width`` characters.
 
-        Spare columns are left out, the user's code is truncated, and other texts are wrapped.
+        Optional columns are dropped, the user's code is truncated, and other texts are wrapped.
         """
-        shown = list(range(len(self.columns)))
-        spare = list(self.spare)
-        while spare and sum(map(self._least, shown)) > width:
-            name = spare.pop(0)
-            shown = [at for at in shown if self.columns[at] != name]
+        columns = list(range(len(self.columns)))
+        droppable = list(self.spare)
+        while droppable and sum(map(self._min_width, columns)) > width:
+            name = droppable.pop(0)
+            columns = [column for column in columns if self.columns[column] != name]
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for at in shown:
-            right = self.columns[at].startswith(">")
-            table.add_column(self.columns[at].removeprefix(">"), no_wrap=right, overflow="fold",
+        for column in columns:
+            right = self.columns[column].startswith(">")
+            table.add_column(self.columns[column].removeprefix(">"), no_wrap=right, overflow="fold",
                              justify="right" if right else "left")  # fmt: skip
-        taken = sum(self._width(at) for at in shown if self.columns[at] != SOURCE)
-        room = max(width - taken, _NARROWEST)
+        used = sum(self._width(column) for column in columns if self.columns[column] != SOURCE)
+        source_width = max(width - used, _MIN_TEXT_WIDTH)
         for row in self.rows:
             table.add_row(*(
-                Text(_cut(row[at], room) if self.columns[at] == SOURCE else row[at]) for at in shown
+                Text(
+                    _truncated(row[column], source_width)
+                    if self.columns[column] == SOURCE
+                    else row[column]
+                )
+                for column in columns
             ))  # fmt: skip
         return table
 
-    def _width(self, at: int) -> int:
+    def _width(self, column: int) -> int:
         """Return the width of a column, with the space before the next one."""
-        return 2 + max(len(cell) for cell in (self.columns[at], *(row[at] for row in self.rows)))
+        return 2 + max(
+            len(cell) for cell in (self.columns[column], *(row[column] for row in self.rows))
+        )
 
-    def _least(self, at: int) -> int:
+    def _min_width(self, column: int) -> int:
         """Return the minimum width of a column, with its texts wrapped or truncated."""
-        width = self._width(at)
-        return width if self.columns[at].startswith(">") else min(width, _NARROWEST)
+        width = self._width(column)
+        return width if self.columns[column].startswith(">") else min(width, _MIN_TEXT_WIDTH)

@@ -29,7 +29,7 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 from lazygt.submit.history import Flush
 
-#: Limit, because viewers get too slow; a longer profile keeps its beginning.
+#: Limit of events, as viewers get too slow; events beyond it are dropped.
 MAX_EVENTS = 1_000_000
 _RECORDING, _MESSAGES, _COMPILES, _WORKERS = range(4)
 _TRACKS = {_RECORDING: "recording", _MESSAGES: "messages", _COMPILES: "compiles"}
@@ -51,7 +51,7 @@ class Timeline:
 
     Attributes:
         dropped: number of events beyond the limit.
-        snapshots: workers' parts of snapshots.
+        snapshots: snapshots of workers.
         recoveries: replacements of workers.
     """
 
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def full(self) -> bool:
-        """True if there is no room for more events."""
+        """True if the limit of events is reached."""
         return self._count >= MAX_EVENTS
 
     @property
@@ -81,7 +81,7 @@ class Timeline:
         return self._runs
 
     def session(self) -> int:
-        """Return a new number for one more session that draws here."""
+        """Return a new number for a session that draws into this timeline."""
         self._sessions += 1
         return self._sessions - 1
 
@@ -95,12 +95,12 @@ class Timeline:
         self, pid: int, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]
     ) -> None:
         """Add a box from ``begin`` to ``end``."""
-        if self._room(1):
-            self._events.append(self._box(pid, track, name, begin, end, args))
+        if self._reserve(1):
+            self._events.append(self._span_event(pid, track, name, begin, end, args))
 
     def instant(self, pid: int, track: int, name: str, args: Mapping[str, Any]) -> None:
         """Add an instant event at this moment."""
-        if self._room(1):
+        if self._reserve(1):
             now = self._micro(time.monotonic_ns())
             self._events.append({"ph": "i", "s": "t", "name": name, "cat": "lazygt", "pid": pid,
                                  "tid": track, "ts": now, "args": dict(args)})  # fmt: skip
@@ -108,18 +108,18 @@ class Timeline:
     def arrow(self, pid: int, track: int, number: int, at: int, head: bool) -> None:
         """Add the tail or the head of the arrow ``number``, in the box at the time ``at``."""
         kind = {"ph": "f", "bp": "e"} if head else {"ph": "s"}
-        if self._room(1):
+        if self._reserve(1):
             self._events.append({**kind, "name": "run", "cat": "run", "id": number, "pid": pid,
                                  "tid": track, "ts": self._micro(at)})  # fmt: skip
 
     def add(self, run: TimedRun) -> None:
         """Add a timed run, with a box a step."""
-        if self._room(1 + len(run.timings.steps)):
+        if self._reserve(1 + len(run.timings.steps)):
             self._runs.append(run)
 
     def events(self) -> list[dict[str, Any]]:
         """Return all events in Chrome's trace format."""
-        return [*self._events, *(event for run in self._runs for event in self._drawn(run))]
+        return [*self._events, *(event for run in self._runs for event in self._run_events(run))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a JSON file."""
@@ -142,7 +142,7 @@ class Timeline:
             for number, count, begin, end in run.timings.steps:
                 steps[lines[number]] += count
                 spent[lines[number]] += end - begin
-        return [(line, steps[line], taken / 1e9) for line, taken in spent.most_common()]
+        return [(line, steps[line], nanoseconds / 1e9) for line, nanoseconds in spent.most_common()]
 
     def collectives(self) -> list[ExchangeTime]:
         """List the collectives of all workers, the most exposed first; see ``ExchangeTime``."""
@@ -151,11 +151,11 @@ class Timeline:
         )
 
     def beside(self) -> list[tuple[str, int, float]]:
-        """List work beside the runs: (description, count, seconds)."""
+        """List work other than runs (snapshots, recoveries): (description, count, seconds)."""
         rows = []
         if self.snapshots:
-            copied = sum(part.nbytes for part in self.snapshots)
-            spent = sum(part.nanoseconds for part in self.snapshots) / 1e9
+            copied = sum(snapshot.nbytes for snapshot in self.snapshots)
+            spent = sum(snapshot.nanoseconds for snapshot in self.snapshots) / 1e9
             rows.append((f"snapshots ({copied:,} bytes copied)", len(self.snapshots), spent))
         if self.recoveries:
             spent = sum(each.seconds for each in self.recoveries)
@@ -165,7 +165,8 @@ class Timeline:
     def __repr__(self) -> str:
         return f"<lazygt timeline: {self.runs} runs, {self._count} events>"
 
-    def _room(self, count: int) -> bool:
+    def _reserve(self, count: int) -> bool:
+        """Count events, and return True if the limit allows them; else count them as dropped."""
         if self.full:
             self.dropped += count
             return False
@@ -175,19 +176,19 @@ class Timeline:
     def _micro(self, at: int) -> float:
         return (at - self.begin) / 1e3
 
-    def _box(
+    def _span_event(
         self, pid: int, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]
     ) -> dict[str, Any]:
         return {"ph": "X", "name": name, "cat": "lazygt", "pid": pid, "tid": track,
                 "ts": self._micro(begin), "dur": (end - begin) / 1e3,
                 "args": dict(args)}  # fmt: skip
 
-    def _drawn(self, run: TimedRun) -> Iterable[dict[str, Any]]:
-        """Yield the boxes of a run: the whole, and in it the steps with op and line."""
+    def _run_events(self, run: TimedRun) -> Iterable[dict[str, Any]]:
+        """Yield the events of a run: a span of the run, and nested spans of its steps."""
         plan = run.plan
         name = f"plan {plan.digest.hex()[:12]}" if plan is not None else "no plan"
         about = {"run": run.number, "steps": len(run.timings.steps)}
-        yield self._box(run.pid, run.track, name, run.timings.begin, run.timings.end, about)
+        yield self._span_event(run.pid, run.track, name, run.timings.begin, run.timings.end, about)
         if plan is None:
             return
         nodes, lines = plan.steps.graph.nodes, run.lines()
@@ -197,18 +198,18 @@ class Timeline:
             args = {"op": ", ".join(ops), "line": lines[number], "step": number,
                     "results": results}  # fmt: skip
             name = ops[0] if count == 1 else f"compiled: {count} ops"
-            yield self._box(run.pid, run.track, name, begin, end, args)
+            yield self._span_event(run.pid, run.track, name, begin, end, args)
 
 
 @contextmanager
 def profile(session: Session, into: Timeline | None = None) -> Iterator[Timeline]:
-    """Timeline of a session's work during a block; ``save`` it for Perfetto.
+    """Timeline of a session's work during a ``with`` block; ``save`` it for Perfetto.
 
-    Workers run plans node by node meanwhile; a compiled group is one node. The end of the block is
-    a sync point.
+    During the block workers run plans node by node; a compiled group is one node. The end of the
+    block is a sync point.
 
     Args:
-        into: a timeline to draw into; by default a new one.
+        into: timeline to draw into; by default a new one.
 
     Raises:
         RuntimeError: a profile is being taken already.
@@ -225,29 +226,29 @@ class TimelineProbe(Observer):
 
     def __init__(self, timeline: Timeline, client: Client) -> None:
         self.timeline, self._client = timeline, client
-        self._before = client.observer
-        self.patience = None if self._before is None else self._before.patience
+        self._previous = client.observer
+        self.patience = None if self._previous is None else self._previous.patience
         self._pid = os.getpid()
         self._pids = tuple(client.link.pids)
         self._session = timeline.session()
-        self._begin = self._since = time.monotonic_ns()
+        self._attached_at = self._last_flush_end = time.monotonic_ns()
 
     def attach(self) -> None:
-        """Name the tracks, and ask for timed runs from now on."""
+        """Name the tracks, and request timed runs from now on."""
         for track, name in _TRACKS.items():
-            self.timeline.name(self._pid, self._track(track), "client", self._title(name))
+            self.timeline.name(self._pid, self._track(track), "client", self._thread_name(name))
         for rank, pid in enumerate(self._pids):
             process = "client" if pid == self._pid else f"worker {rank}"
             track = self._track(_WORKERS) + rank
-            self.timeline.name(pid, track, process, self._title(f"worker {rank}"))
+            self.timeline.name(pid, track, process, self._thread_name(f"worker {rank}"))
         self._client.observer, self.wants_timings = self, True
 
     def detach(self, compiles: Iterable[Compile]) -> None:
-        """Draw the compiles that ended meanwhile, and restore the previous observer."""
-        self._client.observer = self._before
+        """Draw the compiles that ended since ``attach``, and restore the previous observer."""
+        self._client.observer = self._previous
         for compile in compiles:
             end = int((compile.at + compile.took) * 1e9)
-            if compile.took and end >= self._begin:
+            if compile.took and end >= self._attached_at:
                 begin = end - int(compile.seconds * 1e9)
                 about = {**asdict(compile), "tier": compile.tier}
                 name = f"compile {compile.ops} ops: {compile.status}"
@@ -268,50 +269,50 @@ class TimelineProbe(Observer):
             "line": expand(flush.call_site), "ops": flush.ops, "run": flush.run, "hit": flush.hit,
             "plan": None if flush.digest is None else flush.digest.hex()[:12],
         }  # fmt: skip
-        self._span(_RECORDING, f"record {flush.ops} ops", self._since, begin, about)
+        self._span(_RECORDING, f"record {flush.ops} ops", self._last_flush_end, begin, about)
         self._span(_RECORDING, f"flush: {flush.reason}", begin, end, about)
         self.timeline.arrow(
-            self._pid, self._track(_RECORDING), self._arrow(flush.run), begin, False
+            self._pid, self._track(_RECORDING), self._arrow_id(flush.run), begin, False
         )
-        self._since = end
+        self._last_flush_end = end
 
     def did(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
-        """Draw a part of a flush, from ``begin`` to now."""
+        """Draw a phase of a flush, from ``begin`` to now."""
         self._span(_RECORDING, what, begin, time.monotonic_ns(), args)
 
     def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
         """Draw a message that was sent or received."""
-        if self._before is not None:
-            self._before.message(direction, kind, rank, run, size, why)
+        if self._previous is not None:
+            self._previous.message(direction, kind, rank, run, size, why)
         about = {"rank": rank, "run": run, "bytes": size, "why": why}
         self.timeline.instant(self._pid, self._track(_MESSAGES), f"{direction} {kind}", about)
 
     def waiting(self, what: str) -> None:
-        """Pass on that nothing has come yet."""
-        if self._before is not None:
-            self._before.waiting(what)
+        """Notify the previous observer that a wait has begun."""
+        if self._previous is not None:
+            self._previous.waiting(what)
 
     def came(self) -> None:
-        """Pass on that the wait has ended."""
-        if self._before is not None:
-            self._before.came()
+        """Notify the previous observer that the wait has ended."""
+        if self._previous is not None:
+            self._previous.came()
 
     def ran(
         self, rank: int, run: int, entry: PlanRecord | None, describe: Any, timings: Timings
     ) -> None:
-        """Draw a timed run."""
+        """Draw a timed run of a rank."""
         plan: Plan | None = None
         lines: Callable[[], Sequence[str]] = tuple  # without a plan there are no steps
         if entry is not None:
             plan, lines = entry.plans[entry.of(rank)], partial(describe.lines, rank)
         pid, track = self._pids[rank], self._track(_WORKERS) + rank
-        self.timeline.arrow(pid, track, self._arrow(run), timings.begin, True)
+        self.timeline.arrow(pid, track, self._arrow_id(run), timings.begin, True)
         self.timeline.add(TimedRun(pid, track, run, plan, lines, timings))
         if self.timeline.full:
             self.wants_timings = False
 
     def snapped(self, rank: int, snapped: Snapped) -> None:
-        """Draw a worker's part of a snapshot."""
+        """Draw a worker's snapshot."""
         self.timeline.snapshots.append(snapped)
         about = {"values": len(snapped.values), "bytes copied": snapped.nbytes}
         end = snapped.begin + snapped.nanoseconds
@@ -319,8 +320,8 @@ class TimelineProbe(Observer):
 
     def recovered(self, run: int, record: RecoveryRecord) -> None:
         """Draw a recovery, on the replaced workers."""
-        if self._before is not None:
-            self._before.recovered(run, record)
+        if self._previous is not None:
+            self._previous.recovered(run, record)
         self.timeline.recoveries.append(record)
         end = time.monotonic_ns()
         begin = end - int(record.seconds * 1e9)
@@ -338,10 +339,12 @@ class TimelineProbe(Observer):
         self.timeline.span(self._pid, self._track(track), name, begin, end, args)
 
     def _track(self, track: int) -> int:
+        """Return the id of a track, which is unique over sessions."""
         return self._session * 1_000 + track
 
-    def _arrow(self, number: int) -> int:
+    def _arrow_id(self, number: int) -> int:
+        """Return the id of the arrow of run ``number``, which is unique over sessions."""
         return self._session << 32 | number
 
-    def _title(self, name: str) -> str:
+    def _thread_name(self, name: str) -> str:
         return f"session {self._session}: {name}"

@@ -1,4 +1,4 @@
-"""`lazygt comm`: collectives of a training step as a table, and judged claims."""
+"""Reports of ``lazygt log`` (an instruction log) and of ``lazygt comm`` (a training step)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lazygt.graph.comm_volume import TransformerStep, Volume
 from lazygt.graph.text import amount
 from lazygt.tables import Printed, plain_table
 
-# -- summary of an instruction log: messages, bytes and time by kind, reason and line --------------
+# -- summary of an instruction log ----------------------------------------------------------------
 
 #: Field of a line -> its type; see ``InstructionLog``.
 FIELDS: Mapping[str, type | tuple[type, ...]] = {
@@ -47,8 +47,8 @@ class Total:
     Attributes:
         count, nbytes: number of messages, and bytes of all their frames (without tensors in shared
             memory).
-        milliseconds: sum of the times from sending a run to its answer; runs may overlap, so a sum
-            can be longer than the log.
+        milliseconds: sum of the times from sending a run to its answer; runs overlap, so the sum
+            can exceed the duration of the log.
     """
 
     name: str
@@ -57,18 +57,18 @@ class Total:
     milliseconds: float = 0.0
 
     def add(self, message: LoggedMessage, milliseconds: float) -> None:
-        """Count one more message."""
+        """Add a message to the totals."""
         self.count += 1
         self.nbytes += message.nbytes
         self.milliseconds += milliseconds
 
 
 def read_log(path: Path) -> Iterator[LoggedMessage]:
-    """Yield the messages of a log written because of ``LAZYGT_LOG``.
+    """Yield the messages of an instruction log (``LAZYGT_LOG``).
 
     Raises:
         OSError: there is no such file, or it can't be read.
-        ValueError: a line is not one of a log; the error has its number.
+        ValueError: a line is invalid; the error has its number.
     """
     with path.open(encoding="utf-8") as lines:
         for number, text in enumerate(lines, 1):
@@ -88,71 +88,71 @@ def _message(fields: Any) -> LoggedMessage:
 
 
 class LogSummary:
-    """Totals of a log.
+    """Totals of an instruction log by kind, reason and source line.
 
     Attributes:
         messages, nbytes, seconds: totals of the whole log; over several sessions, the sum.
     """
 
     def __init__(self, messages: Iterable[LoggedMessage]) -> None:
-        self._rows = list(messages)
-        self._waits = _waits(self._rows)
-        self.messages = len(self._rows)
-        self.nbytes = sum(row.nbytes for row in self._rows)
+        self._messages = list(messages)
+        self._latencies = _latencies(self._messages)
+        self.messages = len(self._messages)
+        self.nbytes = sum(message.nbytes for message in self._messages)
         ends = [
-            row.t
-            for row, after in zip(self._rows, [*self._rows[1:], None], strict=True)
-            if after is None or after.t < row.t  # another session begins
+            message.t
+            for message, after in zip(self._messages, [*self._messages[1:], None], strict=True)
+            if after is None or after.t < message.t  # another session begins
         ]
         self.seconds = sum(ends)
 
     def by_kind(self) -> list[Total]:
         """Sum all messages by direction and kind: ``send run``, ``receive done``."""
-        return self._totals(lambda row: f"{row.direction} {row.kind}")
+        return self._totals(lambda message: f"{message.direction} {message.kind}")
 
     def by_reason(self) -> list[Total]:
         """Sum the sent messages by reason: the sync point, or ``limit``, ``recovery``."""
-        return self._totals(lambda row: row.why if row.direction == "send" else "")
+        return self._totals(lambda message: message.why if message.direction == "send" else "")
 
     def by_line(self) -> list[Total]:
         """Sum the sent messages by the user's ``file:line``."""
-        return self._totals(lambda row: row.line if row.direction == "send" else "")
+        return self._totals(lambda message: message.line if message.direction == "send" else "")
 
     def _totals(self, name_of: Callable[[LoggedMessage], str]) -> list[Total]:
         """Sum the messages with a name by that name, the most frequent first."""
         totals: dict[str, Total] = {}
-        for number, row in enumerate(self._rows):
-            name = name_of(row)
+        for number, message in enumerate(self._messages):
+            name = name_of(message)
             if name:
                 total = totals.setdefault(name, Total(name))
-                total.add(row, self._waits.get(number, 0.0))
+                total.add(message, self._latencies.get(number, 0.0))
         return sorted(totals.values(), key=lambda total: (-total.count, total.name))
 
 
-def _waits(rows: Iterable[LoggedMessage]) -> dict[int, float]:
-    """Return sent runs, by position in the log -> milliseconds until their answer."""
+def _latencies(messages: Iterable[LoggedMessage]) -> dict[int, float]:
+    """Return position of a sent run in the log -> milliseconds until its answer."""
     sent: dict[tuple[int, int], tuple[int, float]] = {}
-    waits: dict[int, float] = {}
-    for number, row in enumerate(rows):
-        if (row.direction, row.kind) == ("send", "run"):
-            sent[row.rank, row.run] = number, row.t
-        elif (row.direction, row.kind) == ("receive", "done"):
-            known = sent.pop((row.rank, row.run), None)
-            if known is not None:
-                waits[known[0]] = (row.t - known[1]) * 1e3
-    return waits
+    latencies: dict[int, float] = {}
+    for number, message in enumerate(messages):
+        if (message.direction, message.kind) == ("send", "run"):
+            sent[message.rank, message.run] = number, message.t
+        elif (message.direction, message.kind) == ("receive", "done"):
+            request = sent.pop((message.rank, message.run), None)
+            if request is not None:
+                latencies[request[0]] = (message.t - request[1]) * 1e3
+    return latencies
 
 
-# -- `lazygt comm`: collectives of a training step as a table, and judged claims -------------------
+# -- traffic of a training step, and checks of claims ---------------------------------------------
 
-#: Claims are rounded.
+#: Relative tolerance: claims are rounded.
 _ROUNDING = 0.02
 _BYTES = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?)\s*([kMGTP]?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 class VolumeClaim(NamedTuple):
-    """A claim on the bytes of one kind of parallelism, computed elsewhere."""
+    """A user's claim on the bytes of one kind of parallelism, to be checked."""
 
     parallelism: str
     nbytes: float
@@ -164,7 +164,7 @@ def parse_volume_claim(text: str) -> VolumeClaim:
     Raises:
         ValueError: the text is no claim.
     """
-    parallelism, _, number = (part.strip() for part in text.partition("="))
+    parallelism, _, number = (word.strip() for word in text.partition("="))
     match = _BYTES.fullmatch(number)
     if match is None:
         raise ValueError(f"{text!r}: expected a kind of parallelism and bytes, such as data=56GB")
@@ -173,7 +173,7 @@ def parse_volume_claim(text: str) -> VolumeClaim:
 
 @dataclass(frozen=True, repr=False)
 class VolumeReport(Printed):
-    """Collectives of a step. Prints as a table.
+    """Collectives of a training step by kind of parallelism. Prints as a table.
 
     Attributes:
         dtypes: dtype of the parameters, and of activations.
@@ -187,7 +187,7 @@ class VolumeReport(Printed):
     remarks: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole report as plain values for JSON, in bytes."""
+        """Return the report as plain values for JSON, in bytes."""
         rows = [
             {**each._asdict(), "logical": each.logical, "ring_limit": each.limit,
              "ring_of_rank": each.ring}
@@ -246,6 +246,7 @@ def _by_parallelism(volumes: Sequence[Volume]) -> dict[str, list[Volume]]:
 
 
 def _bytes(volumes: Sequence[Volume]) -> list[str]:
+    """Return the sums of logical bytes, ring bytes in the limit, and ring bytes of a rank."""
     sums = (
         sum(each.logical for each in volumes),
         sum(each.limit for each in volumes),
@@ -255,36 +256,37 @@ def _bytes(volumes: Sequence[Volume]) -> list[str]:
 
 
 def judged(volumes: Sequence[Volume], claims: Sequence[VolumeClaim]) -> tuple[str, ...]:
-    """Judge each claim, in words.
+    """Check each claim against the computed bytes, and return a sentence on each.
 
     Raises:
         ValueError: a claim is on a kind of parallelism without collectives.
     """
-    rows = _by_parallelism(volumes)
+    by_parallelism = _by_parallelism(volumes)
     for claim in claims:
-        if claim.parallelism not in rows:
-            there = ", ".join(rows) or "none"
-            raise ValueError(f"a claim of {claim.parallelism!r}: what is exchanged is of {there}")
-    return tuple(_judged(rows[claim.parallelism], claim) for claim in claims)
+        if claim.parallelism not in by_parallelism:
+            kinds = ", ".join(by_parallelism) or "none"
+            raise ValueError(f"a claim of {claim.parallelism!r}: what is exchanged is of {kinds}")
+    return tuple(_judged(by_parallelism[claim.parallelism], claim) for claim in claims)
 
 
 def _judged(volumes: Sequence[Volume], claim: VolumeClaim) -> str:
+    """Match a claim with logical bytes, ring bytes and element counts, and name its mistake."""
     logical, limit, ring = _bytes(volumes)
-    said = f"{claim.parallelism}={amount(round(claim.nbytes), 'B')}"
-    right = f"logical {logical}, {limit} in a ring of many ranks, {ring} sent by a rank"
+    claimed = f"{claim.parallelism}={amount(round(claim.nbytes), 'B')}"
+    computed = f"logical {logical}, {limit} in a ring of many ranks, {ring} sent by a rank"
     if _near(claim.nbytes, sum(each.ring for each in volumes)):
-        return f"{said} is what one rank sends in the ring: {right}"
+        return f"{claimed} is what one rank sends in the ring: {computed}"
     if _near(claim.nbytes, sum(each.limit for each in volumes)):
-        return f"{said} holds for a ring of many ranks: {right}"
+        return f"{claimed} holds for a ring of many ranks: {computed}"
     elements = [sum(each.times * each.elements for each in volumes)]
     elements.append(sum(ring_limit(each.kind, each.times * each.elements) for each in volumes))
     counted = any(_near(claim.nbytes, number) for number in elements)
     if _near(claim.nbytes, sum(each.logical for each in volumes)):
         also = ", or is a number of elements and no bytes" if counted else ""
-        return f"mistake 3: {said} is the payload, and forgets the ring{also}: {right}"
+        return f"mistake 3: {claimed} is the payload, and forgets the ring{also}: {computed}"
     if counted:
-        return f"{said} is a number of elements, and no bytes: {right}"
-    return f"{said} is wrong: {right}"
+        return f"{claimed} is a number of elements, and no bytes: {computed}"
+    return f"{claimed} is wrong: {computed}"
 
 
 def _near(value: float, other: float) -> bool:

@@ -1,6 +1,6 @@
 """Report of ``why``: reasons of flushes, plan misses, fallbacks and compiles.
 
-The session records little while it runs (call sites and steps of the trie); texts are made on
+While it runs, the session records only call sites and steps of the trie; texts are built on
 request.
 """
 
@@ -22,7 +22,7 @@ from lazygt.submit.history import Flush, Miss
 if TYPE_CHECKING:
     from lazygt.passes.sharding.gathers import Gather
 
-#: Prefix of a flush's reason if a data-dependent op forced it: ``data-dependent: aten.nonzero...``.
+#: Prefix of the reason of a flush for a data-dependent op: ``data-dependent: aten.nonzero...``.
 ASKED = "data-dependent: "
 
 
@@ -52,7 +52,7 @@ class Why:
         cuda_graphs: the CUDA graphs of hot plans, by plan and rank.
         recoveries: replacements of workers.
         machine: the cost model, if one was named.
-        resized: the latest plans that are known programs in other sizes: no pass ran for them.
+        resized: the latest plans that reuse a known program in other sizes, without running passes.
     """
 
     flushes: Sequence[Flush]
@@ -66,23 +66,27 @@ class Why:
     machine: str = ""
 
     def __str__(self) -> str:
-        latest = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
-        parts = [
-            (f"flushes ({latest}{self.flushed})", self._flush_rows()),
+        shown = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
+        sections = [
+            (f"flushes ({shown}{self.flushed})", self._flush_rows()),
             (f"plan misses ({len(self.misses)})", [r for miss in self.misses for r in miss.rows()]),
             ("fallbacks", self._fallback_rows()),
             ("compiles", [_compile_row(each) for each in self.compiles]),
         ]
         if self.resized:
-            parts.insert(2, (f"other sizes ({len(self.resized)})", self._resized_rows()))
+            sections.insert(2, (f"other sizes ({len(self.resized)})", self._resized_rows()))
         if self.cuda_graphs:
-            parts.append(("CUDA graphs", [_capture_row(*each) for each in self.cuda_graphs]))
+            sections.append(("CUDA graphs", [_capture_row(*each) for each in self.cuda_graphs]))
         if self.recoveries:
-            parts.append((f"recoveries ({len(self.recoveries)})", list(map(str, self.recoveries))))
+            sections.append(
+                (f"recoveries ({len(self.recoveries)})", list(map(str, self.recoveries)))
+            )
         if self.machine:
-            parts.append(("costs", [f"plans are made by those of {self.machine}"]))
+            sections.append(("costs", [f"plans are made by those of {self.machine}"]))
         return "\n".join(
-            row for title, rows in parts for row in (title, *(f"  {r}" for r in rows or ["none"]))
+            row
+            for title, rows in sections
+            for row in (title, *(f"  {r}" for r in rows or ["none"]))
         )
 
     __repr__ = __str__
@@ -113,38 +117,42 @@ class Why:
         ]
 
     def _fallback_rows(self) -> list[str]:
-        asked = Counter(
+        """Return rows for data-dependent ops, implicit all-gathers and ops that stay eager."""
+        reads = Counter(
             (flush.reason.removeprefix(ASKED), expand(flush.call_site))
             for flush in self.flushes
             if flush.reason.startswith(ASKED)
         )
         rows = [
             f"{count}x {op}  {line}  its result's shape depends on values: shipped and asked"
-            for (op, line), count in asked.items()
+            for (op, line), count in reads.items()
         ]
         rows += [f"{each}" for each in self.gathers]
         return rows + [
-            f"{each.line}  {each.ops} ops stay eager: {_trouble(each)}"
+            f"{each.line}  {each.ops} ops stay eager: {_eager_reason(each)}"
             for each in self.compiles
             if each.status == "failed" or (each.took and each.tier == "eager")
         ]
 
 
 def _compile_row(compile: Compile) -> str:
+    """Return the text of a compile: line, ops, status, seconds and speedup."""
     gain = f", {compile.gain:.2f}x as fast" if compile.gain else ""
     return f"{compile.line}  {compile.ops} ops {compile.status}, {compile.seconds:.2f} s{gain}"
 
 
-def _capture_row(entry: PlanRecord, rank: int, told: Captured) -> str:
+def _capture_row(entry: PlanRecord, rank: int, captured: Captured) -> str:
+    """Return the text of a plan's CUDA graphs on a rank: count, steps, bytes and speedup."""
     plan = f"plan {entry.plan.digest.hex()[:12]}, rank {rank}"
-    if told.error:
-        return f"{plan}: none, {told.error}"
-    gain = f", {told.gain:.2f}x as fast" if told.gain else ""
-    steps = f"{told.steps} of {len(entry.plan.steps.graph.nodes)} steps"
-    return f"{plan}: {told.graphs} with {steps}, {told.nbytes} bytes in all{gain}"
+    if captured.error:
+        return f"{plan}: none, {captured.error}"
+    gain = f", {captured.gain:.2f}x as fast" if captured.gain else ""
+    steps = f"{captured.steps} of {len(entry.plan.steps.graph.nodes)} steps"
+    return f"{plan}: {captured.graphs} with {steps}, {captured.nbytes} bytes in all{gain}"
 
 
-def _trouble(compile: Compile) -> str:
+def _eager_reason(compile: Compile) -> str:
+    """Return the reason that ops stay eager: a compile error, or a slowdown."""
     if compile.status == "failed":
         return f"{compile.error} ({compile.names})"
     return f"compiled they would be {compile.gain:.2f}x as fast"

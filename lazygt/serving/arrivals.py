@@ -1,6 +1,6 @@
 """Arrival times of requests: at random, in bursts, or from a file.
 
-poisson                                     independent of one another
+poisson                                     independent, at a constant rate
 bursty:peak=3,share=0.2,burst=500ms         three times the mean for a fifth of the time
 arrivals.txt                                a time a line: seconds, or with a unit
 """
@@ -22,7 +22,7 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Requests that know nothing of one another."""
+    """Poisson process: independent arrivals at a constant rate."""
 
     def times(self, qps: float, seconds: float, rng: np.random.Generator) -> Times:
         """Return the arrivals in ``seconds`` seconds, in order."""
@@ -34,15 +34,15 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Bursty:
-    """Poisson arrivals with a rate that jumps between two values after random times.
+    """Markov-modulated Poisson process: bursts and calm phases of exponential length.
 
     Attributes:
-        peak: the rate in a burst, as a multiple of the mean.
-        share: of the time that is in bursts.
-        burst: seconds that one lasts on average.
+        peak: rate in a burst, as a multiple of the mean.
+        share: share of the time in bursts.
+        burst: mean seconds of a burst.
 
     Raises:
-        ValueError: bursts that alone would bring more than the mean.
+        ValueError: the bursts alone exceed the mean rate.
     """
 
     peak: float = 3.0
@@ -63,19 +63,19 @@ class Bursty:
 
     def times(self, qps: float, seconds: float, rng: np.random.Generator) -> Times:
         """Return arrivals in about ``seconds`` seconds, in order; ``qps * seconds`` on average."""
-        calm = (1 - self.peak * self.share) / (1 - self.share)
+        calm_rate = (1 - self.peak * self.share) / (1 - self.share)
         cycles = max(round(seconds * self.share / self.burst), 1)
-        lasting = np.empty(2 * cycles)
-        lasting[::2] = rng.exponential(self.burst * (1 - self.share) / self.share, cycles)
-        lasting[1::2] = rng.exponential(self.burst, cycles)
-        lasting *= seconds / lasting.sum()
-        switches = np.concatenate(([0.0], np.cumsum(lasting)))
-        rates = qps * np.tile([calm, self.peak], cycles)
-        expected = np.concatenate(([0.0], np.cumsum(lasting * rates)))
-        whole = float(expected[-1])
-        # Poisson in the number that is expected until then
-        turned = _uniform(rng.poisson(qps * seconds), whole, rng)
-        return np.interp(turned, expected, switches)
+        phases = np.empty(2 * cycles)
+        phases[::2] = rng.exponential(self.burst * (1 - self.share) / self.share, cycles)
+        phases[1::2] = rng.exponential(self.burst, cycles)
+        phases *= seconds / phases.sum()
+        switches = np.concatenate(([0.0], np.cumsum(phases)))
+        rates = qps * np.tile([calm_rate, self.peak], cycles)
+        expected = np.concatenate(([0.0], np.cumsum(phases * rates)))
+        total = float(expected[-1])
+        # time change: uniform in the cumulated rate, then mapped back to seconds
+        warped = _uniform(rng.poisson(qps * seconds), total, rng)
+        return np.interp(warped, expected, switches)
 
     def __str__(self) -> str:
         return (
@@ -86,11 +86,11 @@ class Bursty:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Arrivals that were seen, run faster or slower to come to the rate that is asked for.
+    """Recorded arrivals, scaled in time to the requested rate.
 
     Attributes:
-        name: of the file.
-        seen: seconds from the first one on, in order.
+        name: name of the file.
+        seen: arrival times in seconds since the first one, in order.
     """
 
     name: str
@@ -98,11 +98,11 @@ class Recorded:
 
     @property
     def qps(self) -> float:
-        """Their own rate."""
+        """Recorded requests a second."""
         return (len(self.seen) - 1) / self.seen[-1]
 
     def times(self, qps: float, seconds: float, rng: np.random.Generator) -> Times:
-        """Return all of them, at ``qps`` requests a second, for any ``seconds``."""
+        """Return all arrivals, scaled to ``qps`` requests a second; ``seconds`` is ignored."""
         return np.array(self.seen) * (self.qps / qps)
 
     def __str__(self) -> str:
@@ -116,10 +116,10 @@ _KEYS: dict[str, Callable[[str], float]] = {
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """Parse the arrivals of a command line.
+    """Parse arrivals: ``poisson``, ``bursty:...`` or the path of a file.
 
     Raises:
-        ValueError: the text means none, or the file can't be read.
+        ValueError: the text is invalid, or the file can't be read.
     """
     if text == "poisson":
         return Poisson()
@@ -135,7 +135,7 @@ def read_arrivals(path: Path) -> Recorded:
     """Read arrivals from a file: a time a line, in any order; # begins a comment.
 
     Raises:
-        ValueError: the file can't be read, or has less than two times.
+        ValueError: the file can't be read, or has fewer than two times.
     """
     try:
         lines = path.read_text().splitlines()

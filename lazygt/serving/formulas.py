@@ -5,12 +5,12 @@
     load                    = total QPS / (GPUs x QPS of a GPU)
     arriving [1/s]          = total QPS / GPUs              each GPU has a queue of its own
     collection [s]          = batch / arriving              never batch / total QPS
-    mean latency [s]        = collection / 2 + inference    on average half a batch is there
-    first request [s]       = collection + inference        it finds an empty queue
+    mean latency [s]        = collection / 2 + inference    on average half a batch has arrived
+    first request [s]       = collection + inference        the queue was empty
 
-They are the usual back-of-the-envelope arithmetic of dynamic batching: requests come like a clock
-and every batch is full. Random arrivals do neither; see ``simulation``. Where one queue
-serves all GPUs, and only there, all requests arrive at it.
+These are the usual back-of-the-envelope formulas of dynamic batching: they assume evenly spaced
+arrivals and full batches. Random arrivals are simulated (``simulation``). Only a queue that is
+shared by all GPUs gets all requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from lazygt.serving.stages import Stage
 
-#: Share of the time that GPUs are busy, above which random arrivals queue up.
+#: Load above which random arrivals queue up.
 HIGH_LOAD = 0.85
 _SLACK = 1e-9  # 30,000 / (20 / 0.03) is 45, despite rounding
 
@@ -29,14 +29,14 @@ class StageNumbers(NamedTuple):
     """A stage by its formulas; seconds, and requests a second.
 
     Attributes:
-        qps: that come in: the service's, times ``fan``.
-        qps_of_gpu: that one GPU can do.
-        gpus: that run it; 0 for a stage without.
-        load: share of the time that they are busy; above 1 the queue grows for ever.
+        qps: arriving requests: the service's, times ``fan``.
+        qps_of_gpu: capacity of one GPU.
+        gpus: number of GPUs; 0 for a stage without.
+        load: share of the time that the GPUs are busy; above 1 the queue grows without bound.
         arriving: requests a second at each queue.
-        collection: until a batch of requests has arrived at one; 0 where there is no batching.
-        mean: latency of a request.
-        first: latency of one that finds an empty queue, and waits for a whole batch.
+        collection: seconds until a batch has arrived at a queue; 0 without batching.
+        mean: mean latency of a request.
+        first: latency of a request that finds an empty queue, and waits for a full batch.
     """
 
     stage: Stage
@@ -56,7 +56,7 @@ def qps_of_gpu(batch: int, inference: float) -> float:
 
 
 def gpus_needed(qps: float, of_gpu: float) -> int:
-    """Return ceil(total QPS / QPS of a GPU): all GPUs are then busy all the time."""
+    """Return ceil(total QPS / QPS of a GPU), the GPUs at full load."""
     return max(ceil(qps / of_gpu), 1)
 
 
@@ -74,21 +74,21 @@ def stage_numbers(
     """Compute the figures of a stage by its formulas.
 
     Args:
-        qps: of the service.
-        gpus: that run it; by default the stage's number, or the fewest possible.
-        shared: they take from one queue.
+        qps: requests a second of the service.
+        gpus: number of GPUs; by default the stage's, or the fewest possible.
+        shared: True if one queue serves all GPUs.
     """
-    come = qps * stage.fan
+    stage_qps = qps * stage.fan
     if not stage.on_gpus:
-        return StageNumbers(stage, come, math.inf, 0, 0.0, 0.0, 0.0, stage.delay, stage.delay)
+        return StageNumbers(stage, stage_qps, math.inf, 0, 0.0, 0.0, 0.0, stage.delay, stage.delay)
     of_gpu = qps_of_gpu(stage.batch, stage.inference)
-    gpus = gpus or stage.gpus or gpus_needed(come, of_gpu)
-    arriving = come / (1 if shared else gpus)
+    gpus = gpus or stage.gpus or gpus_needed(stage_qps, of_gpu)
+    arriving = stage_qps / (1 if shared else gpus)
     collection = collection_seconds(stage.batch, arriving)
-    after = stage.inference + stage.delay
+    service_seconds = stage.inference + stage.delay
     return StageNumbers(
-        stage, come, of_gpu, gpus, come / (gpus * of_gpu), arriving, collection,
-        collection / 2 + after, collection + after,
+        stage, stage_qps, of_gpu, gpus, stage_qps / (gpus * of_gpu), arriving, collection,
+        collection / 2 + service_seconds, collection + service_seconds,
     )  # fmt: skip
 
 
@@ -100,10 +100,10 @@ def busy_gpus(qps: float, stage: Stage) -> float:
 
 
 def gpus_at_load(qps: float, stage: Stage, load: float) -> int:
-    """Return the fewest GPUs that are each busy for at most this share; 0 without GPUs."""
+    """Return the fewest GPUs with at most this load; 0 for a stage without GPUs."""
     return max(ceil(busy_gpus(qps, stage) / load), 1) if stage.on_gpus else 0
 
 
 def ceil(number: float) -> int:
-    """Round up to a whole number, but for rounding errors."""
+    """Round up to a whole number, ignoring floating-point errors."""
     return math.ceil(number * (1 - _SLACK))

@@ -1,11 +1,11 @@
-"""Mistakes of serving arithmetic (four), high loads, and claims to be judged.
+"""Checks of a plan: four common mistakes of serving arithmetic, high loads, and users' claims.
 
-    1  the wait counted as work: QPS of a GPU is batch / inference, and waiting is no part of it
+    1  waiting counted as work: QPS of a GPU is batch / inference, without waiting
     2  all requests counted for one queue: a batch is collected at the rate of one GPU
     3  the ring forgotten: an all-reduce sends 2 (N - 1) / N times its bytes (see ``lazygt comm``)
-    4  a larger batch taken for a lower latency: it is a higher throughput, and a longer wait
+    4  a larger batch expected to lower latency: it raises throughput, and lengthens the wait
 
-A claim is a figure worked out elsewhere: ``rank:qps=5``, ``rank:collection=1.7ms``.
+A claim is a user's own figure: ``rank:qps=5``, ``rank:collection=1.7ms``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lazygt.graph.text import count, duration
 from lazygt.serving.formulas import HIGH_LOAD, StageNumbers, gpus_needed, stage_numbers
 from lazygt.serving.stages import parse_count, parse_duration, parse_settings, read_settings
 
-#: Claims are rounded.
+#: Relative tolerance: claims are rounded.
 _ROUNDING = 0.02
-#: So many times the GPUs that are busy are more than a reserve.
-_MANY = 1.75
+#: Multiple of the busy GPUs above which GPUs are more than a reserve.
+_OVERPROVISIONED = 1.75
 
 
 class Remark(NamedTuple):
     """Remark on a plan.
 
     Attributes:
-        mistake: number of the mistake; None: none of them.
+        mistake: number of the mistake; None if it is none of the four.
     """
 
     mistake: int | None
@@ -40,7 +40,7 @@ class Remark(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A figure of a stage worked out elsewhere; ``batch``: for batches of so many."""
+    """A user's figures of a stage; ``batch``: size of the batches that they refer to."""
 
     stage: str
     batch: int | None
@@ -48,10 +48,10 @@ class Claim(NamedTuple):
 
 
 def parse_claim(text: str) -> Claim:
-    """Parse the claim of a command line.
+    """Parse a claim such as ``rank:qps=500,collection=100ms``.
 
     Raises:
-        ValueError: the text means none.
+        ValueError: the text is invalid.
     """
     stage, settings = parse_settings(text, "rank:qps=500,collection=100ms")
     values = read_settings(f"the claim of {stage!r}", settings, _KEYS)
@@ -71,20 +71,21 @@ _KEYS: dict[str, Callable[[str], Any]] = {
 }  # fmt: skip
 
 
-# -- remarks on the given numbers by themselves ----------------------------------------------------
+# -- remarks on stages -----------------------------------------------------------------------------
 
 
 def spotted(stages: Sequence[StageNumbers]) -> list[Remark]:
-    """Return remarks on impossible loads, and on mistakes behind a number of GPUs or a wait."""
+    """Return remarks on high loads, and on mistakes behind a number of GPUs, a wait or a batch."""
     remarks = []
     for numbers in stages:
         if numbers.gpus:
-            remarks += [*_of_load(numbers), *_of_gpus(numbers), *_of_wait(numbers)]
-            remarks += _of_batch(numbers)
+            remarks += [*_load_remarks(numbers), *_gpu_remarks(numbers), *_wait_remarks(numbers)]
+            remarks += _batch_remarks(numbers)
     return remarks
 
 
-def _of_load(numbers: StageNumbers) -> list[Remark]:
+def _load_remarks(numbers: StageNumbers) -> list[Remark]:
+    """Return a remark on a load that is too high."""
     name, load = numbers.stage.name, numbers.load
     if load <= HIGH_LOAD * (1 + 1e-9):
         return []
@@ -98,23 +99,23 @@ def _of_load(numbers: StageNumbers) -> list[Remark]:
                          f"for a burst, or a GPU that fails")]  # fmt: skip
 
 
-def _of_gpus(numbers: StageNumbers) -> list[Remark]:
-    """Remark on as many GPUs as if they did nothing while requests wait."""
-    stage, come = numbers.stage, numbers.qps
-    fewest = gpus_needed(come, numbers.qps_of_gpu)
-    if stage.gpus is None or stage.gpus < _MANY * fewest:
+def _gpu_remarks(numbers: StageNumbers) -> list[Remark]:
+    """Return a remark if the number of GPUs follows from counting waiting as work (mistake 1)."""
+    stage, stage_qps = numbers.stage, numbers.qps
+    fewest = gpus_needed(stage_qps, numbers.qps_of_gpu)
+    if stage.gpus is None or stage.gpus < _OVERPROVISIONED * fewest:
         return []
-    full = stage_numbers(come / stage.fan, stage, fewest)
-    wrong = [stage.batch / full.first, 1 / full.first, 1 / full.mean]
-    if stage.gpus not in [gpus_needed(come, of_gpu) for of_gpu in wrong]:
+    at_full_load = stage_numbers(stage_qps / stage.fan, stage, fewest)
+    mistaken_qps = [stage.batch / at_full_load.first, 1 / at_full_load.first, 1 / at_full_load.mean]
+    if stage.gpus not in [gpus_needed(stage_qps, of_gpu) for of_gpu in mistaken_qps]:
         return []
     return [Remark(1, f"{stage.name}: {stage.gpus} GPUs are as many as come of counting the wait "
                       f"as work; a GPU does batch / inference = {_qps(numbers)} requests a second, "
                       f"so {fewest} are busy")]  # fmt: skip
 
 
-def _of_wait(numbers: StageNumbers) -> list[Remark]:
-    """Remark on a wait in which a batch fills only if all requests come into one queue."""
+def _wait_remarks(numbers: StageNumbers) -> list[Remark]:
+    """Return a remark if the wait assumes that all requests share one queue (mistake 2)."""
     stage = numbers.stage
     if stage.batch == 1 or not 0 < stage.wait < numbers.collection / 2:
         return []
@@ -126,8 +127,8 @@ def _of_wait(numbers: StageNumbers) -> list[Remark]:
                       f"{duration(stage.batch / numbers.qps)} is at the rate of all")]  # fmt: skip
 
 
-def _of_batch(numbers: StageNumbers) -> list[Remark]:
-    """Remark on requests that wait for a batch to fill longer than it takes."""
+def _batch_remarks(numbers: StageNumbers) -> list[Remark]:
+    """Return a remark if filling a batch takes much longer than running it (mistake 4)."""
     stage = numbers.stage
     if stage.wait < numbers.collection or numbers.collection < 2 * stage.inference:
         return []
@@ -141,10 +142,10 @@ def _of_batch(numbers: StageNumbers) -> list[Remark]:
 
 
 def judged(qps: float, stages: Sequence[StageNumbers], claims: Sequence[Claim]) -> list[Remark]:
-    """Return for each claim whether it holds, and the mistake that explains it if not.
+    """Check each claim, and return a remark on each: it holds, or the mistake that explains it.
 
     Raises:
-        ValueError: a claim of a stage that is not there, or of one without GPUs.
+        ValueError: the stage of a claim is unknown, or has no GPUs.
     """
     by_name = {numbers.stage.name: numbers for numbers in stages if numbers.gpus}
     remarks = []
@@ -163,33 +164,35 @@ def judged(qps: float, stages: Sequence[StageNumbers], claims: Sequence[Claim]) 
     return remarks
 
 
-def _judged(numbers: StageNumbers, key: str, value: float, asked: StageNumbers) -> Remark:
+def _judged(numbers: StageNumbers, key: str, value: float, planned: StageNumbers) -> Remark:
+    """Compare a claimed value with the correct one, then with the results of known mistakes."""
     stage = numbers.stage
-    right, how = _right(numbers, key)
-    shown = _SHOWN[key]
-    claim = f"{stage.name}: {key}={shown(value)}"
-    if _near(value, right):
-        return Remark(None, f"{claim} holds: {how}")
-    for mistake, wrong, why in _wrong(numbers, key):
-        if _near(value, wrong):
-            return Remark(mistake, f"{claim} {why}; it is {shown(right)}: {how}")
-    if key == "latency" and numbers.stage.batch > asked.stage.batch and value < asked.mean:
-        why = (
-            f"takes batches of {stage.batch} for faster than those of {asked.stage.batch} "
-            f"({duration(asked.mean)}): a larger batch does more requests a second, and takes "
+    correct, derivation = _correct_value(numbers, key)
+    show = _FORMATS[key]
+    claim = f"{stage.name}: {key}={show(value)}"
+    if _near(value, correct):
+        return Remark(None, f"{claim} holds: {derivation}")
+    for mistake, mistaken, reasoning in _known_mistakes(numbers, key):
+        if _near(value, mistaken):
+            return Remark(mistake, f"{claim} {reasoning}; it is {show(correct)}: {derivation}")
+    if key == "latency" and numbers.stage.batch > planned.stage.batch and value < planned.mean:
+        reasoning = (
+            f"takes batches of {stage.batch} for faster than those of {planned.stage.batch} "
+            f"({duration(planned.mean)}): a larger batch does more requests a second, and takes "
             f"longer to collect"
         )
-        return Remark(4, f"{claim} {why}; it is {shown(right)}: {how}")
-    return Remark(None, f"{claim} is wrong; it is {shown(right)}: {how}")
+        return Remark(4, f"{claim} {reasoning}; it is {show(correct)}: {derivation}")
+    return Remark(None, f"{claim} is wrong; it is {show(correct)}: {derivation}")
 
 
-def _right(numbers: StageNumbers, key: str) -> tuple[float, str]:
+def _correct_value(numbers: StageNumbers, key: str) -> tuple[float, str]:
+    """Return the correct value of a claimed figure, and its derivation."""
     stage, inference = numbers.stage, duration(numbers.stage.inference)
     if key == "qps":
         return numbers.qps_of_gpu, f"batch / inference = {stage.batch} / {inference}"
     if key == "gpus":
-        right = gpus_needed(numbers.qps, numbers.qps_of_gpu)
-        return right, f"ceil({numbers.qps:,g} / {_qps(numbers)})"
+        gpus = gpus_needed(numbers.qps, numbers.qps_of_gpu)
+        return gpus, f"ceil({numbers.qps:,g} / {_qps(numbers)})"
     queue = "one queue" if numbers.arriving == numbers.qps else f"each of {numbers.gpus} GPUs"
     rate = f"{numbers.arriving:,g} requests a second at {queue}"
     if key == "collection":
@@ -198,27 +201,32 @@ def _right(numbers: StageNumbers, key: str) -> tuple[float, str]:
     return numbers.mean, f"collection / 2 + inference = {collection} / 2 + {inference}"
 
 
-def _wrong(numbers: StageNumbers, key: str) -> list[tuple[int, float, str]]:
+def _known_mistakes(numbers: StageNumbers, key: str) -> list[tuple[int, float, str]]:
     """List mistakes that explain a claim: (mistake, its result, its reasoning)."""
     stage = numbers.stage
-    at_once = stage.batch / numbers.qps
+    collection_of_all = stage.batch / numbers.qps
     totals = (numbers.first, numbers.mean)
-    waited = "counts the wait as work"
-    all_in_one = (
+    waiting_counted = "counts the wait as work"
+    one_queue = (
         f"collects a batch at the rate of all GPUs together ({numbers.qps:,g} requests a second)"
     )
     if key == "qps":
-        return [(1, share / total, waited) for total in totals for share in (1, stage.batch)]
+        return [
+            (1, share / total, waiting_counted) for total in totals for share in (1, stage.batch)
+        ]
     if key == "gpus":
         return [
-            (1, gpus_needed(numbers.qps, share / total), waited)
+            (1, gpus_needed(numbers.qps, share / total), waiting_counted)
             for total in totals
             for share in (1, stage.batch)
         ]
     if key == "collection":
-        return [(2, at_once, all_in_one), (2, 0.0, "leaves it out")]
-    after = stage.inference + stage.delay
-    return [(2, at_once / 2 + after, all_in_one), (2, after, "leaves the collection out")]
+        return [(2, collection_of_all, one_queue), (2, 0.0, "leaves it out")]
+    service_seconds = stage.inference + stage.delay
+    return [
+        (2, collection_of_all / 2 + service_seconds, one_queue),
+        (2, service_seconds, "leaves the collection out"),
+    ]
 
 
 def _near(value: float, other: float) -> bool:
@@ -233,6 +241,6 @@ def _plain(value: float) -> str:
     return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
 
 
-_SHOWN: dict[str, Callable[[float], str]] = {
+_FORMATS: dict[str, Callable[[float], str]] = {
     "qps": _plain, "gpus": _plain, "collection": duration, "latency": duration,
 }  # fmt: skip

@@ -32,8 +32,8 @@ from lazygt.serving.simulation import (
 )
 from lazygt.serving.stages import Stage, check_service, parse_stage
 
-#: Most additions of GPUs because a long simulation misses the SLO that a short one held.
-_LONGER = 10
+#: Maximum additions of GPUs after a long simulation misses the SLO that short ones held.
+_MAX_ADDITIONS = 10
 
 
 def plan(
@@ -50,19 +50,19 @@ def plan(
     """Plan a service of batching stages: its GPUs, and the latency of its requests.
 
     Args:
-        qps: requests a second; None: those of the file that ``arrivals`` names.
-        stages: that a request goes through, such as ``"rank:batch=50,infer=80ms"``.
-        slo: seconds within which 99 of 100 requests are to be done.
+        qps: requests a second; None: the rate of the file of arrivals.
+        stages: stages of a request, in order, such as ``"rank:batch=50,infer=80ms"``.
+        slo: limit of the p99 latency in seconds.
         arrivals: ``poisson``, ``bursty:peak=3,share=0.2,burst=500ms``, or a file of times.
-        balance: choice of the GPU of a request: ``random``, ``round-robin``, or ``shared``: one
-            queue for all of them.
-        seconds: that are simulated; by default a minute, if that is neither very many requests
-            nor few batches.
-        seed: of the random numbers.
-        claims: figures worked out elsewhere, to be judged: ``"rank:qps=5"``.
+        balance: load balancing: ``random``, ``round-robin``, or ``shared``: one queue for all
+            GPUs.
+        seconds: simulated seconds; by default a minute, adapted if that has very many requests or
+            few batches.
+        seed: seed of the random numbers.
+        claims: figures to check, such as ``"rank:qps=5"``.
 
     Raises:
-        ValueError: an impossible argument, with a remedy.
+        ValueError: an argument is impossible; the error has a remedy.
     """
     if isinstance(arrivals, str):
         arrivals = parse_arrivals(arrivals)
@@ -70,19 +70,21 @@ def plan(
         if not isinstance(arrivals, Recorded):
             raise ValueError("how many requests a second? Give qps, or a file of arrival times")
         qps = arrivals.qps
-    parsed = tuple(parse_stage(stage) if isinstance(stage, str) else stage for stage in stages)
-    check_service(qps, parsed, slo)
+    parsed_stages = tuple(
+        parse_stage(stage) if isinstance(stage, str) else stage for stage in stages
+    )
+    check_service(qps, parsed_stages, slo)
     if balance not in BALANCES:
         raise ValueError(f"balance is one of {', '.join(BALANCES)}, not {balance!r}")
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"{seconds:g} s can't be simulated: give more than 0")
-    asked = [parse_claim(claim) if isinstance(claim, str) else claim for claim in claims]
-    service = _Service(qps, parsed, arrivals, balance, seconds, seed)
-    return service.plan(slo, asked)
+    parsed_claims = [parse_claim(claim) if isinstance(claim, str) else claim for claim in claims]
+    service = _Service(qps, parsed_stages, arrivals, balance, seconds, seed)
+    return service.plan(slo, parsed_claims)
 
 
 class _Service:
-    """A service with cached simulations."""
+    """Planner of one service; simulations are cached by GPUs, rate and length."""
 
     def __init__(
         self, qps: float, stages: tuple[Stage, ...], arrivals: Arrivals, balance: str,
@@ -91,11 +93,11 @@ class _Service:
         self.qps, self.stages, self.arrivals = qps, stages, arrivals
         self.balance, self.seed = balance, seed
         if isinstance(arrivals, Recorded):
-            self.seconds = self.tried = len(arrivals.seen) / qps
+            self.seconds = self.trial_seconds = len(arrivals.seen) / qps
         else:
-            self.seconds = self.tried = seconds or simulated_seconds(qps, stages)
-            if isinstance(arrivals, Poisson):  # bursts are few in a short time
-                self.tried = min(self.seconds, tried_seconds(qps, stages))
+            self.seconds = self.trial_seconds = seconds or simulated_seconds(qps, stages)
+            if isinstance(arrivals, Poisson):  # a short simulation would have few bursts
+                self.trial_seconds = min(self.seconds, tried_seconds(qps, stages))
         self.numbers = self._numbers(qps, [None] * len(stages))
         self.run = cache(self._run)
 
@@ -116,7 +118,7 @@ class _Service:
         choices = self._choices(slo)
         chosen = choices[0 if choices[0].why == GIVEN else -1]
         remarks += [
-            *spotted(self.numbers), *_of_slo(slo, choices), *self._of_formulas(choices[0])
+            *spotted(self.numbers), *_slo_remarks(slo, choices), *self._formula_remarks(choices[0])
         ]  # fmt: skip
         return ServicePlan(
             self.qps, slo, self.arrivals, self.balance, self.seed, self.seconds, self.numbers,
@@ -124,49 +126,51 @@ class _Service:
         )  # fmt: skip
 
     def _choices(self, slo: float | None) -> list[Choice]:
-        given = any(stage.gpus for stage in self.stages)
+        """Simulate the GPUs of the formulas or settings, those at high load, and for the SLO."""
+        gpus_requested = any(stage.gpus for stage in self.stages)
         first = tuple(numbers.gpus for numbers in self.numbers)
-        choices = [self._choice(GIVEN if given else FORMULAS, first)]
+        choices = [self._choice(GIVEN if gpus_requested else FORMULAS, first)]
         if not any(first):
             return choices
-        calm = tuple(gpus_at_load(self.qps, stage, HIGH_LOAD) for stage in self.stages)
-        choices.append(self._choice(AT_HIGH_LOAD, calm))
-        if slo is not None and (enough := self._enough(slo)) is not None:
-            choices.append(self._choice(FOR_SLO, enough))
+        at_high_load = tuple(gpus_at_load(self.qps, stage, HIGH_LOAD) for stage in self.stages)
+        choices.append(self._choice(AT_HIGH_LOAD, at_high_load))
+        if slo is not None and (for_slo := self._gpus_for_slo(slo)) is not None:
+            choices.append(self._choice(FOR_SLO, for_slo))
         return choices
 
-    def _enough(self, slo: float) -> Gpus | None:
-        """Return the fewest GPUs for the SLO by short simulations, confirmed by a long one."""
+    def _gpus_for_slo(self, slo: float) -> Gpus | None:
+        """Search the fewest GPUs for the SLO by short simulations; confirm them by a long one."""
         enough = gpus_that_hold(
-            self.qps, self.stages, slo, lambda gpus: self.run(gpus, self.qps, self.tried)
+            self.qps, self.stages, slo, lambda gpus: self.run(gpus, self.qps, self.trial_seconds)
         )
         if enough is None:
             return None
-        for _ in range(_LONGER):
+        for _ in range(_MAX_ADDITIONS):
             if self.run(enough, self.qps, self.seconds).latency.p99 <= slo:
                 return enough
             enough = more(enough)
         return None
 
-    def _choice(self, why: str, gpus: Gpus) -> Choice:
-        return Choice(why, gpus, self._load(gpus), self.run(gpus, self.qps, self.seconds))
+    def _choice(self, reason: str, gpus: Gpus) -> Choice:
+        return Choice(reason, gpus, self._load(gpus), self.run(gpus, self.qps, self.seconds))
 
     def _load(self, gpus: Gpus) -> float:
         return max(numbers.load for numbers in self._numbers(self.qps, gpus))
 
     def _curve(self, chosen: Choice) -> list[Point]:
+        """Simulate the chosen GPUs at each load of ``CURVE_LOADS``."""
         if not chosen.load:
             return []
         points = []
         for load in CURVE_LOADS:
             qps = self.qps * load / chosen.load
             mean = sum(numbers.mean for numbers in self._numbers(qps, chosen.gpus))
-            seconds = self.tried * self.qps / qps  # as many requests
+            seconds = self.trial_seconds * self.qps / qps  # the same number of requests
             points.append(Point(load, qps, mean, self.run(chosen.gpus, qps, seconds)))
         return points
 
-    def _of_formulas(self, first: Choice) -> list[Remark]:
-        """Remark on formulas that are far from the simulation."""
+    def _formula_remarks(self, first: Choice) -> list[Remark]:
+        """Return a remark if the formulas are far from the simulation."""
         mean, simulated = sum(each.mean for each in self.numbers), first.run.latency.mean
         if abs(simulated - mean) <= 0.1 * mean or first.load >= 1:
             return []
@@ -175,8 +179,8 @@ class _Service:
                              f"batches are not always full")]  # fmt: skip
 
 
-def _of_slo(slo: float | None, choices: Sequence[Choice]) -> list[Remark]:
-    """Remark on choices that miss the SLO."""
+def _slo_remarks(slo: float | None, choices: Sequence[Choice]) -> list[Remark]:
+    """Return remarks on choices that miss the SLO."""
     if slo is None or not choices[0].load:
         return []
     first, last = choices[0], choices[-1]

@@ -10,37 +10,41 @@ from lazygt.serving.formulas import HIGH_LOAD, busy_gpus
 from lazygt.serving.simulation import Run
 from lazygt.serving.stages import Stage
 
-#: GPUs of each stage; 0 where there are none.
+#: Number of GPUs of each stage; 0 for a stage without.
 Gpus = tuple[int, ...]
 Try = Callable[[Gpus], Run]
 
-_STEP = 1.25
-#: Most times the busy GPUs that are tried: beyond it waiting is not the cause of a latency.
-_MOST = 20.0
+_GROWTH = 1.25
+#: Maximum multiple of the busy GPUs: beyond it latency is not caused by waiting.
+_MAX_FACTOR = 20.0
 
 
 def gpus_that_hold(qps: float, stages: Sequence[Stage], slo: float, simulated: Try) -> Gpus | None:
-    """Return the fewest GPUs with a simulated p99 within ``slo`` seconds; None: none hold it.
+    """Search the fewest GPUs with a simulated p99 within ``slo`` seconds; None if none are found.
 
-    First all stages get the same multiple of their busy GPUs, then each as few as it can do with.
-    Never so few that they are busy all the time: then the queue grows as long as it is simulated.
+    First the common multiple of the busy GPUs of all stages is searched, by growth and bisection;
+    then GPUs are removed stage by stage (greedy descent). No stage gets so few GPUs that they are
+    busy all the time: its queue would grow with the simulated time.
+
+    Args:
+        simulated: returns the simulation with some GPUs.
     """
 
     def hold(gpus: Gpus) -> bool:
         return simulated(gpus).latency.p99 <= slo
 
     too_few, factor = None, 1.0
-    while not hold(enough := _gpus(qps, stages, factor)):
-        too_few, factor = factor, factor * _STEP
-        if factor > _MOST:
+    while not hold(enough := _scaled_gpus(qps, stages, factor)):
+        too_few, factor = factor, factor * _GROWTH
+        if factor > _MAX_FACTOR:
             return None
     if too_few is not None:
-        enough = _between(qps, stages, too_few, factor, hold)
-    return _fewer(qps, stages, enough, hold) if sum(map(bool, enough)) > 1 else enough
+        enough = _bisected(qps, stages, too_few, factor, hold)
+    return _reduced(qps, stages, enough, hold) if sum(map(bool, enough)) > 1 else enough
 
 
-def _gpus(qps: float, stages: Sequence[Stage], factor: float) -> Gpus:
-    """Return ``factor`` times the busy GPUs of each stage, and more than those."""
+def _scaled_gpus(qps: float, stages: Sequence[Stage], factor: float) -> Gpus:
+    """Return ``factor`` times the busy GPUs of each stage, rounded up, at least ``least``."""
     return tuple(
         max(math.ceil(busy * factor), least(busy)) if (busy := busy_gpus(qps, stage)) else 0
         for stage in stages
@@ -49,8 +53,8 @@ def _gpus(qps: float, stages: Sequence[Stage], factor: float) -> Gpus:
 
 def more(gpus: Gpus) -> Gpus:
     """Add one GPU in a hundred to the stage that has the most."""
-    at = gpus.index(max(gpus))
-    return (*gpus[:at], gpus[at] + math.ceil(gpus[at] / 100), *gpus[at + 1 :])
+    index = gpus.index(max(gpus))
+    return (*gpus[:index], gpus[index] + math.ceil(gpus[index] / 100), *gpus[index + 1 :])
 
 
 def least(busy: float) -> int:
@@ -58,24 +62,27 @@ def least(busy: float) -> int:
     return math.floor(busy * (1 + 1e-9)) + 1
 
 
-def _between(
+def _bisected(
     qps: float, stages: Sequence[Stage], low: float, high: float, hold: Callable[[Gpus], bool]
 ) -> Gpus:
-    few, enough = (_gpus(qps, stages, factor) for factor in (low, high))
-    while sum(enough) - sum(few) > 1:
+    """Bisect the multiple of the busy GPUs, between ``low`` (too few) and ``high`` (enough)."""
+    too_few, enough = (_scaled_gpus(qps, stages, factor) for factor in (low, high))
+    while sum(enough) - sum(too_few) > 1:
         middle = (low + high) / 2
-        gpus = _gpus(qps, stages, middle)
-        if gpus in (few, enough) and high - low < 1e-6:
+        gpus = _scaled_gpus(qps, stages, middle)
+        if gpus in (too_few, enough) and high - low < 1e-6:
             break
         if hold(gpus):
             high, enough = middle, gpus
         else:
-            low, few = middle, gpus
+            low, too_few = middle, gpus
     return enough
 
 
-def _fewer(qps: float, stages: Sequence[Stage], enough: Gpus, hold: Callable[[Gpus], bool]) -> Gpus:
-    """Take GPUs from one stage after another, the one with the most of them first."""
+def _reduced(
+    qps: float, stages: Sequence[Stage], enough: Gpus, hold: Callable[[Gpus], bool]
+) -> Gpus:
+    """Remove GPUs from one stage after another while the SLO holds, the largest stage first."""
     lowest = [least(busy_gpus(qps, stage)) for stage in stages]
     for at in sorted(range(len(enough)), key=lambda at: -enough[at]):
         while enough[at] > lowest[at]:
@@ -86,21 +93,22 @@ def _fewer(qps: float, stages: Sequence[Stage], enough: Gpus, hold: Callable[[Gp
     return enough
 
 
-# -- results of simulations by number of GPUs and by requests a second -----------------------------
+# -- results ---------------------------------------------------------------------------------------
 
-#: Of the GPUs, at which latency is simulated for the curve.
+#: Loads of the points of the curve.
 CURVE_LOADS = (0.1, 0.3, 0.5, 0.7, 0.8, HIGH_LOAD, 0.9, 0.95, 0.98)
-#: Why so many GPUs.
+#: Reasons of a choice.
 FORMULAS, GIVEN = "as the formulas say", "as given"
 AT_HIGH_LOAD, FOR_SLO = f"busy for {HIGH_LOAD:.0%}", "fewest for the SLO"
 
 
 class Choice(NamedTuple):
-    """So many GPUs.
+    """A number of GPUs, simulated.
 
     Attributes:
-        gpus: of each stage; 0 where there are none.
-        load: of the busiest stage, by the formulas.
+        why: reason of the choice.
+        gpus: number of GPUs of each stage; 0 for a stage without.
+        load: load of the busiest stage, by the formulas.
     """
 
     why: str
@@ -110,11 +118,12 @@ class Choice(NamedTuple):
 
 
 class Point(NamedTuple):
-    """So many requests a second.
+    """Point of the curve of latency against throughput.
 
     Attributes:
-        load: of the busiest stage, by the formulas.
-        mean: seconds by the formulas.
+        load: load of the busiest stage, by the formulas.
+        qps: requests a second.
+        mean: mean latency by the formulas, in seconds.
     """
 
     load: float

@@ -24,31 +24,32 @@ from lazygt.tables import Printed
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# -- latency against throughput as a picture. Needs matplotlib -------------------------------------
+# -- plot of latency against throughput (needs matplotlib) -----------------------------------------
 
 _COLOURS = {"formula": "0.6", "mean": "tab:blue", "p50": "tab:green", "p99": "tab:red"}
 
 
 def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path: Path) -> None:
-    """Draw a curve.
+    """Plot latencies against throughput into a file.
 
     Args:
-        qps: the wanted throughput.
-        slo: seconds.
+        curve: the points, by rising load.
+        qps: the requested throughput, marked by a vertical line.
+        slo: limit of the p99 in seconds, marked by a horizontal line.
     """
     # why: matplotlib takes a second to load
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
-    come = [point.qps for point in curve]
+    throughputs = [point.qps for point in curve]
     lines = {
         "formula": [point.mean for point in curve],
         **{name: [getattr(point.run.latency, name) for point in curve]
            for name in ("mean", "p50", "p99")},
     }  # fmt: skip
     for name, seconds in lines.items():
-        axes.plot(come, [1e3 * each for each in seconds], color=_COLOURS[name], marker=".",
+        axes.plot(throughputs, [1e3 * each for each in seconds], color=_COLOURS[name], marker=".",
                   linestyle="--" if name == "formula" else "-",
                   label="mean by the formulas" if name == "formula" else name)  # fmt: skip
     _marks(axes, curve[-1], qps, slo)
@@ -63,8 +64,8 @@ def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path
 
 
 def _marks(axes: Axes, full: Point, qps: float, slo: float | None) -> None:
-    """Mark the wanted throughput, the SLO, and the load at which queues build up."""
-    axes.axvline(qps, color="0.3", linewidth=1, label=f"asked: {qps:,g}")
+    """Mark the requested throughput, the SLO, and the load at which queues build up."""
+    axes.axvline(qps, color="0.3", linewidth=1, label=f"requested: {qps:,g}")
     high = full.qps * HIGH_LOAD / full.load
     axes.axvspan(
         high, full.qps / full.load, color="tab:red", alpha=0.08, label=f"load above {HIGH_LOAD:.0%}"
@@ -73,22 +74,22 @@ def _marks(axes: Axes, full: Point, qps: float, slo: float | None) -> None:
         axes.axhline(1e3 * slo, color="tab:orange", linewidth=1, label=f"SLO: {1e3 * slo:g} ms")
 
 
-# -- A planned service as tables: in a terminal, as plain text and as JSON -------------------------
+# -- tables and JSON -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class ServicePlan(Printed):
-    """A service, planned. Prints as tables.
+    """Plan of a service. Prints as tables.
 
     Attributes:
         qps: requests a second.
-        slo: seconds within which 99 of 100 requests are to be done; None: nobody said.
-        seconds: that were simulated.
-        formulas: each stage by its mean-value formulas.
-        choices: numbers of GPUs, simulated.
-        chosen: the one of them that the curve is of.
+        slo: limit of the p99 latency in seconds; None: no limit.
+        seconds: simulated seconds.
+        formulas: figures of each stage by mean-value formulas.
+        choices: simulated numbers of GPUs.
+        chosen: the choice of the curve.
         curve: latency against throughput.
-        remarks: on loads, mistakes, claims.
+        remarks: remarks on loads, mistakes and claims.
     """
 
     qps: float
@@ -105,20 +106,20 @@ class ServicePlan(Printed):
 
     @property
     def mean(self) -> float:
-        """Seconds that a request takes by the formulas: those of its stages, added up."""
+        """Mean latency of a request by the formulas, in seconds: the sum over the stages."""
         return sum(stage.mean for stage in self.formulas)
 
     @property
     def needed(self) -> Choice | None:
-        """The fewest GPUs with which the p99 holds; None: none do, or there is no SLO."""
+        """The fewest GPUs with a p99 within the SLO; None if there are none, or no SLO."""
         return next((choice for choice in self.choices if choice.why == FOR_SLO), None)
 
     def plot(self, path: Path | str) -> None:
         """Draw latency against throughput into a ``.png`` or ``.svg``.
 
         Raises:
-            ValueError: another suffix, or there is no stage with GPUs.
-            ImportError: matplotlib is not there.
+            ValueError: the suffix is another one, or there is no stage with GPUs.
+            ImportError: matplotlib is not installed.
         """
         if not self.curve:
             raise ValueError("there is no stage with GPUs, and so no throughput to draw")
@@ -134,15 +135,28 @@ class ServicePlan(Printed):
             "balance": self.balance,
             "seed": self.seed,
             "simulated_seconds": self.seconds,
-            "formulas": {"stages": [_numbers(each) for each in self.formulas], "mean": self.mean},
+            "formulas": {
+                "stages": [_formula_dict(each) for each in self.formulas],
+                "mean": self.mean,
+            },
             "choices": [
-                {"why": each.why, "gpus": self._named(each), "load": each.load, **_run(each.run)}
+                {
+                    "why": each.why,
+                    "gpus": self._gpus_by_stage(each),
+                    "load": each.load,
+                    **_run_dict(each.run),
+                }
                 for each in self.choices
             ],
             "chosen": self.chosen.why,
-            "needed": None if self.needed is None else self._named(self.needed),
+            "needed": None if self.needed is None else self._gpus_by_stage(self.needed),
             "curve": [
-                {"load": each.load, "qps": each.qps, "formula_mean": each.mean, **_run(each.run)}
+                {
+                    "load": each.load,
+                    "qps": each.qps,
+                    "formula_mean": each.mean,
+                    **_run_dict(each.run),
+                }
                 for each in self.curve
             ],
             "remarks": [{"mistake": each.mistake, "text": each.text} for each in self.remarks],
@@ -151,25 +165,25 @@ class ServicePlan(Printed):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         slo = "" if self.slo is None else f", 99 of 100 within {duration(self.slo)}"
         yield Text(f"{self.qps:,g} requests a second{slo}")
-        yield _titled("formulas (mean values: arrivals like a clock, full batches)")
+        yield _heading("formulas (mean values: arrivals like a clock, full batches)")
         yield self._formulas()
         if self.choices[0].load:
-            yield _titled(f"simulated: {self.arrivals}, {self._balance()}, "
+            yield _heading(f"simulated: {self.arrivals}, {self._balance()}, "
                           f"{duration(self.seconds)}, seed {self.seed}")  # fmt: skip
             yield self._choices()
-            yield _titled(f"latency against throughput, {self._title()}")
+            yield _heading(f"latency against throughput, {self._title()}")
             yield self._curve()
         if self.remarks:
-            yield _titled("to mind")
+            yield _heading("to mind")
             yield from (Text(f"- {remark}") for remark in self.remarks)
 
     def _title(self) -> str:
-        return f"{_gpus(self._named(self.chosen))} ({self.chosen.why})"
+        return f"{_gpus_text(self._gpus_by_stage(self.chosen))} ({self.chosen.why})"
 
     def _balance(self) -> str:
         return "one queue" if self.balance == "shared" else f"a queue a GPU ({self.balance})"
 
-    def _named(self, choice: Choice) -> dict[str, int]:
+    def _gpus_by_stage(self, choice: Choice) -> dict[str, int]:
         """Return the number of GPUs by stage."""
         pairs = zip(self.formulas, choice.gpus, strict=True)
         return {numbers.stage.name: gpus for numbers, gpus in pairs if gpus}
@@ -199,27 +213,27 @@ class ServicePlan(Printed):
         table = _table("GPUs", *([f">{name}" for name in names] if many else []), ">together",
                        ">load", ">mean", ">p50", ">p99", ">in a batch", ">SLO")  # fmt: skip
         for choice in self.choices:
-            gpus = list(self._named(choice).values())
+            gpus = list(self._gpus_by_stage(choice).values())
             table.add_row(choice.why, *(map(str, gpus) if many else []), str(sum(gpus)),
-                          f"{choice.load:.0%}", *_latencies(choice.run), _batches(choice.run),
-                          self._holds(choice.run))  # fmt: skip
+                          f"{choice.load:.0%}", *_latencies(choice.run), _batch_sizes(choice.run),
+                          self._slo_text(choice.run))  # fmt: skip
         return table
 
     def _curve(self) -> Table:
         table = _table(">load", ">QPS", ">formula", ">mean", ">p50", ">p99", ">in a batch", ">SLO")
         for point in self.curve:
             table.add_row(f"{point.load:.0%}", f"{point.qps:,.0f}", duration(point.mean),
-                          *_latencies(point.run), _batches(point.run), self._holds(point.run)
+                          *_latencies(point.run), _batch_sizes(point.run), self._slo_text(point.run)
                           )  # fmt: skip
         return table
 
-    def _holds(self, run: Run) -> str:
+    def _slo_text(self, run: Run) -> str:
         if self.slo is None:
             return "-"
         return "holds" if run.latency.p99 <= self.slo else "missed"
 
 
-def _titled(text: str) -> Text:
+def _heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
@@ -232,22 +246,22 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _gpus(named: dict[str, int]) -> str:
-    if len(named) == 1:
-        return count(next(iter(named.values())), "GPU")
-    return ", ".join(f"{count(gpus, 'GPU')} for {name}" for name, gpus in named.items())
+def _gpus_text(by_stage: dict[str, int]) -> str:
+    if len(by_stage) == 1:
+        return count(next(iter(by_stage.values())), "GPU")
+    return ", ".join(f"{count(gpus, 'GPU')} for {name}" for name, gpus in by_stage.items())
 
 
 def _latencies(run: Run) -> Sequence[str]:
     return [duration(seconds) for seconds in run.latency]
 
 
-def _batches(run: Run) -> str:
+def _batch_sizes(run: Run) -> str:
     """Return the mean number of requests in the batches of each stage."""
     return ", ".join(f"{stage.requests:.3g}" for stage in run.stages if stage.requests)
 
 
-def _numbers(numbers: StageNumbers) -> dict[str, Any]:
+def _formula_dict(numbers: StageNumbers) -> dict[str, Any]:
     fields = numbers._asdict()
     stage = fields.pop("stage")
     wait = "full" if stage.wait == math.inf else stage.wait
@@ -257,7 +271,7 @@ def _numbers(numbers: StageNumbers) -> dict[str, Any]:
             "fan": stage.fan, "items": stage.items, "delay": stage.delay, **fields}  # fmt: skip
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run_dict(run: Run) -> dict[str, Any]:
     stages = [
         {"name": each.name, **each.latency._asdict(), "load": each.load, "batch": each.requests}
         for each in run.stages

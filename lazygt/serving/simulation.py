@@ -1,16 +1,16 @@
-"""Requests one by one through the queues of all GPUs, batch by batch.
+"""Queueing simulation of a service: every request through the queues of all GPUs, in batches.
 
     arrivals -> stage: balanced over its GPUs -> batches -> inference -> delay -> the next stage
 
-A GPU that is free takes the requests that wait, up to a batch; if they are fewer it waits for more,
-at most ``Stage.wait`` since the first of them came. All of a batch are done at once. Which GPU a
-request goes to:
+A free GPU takes the waiting requests, up to a batch; if they are fewer it waits for more, at most
+``Stage.wait`` after the arrival of the first. All requests of a batch are done at once. Load
+balancing, the choice of a request's GPU:
 
-    random          any of them; each has a queue of its own
-    round-robin     one after another; each has a queue of its own
-    shared          whichever is free first; there is one queue
+    random          uniformly at random; a queue for each GPU
+    round-robin     in turn; a queue for each GPU
+    shared          the first free GPU; one queue for all
 
-The same seed gives the same numbers.
+The same seed gives the same results.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lazygt.serving.formulas import StageNumbers
 from lazygt.serving.stages import Stage
 
 BALANCES = ("random", "round-robin", "shared")
-#: Default length of a simulation: a minute, with bounds on requests, and fewest inferences.
-_SECONDS, _MOST, _FEWEST, _INFERENCES = 60.0, 2_000_000, 20_000, 100
-#: Requests of a simulation that is only a trial, or one of many.
-_TRIED = 300_000
-#: More take too much memory.
-_LIMIT = 50_000_000
-#: Share of the simulated time that is not counted, in which queues fill.
+#: Default length of a simulation: a minute, with bounds on requests, and a minimum of inferences.
+_SECONDS, _MAX_REQUESTS, _MIN_REQUESTS, _MIN_INFERENCES = 60.0, 2_000_000, 20_000, 100
+#: Requests of a short simulation: a trial, or a point of a curve.
+_TRIAL_REQUESTS = 300_000
+#: Maximum number of requests that fit into memory.
+_MEMORY_LIMIT = 50_000_000
+#: Share of the simulated time at its beginning that is not counted, in which queues fill.
 _WARM_UP = 0.1
 
 
 class Latency(NamedTuple):
-    """Seconds that requests took."""
+    """Latency statistics of requests, in seconds."""
 
     mean: float
     p50: float
@@ -51,9 +51,9 @@ class StageRun(NamedTuple):
     """Simulated figures of a stage.
 
     Attributes:
-        latency: of requests in this stage alone.
-        load: share of the time that its GPUs were busy.
-        requests: in a batch, on average.
+        latency: latency of requests in this stage alone.
+        load: share of the time that the GPUs were busy.
+        requests: mean requests of a batch.
     """
 
     name: str
@@ -63,12 +63,12 @@ class StageRun(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One simulation.
+    """Result of a simulation.
 
     Attributes:
-        requests: that were counted.
-        seconds: that were simulated.
-        latency: from a request's arrival to the end of its last stage.
+        requests: number of counted requests.
+        seconds: simulated seconds.
+        latency: latency from a request's arrival to the end of its last stage.
     """
 
     requests: int
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 class Served(NamedTuple):
-    """End times of requests, in their order; and of each batch its size and seconds."""
+    """End times of requests, in their order; sizes of batches; GPU seconds of all batches."""
 
     done: Times
     sizes: npt.NDArray[np.int64]
@@ -86,16 +86,23 @@ class Served(NamedTuple):
 
 
 def simulated_seconds(qps: float, stages: Sequence[Stage]) -> float:
-    """Return the seconds to simulate: a minute, unless that is too few or too many requests."""
-    coming = qps * max(stage.fan for stage in stages)
-    batches = _INFERENCES * max(stage.inference for stage in stages)
-    return max(min(_SECONDS, _MOST / coming), _FEWEST / coming, batches)
+    """Return the seconds to simulate: a minute, unless that has too few or too many requests."""
+    requests_per_second = qps * max(stage.fan for stage in stages)
+    batches = _MIN_INFERENCES * max(stage.inference for stage in stages)
+    return max(
+        min(_SECONDS, _MAX_REQUESTS / requests_per_second),
+        _MIN_REQUESTS / requests_per_second,
+        batches,
+    )
 
 
 def tried_seconds(qps: float, stages: Sequence[Stage]) -> float:
-    """Return the seconds of one of many simulations."""
-    coming = qps * max(stage.fan for stage in stages)
-    return max(_TRIED / coming, _INFERENCES / 2 * max(stage.inference for stage in stages))
+    """Return the seconds of a short simulation."""
+    requests_per_second = qps * max(stage.fan for stage in stages)
+    return max(
+        _TRIAL_REQUESTS / requests_per_second,
+        _MIN_INFERENCES / 2 * max(stage.inference for stage in stages),
+    )
 
 
 def simulate(
@@ -106,127 +113,143 @@ def simulate(
     balance: str = "random",
     seed: int = 0,
 ) -> Run:
-    """Send requests through the stages.
+    """Simulate all requests through the stages, and return the latencies after the warm-up.
 
     Args:
         qps: requests a second.
-        stages: with the GPUs of each.
-        seconds: so long they come, unless a file says when they come.
-        balance: which GPU a request goes to.
+        stages: the stages, with the GPUs of each.
+        seconds: duration of arrivals; recorded ones have their own.
+        balance: load balancing, one of ``BALANCES``.
 
     Raises:
-        ValueError: so many that they don't fit into memory, or none at all.
+        ValueError: the requests don't fit into memory, or there are none.
     """
     count = qps * seconds * max(each.stage.fan for each in stages)
-    if count > _LIMIT:
+    if count > _MEMORY_LIMIT:
         raise ValueError(
             f"{seconds:g} s of {qps:g} requests a second are {count:.3g} to simulate, and at most "
-            f"{_LIMIT:.3g} can be: give fewer seconds"
+            f"{_MEMORY_LIMIT:.3g} can be: give fewer seconds"
         )
     rng = np.random.default_rng(seed)
-    came = arrivals.times(qps, seconds, rng)
-    if not len(came):
+    arrived = arrivals.times(qps, seconds, rng)
+    if not len(arrived):
         raise ValueError(
             f"nothing arrives in {seconds:g} s of {qps:g} requests a second: give more seconds"
         )
-    spared = 0.0 if isinstance(arrivals, Recorded) else _WARM_UP * seconds
-    counted = came >= spared
+    warm_up = 0.0 if isinstance(arrivals, Recorded) else _WARM_UP * seconds
+    counted = arrived >= warm_up
     if not counted.any():
         counted[:] = True
-    now, runs = came, []
+    left, runs = arrived, []
     for numbers in stages:
-        before, (now, sizes, busy) = now, _stage(now, numbers, balance, rng)
-        took = float(now.max() - before.min())
-        load = busy / (numbers.gpus * took) if numbers.gpus else 0.0
+        before, (left, sizes, busy) = left, _serve_stage(left, numbers, balance, rng)
+        duration = float(left.max() - before.min())
+        load = busy / (numbers.gpus * duration) if numbers.gpus else 0.0
         runs.append(StageRun(
-            numbers.stage.name, _latency((now - before)[counted]), load,
+            numbers.stage.name, _latency((left - before)[counted]), load,
             float(sizes.mean()) if len(sizes) else 0.0,
         ))  # fmt: skip
     return Run(
-        int(counted.sum()), float(came[-1]), _latency((now - came)[counted]), tuple(runs)
+        int(counted.sum()), float(arrived[-1]), _latency((left - arrived)[counted]), tuple(runs)
     )  # fmt: skip
 
 
-def _latency(took: Times) -> Latency:
-    p50, p99 = np.percentile(took, (50, 99))
-    return Latency(float(took.mean()), float(p50), float(p99))
+def _latency(seconds: Times) -> Latency:
+    p50, p99 = np.percentile(seconds, (50, 99))
+    return Latency(float(seconds.mean()), float(p50), float(p99))
 
 
-def _stage(came: Times, numbers: StageNumbers, balance: str, rng: np.random.Generator) -> Served:
-    """Return the time at which each request has left a stage, in the given order."""
+def _serve_stage(
+    arrived: Times, numbers: StageNumbers, balance: str, rng: np.random.Generator
+) -> Served:
+    """Serve requests in a stage; return the times at which they leave it, in the same order.
+
+    Each request becomes ``fan`` requests, and leaves with the last of them.
+    """
     stage = numbers.stage
     if not stage.on_gpus:
-        return Served(came + stage.delay, np.empty(0, dtype=np.int64), 0.0)
-    parts = np.repeat(came, stage.fan)
-    order = np.argsort(parts, kind="stable")
-    served = _balanced(parts[order], stage, numbers.gpus, balance, rng)
+        return Served(arrived + stage.delay, np.empty(0, dtype=np.int64), 0.0)
+    fanned_out = np.repeat(arrived, stage.fan)
+    order = np.argsort(fanned_out, kind="stable")
+    served = _serve_balanced(fanned_out[order], stage, numbers.gpus, balance, rng)
     done = np.empty_like(served.done)
     done[order] = served.done
-    last = done.reshape(-1, stage.fan).max(axis=1) + stage.delay
-    return Served(last, served.sizes, served.busy)
+    left = done.reshape(-1, stage.fan).max(axis=1) + stage.delay
+    return Served(left, served.sizes, served.busy)
 
 
-def _balanced(
-    came: Times, stage: Stage, gpus: int, balance: str, rng: np.random.Generator
+def _serve_balanced(
+    arrived: Times, stage: Stage, gpus: int, balance: str, rng: np.random.Generator
 ) -> Served:
+    """Distribute requests over the GPUs by the load balancing, and serve each queue."""
     if balance == "shared":
-        return _queue(came, stage, gpus)
-    done = np.empty_like(came)
+        return _serve_queue(arrived, stage, gpus)
+    done = np.empty_like(arrived)
     sizes, busy = [], 0.0
-    for rows in _shares(len(came), gpus, balance, rng):
-        served = _queue(came[rows], stage, 1)
-        done[rows] = served.done
+    for requests in _requests_of_gpus(len(arrived), gpus, balance, rng):
+        served = _serve_queue(arrived[requests], stage, 1)
+        done[requests] = served.done
         sizes.append(served.sizes)
         busy += served.busy
     return Served(done, np.concatenate(sizes), busy)
 
 
-def _shares(
+def _requests_of_gpus(
     count: int, gpus: int, balance: str, rng: np.random.Generator
 ) -> list[npt.NDArray[np.int64]]:
-    """Return the requests of each GPU."""
+    """Return the indices of the requests of each GPU, in order."""
     if balance == "round-robin":
         return [np.arange(gpu, count, gpus) for gpu in range(gpus)]
-    # small numbers are sorted by their digits, in one go
-    drawn = rng.integers(0, gpus, count).astype(np.uint16 if gpus <= 1 << 16 else np.int64)
-    order = np.argsort(drawn, kind="stable")
-    return np.split(order, np.cumsum(np.bincount(drawn, minlength=gpus))[:-1])
+    # a stable sort of small integers is a radix sort
+    gpu_of_request = rng.integers(0, gpus, count).astype(np.uint16 if gpus <= 1 << 16 else np.int64)
+    order = np.argsort(gpu_of_request, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(gpu_of_request, minlength=gpus))[:-1])
 
 
-def _queue(came: Times, stage: Stage, gpus: int) -> Served:
-    """Serve requests of one queue, in order, by GPUs that are all alike."""
-    return _one_by_one(came, stage, gpus) if stage.batch == 1 else _in_batches(came, stage, gpus)
+def _serve_queue(arrived: Times, stage: Stage, gpus: int) -> Served:
+    """Serve the requests of one queue, first in, first out, by equal GPUs."""
+    return (
+        _serve_singly(arrived, stage, gpus)
+        if stage.batch == 1
+        else _serve_batches(arrived, stage, gpus)
+    )
 
 
-def _one_by_one(came: Times, stage: Stage, gpus: int) -> Served:
-    """Serve requests of equal length: the k-th gets the GPU of the one ``gpus`` before it."""
-    seconds, done = stage.seconds(1), np.empty_like(came)
-    for gpu in range(min(gpus, len(came))):
-        mine_came = came[gpu::gpus]
-        ends = seconds * np.arange(1, len(mine_came) + 1)
-        done[gpu::gpus] = np.maximum.accumulate(mine_came - ends + seconds) + ends
-    return Served(done, np.ones(len(came), dtype=np.int64), len(came) * seconds)
+def _serve_singly(arrived: Times, stage: Stage, gpus: int) -> Served:
+    """Serve single requests of equal length: request k gets the GPU of request k - ``gpus``.
+
+    On each GPU the end times follow Lindley's recursion: end = max(arrival, previous end) + length.
+    """
+    seconds, done = stage.seconds(1), np.empty_like(arrived)
+    for gpu in range(min(gpus, len(arrived))):
+        arrived_here = arrived[gpu::gpus]
+        service_ends = seconds * np.arange(1, len(arrived_here) + 1)
+        done[gpu::gpus] = (
+            np.maximum.accumulate(arrived_here - service_ends + seconds) + service_ends
+        )
+    return Served(done, np.ones(len(arrived), dtype=np.int64), len(arrived) * seconds)
 
 
-def _in_batches(came: Times, stage: Stage, gpus: int) -> Served:
-    times: list[float] = came.tolist()
+def _serve_batches(arrived: Times, stage: Stage, gpus: int) -> Served:
+    """Serve requests in batches: each is started by the GPU that becomes free first (a heap)."""
+    times: list[float] = arrived.tolist()
     count, batch, wait = len(times), stage.batch, stage.wait
-    took = [stage.seconds(size) for size in range(batch + 1)]
-    free = [0.0] * gpus  # when each GPU is; a heap
-    ends, done, at, busy = [], [], 0, 0.0
-    while at < count:
-        start = max(times[at], free[0])
+    seconds_of_size = [stage.seconds(size) for size in range(batch + 1)]
+    free_at = [0.0] * gpus  # heap of the times at which GPUs become free
+    ends, done, first, busy = [], [], 0, 0.0
+    while first < count:
+        start = max(times[first], free_at[0])
         if wait:
-            full = times[at + batch - 1] if at + batch <= count else math.inf
-            # the end of the simulation closes the last batch
-            start = max(start, min(full, times[at] + wait, times[-1]))
-        end = bisect_right(times, start, at, min(at + batch, count))
-        seconds = took[end - at]
-        heapq.heapreplace(free, start + seconds)
+            full_at = times[first + batch - 1] if first + batch <= count else math.inf
+            # the last arrival closes the last batch
+            start = max(start, min(full_at, times[first] + wait, times[-1]))
+        end = bisect_right(times, start, first, min(first + batch, count))
+        seconds = seconds_of_size[end - first]
+        heapq.heapreplace(free_at, start + seconds)
         done.append(start + seconds)
         ends.append(end)
         busy += seconds
-        at = end
-    upto = np.array([0, *ends], dtype=np.int64)
-    sizes = upto[1:] - upto[:-1]
+        first = end
+    bounds = np.array([0, *ends], dtype=np.int64)
+    sizes = bounds[1:] - bounds[:-1]
     return Served(np.repeat(np.array(done), sizes), sizes, busy)

@@ -17,10 +17,10 @@ from typing import Any
 
 from lazygt.graph.text import duration
 
-#: Units a second; division by them rounds 5us to the float 5e-6.
+#: Unit -> number of it in a second; dividing by these gives the nearest float: 5us is 5e-6.
 _UNITS = {"us": 1e6, "ms": 1e3, "s": 1.0, "min": 1 / 60}
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(\w*)", re.IGNORECASE)
-#: The ``wait`` of a batch that goes only when it is full.
+#: ``wait`` of a stage that runs full batches only.
 FULL = "full"
 
 
@@ -29,15 +29,15 @@ class Stage:
     """One stage; each of its GPUs runs one batch after another.
 
     Attributes:
-        infer: seconds that a batch takes, however full it is.
-        batch: requests in one, at most; 1: there is no batching.
-        wait: seconds that the first request of a batch waits at most for others while a GPU is
-            free. 0: a free GPU takes what is there; infinity: it waits until the batch is full.
-        gpus: that run it; None: as many as are needed.
-        fan: requests that each request becomes in this stage; it goes on when the last is done.
-        items: candidates that a request brings.
+        infer: seconds of a batch of any size.
+        batch: maximum requests of a batch; 1: no batching.
+        wait: maximum seconds that the first request of a batch waits for others while a GPU is
+            free. 0: a free GPU starts at once; infinity: it waits until the batch is full.
+        gpus: number of GPUs; None: as many as are needed.
+        fan: requests that each request becomes in this stage; it leaves when the last is done.
+        items: candidates of a request.
         per_item: seconds that each candidate in a batch adds to ``infer``.
-        delay: seconds that a request takes besides, without a GPU.
+        delay: additional seconds of a request, without a GPU.
 
     Raises:
         ValueError: an impossible number, with a remedy.
@@ -76,7 +76,7 @@ class Stage:
 
     @property
     def on_gpus(self) -> bool:
-        """True if there are batches; else requests only take their ``delay``."""
+        """True if the stage runs batches on GPUs; else requests only take their ``delay``."""
         return bool(self.infer or self.per_item)
 
     def seconds(self, requests: int) -> float:
@@ -90,15 +90,15 @@ class Stage:
 
     @property
     def least(self) -> float:
-        """Seconds that a request takes which finds a free GPU and goes alone."""
+        """Minimum seconds of a request: alone in its batch, on a free GPU."""
         return self.seconds(1) * self.on_gpus + self.delay
 
 
 def parse_stage(text: str) -> Stage:
-    """Parse the stage of a command line.
+    """Parse a stage such as ``rank:batch=50,infer=80ms``.
 
     Raises:
-        ValueError: the text means none.
+        ValueError: the text is invalid.
     """
     name, settings = parse_settings(text, "rank:batch=50,infer=80ms")
     return Stage(name, **read_settings(f"stage {name!r}", settings, _KEYS))
@@ -108,17 +108,17 @@ def parse_settings(text: str, example: str) -> tuple[str, dict[str, str]]:
     """Parse ``NAME:key=value,key=value`` into the name and the values.
 
     Raises:
-        ValueError: it is not written so, or has a key twice.
+        ValueError: the text has another form, or a key twice.
     """
     name, colon, rest = text.partition(":")
     name = name.strip()
     if not name or not colon or not rest:
         raise ValueError(f"{text!r}: expected a name and what it has, such as {example}")
     settings: dict[str, str] = {}
-    for part in rest.split(","):
-        key, equals, value = (word.strip() for word in part.partition("="))
+    for item in rest.split(","):
+        key, equals, value = (word.strip() for word in item.partition("="))
         if not equals or not key or not value:
-            raise ValueError(f"{text!r}: {part!r} is no key=value; write for example {example}")
+            raise ValueError(f"{text!r}: {item!r} is no key=value; write for example {example}")
         if key in settings:
             raise ValueError(f"{text!r} has {key} twice")
         settings[key] = value
@@ -126,21 +126,21 @@ def parse_settings(text: str, example: str) -> tuple[str, dict[str, str]]:
 
 
 def read_settings(
-    whose: str, settings: Mapping[str, str], keys: Mapping[str, Callable[[str], Any]]
+    owner: str, settings: Mapping[str, str], keys: Mapping[str, Callable[[str], Any]]
 ) -> dict[str, Any]:
     """Parse the value of each setting with the parser of its key.
 
     Raises:
-        ValueError: a key that is not there, or a value that can't be read.
+        ValueError: a key is unknown, or a value is invalid.
     """
     values = {}
     for key, text in settings.items():
         if key not in keys:
-            raise ValueError(f"{whose} has no {key!r}: it takes {', '.join(keys)}")
+            raise ValueError(f"{owner} has no {key!r}: it takes {', '.join(keys)}")
         try:
             values[key] = keys[key](text)
         except ValueError as error:
-            raise ValueError(f"{whose}: {key}={text}: {error}") from None
+            raise ValueError(f"{owner}: {key}={text}: {error}") from None
     return values
 
 
@@ -148,25 +148,25 @@ def parse_duration(text: str, unit: str = "") -> float:
     """Parse a duration, and return its seconds.
 
     Args:
-        unit: of a number that has none; by default it must have one.
+        unit: unit of a number without one; by default a unit is required.
 
     Raises:
-        ValueError: it is no duration.
+        ValueError: the text is no duration.
     """
-    number, given = _split(text)
-    named = given or unit
-    if not named and number != 0:
+    number, own_unit = _split(text)
+    used_unit = own_unit or unit
+    if not used_unit and number != 0:
         raise ValueError(f"expected a duration with its unit, such as {text}ms")
-    if named and named not in _UNITS:
-        raise ValueError(f"there is no unit {named!r}, only {', '.join(_UNITS)}")
-    return number / _UNITS[named] if named else 0.0
+    if used_unit and used_unit not in _UNITS:
+        raise ValueError(f"there is no unit {used_unit!r}, only {', '.join(_UNITS)}")
+    return number / _UNITS[used_unit] if used_unit else 0.0
 
 
 def parse_count(text: str) -> int:
     """Parse a whole number.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no whole number.
     """
     number, unit = _split(text)
     if unit or number != int(number):
@@ -180,6 +180,7 @@ def parse_wait(text: str) -> float:
 
 
 def _split(text: str) -> tuple[float, str]:
+    """Split a text into its number and its unit."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or not math.isfinite(float(match[1])):
         raise ValueError("expected a number")
@@ -196,7 +197,7 @@ def check_service(qps: float, stages: Iterable[Stage], slo: float | None) -> Non
     """Check that the service can be planned.
 
     Raises:
-        ValueError: no requests, no stage, two of one name, or an SLO that nothing can hold.
+        ValueError: no requests, no stage, two stages of one name, or an SLO that can't be met.
     """
     stages = list(stages)
     if not 0 < qps < math.inf:
@@ -204,14 +205,14 @@ def check_service(qps: float, stages: Iterable[Stage], slo: float | None) -> Non
     if not stages:
         raise ValueError("a service has at least one stage, such as rank:batch=50,infer=80ms")
     names = [stage.name for stage in stages]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"two stages are named {twice[0]!r}: give each a name of its own")
+    duplicates = [name for name in names if names.count(name) > 1]
+    if duplicates:
+        raise ValueError(f"two stages are named {duplicates[0]!r}: give each a name of its own")
     least = sum(stage.least for stage in stages)
     if slo is not None and slo <= least:
-        parts = " + ".join(f"{stage.name} {duration(stage.least)}" for stage in stages)
+        terms = " + ".join(f"{stage.name} {duration(stage.least)}" for stage in stages)
         raise ValueError(
             f"an SLO of {duration(slo)} can't be held: a request that never waits takes "
-            f"{duration(least)} ({parts}); make inference shorter, drop a stage, or allow more "
+            f"{duration(least)} ({terms}); make inference shorter, drop a stage, or allow more "
             f"than {duration(least)}"
         )

@@ -1,4 +1,4 @@
-"""Comparison of a prediction with the same step, profiled where it can be run."""
+"""Comparison of a prediction with a profile of the same step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lazygt.observe.timeline import TimedRun
 from lazygt.simulation.prediction import Prediction
 from lazygt.tables import Printed, plain_table
 
-_ROWS = 12
+_MAX_ROWS = 12
 
 
 class LineCheck(NamedTuple):
-    """Seconds that a rank computes of a line in a step, as predicted and as measured."""
+    """Computing seconds of a line in a step of one rank, predicted and measured."""
 
     line: str
     predicted: float
@@ -32,9 +32,9 @@ class Check(Printed):
     """Prediction against measurement. Prints as a table.
 
     Attributes:
-        predicted, measured: seconds of a step on the ranks; measured node by node, as ``lazygt
-            profile`` has it, the mean over ranks and over all turns but the first.
-        lines: the one that takes longest first.
+        predicted, measured: seconds of a step on the ranks; measured node by node, as by ``lazygt
+            profile``, the mean over ranks and over all runs but each rank's first.
+        lines: seconds by line, the slowest first.
     """
 
     predicted: float
@@ -43,7 +43,7 @@ class Check(Printed):
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction; below 0: too fast."""
+        """Relative error of the prediction; negative if it is too fast."""
         return self.predicted / self.measured - 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -52,7 +52,7 @@ class Check(Printed):
             f"{duration(self.predicted)} were predicted ({self.error:+.0%})"
         )
         table = plain_table("line", ">predicted", ">measured", ">off")
-        for line, predicted, measured in self.lines[:_ROWS]:
+        for line, predicted, measured in self.lines[:_MAX_ROWS]:
             off = f"{predicted / measured - 1:+.0%}" if measured else "-"
             table.add_row(shown(line), duration(predicted), duration(measured), off)
         yield table
@@ -62,30 +62,30 @@ def check(prediction: Prediction, runs: Iterable[TimedRun]) -> Check:
     """Compare a prediction with timed runs of the same plans.
 
     Raises:
-        ValueError: a plan of the step was run fewer than two times: the first is a warm-up.
+        ValueError: a plan of the step was run only once; the first run is a warm-up.
     """
-    of_plan = _warm(runs)
-    seconds, spent = 0.0, Counter[str]()
+    runs_of_plan = _warm(runs)
+    seconds, nanoseconds = 0.0, Counter[str]()
     for name in (run.plan for run in prediction.runs):
-        warm = of_plan.get(name)
+        warm = runs_of_plan.get(name)
         if not warm:
             raise ValueError(f"plan {name} was not run twice: let the script do more steps")
         seconds += sum(run.timings.end - run.timings.begin for run in warm) / len(warm)
         for run in warm:
             lines = run.lines()
             for number, _, begin, end in run.timings.steps:
-                spent[lines[number]] += (end - begin) / len(warm)  # type: ignore[assignment]
+                nanoseconds[lines[number]] += (end - begin) / len(warm)  # type: ignore[assignment]
     predicted = dict(prediction.by_line())
     rows = [
-        LineCheck(line, predicted.get(line, 0.0), spent[line] / 1e9)
-        for line in {**spent, **predicted}
+        LineCheck(line, predicted.get(line, 0.0), nanoseconds[line] / 1e9)
+        for line in {**nanoseconds, **predicted}
     ]
     rows.sort(key=lambda row: -max(row.predicted, row.measured))
     return Check(prediction.computing, seconds / 1e9, rows)
 
 
 def _warm(runs: Iterable[TimedRun]) -> dict[str, list[TimedRun]]:
-    """Return the runs by the beginning of their plan's name, without each rank's first."""
+    """Group runs by their plan's short digest, without each rank's first run (the warm-up)."""
     ranks: dict[tuple[str, int, int], list[TimedRun]] = defaultdict(list)
     for run in runs:
         if run.plan is not None:

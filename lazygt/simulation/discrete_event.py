@@ -1,10 +1,10 @@
 """Discrete-event simulation of one run of the plans of all ranks.
 
-Ranks with the same plan are one class, and are simulated once. A rank has a lane on which it
-computes, one on which its host launches (where there is a device that does not wait for it), and
-one for each axis of the mesh, on which its collectives follow each other. A collective begins when
-every rank of its line has launched it and the one before it is over; a send arrives after its
-transfer, and a waiting rank stands still until then.
+Ranks with the same plan are one class, and are simulated once. A rank has one lane for computing,
+one for launches by its host (on devices with asynchronous launches), and one for each axis of the
+mesh, on which its collectives run one after another. A collective begins when every rank of its
+axis group has launched it and the previous collective has ended; a send arrives after its transfer,
+and the receiving rank blocks until then.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
 
 
 class Deadlock(LazyGTError):
-    """Ranks wait for each other: their plans launch other collectives, or in another order."""
+    """Ranks wait for each other: they launch different collectives, or in different orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something on a lane, in seconds since the run began."""
+    """Interval on a lane, in seconds since the run began."""
 
     lane: str  # ``compute``, or an axis of the mesh
     name: str
     begin: float
     end: float
     line: str  # the user's ``file:line``
-    #: of a collective the seconds in which the rank does nothing but wait for it
+    #: seconds of a collective in which the rank only waits
     exposed: float = 0.0
-    nbytes: int = 0  # of a collective its payload
+    nbytes: int = 0  # payload of a collective
 
 
 @dataclass(slots=True)
 class RankClass:
     """Simulated run of the ranks with one plan."""
 
-    rank: int  # the first of them
-    count: int
-    memory: Memory  # that it needs, without values that the plan does not read
-    seconds: float = 0.0  # until it has nothing to do any more
-    busy: float = 0.0  # of these, seconds that it computes
-    flops: int = 0  # that it computes; those of matrix products by dtype
+    rank: int  # first rank of the class
+    count: int  # number of ranks
+    memory: Memory  # without values that the plan does not read
+    seconds: float = 0.0  # end of the run
+    busy: float = 0.0  # seconds of computing
+    flops: int = 0  # of all ops; ``products``: flops of matrix products by dtype
     products: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
     #: (seconds, bytes of each of ``memory.KINDS`` from then on)
@@ -63,12 +63,12 @@ class RankClass:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once."""
+        """Maximum bytes alive at once."""
         return self.memory.peak
 
     @property
     def peak_line(self) -> str:
-        """The user's line that is running then."""
+        """The user's line that runs at the peak."""
         return self.memory.line
 
 
@@ -84,12 +84,12 @@ class Simulated:
 
 
 class Rehearsal:
-    """The plans of all ranks, made ready to be run on one machine after another.
+    """Plans of all ranks, prepared for simulation on any number of machines.
 
     Args:
-        plans: of each rank of the mesh, or the one that all run.
-        compiled: True if fused groups are.
-        told: the client's knowledge of their inputs and outputs.
+        plans: plan of each rank of the mesh, or one plan for all ranks.
+        compiled: True if fused groups are compiled.
+        told: categories of the plans' inputs and outputs, as known to the client.
     """
 
     def __init__(
@@ -100,15 +100,16 @@ class Rehearsal:
         compiled: bool = True,
         told: Told = Told(),  # noqa: B008 - nothing is known
     ) -> None:
-        of_rank = list(plans) * (mesh.world_size if len(plans) == 1 else 1)
-        firsts: dict[int, int] = {}
+        plan_of_rank = list(plans) * (mesh.world_size if len(plans) == 1 else 1)
+        first_ranks: dict[int, int] = {}
         self._counts: dict[int, int] = defaultdict(int)
-        for rank, plan in enumerate(of_rank):
-            self._counts[firsts.setdefault(id(plan), rank)] += 1
-        numbers = {key: number for number, key in enumerate(firsts)}
-        class_of = [numbers[id(plan)] for plan in of_rank]
-        self._parts = [
-            _Part(of_rank[rank], rank, mesh, class_of, compiled, told) for rank in firsts.values()
+        for rank, plan in enumerate(plan_of_rank):
+            self._counts[first_ranks.setdefault(id(plan), rank)] += 1
+        class_numbers = {key: number for number, key in enumerate(first_ranks)}
+        class_of = [class_numbers[id(plan)] for plan in plan_of_rank]
+        self._works = [
+            _ClassWork(plan_of_rank[rank], rank, mesh, class_of, compiled, told)
+            for rank in first_ranks.values()
         ]
 
     def on(self, machine: Machine) -> Simulated:
@@ -117,18 +118,18 @@ class Rehearsal:
         Raises:
             Deadlock: ranks wait for each other.
         """
-        runs = [_Run(part, self._counts[part.rank], machine) for part in self._parts]
-        left = [run for run in runs if not run.ended]
-        while left:
-            moved = [run.advance(runs) for run in left]
-            if not any(moved):
-                raise Deadlock("; ".join(run.stands() for run in left))
-            left = [run for run in left if not run.ended]
-        return Simulated(tuple([run.told for run in runs]))
+        runs = [_Run(work, self._counts[work.rank], machine) for work in self._works]
+        unfinished = [run for run in runs if not run.ended]
+        while unfinished:
+            progressed = [run.advance(runs) for run in unfinished]
+            if not any(progressed):
+                raise Deadlock("; ".join(run.stands() for run in unfinished))
+            unfinished = [run for run in unfinished if not run.ended]
+        return Simulated(tuple([run.result for run in runs]))
 
 
-class _Part:
-    """Work of one class of ranks, for any machine."""
+class _ClassWork:
+    """Work of one class of ranks, independent of the machine."""
 
     def __init__(
         self,
@@ -140,13 +141,14 @@ class _Part:
         told: Told,
     ) -> None:
         self.rank, self.graph = rank, plan.graph
-        self.lines = {
-            axis: next(line for line in mesh.lines(axis) if rank in line) for axis in mesh.names
+        self.axis_groups = {
+            axis: next(group for group in mesh.lines(axis) if rank in group) for axis in mesh.names
         }
         self.classes = {
-            axis: tuple([class_of[other] for other in line]) for axis, line in self.lines.items()
+            axis: tuple([class_of[other] for other in group])
+            for axis, group in self.axis_groups.items()
         }
-        self.place = {axis: line.index(rank) for axis, line in self.lines.items()}
+        self.position = {axis: group.index(rank) for axis, group in self.axis_groups.items()}
         self.kernels = kernels_of(plan.graph, compiled=compiled)
         self.exchanges = communications_by_node(plan.graph, mesh)
         self.results = [results for _, results in plan.graph.numbered()]
@@ -154,69 +156,73 @@ class _Part:
         self.memory = memory_of(plan.graph, told)
         self.flops = flops_of(self.kernels)
 
-    def counted(self, count: int) -> RankClass:
-        """Return the figures that are known before a run."""
-        told = RankClass(self.rank, count, self.memory, flops=self.flops)
-        told.products = product_flops(self.kernels)
-        return told
+    def new_result(self, count: int) -> RankClass:
+        """Return the result of a class of ``count`` ranks, with the figures known before a run."""
+        result = RankClass(self.rank, count, self.memory, flops=self.flops)
+        result.products = product_flops(self.kernels)
+        return result
 
 
 class _Run:
-    """One class, from node to node.
+    """Simulation of one class of ranks, node by node; all times are seconds since the run began.
 
     Attributes:
-        launched: axis -> when this class has launched each of its collectives there, in order.
-        sent: (axis, place of the receiver on it) -> when each message is there.
+        launched: axis -> launch times of this class's collectives on the axis, in order.
+        sent: (axis, position of the receiver in its group) -> arrival times of messages.
     """
 
-    def __init__(self, part: _Part, count: int, machine: Machine) -> None:
-        self.told = part.counted(count)
-        self.told.outside = outside(machine, part.graph, part.exchanges.values())
-        self._graph, self._machine = part.graph, machine
-        self._lines, self._classes, self._place = part.lines, part.classes, part.place
-        self._kernels, self._exchanges, self._results = part.kernels, part.exchanges, part.results
+    def __init__(self, work: _ClassWork, count: int, machine: Machine) -> None:
+        self.result = work.new_result(count)
+        self.result.outside = outside(machine, work.graph, work.exchanges.values())
+        self._graph, self._machine = work.graph, machine
+        self._axis_groups, self._classes, self._position = (
+            work.axis_groups,
+            work.classes,
+            work.position,
+        )
+        self._kernels, self._exchanges, self._results = work.kernels, work.exchanges, work.results
         self._now = self._host = 0.0
         self._next = 0
         self.launched: dict[str, list[float]] = defaultdict(list)
         self.sent: dict[tuple[str, int], list[float]] = defaultdict(list)
         self._received: dict[tuple[str, int], int] = defaultdict(int)
-        self._free: dict[str, float] = defaultdict(float)
-        #: collective under way -> its axis, and its place among the launches there
-        self._under_way: dict[int, tuple[str, int]] = {}
-        #: axis -> its collectives, and when those began and ended of which that is known
-        self._flights: dict[str, list[Communication]] = defaultdict(list)
+        self._lane_free_at: dict[str, float] = defaultdict(float)
+        #: value of a collective in flight -> (axis, position among the launches on the axis)
+        self._in_flight: dict[int, tuple[str, int]] = {}
+        #: axis -> launched collectives, and (begin, end) of those with known times
+        self._launched: dict[str, list[Communication]] = defaultdict(list)
         self._times: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        #: (axis, place) -> seconds in which nothing was computed, of those under way
+        #: (axis, position) -> exposed seconds so far of collectives in flight
         self._exposed: dict[tuple[str, int], float] = defaultdict(float)
-        #: when each node begins
-        self._begun_at: list[float] = []
+        #: start time of each node
+        self._node_starts: list[float] = []
 
     @property
     def ended(self) -> bool:
         return self._next == len(self._graph.nodes)
 
     def stands(self) -> str:
-        """Place at which it waits."""
+        """Return the node at which the class is blocked, for the error of a deadlock."""
         node = self._graph.nodes[self._next]
-        return f"rank {self.told.rank} at {node.op} ({self._graph.line(self._next)})"
+        return f"rank {self.result.rank} at {node.op} ({self._graph.line(self._next)})"
 
     def advance(self, runs: Sequence[_Run]) -> bool:
-        """Simulate up to a wait with an unknown end, and return whether a node was done."""
+        """Simulate nodes until a wait with an unknown end; return whether any node completed."""
         begin, now = self._next, self._now
         while not self.ended and self._step(self._next, runs):
-            self._begun_at.append(now)
+            self._node_starts.append(now)
             self._next, now = self._next + 1, self._now
         if self.ended:
-            self.told.seconds = max(self._now, *self._free.values(), 0.0)
-            at = [*self._begun_at, self._now]
-            self.told.alive = [(at[node], row) for node, row in self.told.memory.history]
+            self.result.seconds = max(self._now, *self._lane_free_at.values(), 0.0)
+            at = [*self._node_starts, self._now]
+            self.result.alive = [(at[node], row) for node, row in self.result.memory.history]
         return self._next > begin
 
     def _step(self, number: int, runs: Sequence[_Run]) -> bool:
-        """Simulate a node, and return True; False if its time is not known yet."""
+        """Simulate a node; return False if it waits for an event with an unknown time."""
         node = self._graph.nodes[number]
         if node.op in _LAUNCHES or node.op in COLLECTIVES:
-            if not self._begun(number):
+            if not self._is_launched(number):
                 self._launch(number)
             return node.op in _LAUNCHES or self._wait(self._results[number][0], runs)
         if node.op == WAIT:
@@ -230,13 +236,14 @@ class _Run:
         return True
 
     def _compute(self, number: int) -> None:
+        """Run the kernels of a node on the compute lane."""
         begins = [self._kernel(kernel) for kernel in self._kernels[number]]
         if begins:
             name, line = self._graph.nodes[number].op, self._graph.line(number)
-            self.told.spans.append(Span("compute", name, begins[0], self._now, line))
+            self.result.spans.append(Span("compute", name, begins[0], self._now, line))
 
     def _kernel(self, kernel: Kernel) -> float:
-        """Run a kernel, and return its start. Launches run ahead of a device."""
+        """Run a kernel, and return its start. On a GPU the host launches ahead."""
         host = self._machine.host
         launch, seconds = (
             host.call if kernel.compiled else host.launch,
@@ -249,78 +256,97 @@ class _Run:
         else:
             seconds += launch
         self._now = begin + seconds
-        self.told.busy += seconds
+        self.result.busy += seconds
         return begin
 
-    def _begun(self, number: int) -> bool:
-        """Return whether a collective that is waited for at once was launched already."""
-        return self._results[number][0] in self._under_way
+    def _is_launched(self, number: int) -> bool:
+        """Return whether a blocking collective was launched in an earlier attempt."""
+        return self._results[number][0] in self._in_flight
 
     def _launch(self, number: int) -> None:
-        what = self._exchanges[number]
-        axis = what.mesh_dim
-        self._under_way[self._results[number][0]] = axis, len(self.launched[axis])
+        """Note the launch of a collective at the present time."""
+        collective = self._exchanges[number]
+        axis = collective.mesh_dim
+        self._in_flight[self._results[number][0]] = axis, len(self.launched[axis])
         self.launched[axis].append(self._now)
-        self._flights[axis].append(what)
+        self._launched[axis].append(collective)
 
     def _wait(self, value: int, runs: Sequence[_Run]) -> bool:
-        axis, place = self._under_way[value]
-        if not self._is_known(axis, place, runs):
+        """Wait for a collective; return False if its end is not known yet."""
+        axis, position = self._in_flight[value]
+        if not self._is_known(axis, position, runs):
             return False
-        (begin, end), what = self._times[axis][place], self._flights[axis][place]
-        self._stand_still(axis, place)
-        exposed = self._exposed.pop((axis, place), 0.0)
-        name = f"{what.kind} {what.reduce_op}" if what.reduce_op else what.kind
-        self.told.spans.append(Span(axis, name, begin, end, what.source, exposed, what.nbytes))
+        (begin, end), collective = self._times[axis][position], self._launched[axis][position]
+        self._count_exposed(axis, position)
+        exposed = self._exposed.pop((axis, position), 0.0)
+        name = (
+            f"{collective.kind} {collective.reduce_op}" if collective.reduce_op else collective.kind
+        )
+        self.result.spans.append(
+            Span(axis, name, begin, end, collective.source, exposed, collective.nbytes)
+        )
         self._now = max(self._now, end)
-        del self._under_way[value]
+        del self._in_flight[value]
         return True
 
-    def _stand_still(self, axis: str, place: int) -> None:
-        """Compute nothing until a collective ends: it is exposed, and so are those before it that
-        it has to wait for."""
-        for earlier in range(place, -1, -1):
+    def _count_exposed(self, axis: str, position: int) -> None:
+        """Count the wait for a collective as exposed time.
+
+        The wait is attributed to the collective, and to earlier ones of its axis that delay it.
+        """
+        for earlier in range(position, -1, -1):
             begin, end = self._times[axis][earlier]
             if end <= self._now:
                 break
             self._exposed[axis, earlier] += end - max(self._now, begin)
 
-    def _is_known(self, axis: str, place: int, runs: Sequence[_Run]) -> bool:
-        """Return whether the ends of a collective and of those before it on its axis are known."""
+    def _is_known(self, axis: str, position: int, runs: Sequence[_Run]) -> bool:
+        """Return whether a collective's end is known; computes the times up to it on its axis.
+
+        They are known once every rank of the group has launched the collective.
+        """
         times = self._times[axis]
-        launched = [runs[one].launched[axis] for one in set(self._classes[axis])]
-        if any(len(at) <= place for at in launched):
+        launched = [runs[number].launched[axis] for number in set(self._classes[axis])]
+        if any(len(at) <= position for at in launched):
             return False
-        while len(times) <= place:
-            what = self._flights[axis][len(times)]
-            begin = max(self._free[axis], *(at[len(times)] for at in launched))
-            took = line_seconds(self._machine, what.kind, what.nbytes, self._lines[axis])
-            self._free[axis] = begin + took
-            times.append((begin, begin + took))
+        while len(times) <= position:
+            collective = self._launched[axis][len(times)]
+            begin = max(self._lane_free_at[axis], *(at[len(times)] for at in launched))
+            seconds = line_seconds(
+                self._machine, collective.kind, collective.nbytes, self._axis_groups[axis]
+            )
+            self._lane_free_at[axis] = begin + seconds
+            times.append((begin, begin + seconds))
         return True
 
     def _send(self, number: int) -> None:
-        node, what = self._graph.nodes[number], self._exchanges[number]
-        axis, peer = what.mesh_dim, node.args[1]
-        pair = (self._lines[axis][self._place[axis]], self._lines[axis][peer])
-        begin = max(self._now, self._free[f"{axis} sends"])
-        end = begin + line_seconds(self._machine, what.kind, what.nbytes, pair)
-        self._free[f"{axis} sends"] = end
+        """Put a message on the axis's send lane, and note its arrival."""
+        node, collective = self._graph.nodes[number], self._exchanges[number]
+        axis, peer = collective.mesh_dim, node.args[1]
+        pair = (self._axis_groups[axis][self._position[axis]], self._axis_groups[axis][peer])
+        begin = max(self._now, self._lane_free_at[f"{axis} sends"])
+        end = begin + line_seconds(self._machine, collective.kind, collective.nbytes, pair)
+        self._lane_free_at[f"{axis} sends"] = end
         self.sent[axis, peer].append(end)
-        self.told.spans.append(Span(axis, "send", begin, end, what.source, 0.0, what.nbytes))
+        self.result.spans.append(
+            Span(axis, "send", begin, end, collective.source, 0.0, collective.nbytes)
+        )
 
     def _receive(self, number: int, runs: Sequence[_Run]) -> bool:
-        node, what = self._graph.nodes[number], self._exchanges[number]
-        axis, home = what.mesh_dim, node.args[0]
-        sender = runs[self._classes[axis][home]]
-        arrivals = sender.sent[axis, self._place[axis]]
-        at = self._received[axis, home]
-        if len(arrivals) <= at:
+        """Wait for the next message of a rank; return False if its arrival is not known yet."""
+        node, collective = self._graph.nodes[number], self._exchanges[number]
+        axis, source = collective.mesh_dim, node.args[0]
+        sender = runs[self._classes[axis][source]]
+        arrivals = sender.sent[axis, self._position[axis]]
+        index = self._received[axis, source]
+        if len(arrivals) <= index:
             return False
-        self._received[axis, home] += 1
-        exposed = max(arrivals[at] - self._now, 0.0)
-        begin, self._now = self._now, max(self._now, arrivals[at])
+        self._received[axis, source] += 1
+        exposed = max(arrivals[index] - self._now, 0.0)
+        begin, self._now = self._now, max(self._now, arrivals[index])
         if exposed:
-            span = Span(axis, "receive", begin, self._now, what.source, exposed, what.nbytes)
-            self.told.spans.append(span)
+            span = Span(
+                axis, "receive", begin, self._now, collective.source, exposed, collective.nbytes
+            )
+            self.result.spans.append(span)
         return True

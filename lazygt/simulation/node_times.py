@@ -1,14 +1,14 @@
-"""Seconds of each node of a graph: its counted work, by the laws of ``machine.prices``.
+"""Seconds of each node of a graph: its counted work, by the cost models of ``machine.prices``.
 
-family       law
-matmul       tiles of the result for products of matrices; flops at the machine's rate for others
+family       cost model
+matmul       tiles of the result for matrix products; flops at the machine's rate for others
              (convolutions, attention)
 pointwise    elements at the rate of the op's kind, or bytes, whichever takes longer
 memory       bytes
 view         nothing
 
-A compiled fused group is one kernel, with the arithmetic of all members and its bytes once. Any
-other is a kernel for each member.
+A compiled fused group is one kernel, with the arithmetic of all members, and its inputs and outputs
+counted once. An uncompiled group is one kernel for each member.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lazygt.machine import Machine
 from lazygt.machine.prices import matmul_seconds, moving_seconds
 
 _ITEMSIZES = {8: "f64", 4: "f32", 2: "bf16", 1: "f8"}
-#: Which of the machine's rates an op goes by, where its name has one of these parts.
+#: (substring of an op's name, the machine's rate for it); the first match counts.
 _KINDS = (
     ("gelu", "gelu"), ("softmax", "softmax"), ("norm", "norm"),
     *((part, "exp") for part in ("exp", "log", "tanh", "sigmoid", "silu", "erf", "sin", "cos",
@@ -33,7 +33,10 @@ _KINDS = (
 
 
 class Product(NamedTuple):
-    """``batch`` products of [m, k] and [k, n]; with no sizes ``flops`` of another kind."""
+    """Matrix products, ``batch`` of [m, k] x [k, n]; other ops have only ``flops``.
+
+    ``sizes`` is (m, n, k, batch), or zeros.
+    """
 
     dtype: str
     flops: int
@@ -51,8 +54,8 @@ class Kernel(NamedTuple):
 
     Attributes:
         elements: (one of ``machine.schema.FAMILIES``, number of elements) for each pointwise op.
-        nbytes: read and written.
-        compiled: True if it is a fused group's.
+        nbytes: bytes read and written.
+        compiled: True for the kernel of a fused group.
     """
 
     products: tuple[Product, ...]
@@ -71,7 +74,7 @@ def kernels_of(graph: Graph, *, compiled: bool = True) -> list[tuple[Kernel, ...
     """List the kernels of each node; none for views and collectives.
 
     Args:
-        compiled: True if fused groups are.
+        compiled: True if fused groups are compiled.
     """
     kernels, metas = [], graph.values
     for node, costs in zip(graph.nodes, member_costs(graph), strict=True):
@@ -111,12 +114,14 @@ def flops_of(kernels: Iterable[Sequence[Kernel]]) -> int:
 
 
 def _plain(node: Node, cost: Cost, metas: Sequence[TensorMeta | None]) -> tuple[Kernel, ...]:
+    """Return the kernel of an unfused node; none for views and collectives."""
     if not cost.launches or family(node) == "collective":
         return ()
     return (Kernel(*_arithmetic([(node, cost.flops)], metas), cost.bytes),)
 
 
 def _fused(body: Graph, costs: Sequence[Cost]) -> Kernel:
+    """Return the one kernel of a compiled fused group."""
     members = [(member, cost.flops) for member, cost in zip(body.nodes, costs, strict=True)]
     work = _arithmetic(members, body.values)
     return Kernel(*work, sum(cost.bytes for cost in costs), compiled=True)
@@ -148,7 +153,7 @@ def _dtype(operands: Sequence[TensorMeta]) -> str:
 
 
 def pointwise_family(node: Node) -> str:
-    """Return the one of ``machine.schema.FAMILIES`` that an op belongs to."""
+    """Return an op's family, one of ``machine.schema.FAMILIES``."""
     name = base_name(node.op)
-    usual = "reduction" if family(node) == "reduction" else "add"
-    return next((kind for part, kind in _KINDS if part in name), usual)
+    default = "reduction" if family(node) == "reduction" else "add"
+    return next((kind for substring, kind in _KINDS if substring in name), default)

@@ -34,18 +34,18 @@ from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 from lazygt.submit.memory import OPTIMIZER, PARAMETERS
 from lazygt.tables import Printed, plain_table
 
-#: Of each table.
-_ROWS = 8
+#: Rows of each table, at most.
+_MAX_ROWS = 8
 
 
 class CollectiveTime(NamedTuple):
-    """Collectives of one kind and line in a step, as one rank has them.
+    """Collectives of one kind, axis and line in a step of one rank.
 
     Attributes:
         nbytes: payload.
-        ring: bytes that the rank sends for it in a ring.
-        seconds: all of them.
-        exposed: of these, seconds in which the rank computes nothing.
+        ring: bytes that the rank sends in a ring.
+        seconds: total duration.
+        exposed: seconds of it in which the rank computes nothing.
     """
 
     axis: str
@@ -59,15 +59,15 @@ class CollectiveTime(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Seconds of it in which the rank computes."""
+        """Seconds of collectives in which the rank computes."""
         return self.seconds - self.exposed
 
 
 class SimulatedRun(NamedTuple):
-    """A run of a plan.
+    """A simulated run of a plan.
 
     Attributes:
-        beside: bytes by category that a rank holds beside the plan's own values.
+        beside: bytes by category that a rank holds besides the plan's own values.
     """
 
     plan: str
@@ -76,17 +76,17 @@ class SimulatedRun(NamedTuple):
 
     @property
     def elsewhere(self) -> int:
-        """All of ``beside``."""
+        """Sum of ``beside``."""
         return sum(self.beside.values())
 
 
 class Peak(NamedTuple):
-    """The most that a rank needs at once.
+    """Peak memory of a rank.
 
     Attributes:
-        rank, line: which, and the user's line that is running then.
-        kinds: its bytes by kind (see ``simulation.memory``); they add up to ``nbytes``.
-        lines: the same by kind and line, the largest first.
+        rank, line: the rank, and the user's line that runs at the peak.
+        kinds: bytes by category (see ``simulation.rank_memory``); their sum is ``nbytes``.
+        lines: the same by category and line, the largest first.
     """
 
     nbytes: int
@@ -101,16 +101,16 @@ class Prediction(Printed):
     """A step of a program on a machine. Prints as tables.
 
     Attributes:
-        mesh: the ranks; None for one.
-        runs: of a step, in order.
+        mesh: mesh of the ranks; None for one rank.
+        runs: runs of a step, in order.
         recording: seconds in which the client records and sends a step.
         waits: True if the program reads a value in every step, so that recording and computing
-            take turns.
-        looped: True if the program repeats a step; else the step is all after the last backward
-            pass but one, or all.
-        tokens: of a step on all ranks, as rows of the largest look-up in an embedding; 0: none.
-        reads: the lines of the program that have read results, which were taken as 0.
-        tries: runs the program in other ways, for ``suggestions``.
+            alternate.
+        looped: True if the program repeats a step; else the step is everything after the
+            second-to-last backward pass, or the full program.
+        tokens: tokens of a step on all ranks: rows of the largest embedding look-up; 0 if none.
+        reads: lines of the program that read results; the simulation returned 0 there.
+        tries: function that simulates the program with changes, for ``suggestions``.
     """
 
     machine: Machine
@@ -127,13 +127,15 @@ class Prediction(Printed):
 
     @cached_property
     def suggestions(self) -> tuple[Suggestion, ...]:
-        """The three most useful changes, each found by simulating the program with it: that takes
-        as long for each as it took for this. None where nobody can run the program again."""
+        """The three most useful changes, each found by simulating the program with the change.
+
+        Each simulation takes as long as this one did. Empty without ``tries``.
+        """
         return () if self.tries is None else suggestions(self, self.tries())
 
     @property
     def computing(self) -> float:
-        """Seconds that the ranks take for a step."""
+        """Seconds of a step on the ranks."""
         return sum(run.simulated.seconds for run in self.runs)
 
     @property
@@ -145,12 +147,12 @@ class Prediction(Printed):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks; 0 for a program that looks up none."""
+        """Tokens per second of all ranks; 0 for a program without embedding look-ups."""
         return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def host_bound(self) -> bool:
-        """True if recording takes longer than the ranks."""
+        """True if recording takes longer than computing."""
         return self.recording > self.computing
 
     @property
@@ -162,8 +164,8 @@ class Prediction(Printed):
     def mfu(self) -> float:
         """Model flops utilization (Chowdhery et al., PaLM, 2022).
 
-        ``flops`` a second over the peak of all ranks in the dtype of most products. Flops of values
-        that are computed again count here, too.
+        ``flops`` per second over the peak of all ranks in the dtype of most matrix products.
+        Recomputed values count, too.
         """
         ranks = 1 if self.mesh is None else self.mesh.world_size
         peak = self.machine.matmul.most(self.dtype) * ranks
@@ -171,7 +173,7 @@ class Prediction(Printed):
 
     @property
     def dtype(self) -> str:
-        """In which most is multiplied, as the machine names it."""
+        """Dtype of most flops of matrix products, as the machine names it."""
         products = Counter[str]()
         for run in self.runs:
             for ranks in run.simulated.classes:
@@ -180,47 +182,47 @@ class Prediction(Printed):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that a rank needs at once."""
+        """Peak bytes of a rank."""
         return self.peak.nbytes
 
     @property
     def peak_line(self) -> str:
-        """The user's line that is running then."""
+        """The user's line that runs at the peak."""
         return self.peak.line
 
     @cached_property
     def peak(self) -> Peak:
-        """The most that a rank needs at once, by kind and by line."""
+        """Peak memory of a rank, by category and by line."""
         run, ranks = max(
             ((run, ranks) for run in self.runs for ranks in run.simulated.classes),
             key=lambda pair: pair[0].elsewhere + pair[1].peak_bytes,
         )
         memory = ranks.memory
         kinds = {kind: run.beside.get(kind, 0) + nbytes for kind, nbytes in memory.kinds.items()}
-        held = Counter({(row.kind, row.line): row.nbytes for row in memory.lines})
-        held.update({(kind, ""): nbytes for kind, nbytes in run.beside.items()})
-        lines = [Held(kind, line, nbytes) for (kind, line), nbytes in held.most_common()]
+        bytes_by_line = Counter({(row.kind, row.line): row.nbytes for row in memory.lines})
+        bytes_by_line.update({(kind, ""): nbytes for kind, nbytes in run.beside.items()})
+        lines = [Held(kind, line, nbytes) for (kind, line), nbytes in bytes_by_line.most_common()]
         return Peak(sum(kinds.values()), ranks.rank, memory.line, kinds, lines)
 
     @property
     def collectives(self) -> list[CollectiveTime]:
-        """Of the rank that waits for them the longest; the most exposed first."""
+        """Collectives of the rank with the most exposed time per run, the most exposed first."""
         rows: dict[tuple[str, str, str], list[tuple[int, int, float, float]]] = defaultdict(list)
         for run in self.runs:
             slowest = max(run.simulated.classes, key=_exposed)
             for span in slowest.spans:
                 if span.lane != "compute":
                     key = span.lane, span.name, span.line
-                    took = span.end - span.begin
-                    rows[key].append((span.nbytes, self._sent(span), took, span.exposed))
+                    seconds = span.end - span.begin
+                    rows[key].append((span.nbytes, self._ring_bytes(span), seconds, span.exposed))
         times = [
             CollectiveTime(*key, len(spans), *(sum(column) for column in zip(*spans, strict=True)))
             for key, spans in rows.items()
         ]
         return sorted(times, key=lambda row: (-row.exposed, -row.seconds))
 
-    def _sent(self, span: Span) -> int:
-        """Return the bytes that a rank sends for it in a ring; a receiver sends nothing."""
+    def _ring_bytes(self, span: Span) -> int:
+        """Return the bytes that a rank sends for a collective in a ring; 0 for a receive."""
         ranks = 1 if self.mesh is None else self.mesh.size(span.lane)
         kind = span.name.partition(" ")[0]
         return 0 if kind == "receive" else round(ring_bytes(kind, span.nbytes, ranks))
@@ -246,28 +248,28 @@ class Prediction(Printed):
         )  # fmt: skip
 
     def by_line(self) -> list[tuple[str, float]]:
-        """Return (the user's line, seconds on the busiest rank), the dearest first."""
-        spent: dict[str, float] = defaultdict(float)
+        """Return (the user's line, seconds on the busiest rank), the most expensive first."""
+        seconds_of_line: dict[str, float] = defaultdict(float)
         for run in self.runs:
             busiest = max(run.simulated.classes, key=lambda ranks: ranks.busy)
             for span in busiest.spans:
                 if span.lane == "compute":
-                    spent[span.line] += span.end - span.begin
-        return sorted(spent.items(), key=lambda row: -row[1])
+                    seconds_of_line[span.line] += span.end - span.begin
+        return sorted(seconds_of_line.items(), key=lambda row: -row[1])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from map(Text, self._sentences())
+        yield from map(Text, self._summary())
         if "suggestions" in vars(self):
             yield Text("\nwhat would help most, as simulated", style="bold")
             yield Text("\n".join(map(str, self.suggestions)) or "nothing that was tried")
         yield Text("\nwhat holds memory at the peak", style="bold")
         table = plain_table("kind", ">bytes", "line")
-        for kind, line, nbytes in self.peak.lines[:_ROWS]:
+        for kind, line, nbytes in self.peak.lines[:_MAX_ROWS]:
             table.add_row(kind, amount(nbytes, "B"), shown(line) if line else "held before")
         yield table
         yield Text("\nthe dearest lines of the busiest rank", style="bold")
         table = plain_table("line", ">time")
-        for line, seconds in self.by_line()[:_ROWS]:
+        for line, seconds in self.by_line()[:_MAX_ROWS]:
             table.add_row(shown(line), duration(seconds))
         yield table
         if self.collectives:
@@ -276,7 +278,7 @@ class Prediction(Printed):
                 "axis", "collective", ">count", ">payload", ">ring a rank", ">time", ">exposed",
                 "line",
             )  # fmt: skip
-            for row in self.collectives[:_ROWS]:
+            for row in self.collectives[:_MAX_ROWS]:
                 table.add_row(row.axis, row.kind, str(row.times), amount(row.nbytes, "B"),
                               amount(row.ring, "B"), duration(row.seconds), duration(row.exposed),
                               shown(row.line))  # fmt: skip
@@ -287,28 +289,29 @@ class Prediction(Printed):
             yield Text(f"\n{OUTSIDE}", style="bold")
             yield outside_table(beyond).fitting(options.max_width)
 
-    def _sentences(self) -> Iterator[str]:
-        where = "one rank" if self.mesh is None else str(self.mesh)
+    def _summary(self) -> Iterator[str]:
+        """Yield the sentences above the tables."""
+        ranks = "one rank" if self.mesh is None else str(self.mesh)
         bound = "recording in the client" if self.host_bound else "the ranks"
-        turns = ", one after the other: each step reads a value" if self.waits else ""
+        order = ", one after the other: each step reads a value" if self.waits else ""
         peak, capacity = self.peak_bytes, int(self.machine.memory.capacity)
-        fits = "" if peak <= capacity else f": more than the {amount(capacity, 'B')} there are"
+        excess = "" if peak <= capacity else f": more than the {amount(capacity, 'B')} there are"
         stored = self.peak.kinds[PARAMETERS] + self.peak.kinds[OPTIMIZER]
         if stored > capacity:
-            fits += f", and so are parameters and optimizer state alone: {amount(stored, 'B')}"
+            excess += f", and so are parameters and optimizer state alone: {amount(stored, 'B')}"
         yield (
-            f"A step on {where}, {self.machine}: {duration(self.step_seconds)} (estimated), "
+            f"A step on {ranks}, {self.machine}: {duration(self.step_seconds)} (estimated), "
             f"bound by {bound}"
         )
-        yield f"  ranks {duration(self.computing)}, recording {duration(self.recording)}{turns}"
+        yield f"  ranks {duration(self.computing)}, recording {duration(self.recording)}{order}"
         yield (
             f"  {amount(self.flops, 'flop')} on all ranks, {self.mfu:.1%} of their peak in "
             f"{self.dtype}"
         )
         if self.tokens:
             yield f"  {self.tokens:,} tokens, {self.tokens_per_second:,.0f} a second"
-        yield f"  peak {amount(peak, 'B')} a rank at {shown(self.peak_line)}{fits}"
-        kinds = [f"{kind} {amount(held, 'B')}" for kind, held in self.peak.kinds.items() if held]
+        yield f"  peak {amount(peak, 'B')} a rank at {shown(self.peak_line)}{excess}"
+        kinds = [f"{kind} {amount(size, 'B')}" for kind, size in self.peak.kinds.items() if size]
         yield f"    {', '.join(kinds)}"
         if self.collectives:
             exposed = sum(row.exposed for row in self.collectives)
@@ -316,18 +319,21 @@ class Prediction(Printed):
             yield f"  collectives: {duration(exposed)} exposed, {duration(hidden)} hidden"
         elif self.mesh is not None:
             yield "  nothing is exchanged: every rank does all that the program says of its values"
-        for line in self.reads[:_ROWS]:
+        for line in self.reads[:_MAX_ROWS]:
             yield f"  reads a value at {shown(line)}: taken as 0, also by what branches on it"
         if not self.looped:
             yield "  no step is repeated: this is the last one, up to its backward pass"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline in Chrome's trace format: a process for each class of ranks, a track
-        for each of its lanes."""
+        """Write the timeline in Chrome's trace format.
+
+        Each class of ranks is a process, and each of its lanes a track.
+        """
         trace = {"traceEvents": self._events(), "displayTimeUnit": "ms"}
         write_output(path, json.dumps(trace))
 
     def _events(self) -> list[dict[str, Any]]:
+        """Return the trace events: spans of all lanes, and counters of memory by category."""
         events: list[dict[str, Any]] = []
         tracks: dict[tuple[int, str], int] = {}
         begin = 0.0
@@ -341,11 +347,11 @@ class Prediction(Printed):
                         "args": {"line": span.line, "bytes": span.nbytes},
                     })  # fmt: skip
                 for seconds, row in ranks.alive:
-                    held = zip(KINDS, row, strict=True)
+                    bytes_of = zip(KINDS, row, strict=True)
                     events.append({
                         "ph": "C", "name": "memory", "pid": ranks.rank, "tid": 0,
                         "ts": (begin + seconds) * 1e6,
-                        "args": {kind: run.beside.get(kind, 0) + alive for kind, alive in held},
+                        "args": {kind: run.beside.get(kind, 0) + alive for kind, alive in bytes_of},
                     })  # fmt: skip
             begin += run.simulated.seconds
         names = [
@@ -372,7 +378,7 @@ class Prediction(Printed):
             "memory": {
                 "rank": self.peak.rank,
                 "kinds": self.peak.kinds,
-                "lines": [row._asdict() for row in self.peak.lines[:_ROWS]],
+                "lines": [row._asdict() for row in self.peak.lines[:_MAX_ROWS]],
             },
             "collectives": [row._asdict() for row in self.collectives],
             "reads": list(self.reads),

@@ -1,7 +1,7 @@
 """Simulation of a program: its steady step, recorded without computing, and priced.
 
-A step is the part of the program that is repeated, in which most of the time is spent; in a program
-that trains, most of the time of runs with a backward pass.
+A step is the repeated part of the program with the most time; in a training program only runs with
+a backward pass count for that.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from lazygt.submit.memory import OTHER
 
 #: Settings of a session that records and plans, and computes nothing.
 DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}
-#: Flushes that the program does not wait for.
-_GOES_ON = frozenset({"backward", "optimizer step", "trace too long", "flush()", "checkpoint"})
-#: Flushes that it waits for, and gets nothing from.
+#: Reasons of flushes that the program does not wait for.
+_ASYNCHRONOUS = frozenset({"backward", "optimizer step", "trace too long", "flush()", "checkpoint"})
+#: Reasons of flushes that the program waits for without reading a value.
 _ONLY_WAITS = frozenset({"synchronize()", "memory()"})
-#: Runs of a step at most, for a loop to be seen.
-_LONGEST = 64
-#: Weights are equal up to rounding.
+#: Runs of a step, at most, for a loop to be found.
+_MAX_PERIOD = 64
+#: Factor up to which weights count as equal, because of rounding.
 _EQUAL = 1 + 1e-9
 
 
@@ -49,16 +49,16 @@ class Living(Observer):
     """Observer of a dry session: values that a rank holds in each run, by category.
 
     Attributes:
-        beside: bytes by kind that a run neither reads nor makes, by its number.
-        told: the client's knowledge of plans, by their names.
+        beside: run number -> bytes by category of values that the run neither reads nor makes.
+        told: digest of a plan -> the categories of its values, as known to the client.
     """
 
     def __init__(self, session: Session) -> None:
         self.beside: dict[int, Counter[str]] = {}
         self.told: dict[bytes, Told] = {}
-        self._kinds: dict[int, str] = {}
-        self._versions: dict[bytes, list[tuple[int, int]]] = {}
-        self._tells = session._submitter.kinds
+        self._category_of: dict[int, str] = {}
+        self._written_inputs: dict[bytes, list[tuple[int, int]]] = {}
+        self._memory_kinds = session._submitter.kinds
         self._store = session._link._worker.store  # type: ignore[attr-defined]
         session._client.observer = self
 
@@ -67,37 +67,39 @@ class Living(Observer):
     ) -> None:
         """See ``Observer``."""
         # parameters that no optimizer has stay where they were before the first step
-        known = self._tells.by_id(everywhere=not self._tells.trains)
+        client_categories = self._memory_kinds.by_id(everywhere=not self._memory_kinds.trains)
         outputs = range(base, base + (0 if entry is None else entry.outputs))
-        if entry is not None and self._tells.trains:
-            self._kinds.update(dict.fromkeys(outputs, ACTIVATIONS))
+        if entry is not None and self._memory_kinds.trains:
+            self._category_of.update(dict.fromkeys(outputs, ACTIVATIONS))
             of_inputs = list(inputs)
-            for place, written in self._written(entry.plan):
-                self._kinds[base + place] = self._kinds.get(of_inputs[written], OTHER)
-        self._kinds.update(known)
+            for position, written in self._written(entry.plan):
+                self._category_of[base + position] = self._category_of.get(
+                    of_inputs[written], OTHER
+                )
+        self._category_of.update(client_categories)
         if entry is not None:
-            kept = [place for place, key in enumerate(inputs) if key in self._store]
-            kinds = self._of(inputs), self._of(outputs)
-            self.told[entry.plan.digest] = Told(*kinds, frozenset(kept))
-        held, read = Counter[str](), set(inputs)
+            retained = [position for position, key in enumerate(inputs) if key in self._store]
+            categories = self._categories(inputs), self._categories(outputs)
+            self.told[entry.plan.digest] = Told(*categories, frozenset(retained))
+        other_bytes, inputs_read = Counter[str](), set(inputs)
         for key, value in self._store.values.items():
-            if isinstance(value, torch.Tensor) and key not in read and key not in outputs:
-                held[self._kinds.get(key, OTHER)] += value.nbytes
-        self.beside[run] = held
+            if isinstance(value, torch.Tensor) and key not in inputs_read and key not in outputs:
+                other_bytes[self._category_of.get(key, OTHER)] += value.nbytes
+        self.beside[run] = other_bytes
 
     def _written(self, plan: Plan) -> list[tuple[int, int]]:
         """Return a plan's (output, input) positions: the output is the input written in place."""
-        if plan.digest not in self._versions:
+        if plan.digest not in self._written_inputs:
             graph, homes = plan.graph, homes_of(plan.graph)
-            self._versions[plan.digest] = [
-                (place, homes[output])
-                for place, output in enumerate(graph.outputs)
+            self._written_inputs[plan.digest] = [
+                (position, homes[output])
+                for position, output in enumerate(graph.outputs)
                 if homes[output] < len(graph.inputs)
             ]
-        return self._versions[plan.digest]
+        return self._written_inputs[plan.digest]
 
-    def _of(self, ids: Iterable[int]) -> list[str]:
-        return [self._kinds.get(key, OTHER) for key in ids]
+    def _categories(self, ids: Iterable[int]) -> list[str]:
+        return [self._category_of.get(key, OTHER) for key in ids]
 
 
 def simulate(
@@ -115,18 +117,19 @@ def simulate(
     The program is recorded once, with nothing computed; values that it reads are zeros.
 
     Args:
-        program: called in a session of its own; two or three steps of a training are best.
-        mesh: the ranks, such as ``data=8,model=4``; None: one.
-        machine: a name such as ``h100``, or a machine file; None: as ``lazygt.session`` has it.
+        program: function to simulate, called in a new session; should train two or three steps.
+        mesh: mesh of the ranks, such as ``data=8,model=4``; None: one rank.
+        machine: a name such as ``h100``, or a machine file; None: the default of
+            ``lazygt.session``.
         device: ``cuda`` or ``cpu``; None: the machine's.
-        compiled: True if fused groups are one kernel each, else one for each of their ops.
-        gpus: such as ``8xB200``: the machine ``b200``, and a mesh of 8 ranks (without ``mesh`` all
-            on the axis ``data``).
-        hosts: on which the GPUs are, as many on each; None: each has as many as it has room for.
+        compiled: True if each fused group is one kernel; else each of its ops is one.
+        gpus: number and kind of GPUs, such as ``8xB200``: the machine ``b200``, and a mesh of 8
+            ranks (without ``mesh`` all on the axis ``data``).
+        hosts: number of hosts, with equally many GPUs each; None: as few as hold all GPUs.
 
     Raises:
-        MachineError: there is no such machine, or its file is wrong.
-        ValueError: the program runs nothing; the mesh is none, or not of as many ranks as GPUs.
+        MachineError: there is no such machine, or its file is invalid.
+        ValueError: the program runs nothing, or the mesh is invalid or does not match the GPUs.
     """
     if gpus is not None:
         ranks = Gpus.parse(gpus, hosts, None if machine is None else os.fspath(machine))
@@ -137,17 +140,17 @@ def simulate(
     priced = default_machine(device or "cpu") if machine is None else machine_of(machine)
     settings = {**DRY, "device": device or priced.device, "mesh": mesh, "machine": machine}
 
-    def once(trial: Trial) -> tuple[Prediction, Forced]:
+    def run_once(trial: Trial) -> tuple[Prediction, Forced]:
         changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
-        given: dict[str, Any] = {k: v for k, v in changed.items() if v is not None}
-        with trial.made() as forced, Session(**given) as session:
+        session_settings: dict[str, Any] = {k: v for k, v in changed.items() if v is not None}
+        with trial.made() as forced, Session(**session_settings) as session:
             living = Living(session)
             program()
         return predict(session, priced, living, compiled=compiled), forced
 
-    now, forced = once(AS_IT_IS)
-    others = trials(now.mesh, forced.calls > 0)
-    return replace(now, tries=lambda: tried(others, lambda trial: once(trial)[0]))
+    now, forced = run_once(AS_IT_IS)
+    changes = trials(now.mesh, forced.calls > 0)
+    return replace(now, tries=lambda: tried(changes, lambda trial: run_once(trial)[0]))
 
 
 @gc_paused()
@@ -165,21 +168,22 @@ def predict(
     flushes = [flush for flush in session.history.recent if flush.digest in entries]
     if not flushes:
         raise ValueError("the program has run no plan on device lazygt: nothing is to be simulated")
-    names = [flush.digest for flush in flushes if flush.digest is not None]
-    spent = _spent({name: entries[name].plan for name in names}, machine)
-    first, length = repeated(names, [spent[name] for name in names])
-    looped = length < len(names)
-    step = flushes[first : first + length] if looped else _last_turn(flushes, entries)
+    digests = [flush.digest for flush in flushes if flush.digest is not None]
+    weights = _weights({name: entries[name].plan for name in digests}, machine)
+    first, length = repeated(digests, [weights[name] for name in digests])
+    looped = length < len(digests)
+    step = flushes[first : first + length] if looped else _last_step(flushes, entries)
     mesh = session.mesh
     runs = [
-        _run(entries[flush.digest], flush.run, living, mesh, machine, compiled) for flush in step
+        _simulated_run(entries[flush.digest], flush.run, living, mesh, machine, compiled)
+        for flush in step
     ]
     return Prediction(
         machine,
         mesh if mesh.world_size > 1 else None,
         tuple(runs),
         sum(flush.ops * machine.host.record + machine.host.message for flush in step),
-        any(flush.reason not in _GOES_ON for flush in step),
+        any(flush.reason not in _ASYNCHRONOUS for flush in step),
         looped,
         sum(_tokens(session, entries[flush.digest].plan) for flush in step),
         _reads(session.history.recent),
@@ -187,35 +191,44 @@ def predict(
 
 
 def _reads(flushes: Iterable[Flush]) -> tuple[str, ...]:
-    """Return the lines that have read results, with the reasons."""
-    reads = [flush for flush in flushes if flush.reason.split(":")[0] not in _GOES_ON | _ONLY_WAITS]
+    """Return the lines that read results, with the reasons of their flushes."""
+    reads = [
+        flush for flush in flushes if flush.reason.split(":")[0] not in _ASYNCHRONOUS | _ONLY_WAITS
+    ]
     return tuple(dict.fromkeys([
         f"{expand(flush.call_site)} ({flush.reason})" for flush in reads if flush.call_site
     ]))  # fmt: skip
 
 
 def _tokens(session: Session, plan: Plan) -> int:
-    """Return the rows that a run looks up in its most used table, on all ranks."""
+    """Return the number of rows that a run looks up in its most used embedding, on all ranks."""
     recorded = dict(session.stages(plan)).get("recorded")
     if recorded is None:
         return 0
-    metas, rows = recorded.values, Counter[int]()
+    metas, lookups = recorded.values, Counter[int]()
     for node in recorded.nodes:
         if node.op == "aten.embedding.default":
             table, index = node.refs()
             meta = metas[index]
-            rows[table] += 0 if meta is None else meta.numel
-    return max(rows.values(), default=0)
+            lookups[table] += 0 if meta is None else meta.numel
+    return max(lookups.values(), default=0)
 
 
-def _last_turn(flushes: list[Flush], entries: Mapping[bytes | None, PlanRecord]) -> list[Flush]:
-    """Return the flushes from after the last backward but one to the last; all without two."""
-    trained = [n for n, flush in enumerate(flushes) if entries[flush.digest].plan.backward]
-    return flushes[trained[-2] + 1 : trained[-1] + 1] if len(trained) > 1 else flushes
+def _last_step(flushes: list[Flush], entries: Mapping[bytes | None, PlanRecord]) -> list[Flush]:
+    """Return the flushes after the second-to-last backward up to the last; all without two."""
+    backward_flushes = [n for n, flush in enumerate(flushes) if entries[flush.digest].plan.backward]
+    return (
+        flushes[backward_flushes[-2] + 1 : backward_flushes[-1] + 1]
+        if len(backward_flushes) > 1
+        else flushes
+    )
 
 
-def _spent(plans: Mapping[bytes, Plan], machine: Machine) -> dict[bytes, float]:
-    """Return the seconds that a run of each plan counts for in the search for a step."""
+def _weights(plans: Mapping[bytes, Plan], machine: Machine) -> dict[bytes, float]:
+    """Return digest -> seconds of a run, as its weight in the search for a step.
+
+    In a training program plans without a backward pass weigh nothing.
+    """
     trains = any(plan.backward for plan in plans.values())
     return {
         name: 0.0 if trains and not plan.backward else sum(node_seconds(plan.graph, machine))
@@ -224,25 +237,27 @@ def _spent(plans: Mapping[bytes, Plan], machine: Machine) -> dict[bytes, float]:
 
 
 def repeated(names: Sequence[Any], weights: Sequence[float]) -> tuple[int, int]:
-    """Find the heaviest repetition in a sequence: start of its last period, and the period.
+    """Find the heaviest repetition in a sequence: (start of its last period, period).
 
-    Of equal ones it is the shortest. Without a repetition it is the whole sequence.
+    Each period is tried with a scan for runs of equal names at that distance. Of equally heavy
+    repetitions the shortest period wins. Without a repetition, return the full sequence.
     """
-    heaviest, place = 0.0, (0, len(names))
-    until = [0.0, *itertools.accumulate(weights)]
-    for period in range(1, min(_LONGEST, len(names) // 2) + 1):
-        stretch = 0
-        for at in range(period, len(names)):
-            stretch = stretch + 1 if names[at] == names[at - period] else 0
-            weight = until[at + 1] - until[at + 1 - stretch - period]
-            if stretch >= period and weight > heaviest * _EQUAL:
-                heaviest, place = weight, (at - period + 1, period)
-    return place
+    heaviest, best = 0.0, (0, len(names))
+    prefix_sums = [0.0, *itertools.accumulate(weights)]
+    for period in range(1, min(_MAX_PERIOD, len(names) // 2) + 1):
+        repeats = 0
+        for end in range(period, len(names)):
+            repeats = repeats + 1 if names[end] == names[end - period] else 0
+            weight = prefix_sums[end + 1] - prefix_sums[end + 1 - repeats - period]
+            if repeats >= period and weight > heaviest * _EQUAL:
+                heaviest, best = weight, (end - period + 1, period)
+    return best
 
 
-def _run(
+def _simulated_run(
     entry: PlanRecord, run: int, living: Living, mesh: Mesh, machine: Machine, compiled: bool
 ) -> SimulatedRun:
-    told = living.told.get(entry.plan.digest, Told())
-    simulated = Rehearsal(entry.plans, mesh, compiled=compiled, told=told).on(machine)
+    """Simulate a run of a plan on all ranks."""
+    categories = living.told.get(entry.plan.digest, Told())
+    simulated = Rehearsal(entry.plans, mesh, compiled=compiled, told=categories).on(machine)
     return SimulatedRun(entry.plan.digest.hex()[:12], simulated, living.beside.get(run, {}))

@@ -1,16 +1,17 @@
-r"""Memory of a rank over a run, by kind and by the user's line.
+r"""Memory of a rank over a run, by category and by the user's line.
 
-kind         bytes of
+category     bytes of
 parameters   values that optimizers update, and other ``nn.Parameter``\ s, as they are stored
 gradients    the ``.grad`` of parameters once the run is over, and the values from which it is made
-             by reducing, casting and adding up
+             by reducing, casting and summing
 optimizer    an optimizer's state
-gathered     copies of parameters: of all ranks' blocks, in another dtype, turned
+gathered     copies of parameters: all-gathered, in another dtype, transposed
 activations  other values of a run, of the forward and of the backward
 other        batches, random states, intermediate values of an update
 
 The client knows the categories of a plan's inputs and outputs (``lazygt.submit.memory``). Those of
-values between them follow: back from gradients, and on from parameters.
+values between them are inferred by propagation: backwards from gradients, and forwards from
+parameters.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from lazygt.runtime.plan import Schedule
 from lazygt.submit.memory import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 
 GATHERED, ACTIVATIONS, _UPDATES = "gathered", "activations", "updates"
-#: Every kind, as reports list them.
+#: All categories, in the order of reports.
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, OTHER)
-#: Ops with a result that is a gradient if an operand of its size is one, besides views.
+#: Ops, besides views, that pass the category of gradients from a result to operands of its size.
 _SUMS = frozenset(
     {"add", "mul", "div", "_to_copy", "clone", "copy", "neg", "_foreach_mul", "where"}
 )
-#: Ops, besides views, that make parameters in another form if all operands are parameters.
+#: Ops, besides views, that copy or convert: their result is ``gathered`` if all operands are.
 _COPIES = frozenset({"_to_copy", "clone", "copy", "contiguous"})
 _EXCHANGES = COLLECTIVES | {LAUNCH, LAUNCH_, WAIT}
 
 
 class Told(NamedTuple):
-    """The client's knowledge of a plan's values.
+    """Categories of a plan's inputs and outputs, as known to the client.
 
     Attributes:
-        inputs, outputs: their kinds, by position; ``other`` where nothing is known.
-        kept: positions of inputs that the program has after the run, too.
+        inputs, outputs: categories by position; ``other`` if unknown.
+        kept: positions of inputs that stay alive after the run.
     """
 
     inputs: Sequence[str] = ()
@@ -55,7 +56,7 @@ class Held(NamedTuple):
     """Live bytes of one category and line.
 
     Attributes:
-        line: that made it; empty: it was there before the run.
+        line: line that made the bytes; empty if they existed before the run.
     """
 
     kind: str
@@ -67,12 +68,11 @@ class Memory(NamedTuple):
     """Memory of a rank during the run of a plan.
 
     Attributes:
-        peak: the most bytes alive at once.
-        line: the user's line that is running then.
-        kinds: bytes by category at the peak; they add up to ``peak``.
-        lines: the same by kind and line, the largest first.
-        history: (node, bytes of each of KINDS) from this node on; a node without a row changes
-            nothing.
+        peak: maximum bytes alive at once.
+        line: the user's line that runs at the peak.
+        kinds: bytes by category at the peak; their sum is ``peak``.
+        lines: the same by category and line, the largest first.
+        history: (node, bytes of each of KINDS) from this node on, for nodes that change them.
     """
 
     peak: int
@@ -83,9 +83,12 @@ class Memory(NamedTuple):
 
 
 def memory_of(graph: Graph, told: Told = Told()) -> Memory:  # noqa: B008 - nothing is known
-    """Return the memory of a rank during a graph, without values that the graph does not read."""
+    """Compute the live bytes of a rank at each node of a graph by liveness, and their peak.
+
+    Values that the graph does not read are not counted.
+    """
     homes = homes_of(graph)
-    kind_of = value_kinds(graph, homes, told)
+    category_of = value_kinds(graph, homes, told)
     frees = [
         [value for value in dropped if value not in told.kept]
         for dropped in Schedule.of(graph).frees
@@ -94,118 +97,127 @@ def memory_of(graph: Graph, told: Told = Told()) -> Memory:  # noqa: B008 - noth
     inputs = [Change(home, sizes[home]) for home in sorted(set(homes[: len(graph.inputs)]))]
     changes = list(alive_changes(graph, frees, homes))
 
-    now = Counter(dict.fromkeys(KINDS, 0))
-    _apply(now, inputs, kind_of)
-    peak, at, kinds = sum(now.values()), None, dict(now)
-    history = [(0, tuple(now.values()))]
-    left: Sequence[Change] = ()
-    for number, (came, dropped) in enumerate(changes):
-        if left or came:
-            _apply(now, left, kind_of)
-            _apply(now, came, kind_of)
-            history.append((number, tuple(now.values())))
-        left = dropped
-        if at is None or sum(now.values()) > peak:
-            peak, at, kinds = sum(now.values()), number, dict(now)
-    until = changes[: 0 if at is None else at + 1]
-    lines = _lines(graph, inputs, until, kind_of)
-    return Memory(peak, "" if at is None else graph.line(at), kinds, lines, tuple(history))
+    alive = Counter(dict.fromkeys(KINDS, 0))
+    _apply(alive, inputs, category_of)
+    peak, peak_node, kinds = sum(alive.values()), None, dict(alive)
+    history = [(0, tuple(alive.values()))]
+    pending_frees: Sequence[Change] = ()
+    for number, (allocated, dropped) in enumerate(changes):
+        if pending_frees or allocated:
+            _apply(alive, pending_frees, category_of)
+            _apply(alive, allocated, category_of)
+            history.append((number, tuple(alive.values())))
+        pending_frees = dropped
+        if peak_node is None or sum(alive.values()) > peak:
+            peak, peak_node, kinds = sum(alive.values()), number, dict(alive)
+    changes_to_peak = changes[: 0 if peak_node is None else peak_node + 1]
+    lines = _lines(graph, inputs, changes_to_peak, category_of)
+    return Memory(
+        peak, "" if peak_node is None else graph.line(peak_node), kinds, lines, tuple(history)
+    )
 
 
-def _apply(now: Counter[str], changes: Sequence[Change], kind_of: Sequence[str]) -> None:
+def _apply(alive: Counter[str], changes: Sequence[Change], category_of: Sequence[str]) -> None:
+    """Add the changes to the live bytes by category, in place."""
     for change in changes:
-        now[_kind(change, kind_of)] += change.nbytes
+        alive[_category(change, category_of)] += change.nbytes
 
 
-def _kind(change: Change, kind_of: Sequence[str]) -> str:
-    return OTHER if change.packed else kind_of[change.home]
+def _category(change: Change, category_of: Sequence[str]) -> str:
+    """Return the category of a change of memory."""
+    return OTHER if change.packed else category_of[change.home]
 
 
 def _lines(
     graph: Graph,
     inputs: Sequence[Change],
     changes: Sequence[tuple[Sequence[Change], Sequence[Change]]],
-    kind_of: Sequence[str],
+    category_of: Sequence[str],
 ) -> tuple[Held, ...]:
-    """List the live bytes at the last of some nodes, by category and line."""
-    made_by = dict(_makers(graph))
-    held: Counter[tuple[str, str]] = Counter()
-    came = [change for coming, _ in changes for change in coming]
-    left = [change for _, leaving in changes[:-1] for change in leaving]
-    for change in (*inputs, *came, *left):
-        number = made_by.get(change.home)
+    """Sum the live bytes at the last node of ``changes`` by category and line.
+
+    Args:
+        inputs: allocations of the inputs.
+        changes: (allocations, frees) of each node; the frees of the last one are still alive.
+    """
+    producer = dict(_makers(graph))
+    alive: Counter[tuple[str, str]] = Counter()
+    allocated = [change for coming, _ in changes for change in coming]
+    freed = [change for _, leaving in changes[:-1] for change in leaving]
+    for change in (*inputs, *allocated, *freed):
+        number = producer.get(change.home)
         line = "" if number is None else graph.line(number)
-        held[_kind(change, kind_of), line] += change.nbytes
-    rows = [Held(kind, line, nbytes) for (kind, line), nbytes in held.items() if nbytes]
+        alive[_category(change, category_of), line] += change.nbytes
+    rows = [Held(kind, line, nbytes) for (kind, line), nbytes in alive.items() if nbytes]
     return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
 def _makers(graph: Graph) -> list[tuple[int, int]]:
-    """Return (value, node) of all results of nodes."""
+    """List (value, number of its producer) for all results of nodes."""
     return [
         (value, number) for number, (_, results) in enumerate(graph.numbered()) for value in results
     ]
 
 
-# -- kinds of values -----------------------------------------------------------------------------
+# -- categories of values ------------------------------------------------------------------------
 
 
 def value_kinds(graph: Graph, homes: Sequence[int], told: Told) -> list[str]:
-    """Return the kind of each value's memory.
+    """Return the category of each value's memory.
 
     Args:
         homes: see ``homes_of``.
     """
     kinds = [ACTIVATIONS] * len(graph.values)
     kinds[: len(graph.inputs)] = [OTHER] * len(graph.inputs)
-    for place, kind in enumerate(told.inputs[: len(graph.inputs)]):
-        kinds[place] = kind
+    for position, kind in enumerate(told.inputs[: len(graph.inputs)]):
+        kinds[position] = kind
     for output, kind in zip(graph.outputs, told.outputs, strict=False):
         if homes[output] >= len(graph.inputs) and kind != OTHER:
             kinds[homes[output]] = kind
-    _go_on(graph, homes, kinds)
-    _go_back(graph, homes, kinds)
+    _propagate_forwards(graph, homes, kinds)
+    _propagate_backwards(graph, homes, kinds)
     return [OTHER if kind == _UPDATES else kind for kind in kinds]
 
 
-def _go_on(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
+def _propagate_forwards(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
     """Propagate categories forwards from parameters and the optimizer's state."""
     for node, results in graph.numbered():
         operands = {kinds[homes[value]] for value in node.refs()}
-        kind = _made_of(node, operands)
+        kind = _result_category(node, operands)
         for value in results[: len(node.fresh)]:
             if kind and kinds[homes[value]] == ACTIVATIONS:
                 kinds[homes[value]] = kind
 
 
-def _made_of(node: Node, operands: set[str]) -> str:
+def _result_category(node: Node, operands: set[str]) -> str:
     """Return the category of a node's results; empty if none follows from its operands."""
     if not operands.isdisjoint((OPTIMIZER, _UPDATES)):
         return _UPDATES
-    moves = node.body is None and (
+    copies = node.body is None and (
         node.op in _EXCHANGES or family(node) == "view" or base_name(node.op) in _COPIES
     )
-    return GATHERED if moves and operands and operands <= {PARAMETERS, GATHERED} else ""
+    return GATHERED if copies and operands and operands <= {PARAMETERS, GATHERED} else ""
 
 
-def _go_back(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
+def _propagate_backwards(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
     """Propagate the category of gradients backwards through values of their size."""
     metas = graph.values
     for node, results in reversed(list(graph.numbered())):
-        if GRADIENTS not in {kinds[homes[value]] for value in results} or not _sums(node):
+        if GRADIENTS not in {kinds[homes[value]] for value in results} or not _is_linear(node):
             continue
         size = max((meta.numel for meta in node.results if meta is not None), default=0)
         for value in node.refs():
             meta = metas[value]
-            exchanged = node.op in _EXCHANGES
+            is_collective = node.op in _EXCHANGES
             if kinds[homes[value]] == ACTIVATIONS and (
-                exchanged or (meta is not None and meta.numel == size)
+                is_collective or (meta is not None and meta.numel == size)
             ):
                 kinds[homes[value]] = GRADIENTS
 
 
-def _sums(node: Node) -> bool:
-    """Return whether a node moves, casts, scales or adds up."""
+def _is_linear(node: Node) -> bool:
+    """Return whether a node only moves, casts, scales or sums its operands."""
     if node.body is not None:
-        return all(map(_sums, node.body.nodes))
+        return all(map(_is_linear, node.body.nodes))
     return node.op in _EXCHANGES or family(node) == "view" or base_name(node.op) in _SUMS

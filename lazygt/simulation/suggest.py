@@ -1,11 +1,11 @@
-"""Changes of a program that would help, found by simulating it with each of them.
+"""Suggestions of changes to a program, found by simulating the program with each of them.
 
-change          how it is tried
+change          way of trying it
 reshard         ``reshard_after_forward``, ``bucket_cap_mb`` and ``wrap`` are forced upon calls of
-bucket cap      ``fully_shard``, where there are any
+bucket cap      ``fully_shard``, if there are any
 wrap
-checkpoints     the blocks that a ``ModuleList`` or ``Sequential`` repeats are computed again for
-                their backward
+checkpoints     repeated blocks of a ``ModuleList`` or ``Sequential`` are recomputed in the backward
+                (activation checkpointing)
 mesh            twice as many ranks along an axis, and half along another
 batch           the script's own argument ``--batch`` or ``--batch-size`` is doubled, and halved
 """
@@ -29,14 +29,14 @@ from lazygt.machine import Machine
 from lazygt.parallel.fsdp_overrides import Forced, forced_knobs
 
 #: Arguments of scripts that set the work of a step.
-_BATCHES = ("--batch", "--batch-size")
-_LISTS = (nn.ModuleList, nn.Sequential)
-#: So many are suggested.
-_MOST = 3
-#: The least gain that is worth a change.
-_LEAST = 0.01
-#: A share of memory is worth this share of time, where both ways there is enough.
-_MEMORY = 0.25
+_BATCH_OPTIONS = ("--batch", "--batch-size")
+_BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
+#: Number of suggestions, at most.
+_MAX_SUGGESTIONS = 3
+#: Minimum gain of a suggestion.
+_MIN_GAIN = 0.01
+#: Weight of a relative saving of memory against the same saving of time, if both programs fit.
+_MEMORY_WEIGHT = 0.25
 
 
 class Predicted(Protocol):
@@ -58,12 +58,12 @@ class Trial:
     """A change of a program.
 
     Attributes:
-        what: the change, in words for the user.
-        knobs: that are forced upon ``fully_shard``.
-        mesh: instead of the program's; None: its own.
-        checkpoints: True if repeated blocks are computed again for their backward.
-        arguments: of the script; None: its own.
-        work: of a step, as a share of the present one.
+        what: description of the change for the user.
+        knobs: overrides of arguments of ``fully_shard``.
+        mesh: mesh in place of the program's; None: its own.
+        checkpoints: True if repeated blocks are recomputed in the backward.
+        arguments: arguments of the script; None: its own.
+        work: work of a step, relative to the unchanged program.
     """
 
     what: str
@@ -75,12 +75,12 @@ class Trial:
 
     @contextmanager
     def made(self) -> Iterator[Forced]:
-        """Apply the change for a block, but for its mesh and its arguments."""
+        """Context with the change applied, except its mesh and its arguments."""
         with forced_knobs(**self.knobs) as forced, blocks_checkpointed(self.checkpoints):
             yield forced
 
 
-#: Nothing is changed.
+#: The unchanged program.
 AS_IT_IS = Trial("as it is")
 
 
@@ -89,9 +89,9 @@ class Suggestion(NamedTuple):
 
     Attributes:
         what: the change.
-        seconds, peak_bytes: of a step with it.
-        faster: the speedup.
-        smaller: the peak, as a share of the present one.
+        seconds, peak_bytes: time and peak memory of a step with the change.
+        faster: the speedup, per unit of work.
+        smaller: the peak, relative to the unchanged program.
         fits: True if the memory suffices.
     """
 
@@ -114,28 +114,28 @@ def trials(mesh: Mesh | None, shards: bool, arguments: Sequence[str] = ()) -> li
     """List the changes to try.
 
     Args:
-        mesh: of the program.
-        shards: True if it calls ``fully_shard``.
-        arguments: of the script.
+        mesh: mesh of the program.
+        shards: True if the program calls ``fully_shard``.
+        arguments: arguments of the script.
     """
-    tried = list(_batches(arguments))
+    changes = list(_batches(arguments))
     if shards:
-        tried += [
+        changes += [
             Trial("reshard_after_forward=False", {"reshard_after_forward": False}),
             Trial("reshard_after_forward=True", {"reshard_after_forward": True}),
             Trial("bucket_cap_mb=100", {"bucket_cap_mb": 100.0}),
             Trial("wrap='one'", {"wrap": "one"}),
         ]
-    tried.append(Trial("checkpoint each block", checkpoints=True))
-    return tried + [Trial(f"mesh {other}", mesh=other) for other in _meshes(mesh)]
+    changes.append(Trial("checkpoint each block", checkpoints=True))
+    return changes + [Trial(f"mesh {other}", mesh=other) for other in _meshes(mesh)]
 
 
 def _batches(arguments: Sequence[str]) -> Iterator[Trial]:
-    for place, (name, value) in enumerate(itertools.pairwise(arguments)):
-        if name in _BATCHES and value.isdigit():
+    for index, (name, value) in enumerate(itertools.pairwise(arguments)):
+        if name in _BATCH_OPTIONS and value.isdigit():
             size = int(value)
             for other in (2 * size, *([size // 2] if size % 2 == 0 else ())):
-                changed = [*arguments[: place + 1], str(other), *arguments[place + 2 :]]
+                changed = [*arguments[: index + 1], str(other), *arguments[index + 2 :]]
                 yield Trial(f"{name} {other}", arguments=changed, work=other / size)
 
 
@@ -149,14 +149,12 @@ def _meshes(mesh: Mesh | None) -> Iterator[Mesh]:
             yield Mesh.of({**sizes, fewer: sizes[fewer] // 2, more: 2 * sizes[more]})
 
 
-def tried(
-    everything: Iterable[Trial], run: Callable[[Trial], P]
-) -> Iterator[tuple[Trial, P | None]]:
-    """Run a program with each of some changes; None where that fails."""
-    for trial in everything:
+def tried(changes: Iterable[Trial], run: Callable[[Trial], P]) -> Iterator[tuple[Trial, P | None]]:
+    """Run a program with each change; yield the change and its prediction, None if it failed."""
+    for trial in changes:
         try:
             yield trial, run(trial)
-        except Exception:  # noqa: BLE001 - a program need not run in any other way than its own
+        except Exception:  # noqa: BLE001 - a changed program may fail in any way
             yield trial, None
 
 
@@ -165,30 +163,33 @@ def suggestions(
 ) -> tuple[Suggestion, ...]:
     """Rank the changes that were tried, and return the most useful ones.
 
-    Changes that fit into memory come first. Where both do, a share of memory that is saved counts
-    as a quarter of the same share of time.
+    Changes that fit into memory come first. Among these, a relative saving of memory counts a
+    quarter of the same saving of time.
 
     Args:
-        tried: changes with their predictions; None: it can't be done.
+        tried: changes with their predictions; None for a change that failed.
     """
     capacity = now.machine.memory.capacity
     scored = []
     for trial, other in tried:
         if other is None:
             continue
-        told = _suggestion(trial, now, other, capacity)
-        fits = (told.fits, now.peak_bytes <= capacity)
+        suggestion = _suggestion(trial, now, other, capacity)
+        fits = (suggestion.fits, now.peak_bytes <= capacity)
         if fits == (False, True):
             continue
-        worth = told.faster - 1 + _MEMORY * (1 - told.smaller)
-        better = (worth > _LEAST or not fits[1]) if told.fits else told.smaller < 1
+        score = suggestion.faster - 1 + _MEMORY_WEIGHT * (1 - suggestion.smaller)
+        better = (score > _MIN_GAIN or not fits[1]) if suggestion.fits else suggestion.smaller < 1
         if better:
-            scored.append(((told.fits, worth if told.fits else -told.smaller), told))
+            scored.append(
+                ((suggestion.fits, score if suggestion.fits else -suggestion.smaller), suggestion)
+            )
     scored.sort(key=lambda pair: pair[0], reverse=True)
-    return tuple([told for _, told in scored[:_MOST]])
+    return tuple([suggestion for _, suggestion in scored[:_MAX_SUGGESTIONS]])
 
 
 def _suggestion(trial: Trial, now: Predicted, other: Predicted, capacity: float) -> Suggestion:
+    """Build a suggestion from the predictions with and without a change."""
     return Suggestion(
         trial.what, other.step_seconds, other.peak_bytes,
         trial.work * now.step_seconds / other.step_seconds, other.peak_bytes / now.peak_bytes,
@@ -198,26 +199,30 @@ def _suggestion(trial: Trial, now: Predicted, other: Predicted, capacity: float)
 
 @contextmanager
 def blocks_checkpointed(wanted: bool = True) -> Iterator[None]:
-    """Context in which repeated blocks are computed again for their backward.
+    """Context in which repeated blocks are checkpointed: recomputed in their backward.
 
-    These are blocks of one class that stand in one list and are made in the context.
+    These are blocks of one class in one list that are created in the context.
     """
     if not wanted:
         yield
         return
-    hook = register_module_module_registration_hook(_registered)
+    hook = register_module_module_registration_hook(_checkpoint_block)
     try:
         yield
     finally:
         hook.remove()
 
 
-def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+def _checkpoint_block(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Checkpoint a new child of a list, and its siblings of the same class."""
-    if child is None or not isinstance(parent, _LISTS) or not any(True for _ in child.children()):
+    if (
+        child is None
+        or not isinstance(parent, _BLOCK_LISTS)
+        or not any(True for _ in child.children())
+    ):
         return
     alike = [other for other in parent.children() if type(other) is type(child)]
-    for block in {id(one): one for one in (*alike, child)}.values() if alike else ():
+    for block in {id(other): other for other in (*alike, child)}.values() if alike else ():
         if "forward" not in vars(block):
             forward: Callable[..., Any] = block.forward
             block.forward = functools.partial(

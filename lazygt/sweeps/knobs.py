@@ -1,11 +1,11 @@
 """Knobs of a sweep with their values, and all combinations.
 
 knob                  values             acts on
-wrap                  auto, block, one   every call of ``lazygt.fully_shard`` (``parallel.knobs``)
+wrap                  auto, block, one   every call of ``lazygt.fully_shard``
 bucket_cap_mb         MiB                likewise
 reshard               1, 0               likewise: ``reshard_after_forward``
 limit_all_gathers     1, 0               likewise
-any other             anything           the script, as ``--KNOB VALUE`` behind its own arguments
+any other             anything           the script, as ``--KNOB VALUE`` after its own arguments
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _WRAPS = ("auto", "block", "one", "block2")
-#: Names in ``fully_shard`` or in other scripts -> names of knobs.
-_OTHER_NAMES = {"reshard_after_forward": "reshard"}
-#: Similarity from which a name is taken for a misspelt knob.
-_ALIKE = 0.75
+#: Other name of a knob -> its name.
+_ALIASES = {"reshard_after_forward": "reshard"}
+#: Similarity above which a name counts as a misspelt knob.
+_SIMILARITY = 0.75
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -71,7 +71,7 @@ class Combination:
 
     @property
     def forced(self) -> dict[str, Any]:
-        """Overrides of ``fully_shard``; see ``parallel.knobs.forced_knobs``."""
+        """Overrides of ``fully_shard``; see ``parallel.fsdp_overrides.forced_knobs``."""
         return {
             FORCED[knob][0]: FORCED[knob][1](text)
             for knob, text in self.values.items()
@@ -88,15 +88,14 @@ class Combination:
 
 
 def combinations(knobs: Mapping[str, Sequence[Any] | str]) -> list[Combination]:
-    """Return every combination of the values, the last knob's turned fastest.
+    """Cartesian product of the values of all knobs; the last knob varies fastest.
 
     Args:
-        knobs: values by knob; a text with commas is several. Other values count as their
-            ``str``, and True and False as 1 and 0.
+        knobs: values by knob; a text is split at commas. Other values are converted by ``str``,
+            True and False to 1 and 0.
 
     Raises:
-        ValueError: there is no knob, a knob has no values, one of them twice, or one that it can't
-            have.
+        ValueError: there is no knob, or a knob has no values, a duplicate or an invalid value.
     """
     if not knobs:
         raise ValueError(
@@ -104,11 +103,11 @@ def combinations(knobs: Mapping[str, Sequence[Any] | str]) -> list[Combination]:
             "bucket_cap_mb=25,100 reshard=1,0"
         )
     texts: dict[str, list[str]] = {}
-    for given, values in knobs.items():
-        name = _name(given)
+    for knob, values in knobs.items():
+        name = _name(knob)
         if name in texts:
             raise ValueError(f"{name} is named twice: give all its values at once")
-        texts[name] = _texts(name, values)
+        texts[name] = _value_texts(name, values)
     return [
         Combination(dict(zip(texts, values, strict=True)))
         for values in itertools.product(*texts.values())
@@ -137,40 +136,41 @@ def is_knob(argument: str) -> bool:
 
 
 def matching(combos: Sequence[Combination], text: str) -> int:
-    """Return the number of the first combination with values such as ``wrap=auto,reshard=1``.
+    """Return the index of the first combination with values such as ``wrap=auto,reshard=1``.
 
     Raises:
         ValueError: there is none.
     """
-    wanted = dict(part.partition("=")[::2] for part in re.split(r"[,\s]+", text.strip()) if part)
-    wanted = {_name(knob): value for knob, value in wanted.items()}
+    requested = dict(item.partition("=")[::2] for item in re.split(r"[,\s]+", text.strip()) if item)
+    requested = {_name(knob): value for knob, value in requested.items()}
     for number, combo in enumerate(combos):
-        if wanted and wanted.items() <= combo.values.items():
+        if requested and requested.items() <= combo.values.items():
             return number
     raise ValueError(f"{text!r} is no combination of this sweep; the first is {combos[0]}")
 
 
-def _name(given: str) -> str:
-    """Return the knob's own name.
+def _name(text: str) -> str:
+    """Normalize a knob's name.
 
     Raises:
-        ValueError: it looks like a knob of ``fully_shard`` that is written otherwise.
+        ValueError: it is no name, or a misspelt knob of ``fully_shard``.
     """
-    if not _NAME.fullmatch(given):
-        raise ValueError(f"{given!r} is no name of a knob")
-    name = given.replace("-", "_")
-    name = _OTHER_NAMES.get(name, name)
+    if not _NAME.fullmatch(text):
+        raise ValueError(f"{text!r} is no name of a knob")
+    name = text.replace("-", "_")
+    name = _ALIASES.get(name, name)
     if name in FORCED:
         return name
-    alike = get_close_matches(name, [*FORCED, *_OTHER_NAMES], 1, _ALIKE)
-    if alike:
-        knob = _OTHER_NAMES.get(alike[0], alike[0])
-        raise ValueError(f"there is no knob {given}: did you mean {knob}?")
-    return given
+    similar = get_close_matches(name, [*FORCED, *_ALIASES], 1, _SIMILARITY)
+    if similar:
+        knob = _ALIASES.get(similar[0], similar[0])
+        raise ValueError(f"there is no knob {text}: did you mean {knob}?")
+    return text
 
 
-def _texts(name: str, given: Sequence[Any] | str) -> list[str]:
-    values = given.split(",") if isinstance(given, str) else given
+def _value_texts(name: str, values_or_text: Sequence[Any] | str) -> list[str]:
+    """Return the values of a knob as texts, checked by its parser."""
+    values = values_or_text.split(",") if isinstance(values_or_text, str) else values_or_text
     texts = [str(int(value)) if isinstance(value, bool) else str(value).strip() for value in values]
     if not texts or "" in texts:
         raise ValueError(f"{name}= has no value: expected some, such as {name}=A,B")
@@ -180,7 +180,7 @@ def _texts(name: str, given: Sequence[Any] | str) -> list[str]:
                 FORCED[name][1](text)
         except ValueError as error:
             raise ValueError(f"{name}={text}: {error}") from None
-    twice = next((text for text in texts if texts.count(text) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{name}={','.join(texts)}: {twice} stands there twice")
+    duplicate = next((text for text in texts if texts.count(text) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"{name}={','.join(texts)}: {duplicate} stands there twice")
     return texts

@@ -21,7 +21,7 @@ from lazygt.tables import Printed, plain_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# -- row of the table: the result of a combination -------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 MEASURED, SIMULATED = "measured", "simulated"
 DONE, SKIPPED, FAILED = "done", "skipped", "failed"
@@ -34,13 +34,13 @@ class Row:
 
     Attributes:
         how: ``measured`` or ``simulated``.
-        status: ``done``; ``skipped``: it would not fit; ``failed``.
+        status: ``done``, ``skipped`` (too little memory) or ``failed``.
         step_seconds: mean time of a step.
-        tokens: of a step on all ranks; 0: the program looks up none.
-        peak_bytes: that values take at most; measured on rank 0, simulated on any. None: not
-            known.
-        shares: None: not known.
-        note: why it was skipped, or failed.
+        tokens: tokens of a step on all ranks; 0 if the program looks up none.
+        peak_bytes: peak bytes of values: measured on rank 0, simulated over all ranks; None if
+            unknown.
+        shares: shares of a step's time; None if unknown.
+        note: reason of a skip or a failure.
     """
 
     combination: Combination
@@ -58,12 +58,12 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks; 0 for a program that looks up none."""
+        """Tokens per second of all ranks; 0 for a program without embedding look-ups."""
         return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def rate(self) -> float:
-        """Rate by which rows are compared: tokens a second, or steps where there are none."""
+        """Rate by which rows are compared: tokens, or else steps, per second."""
         if not self.done:
             return 0.0
         return self.tokens_per_second or 1 / self.step_seconds
@@ -92,12 +92,12 @@ class Row:
     def cells(self, baseline: Row) -> list[str]:
         """Return the cells of the table, after the knobs."""
         shares = self.shares
-        against = _UNKNOWN
+        gain = _UNKNOWN
         if self.done and baseline.done:
-            against = f"{self.rate / baseline.rate - 1:+.1%}"
+            gain = f"{self.rate / baseline.rate - 1:+.1%}"
         return [
             f"{self.tokens_per_second:,.0f}" if self.done and self.tokens else _UNKNOWN,
-            against,
+            gain,
             duration(self.step_seconds) if self.done else _UNKNOWN,
             _UNKNOWN if self.peak_bytes is None else amount(self.peak_bytes, "B"),
             _UNKNOWN if shares is None else f"{shares.in_collectives:.0%}",
@@ -107,45 +107,45 @@ class Row:
         ]
 
 
-# -- verdict of a sweep: the best combination and its gain, or the bottleneck ----------------------
+# -- verdict ---------------------------------------------------------------------------------------
 
 
 def verdict(rows: Sequence[Row], baseline: int, target: float) -> str:
-    """Compare the best combination with the baseline; below the target, name its bound.
+    """Compare the best combination with the baseline; below the target, name its bottleneck.
 
     Args:
-        baseline: number of a row.
-        target: per cent.
+        baseline: index of the baseline's row.
+        target: required gain in per cent.
     """
-    first, done = rows[baseline], [row for row in rows if row.done]
+    base, done = rows[baseline], [row for row in rows if row.done]
     if not done:
         skipped = sum(row.status == SKIPPED for row in rows)
         return f"No combination has figures: {skipped} skipped, {len(rows) - skipped} failed."
     best = max(done, key=lambda row: row.rate)
-    if not first.done:
+    if not base.done:
         return (
             f"Best: {best.combination} with {best.speed} ({best.how}). The baseline "
-            f"{first.combination} {first.status}, so there is nothing to compare it with."
+            f"{base.combination} {base.status}, so there is nothing to compare it with."
         )
-    gain = 100 * (best.rate / first.rate - 1)
-    against = f"{gain:+.1f}% against the baseline {first.combination} ({first.speed}), {best.how}"
-    if best is first:
-        against = f"the baseline itself, {best.how}"
-    told = f"Best: {best.combination} with {best.speed}, {against}"
+    gain = 100 * (best.rate / base.rate - 1)
+    comparison = f"{gain:+.1f}% against the baseline {base.combination} ({base.speed}), {best.how}"
+    if best is base:
+        comparison = f"the baseline itself, {best.how}"
+    summary = f"Best: {best.combination} with {best.speed}, {comparison}"
     if gain >= target:
-        return f"{told}: the target of {target:+g}% is reached."
+        return f"{summary}: the target of {target:+g}% is reached."
     if best.shares is None:
-        return f"{told}: below the target of {target:+g}%."
-    return f"{told}: below the target of {target:+g}%, bound by {_bound(best, best.shares)}."
+        return f"{summary}: below the target of {target:+g}%."
+    return f"{summary}: below the target of {target:+g}%, bound by {_bound(best, best.shares)}."
 
 
 def _bound(row: Row, shares: Shares) -> str:
     """Return the bottleneck of a step, with numbers."""
     step = row.step_seconds
-    waits = f"{duration(shares.exposed * step)} of waiting for collectives"
-    words = {
-        "compute": f"compute ({shares.compute:.0%} of the {duration(step)} of a step; only {waits} "
-        f"could still be hidden)",
+    exposed = f"{duration(shares.exposed * step)} of waiting for collectives"
+    texts = {
+        "compute": f"compute ({shares.compute:.0%} of the {duration(step)} of a step; only "
+        f"{exposed} could still be hidden)",
         "exposed bandwidth": f"exposed bandwidth ({shares.bandwidth:.0%} of the {duration(step)} "
         f"of a step is waiting for bytes, {shares.latency:.0%} for latencies, "
         f"{shares.compute:.0%} computing)",
@@ -155,22 +155,20 @@ def _bound(row: Row, shares: Shares) -> str:
         "host": f"the host ({shares.host:.0%} of the {duration(step)} of a step the ranks wait for "
         f"what the client records and launches)",
     }
-    return words[shares.bound]
+    return texts[shares.bound]
 
 
-# -- A sweep as a picture. Needs matplotlib --------------------------------------------------------
+# -- plot (needs matplotlib) -----------------------------------------------------------------------
 
 SUFFIXES = (".png", ".svg")
 _BASELINE, _OTHERS, _HIDDEN = "tab:red", "tab:blue", "0.8"
 
 
 def draw(rows: Sequence[Row], baseline: int, title: str, path: Path) -> None:
-    """Draw tokens a second against peak memory, and the steps' shares in collectives.
-
-    A share's exposed part is a bar.
+    """Plot rates against peak memory, and bars of the shares in collectives, into a file.
 
     Raises:
-        ValueError: neither a ``.png`` nor a ``.svg``.
+        ValueError: the suffix is neither ``.png`` nor ``.svg``.
     """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path.name!r} must end in one of {', '.join(SUFFIXES)}")
@@ -189,21 +187,23 @@ def draw(rows: Sequence[Row], baseline: int, title: str, path: Path) -> None:
 
 
 def _points(axes: Axes, rows: Sequence[Row], colours: Sequence[str]) -> None:
+    """Plot the rate against the peak memory of each row."""
     for number, (row, colour) in enumerate(zip(rows, colours, strict=True), 1):
-        place = ((row.peak_bytes or 0) / 1e9, row.rate)
-        axes.plot(*place, "o", color=colour)
-        axes.annotate(str(number), place, xytext=(4, 4), textcoords="offset points")
+        point = ((row.peak_bytes or 0) / 1e9, row.rate)
+        axes.plot(*point, "o", color=colour)
+        axes.annotate(str(number), point, xytext=(4, 4), textcoords="offset points")
     axes.set_xlabel("peak memory of a rank (GB)")
     axes.set_ylabel("tokens a second" if rows[0].tokens else "steps a second")
     axes.set_title("the baseline is red")
 
 
 def _bars(axes: Axes, rows: Sequence[Row]) -> None:
+    """Plot a bar for each row: its share in collectives, and in front the exposed share."""
     shown = [(n, row.shares) for n, row in enumerate(rows) if row.shares is not None]
-    places = [number for number, _ in shown]
-    axes.barh(places, [100 * shares.in_collectives for _, shares in shown], color=_HIDDEN,
+    positions = [number for number, _ in shown]
+    axes.barh(positions, [100 * shares.in_collectives for _, shares in shown], color=_HIDDEN,
               label="in collectives")  # fmt: skip
-    axes.barh(places, [100 * shares.exposed for _, shares in shown], color=_OTHERS,
+    axes.barh(positions, [100 * shares.exposed for _, shares in shown], color=_OTHERS,
               label="exposed")  # fmt: skip
     names = [f"{row.combination}  {number}" for number, row in enumerate(rows, 1)]
     axes.set_yticks(range(len(rows)), names)
@@ -213,17 +213,17 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(loc="lower right")
 
 
-# -- report of a sweep: a row for each combination, as a table, CSV, JSON or a plot ----------------
+# -- report ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class Sweep(Printed):
-    """Rows for combinations, and the best one. Prints as a table.
+    """Rows of all combinations, and a verdict. Prints as a table.
 
     Attributes:
         title: the program and the machine.
-        baseline: number of the row that others are compared with.
-        target: per cent by which the best has to be better.
+        baseline: index of the row to compare with.
+        target: required gain over the baseline, in per cent.
     """
 
     title: str
@@ -260,7 +260,7 @@ class Sweep(Printed):
         }
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows; seconds, bytes, shares from 0 to 1, nothing where nothing is known."""
+        """Write the rows as CSV: seconds, bytes, shares from 0 to 1; unknown values are empty."""
         rows = [row.as_json() for row in self.rows]
         with open(open_output(path), "w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]) if rows else [])
@@ -268,13 +268,13 @@ class Sweep(Printed):
             writer.writerows(rows)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw tokens a second against peak memory, and exposed shares, into a file.
+        """Plot tokens per second against peak memory, and exposed shares, into a file.
 
-        The file is a ``.png`` or ``.svg``; the shares are bars.
+        The file is a ``.png`` or ``.svg``.
 
         Raises:
-            ValueError: another suffix, or no row has figures.
-            ImportError: matplotlib is not there.
+            ValueError: the suffix is another one, or no row has figures.
+            ImportError: matplotlib is not installed.
         """
         if not any(row.done for row in self.rows):
             raise ValueError("no combination has figures, and so there is nothing to draw")

@@ -1,8 +1,8 @@
 """Runs of a sweep: each combination is simulated, and measured where it can be.
 
-Every combination is recorded and planned once without computing. On ranks that are not there that
-is all, and a step of it is simulated. On workers that are there it says how much memory a rank
-needs, and how many tokens a step has; then, if there is room, the program runs for real.
+Every combination is recorded and planned once without computing, which predicts a rank's memory and
+the tokens of a step. Without real ranks a step is simulated from that; with real workers the
+program runs for real, if the memory suffices.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from lazygt.sweeps.report import FAILED, MEASURED, SIMULATED, SKIPPED, Row, Swee
 from lazygt.sweeps.shares import Shares, measured_shares, simulated_shares
 from lazygt.sweeps.steps import Steps, StepsDone, Stopwatch, Window
 
-#: Share of a rank's memory that is used: workspaces of kernels, and an allocator's waste, are in no
-#: prediction.
+#: Usable share of a rank's memory; predictions omit workspaces of kernels and fragmentation.
 SAFE = 0.9
-#: Steps that a dry run does: the first makes the optimizer's state, and a step has to be repeated.
+#: Steps of a dry run: the first makes the optimizer's state; a prediction needs a repetition.
 DRY_STEPS = 4
 
-#: Runs the program once: the combination (of which ``passed`` is the program's), the settings of
-#: its sessions, and a callback for these. Raises the program's errors.
+#: Function that runs the program once; arguments: the combination, the settings of its sessions,
+#: and a callback for each new session. Raises the program's errors.
 Run = Callable[[Combination, Mapping[str, Any], Callable[[Session], object]], object]
 
 
 class ProgramFailed(Exception):
-    """The program ended in an error, which this says in a line."""
+    """Failure of the program, with its error in one line."""
 
 
 class KnobsIgnored(ProgramFailed):
-    """The program has nothing that the knobs could act upon."""
+    """The program has no calls that the knobs apply to."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Ground:
     """Settings that all combinations share.
 
     Attributes:
-        settings: of every session.
-        simulated: True if the ranks are not there.
-        memory: bytes that a rank may use; None: 90 % of those that there are.
+        settings: settings of every session.
+        simulated: True without real ranks.
+        memory: bytes that a rank may use; None: 90 % of its memory.
         window: the measured steps.
         tick: called after each step, dry or not.
     """
@@ -70,31 +69,32 @@ class Ground:
 
     @property
     def ticks(self) -> int:
-        """Steps of a combination."""
+        """Number of steps of a combination, for a progress bar."""
         return DRY_STEPS + (0 if self.simulated else self.window.total)
 
 
 def rows_of(combos: Sequence[Combination], run: Run, ground: Ground) -> Iterator[Row]:
-    """Yield a row for each combination, as they come. One that fails is a row, too."""
+    """Run the combinations one by one, and yield their rows; a failure is a row, too."""
     for combo in combos:
         try:
             yield _row(combo, run, ground)
-        except Exception as error:  # noqa: BLE001 - any error of the program is told in its row
-            yield Row(combo, ground.how, FAILED, note=_line(error))
+        except Exception as error:  # noqa: BLE001 - any error of the program becomes its row
+            yield Row(combo, ground.how, FAILED, note=_error_line(error))
 
 
 def _row(combo: Combination, run: Run, ground: Ground) -> Row:
+    """Predict a combination; skip it if its memory is too large, else measure it if possible."""
     try:
         prediction = _predicted(combo, run, ground)
     except Exception as error:
         if ground.simulated or isinstance(error, KnobsIgnored):
             raise
-        # zeros stood for the values that the program read: with these it may go on
+        # the dry run read zeros; with real values the program may succeed
         row = _measured(combo, run, ground, 0)
-        return replace(row, note=f"its memory was not looked at before: {_line(error)}")
-    peak, room = prediction.peak_bytes, _room(prediction, ground)
-    if peak > room:
-        note = f"a rank would need {amount(peak, 'B')}, and {amount(int(room), 'B')} are safe"
+        return replace(row, note=f"its memory was not looked at before: {_error_line(error)}")
+    peak, limit = prediction.peak_bytes, _memory_limit(prediction, ground)
+    if peak > limit:
+        note = f"a rank would need {amount(peak, 'B')}, and {amount(int(limit), 'B')} are safe"
         return Row(combo, ground.how, SKIPPED, peak_bytes=peak, note=note)
     if not ground.simulated:
         return _measured(combo, run, ground, prediction.tokens)
@@ -106,10 +106,10 @@ def _row(combo: Combination, run: Run, ground: Ground) -> Row:
 
 def _predicted(combo: Combination, run: Run, ground: Ground) -> Prediction:
     """Predict a step of a combination, without computing anything."""
-    watched: dict[int, Living] = {}
+    observers: dict[int, Living] = {}
 
     def opened(session: Session) -> None:
-        watched[id(session)] = Living(session)
+        observers[id(session)] = Living(session)
         steps.opened(session)
 
     steps = Steps(DRY_STEPS, lambda session, done: ground.tick())
@@ -123,61 +123,62 @@ def _predicted(combo: Combination, run: Run, ground: Ground) -> Prediction:
     if steps.session is None:
         raise ProgramFailed("no torch optimizer stepped in a session: there is no step to look at")
     session = steps.session
-    return predict(session, session.machine, watched[id(session)])
+    return predict(session, session.machine, observers[id(session)])
 
 
 def _measured(combo: Combination, run: Run, ground: Ground, tokens: int) -> Row:
-    watch = Stopwatch(ground.window, ground.tick)
+    """Run a combination for real, and return its measured row."""
+    stopwatch = Stopwatch(ground.window, ground.tick)
     with _forced_run(combo) as sessions:
         try:
-            # a worker that dies is an error, and no snapshot falls into one window and not another
+            # no recovery: a dead worker is an error, and no snapshot disturbs a window
             settings = {**ground.settings, "recover": "off"}
-            run(combo, settings, sessions.opened(watch.opened))
+            run(combo, settings, sessions.opened(stopwatch.opened))
         except StepsDone:
             pass
         finally:
-            watch.close()
-    if watch.step_seconds is None:
+            stopwatch.close()
+    if stopwatch.step_seconds is None:
         raise ProgramFailed(
-            f"the program ended after {watch.steps.done} steps of {ground.window.total}: let it do "
-            f"more, or measure fewer"
+            f"the program ended after {stopwatch.steps.done} steps of {ground.window.total}: "
+            f"let it do more, or measure fewer"
         )
-    shares = _shares(watch)
+    shares = _shares(stopwatch)
     return Row(
-        combo, MEASURED, step_seconds=watch.step_seconds, tokens=tokens,
-        peak_bytes=watch.peak_bytes, shares=shares,
-        note="" if shares else f"ended after {watch.steps.done} steps: shares are not known",
+        combo, MEASURED, step_seconds=stopwatch.step_seconds, tokens=tokens,
+        peak_bytes=stopwatch.peak_bytes, shares=shares,
+        note="" if shares else f"ended after {stopwatch.steps.done} steps: shares are not known",
     )  # fmt: skip
 
 
-def _shares(watch: Stopwatch) -> Shares | None:
-    session, timeline, seconds = watch.steps.session, watch.timeline, watch.step_seconds
+def _shares(stopwatch: Stopwatch) -> Shares | None:
+    session, timeline, seconds = stopwatch.steps.session, stopwatch.timeline, stopwatch.step_seconds
     if timeline is None or session is None or seconds is None or not timeline.timed:
         return None
     return measured_shares(
-        timeline.timed, seconds, watch.window.profiled, session.mesh, session.machine
+        timeline.timed, seconds, stopwatch.window.profiled, session.mesh, session.machine
     )
 
 
 class _Sessions:
-    """The sessions that a run has opened."""
+    """Sessions that a run has opened."""
 
     def __init__(self) -> None:
         self.all: list[Session] = []
 
-    def opened(self, tell: Callable[[Session], object]) -> Callable[[Session], object]:
-        """Return a callback that notes a session, and reports it."""
+    def opened(self, callback: Callable[[Session], object]) -> Callable[[Session], object]:
+        """Return a callback that records a session, and passes it on to ``callback``."""
 
         def opened(session: Session) -> None:
             self.all.append(session)
-            tell(session)
+            callback(session)
 
         return opened
 
 
 @contextmanager
 def _forced_run(combo: Combination) -> Iterator[_Sessions]:
-    """Run the program with a combination's overrides; no worker survives it."""
+    """Context with a combination's overrides; closes the sessions of the run at its end."""
     sessions = _Sessions()
     with ExitStack() as stack:
         forced = stack.enter_context(forced_knobs(**combo.forced))
@@ -192,21 +193,21 @@ def _forced_run(combo: Combination) -> Iterator[_Sessions]:
             raise KnobsIgnored(str(error)) from None
 
 
-def _room(prediction: Prediction, ground: Ground) -> float:
-    """Return the bytes that a rank may use."""
+def _memory_limit(prediction: Prediction, ground: Ground) -> float:
+    """Return the bytes that a rank may use: the setting, or 90 % of its memory."""
     if ground.memory is not None:
         return ground.memory
     if ground.simulated:
         return SAFE * prediction.machine.memory.capacity
     if torch.cuda.is_available() and ground.settings.get("device") != "cpu":
         return SAFE * float(torch.cuda.get_device_properties(0).total_memory)
-    pages: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host_bytes: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ranks = 1 if prediction.mesh is None else prediction.mesh.world_size
-    return SAFE * pages / ranks
+    return SAFE * host_bytes / ranks
 
 
-def _line(error: Exception) -> str:
-    """Return an error in a line."""
+def _error_line(error: Exception) -> str:
+    """Return an error's type and first line."""
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, ProgramFailed):
         return text
@@ -229,55 +230,57 @@ def sweep(
     memory: float | None = None,
     window: Window | None = None,
 ) -> Sweep:
-    """Run a program with every combination of knobs, or simulate it, and say which is best.
+    """Run a program with every combination of knobs, or simulate it, and report the best.
 
     Args:
-        program: called in a session of its own for each combination; it trains for as many steps
-            as ``window`` has, and is ended after them.
+        program: function to train with, called in a new session for each combination; it is ended
+            after the steps of ``window``.
         knobs: values by knob. ``wrap``, ``bucket_cap_mb``, ``reshard`` and ``limit_all_gathers``
-            are forced upon its calls of ``lazygt.fully_shard``; it is called with the others as
-            keyword arguments, which are texts.
-        mesh: the workers; with ``gpus`` or ``machine`` ranks that need not be there.
-        gpus: such as ``8xB200``; simulates. See ``lazygt.simulate``, also for ``hosts``.
+            override arguments of ``lazygt.fully_shard``; others are passed to the program as
+            keyword arguments, as texts.
+        mesh: mesh of the workers; with ``gpus`` or ``machine`` the ranks need not exist.
+        gpus: number and kind of GPUs, such as ``8xB200``; simulates. See ``lazygt.simulate``, also
+            for ``hosts``.
         machine: a name such as ``h100``, or a machine file; simulates.
-        baseline: the combination that others are compared with, such as ``wrap=auto,reshard=1``;
-            None: the first.
-        target: per cent by which the best has to be better.
-        memory: bytes that a rank may use; None: 90 % of those that there are.
-        window: which steps are measured; None: 20, after 5 of warm-up, then 5 are profiled.
+        baseline: combination to compare with, such as ``wrap=auto,reshard=1``; None: the first.
+        target: required gain over the baseline, in per cent.
+        memory: bytes that a rank may use; None: 90 % of its memory.
+        window: phases of a run; None: 5 steps of warm-up, 20 measured, 5 profiled.
 
     Raises:
-        MachineError: there is no such machine, or its file is wrong.
-        ValueError: a knob or a value is wrong, there is no such baseline, or the mesh is none, or
-            not of as many ranks as GPUs.
+        MachineError: there is no such machine, or its file is invalid.
+        ValueError: a knob or a value is invalid, there is no such baseline, or the mesh is invalid
+            or does not match the GPUs.
     """
     combos = combinations(knobs)
-    first = 0 if baseline is None else matching(combos, baseline)
-    ranks = mesh if mesh is None or isinstance(mesh, str) else str(Mesh.of(mesh))
+    baseline_index = 0 if baseline is None else matching(combos, baseline)
+    mesh_text = mesh if mesh is None or isinstance(mesh, str) else str(Mesh.of(mesh))
     if gpus is not None:
-        named = Gpus.parse(gpus, hosts, None if machine is None else os.fspath(machine))
-        ranks, machine = named.mesh(ranks), named.machine
+        requested_gpus = Gpus.parse(gpus, hosts, None if machine is None else os.fspath(machine))
+        mesh_text, machine = requested_gpus.mesh(mesh_text), requested_gpus.machine
     elif hosts is not None:
         raise ValueError("hosts says where GPUs are: give gpus, too")
-    settings: dict[str, Any] = {} if ranks is None else {"mesh": ranks}
+    settings: dict[str, Any] = {} if mesh_text is None else {"mesh": mesh_text}
     if machine is not None:
         device = machine_of(machine, cache_setting()).device
         settings |= {"machine": os.fspath(machine), "device": device}
     simulated = gpus is not None or machine is not None
     ground = Ground(settings, simulated, memory, window or Window())
     title = sweep_title(getattr(program, "__name__", "program"), len(combos), ground)
-    return Sweep(title, list(rows_of(combos, _calling(program), ground)), first, target)
+    return Sweep(title, list(rows_of(combos, _runner(program), ground)), baseline_index, target)
 
 
-def sweep_title(what: str, count: int, ground: Ground) -> str:
-    """Return the title of a sweep: program, place and number of combinations."""
-    places = [str(ground.settings[key]) for key in ("mesh", "machine") if key in ground.settings]
-    where = f" on {', '.join(places)}" if places else ""
+def sweep_title(program: str, count: int, ground: Ground) -> str:
+    """Return the title of a sweep: program, mesh and machine, number of combinations."""
+    targets = [str(ground.settings[key]) for key in ("mesh", "machine") if key in ground.settings]
+    location = f" on {', '.join(targets)}" if targets else ""
     counted = "1 combination" if count == 1 else f"{count} combinations"
-    return f"{what}{where}: {counted}, {ground.how}"
+    return f"{program}{location}: {counted}, {ground.how}"
 
 
-def _calling(program: Callable[..., object]) -> Any:
+def _runner(program: Callable[..., object]) -> Any:
+    """Return a ``Run`` that calls the program in a new session."""
+
     def run(
         combo: Combination, settings: Mapping[str, Any], opened: Callable[[Session], object]
     ) -> None:

@@ -1,6 +1,6 @@
-"""Training steps of an unmodified script.
+"""Counting and timing of training steps of an unmodified script.
 
-A step ends when the optimizer that steps first has stepped again."""
+A step ends with each step of the optimizer that has stepped first."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lazygt.session import Session
 
 
 class StepsDone(BaseException):
-    """A script has done as many steps as somebody wanted, and is not needed any more.
+    """Raised inside a script to end it after the requested number of steps.
 
-    No ``Exception``: a script that catches those has no business with it.
+    Not an ``Exception``, so that ``except Exception`` in a script does not catch it.
     """
 
 
 class Window(NamedTuple):
-    """Measured steps of a run: ``steps``, after ``warmup`` others.
+    """Phases of a measured run: ``warmup`` steps, then ``steps`` that are measured.
 
     Then ``profiled`` steps are timed op by op, which makes them slower.
     """
@@ -41,20 +41,20 @@ class Window(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Steps of a run."""
+        """Number of steps of a run."""
         return sum(self)
 
 
 class Steps:
-    """Counts steps, and ends the script after the last one.
+    """Counter of steps that ends the script after the last one.
 
     Args:
-        last: as many are done.
-        after: called with the session and the number of steps done, after each.
+        last: number of steps to do.
+        after: called after each step with the session and the number of steps done.
 
     Attributes:
-        done: how many.
-        session: that they are done in; None: no optimizer has stepped.
+        done: number of steps done.
+        session: session of the steps; None while no optimizer has stepped.
     """
 
     def __init__(self, last: int, after: Callable[[Session, int], object]) -> None:
@@ -65,24 +65,27 @@ class Steps:
         self._hook: RemovableHandle | None = None
 
     def opened(self, session: Session) -> None:
-        """Follow a session that has been opened; its own hooks after a step come first."""
+        """Count the steps in a new session; hooks of the session itself run first."""
         self.close()
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._hook = register_optimizer_step_post_hook(self._on_optimizer_step)
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _on_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: object, kwargs: object
+    ) -> None:
+        """Count a step if the optimizer is the first one that stepped; end after the last."""
         session = current_session()
         if not isinstance(session, Session):
             return
-        counted = None if self._optimizer is None else self._optimizer()
-        if counted is None:
+        first_optimizer = None if self._optimizer is None else self._optimizer()
+        if first_optimizer is None:
             self._optimizer, self.session = weakref.ref(optimizer), session
-        elif counted is not optimizer or session is not self.session:
+        elif first_optimizer is not optimizer or session is not self.session:
             return
         self.done += 1
         self._after(session, self.done)
@@ -91,17 +94,17 @@ class Steps:
 
 
 class Stopwatch:
-    """Measures a window of steps.
+    """Timer of a window of steps.
 
     Args:
-        window: begins after at least one step.
+        window: phases of the run; at least one step of warm-up.
         tick: called after each step.
 
     Attributes:
-        step_seconds: the mean over the window; None: it has not ended.
-        peak_bytes: peak bytes of values on rank 0. On GPUs torch's allocator's; on CPUs the peak of
-            resident memory in the window, without the process's own when that began.
-        timeline: of the profiled steps; None: they are not done.
+        step_seconds: mean over the window; None until it has ended.
+        peak_bytes: peak bytes of values on rank 0: of torch's allocator on a GPU; on a CPU the peak
+            resident memory in the window, less the process's own at its beginning.
+        timeline: timeline of the profiled steps; None until they are done.
     """
 
     def __init__(self, window: Window, tick: Callable[[], object]) -> None:
@@ -109,59 +112,63 @@ class Stopwatch:
         self.step_seconds: float | None = None
         self.peak_bytes: int | None = None
         self.timeline: Timeline | None = None
-        self._tick, self._begin = tick, 0.0
+        self._tick, self._window_begin = tick, 0.0
         self._timeline: Timeline | None = None
-        self._besides = 0
+        self._process_bytes = 0
         self._profile = ExitStack()
 
     def opened(self, session: Session) -> None:
-        """Follow a session that has been opened."""
+        """Measure the steps in a new session."""
         self.steps.opened(session)
 
     def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self.steps.close()
         self._profile.close()
 
     def _after(self, session: Session, done: int) -> None:
+        """Enter the next phase of the window if step number ``done`` ends one."""
         self._tick()
         window = self.window
         if done in (window.warmup - 1, window.warmup):
-            session.compiled()  # compiled code was run once more before the window begins
+            session.compiled()  # await compiles one step early: they run before the window
         if done == window.warmup:
-            _settled(session)
-            self._forget_peak(session)
-            self._begin = time.perf_counter()
+            _synchronized_time(session)
+            self._reset_peak(session)
+            self._window_begin = time.perf_counter()
         if done == window.warmup + window.steps:
-            self.step_seconds = (_settled(session) - self._begin) / window.steps
-            self._note_peak(session)
+            self.step_seconds = (_synchronized_time(session) - self._window_begin) / window.steps
+            self._read_peak(session)
             self._timeline = self._profile.enter_context(profile(session))
         if done == window.total:
-            _settled(session)
+            _synchronized_time(session)
             self.timeline = self._timeline
 
-    def _forget_peak(self, session: Session) -> None:
+    def _reset_peak(self, session: Session) -> None:
+        """Reset rank 0's peak of resident memory, and note the process's own bytes (CPU only)."""
         pid = session.worker_pids[0]
         if session.device_type == "cpu":
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # see proc(5)
+            Path(f"/proc/{pid}/clear_refs").write_text(
+                "5"
+            )  # resets the peak of resident memory, see proc(5)
             memory = _memory(session)
-            self._besides = memory.resident - sum(memory.living)
+            self._process_bytes = memory.resident - sum(memory.living)
 
-    def _note_peak(self, session: Session) -> None:
-        self.peak_bytes = _memory(session).peak - self._besides
+    def _read_peak(self, session: Session) -> None:
+        self.peak_bytes = _memory(session).peak - self._process_bytes
 
 
 def _memory(session: Session) -> Memory:
     """Return rank 0's memory, as in ``Session.memory``, without a sync point."""
     with session.recorder.lock, DEFER_INTERRUPT:
-        memory, *_ = session._client.memory([()])  # no kind in particular
+        memory, *_ = session._client.memory([()])  # without categories
     return memory
 
 
-def _settled(session: Session) -> float:
-    """Return the time when the workers have done all runs that were sent.
+def _synchronized_time(session: Session) -> float:
+    """Wait until the workers have finished all sent runs, and return the time.
 
-    Ops recorded by then are not sent: that would split a step.
+    Recorded ops are not flushed: that would split a step.
     """
     with session.recorder.lock, DEFER_INTERRUPT:
         session._client.synchronize()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lazygt.native import fit
-from lazygt.native.build import _fits, build, compiler, install, write
+from lazygt.native.build import _wheel_fits, build, compiler, install, write
 from tests.native.conftest import Room
 
 pytestmark = pytest.mark.timeout(600)
@@ -54,7 +54,7 @@ def test_wheel_that_others_may_write_to_is_not_installed(room: Room, tmp_path: P
         path = write(room.build(), wheels)
     finally:
         os.umask(before)
-    assert _fits(path)
+    assert _wheel_fits(path)
     path.chmod(0o666)
     with pytest.raises(PermissionError, match=re.escape(f"others may write to {path}")):
         install(wheels)

@@ -10,13 +10,13 @@ import pytest
 
 from lazygt.serving.arrivals import Bursty, Poisson, Recorded
 from lazygt.serving.formulas import stage_numbers
-from lazygt.serving.simulation import Run, _queue, _stage, simulate, simulated_seconds
+from lazygt.serving.simulation import Run, _serve_queue, _serve_stage, simulate, simulated_seconds
 from lazygt.serving.stages import Stage, parse_stage
 
 
 def done(came: list[float], stage: str, gpus: int = 1) -> list[float]:
     """When requests are done that wait in one queue."""
-    return np.round(_queue(np.array(came), parse_stage(f"s:{stage}"), gpus).done, 9).tolist()
+    return np.round(_serve_queue(np.array(came), parse_stage(f"s:{stage}"), gpus).done, 9).tolist()
 
 
 def run(qps: float, *stages: str, seconds: float = 30, **settings: object) -> Run:
@@ -59,7 +59,7 @@ def test_a_fuller_batch_takes_longer() -> None:
 
 def test_a_request_goes_on_when_its_last_part_is_done() -> None:
     numbers = stage_numbers(1, parse_stage("s:batch=1,infer=2s,fan=3,gpus=2,delay=1s"))
-    served = _stage(np.array([0.0, 10.0]), numbers, "round-robin", np.random.default_rng(0))
+    served = _serve_stage(np.array([0.0, 10.0]), numbers, "round-robin", np.random.default_rng(0))
     assert served.done.tolist() == [5, 15]  # two of the parts follow one another on the first GPU
 
 
@@ -82,7 +82,7 @@ def test_queue_matches_event_simulation(gpus: int, load: float) -> None:
     for time in came:
         expected.append(max(time, free[0]) + 1)
         heapq.heapreplace(free, expected[-1])
-    served = _queue(came, Stage("s", infer=1.0), gpus)
+    served = _serve_queue(came, Stage("s", infer=1.0), gpus)
     np.testing.assert_allclose(served.done, expected, rtol=0, atol=1e-9)
 
 

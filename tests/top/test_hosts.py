@@ -13,7 +13,7 @@ import torch
 
 import lazygt
 from lazygt.observe.top.sources import LocalSource, open_source
-from lazygt.observe.top.status import SessionStatus, put_together
+from lazygt.observe.top.status import SessionStatus, session_status
 from lazygt.runtime.cluster.protocol import Look, Seen
 from lazygt.runtime.cluster.remote import Relay, RemoteHost
 from lazygt.runtime.launch import opening, status_file
@@ -153,7 +153,7 @@ class Far:
     def look(self) -> SessionStatus:
         self.host.pump()
         self.relay.look([self.host], dict.fromkeys(range(2), self.host))
-        return put_together([read_pages(self.file)])
+        return session_status([read_pages(self.file)])
 
     def answer(self, *pages: Page | None) -> None:
         frames = encode(Seen(7), [msgspec.msgpack.encode(pages)])
@@ -204,7 +204,7 @@ def test_nothing_is_said_of_ranks_from_a_client_that_is_frozen(
     far.answer(page(WorkerPage(0, 70, "busy"), 0.1), page(WorkerPage(1, 71, "idle"), 0.1))
     far.look()
     monkeypatch.setattr("lazygt.host.processes.state", lambda pid: "T")
-    status = put_together([read_pages(far.file)])
+    status = session_status([read_pages(far.file)])
     assert status.client == "frozen"
     assert [rank.state for rank in status.ranks] == ["unreachable"] * 2
 

@@ -24,29 +24,31 @@ def top(
     session: Annotated[
         str,
         typer.Argument(
-            help="process that opened it, or its name; by default the only one; or a pool: "
+            help="process id or name of the session, by default the only one; or a pool: "
             "tcp://HOST:PORT"
         ),
     ] = "",
-    once: Annotated[bool, typer.Option(help="print it once")] = False,
-    json: Annotated[bool, typer.Option("--json", help="print JSON, once")] = False,
+    once: Annotated[bool, typer.Option(help="print the status once")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print the status once, as JSON")] = False,
     interval: Annotated[
-        float, typer.Option(min=0.05, max=60, help="seconds between two looks")
+        float, typer.Option(min=0.05, max=60, help="seconds between two updates")
     ] = 0.25,
     web: Annotated[bool, typer.Option(help="serve a page for a browser on this machine")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="of the page; 0: any")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="port of the page; 0: any free one")
+    ] = 0,
     key: Annotated[
         Path | None,
-        typer.Option(help="for a pool: a key file of `lazygt keys new`  [default: the pool's own]"),
+        typer.Option(help="key file of `lazygt keys new`, for a pool  [default: the pool's own]"),
     ] = None,
 ) -> None:
-    """Watch a session of yours on this machine, or those of a pool that a key may see: which ranks
-    are busy, waiting (for whom) or idle.
+    """Watch a session of yours on this machine, or those of a pool that a key may see: the state
+    of each rank (busy, waiting, idle, ...), and the ranks that it waits for.
 
-    Where the output is no terminal, it is printed once. Ctrl-C ends it.
+    Without a terminal the status is printed once. Ctrl-C ends the command.
     """
     try:
-        source = _opened(session, interval, key)
+        source = _open(session, interval, key)
         if web:
             # why: a terminal needs no server
             from lazygt.observe.top.web import serve
@@ -67,15 +69,16 @@ def top(
         return
 
 
-def _opened(wanted: str, interval: float, key: Path | None) -> Source:
-    if not wanted.startswith("tcp://"):
+def _open(name: str, interval: float, key: Path | None) -> Source:
+    """Open the status of a local session, or of the pool at a ``tcp://`` address."""
+    if not name.startswith("tcp://"):
         if key is not None:
             raise NoSession("--key is for a pool: lazygt top tcp://HOST:PORT --key FILE")
-        return open_source(wanted, interval)
-    # why: sessions of this machine are watched without torch and sockets, which take seconds
+        return open_source(name, interval)
+    # why: it loads torch and sockets, which take seconds; local sessions need neither
     from lazygt.observe.top.pool_source import PoolSource
 
-    return PoolSource(wanted, key)
+    return PoolSource(name, key)
 
 
 def drawn(status: Status) -> RenderableType:
@@ -87,7 +90,7 @@ def watch(source: Source, interval: float, console: Console) -> None:
     """Show a session until it ends.
 
     Raises:
-        ProtocolError: the session's pages make no sense.
+        ProtocolError: the session's pages are invalid.
     """
     with Live(drawn(source.snapshot()), console=console, screen=True, auto_refresh=False) as live:
         while True:

@@ -11,7 +11,7 @@ from lazygt.pool.pool_client import Pool
 from lazygt.pool.server import server_key
 from lazygt.runtime.cluster.keys import KeyFile, Keyring, keys_place
 
-_LOOK_AGAIN_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class PoolSource:
@@ -36,13 +36,13 @@ class PoolSource:
             NoSession: the pool has ended.
         """
         try:
-            told, pages = self._pool.look()
+            report, pages = self._pool.look()
         except PoolError as error:
             raise NoSession(f"the pool at {self._on} is not there any more: {error}") from None
-        return pool_status(self._on, told, pages)
+        return pool_status(self._on, report, pages)
 
     def settled(self, seconds: float) -> PoolStatus:
-        """Read the status once all sessions have reported since the call.
+        """Wait for a report of every session since the call, then read the status.
 
         Args:
             seconds: maximum time to wait.
@@ -51,20 +51,20 @@ class PoolSource:
         while True:
             status = self.snapshot()
             waited = time.monotonic() - begin
-            if waited >= seconds or _is_fresh(status, waited):
+            if waited >= seconds or _is_recent(status, waited):
                 return status
-            time.sleep(_LOOK_AGAIN_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """Stop watching."""
         self._pool.close()
 
 
-def _is_fresh(status: PoolStatus, seconds: float) -> bool:
+def _is_recent(status: PoolStatus, seconds: float) -> bool:
     """Return whether all sessions with workers have reported in the last ``seconds``."""
-    for row in status.told["sessions"]:
-        session = status.sessions.get(row["session"])
-        if row["places"] and (session is None or not session.session.pid):
+    for entry in status.report["sessions"]:
+        session = status.sessions.get(entry["session"])
+        if entry["places"] and (session is None or not session.session.pid):
             return False
         if (
             session is not None

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lazygt.errors import ProtocolError
-from lazygt.observe.top.status import STATES, SessionStatus, plain, put_together
+from lazygt.observe.top.status import STATES, SessionStatus, plain, session_status
 from lazygt.runtime.launch.status_file import ClientPage, WorkerPage, decoded
 from lazygt.runtime.launch.status_reader import Page, Pages
 
@@ -23,28 +23,29 @@ class PoolStatus(msgspec.Struct, frozen=True):
 
     at: float  # time of the status, in seconds since the epoch
     on: str  # the pool's address
-    told: dict[str, Any]  # the pool's report, as ``lazygt pool status --json`` prints it
+    report: dict[str, Any]  # the pool's report, as ``lazygt pool status --json`` prints it
     sessions: dict[str, SessionStatus]  # status of the sessions with workers, by name
 
 
-def pool_status(on: str, told: Mapping[str, Any], pages: Mapping[str, Pages]) -> PoolStatus:
+def pool_status(on: str, report: Mapping[str, Any], pages: Mapping[str, Pages]) -> PoolStatus:
     """Build a pool's status from its report and the pages of its sessions.
 
     Texts of clients and workers are not trusted: another user's terminal may show them. A session
-    with pages that make no sense has no status.
+    with pages that cannot be decoded has no status.
     """
     sessions = {}
-    for row in told["sessions"]:
+    for row in report["sessions"]:
         if row["session"] in pages:
             status = _status(row, pages[row["session"]])
             if status is not None:
                 sessions[row["session"]] = status
-    return PoolStatus(time.time(), on, dict(told), sessions)
+    return PoolStatus(time.time(), on, dict(report), sessions)
 
 
 def _status(row: Mapping[str, Any], pages: Pages) -> SessionStatus | None:
+    """Return the status of one session of the report; None if its pages are invalid."""
     try:
-        status = put_together([Pages(_client(row, pages.client), tuple(map(_rank, pages.ranks)))])
+        status = session_status([Pages(_client(row, pages.client), tuple(map(_rank, pages.ranks)))])
     except ProtocolError:
         return None
     cleaned = _printable(msgspec.to_builtins(status))
@@ -57,15 +58,15 @@ def _client(row: Mapping[str, Any], page: Page | None) -> Page:
     """Return the client's page, corrected by the pool, or a substitute without one."""
     name, workers = row["session"], row["workers"]
     if page is None:
-        nobody = ClientPage(name, 0, workers, "", "", time.time() - row["seconds"])
+        empty = ClientPage(name, 0, workers, "", "", time.time() - row["seconds"])
         gone = "" if row["state"] == "alone" else "S"
-        return Page(0, row["unheard"], gone, _encode(nobody))
+        return Page(0, row["unheard"], gone, _encode(empty))
     client = replace(decoded(page.message, ClientPage), name=name, workers=workers)
     return replace(page, message=_encode(client))
 
 
 def _rank(page: Page | None) -> Page | None:
-    """Return a worker's page; None if it makes no sense."""
+    """Return a worker's page; None if it cannot be decoded."""
     with suppress(ProtocolError):
         if page is not None:
             decoded(page.message, WorkerPage)
@@ -90,8 +91,8 @@ def _printable(value: Any) -> Any:
 def plain_pool(status: PoolStatus) -> dict[str, Any]:
     """Return a pool's status as a dict; docs/top.md describes it."""
     rows = [
-        {**row, "status": plain(there) if there is not None else None}
-        for row in status.told["sessions"]
-        for there in (status.sessions.get(row["session"]),)
+        {**row, "status": plain(session) if session is not None else None}
+        for row in status.report["sessions"]
+        for session in (status.sessions.get(row["session"]),)
     ]
-    return {"at": status.at, "on": status.on, **status.told, "sessions": rows}
+    return {"at": status.at, "on": status.on, **status.report, "sessions": rows}

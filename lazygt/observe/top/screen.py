@@ -24,14 +24,15 @@ LETTERS = {
     "idle": ("i", "dim"),
     "starting": ("s", "cyan"),
 }
-_LONGEST_ROW = 64  # ranks in a row of the grid
-_NAMED = 6  # ranges of ranks that a line names
+_GRID_COLUMNS = 64  # ranks in a line of the grid, at most
+_MOST_RANGES = 6  # ranges of ranks that a text lists, at most
 
 
 class Screen:
-    """Screen of a session: a table of all ranks, if there is room for it.
+    """Rich renderable of a session's status: a summary, alerts, and a table of all ranks.
 
-    Else a grid of letters, and a table of the most important ranks.
+    If the table is too high for the terminal: a grid with one letter per rank, and a table of the
+    most urgent ranks only.
     """
 
     def __init__(self, status: SessionStatus) -> None:
@@ -40,13 +41,15 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status = self.status
         lines = [*_head(status), *alerts(status), Text()]
-        room = (options.height or console.height) - len(lines) - 2  # its header, and a last line
+        free_lines = (
+            (options.height or console.height) - len(lines) - 2
+        )  # the table's header, and a last line
         ranks = status.ranks
-        if len(ranks) > room:
+        if len(ranks) > free_lines:
             grid = list(_grid(ranks))
             lines += [*grid, Text()]
-            room -= len(grid) + 1
-            ranks = tuple(sorted(ranks, key=_urgency))[: max(room, 1)]
+            free_lines -= len(grid) + 1
+            ranks = tuple(sorted(ranks, key=_urgency))[: max(free_lines, 1)]
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
             yield line
@@ -54,38 +57,40 @@ class Screen:
 
 
 def _head(status: SessionStatus) -> Iterator[Text]:
-    told = status.session
-    up = status.at - told.opened
+    """Yield the summary lines: session, rates, last miss, compiles, hosts, memory."""
+    client = status.session
+    uptime = status.at - client.opened
     yield Text.assemble(
-        (told.name, "bold"), f"  process {told.pid}  up {_clock(up)}  ",
-        f"{told.workers} {told.device} workers, {told.mesh}",
+        (client.name, "bold"), f"  process {client.pid}  up {_duration(uptime)}  ",
+        f"{client.workers} {client.device} workers, {client.mesh}",
     )  # fmt: skip
-    if told.line:
-        yield Text.assemble("at ", (short(told.line), "bold"), f" ({told.reason})")
+    if client.line:
+        yield Text.assemble("at ", (short(client.line), "bold"), f" ({client.reason})")
     yield Text(
-        f"{told.steps_a_second:,.1f} steps/s  {told.runs_a_second:,.1f} runs/s  "
-        f"queue {told.queue}  {told.runs:,} runs  {told.hits:,} hits  {told.misses:,} misses"
+        f"{client.steps_a_second:,.1f} steps/s  {client.runs_a_second:,.1f} runs/s  "
+        f"queue {client.queue}  {client.runs:,} runs  "
+        f"{client.hits:,} hits  {client.misses:,} misses"
     )
-    if told.miss:
-        yield Text(f"last miss at {short(told.miss_line)}: {told.miss}")
-    compiles = f"{told.compiled} compiled, {told.compiling} compiling"
-    failed = f", {told.failed_compiles} failed" if told.failed_compiles else ""
-    last = f": {told.recovery}" if told.recovery else ""
+    if client.miss:
+        yield Text(f"last miss at {short(client.miss_line)}: {client.miss}")
+    compiles = f"{client.compiled} compiled, {client.compiling} compiling"
+    failed = f", {client.failed_compiles} failed" if client.failed_compiles else ""
+    last = f": {client.recovery}" if client.recovery else ""
     yield Text(
-        f"{compiles}{failed}  {told.snapshots} snapshots  {told.recoveries} recoveries{last}"
+        f"{compiles}{failed}  {client.snapshots} snapshots  {client.recoveries} recoveries{last}"
     )
     if any(rank.host for rank in status.ranks):
-        yield Text("; ".join(_on_hosts(status.ranks)))
+        yield Text("; ".join(_ranks_by_host(status.ranks)))
     kinds = ", ".join(f"{kind} {decimal(size)}" for kind, size in status.memory.items())
     yield Text(f"rank 0: {kinds}")
 
 
-def _on_hosts(ranks: Sequence[RankStatus]) -> Iterator[str]:
-    """Yield the ranks of each host."""
-    there: dict[str, list[int]] = {}
+def _ranks_by_host(ranks: Sequence[RankStatus]) -> Iterator[str]:
+    """Yield a text for each host with its ranks: ``node1: ranks 0-3``."""
+    by_host: dict[str, list[int]] = {}
     for rank in ranks:
-        there.setdefault(rank.host, []).append(rank.rank)
-    for host, numbers in there.items():
+        by_host.setdefault(rank.host, []).append(rank.rank)
+    for host, numbers in by_host.items():
         yield f"{host or 'this host'}: {ranks_text(numbers)}"
 
 
@@ -95,20 +100,22 @@ def alerts(status: SessionStatus) -> Iterator[Text]:
         yield Text(f"the client is {status.client}", "bold red")
     for host, ranks in _unreachable(status.ranks).items():
         blocked = {other for rank in ranks for other in rank.blocks}
-        why = _harm(blocked, any(r.rank in status.session.waits_for for r in ranks))
-        since = max(rank.unheard for rank in ranks)
+        harm = _consequences(blocked, any(r.rank in status.session.waits_for for r in ranks))
+        seconds = max(rank.unheard for rank in ranks)
         yield Text(
-            f"{host} ({ranks_text(r.rank for r in ranks)}) is unreachable for {since:.0f} s{why}",
+            f"{host} ({ranks_text(r.rank for r in ranks)}) is unreachable for {seconds:.0f} s"
+            f"{harm}",
             "bold red",
         )
     for rank in status.ranks:
         if rank.state == "unreachable":
             continue
         if rank.state in STUCK:
-            where = f" on {rank.host}" if rank.host else ""
-            why = _harm(rank.blocks, rank.rank in status.session.waits_for)
+            location = f" on {rank.host}" if rank.host else ""
+            harm = _consequences(rank.blocks, rank.rank in status.session.waits_for)
             yield Text(
-                f"rank {rank.rank} (process {rank.pid}{where}) is {rank.state}{why}", "bold red"
+                f"rank {rank.rank} (process {rank.pid}{location}) is {rank.state}{harm}",
+                "bold red",
             )
         elif rank.blocks:
             yield Text(f"rank {rank.rank} keeps {ranks_text(rank.blocks)} waiting", "yellow")
@@ -116,28 +123,28 @@ def alerts(status: SessionStatus) -> Iterator[Text]:
 
 def _unreachable(ranks: Iterable[RankStatus]) -> dict[str, list[RankStatus]]:
     """Return the unreachable ranks of each host."""
-    there: dict[str, list[RankStatus]] = {}
+    by_host: dict[str, list[RankStatus]] = {}
     for rank in ranks:
         if rank.state == "unreachable":
-            there.setdefault(rank.host, []).append(rank)
-    return there
+            by_host.setdefault(rank.host, []).append(rank)
+    return by_host
 
 
-def _harm(blocked: Collection[int], client_waits: bool) -> str:
-    """Return the effects of stuck ranks on others, in words."""
-    victims = [f"blocks {ranks_text(blocked)}"] if blocked else []
+def _consequences(blocked: Collection[int], client_waits: bool) -> str:
+    """Return a clause on the processes that stuck ranks block; empty if there are none."""
+    effects = [f"blocks {ranks_text(blocked)}"] if blocked else []
     if client_waits:
-        victims.append("keeps the client waiting")
-    return "; it " + " and ".join(victims) if victims else ""
+        effects.append("keeps the client waiting")
+    return "; it " + " and ".join(effects) if effects else ""
 
 
 def _grid(ranks: Sequence[RankStatus]) -> Iterator[Text]:
-    """Yield all ranks as letters, with a legend."""
-    row = 32 if len(ranks) <= 8 * 32 else _LONGEST_ROW
-    for start in range(0, len(ranks), row):
+    """Yield lines of one letter per rank (its state), then a legend."""
+    columns = 32 if len(ranks) <= 8 * 32 else _GRID_COLUMNS
+    for start in range(0, len(ranks), columns):
         line = Text(f"{start:5} ", "dim")
-        for place, rank in enumerate(ranks[start : start + row]):
-            if place and place % 8 == 0:
+        for column, rank in enumerate(ranks[start : start + columns]):
+            if column and column % 8 == 0:
                 line.append(" ")
             line.append(*LETTERS[rank.state])
         yield line
@@ -155,6 +162,7 @@ def _urgency(rank: RankStatus) -> tuple[bool, int, bool, float, int]:
 
 
 def _table(ranks: Sequence[RankStatus]) -> Table:
+    """Build the table of ranks: state, its duration, run, plan, activity and memory."""
     table = plain_table(">rank", "state", ">for", ">run", "plan", "of", ">living", ">peak")
     for column in table.columns:
         column.no_wrap = True
@@ -162,22 +170,23 @@ def _table(ranks: Sequence[RankStatus]) -> Table:
     table.columns[5].overflow = "ellipsis"
     table.expand = True
     for rank in ranks:
-        stuck = rank.unheard or rank.age
-        seconds = stuck if rank.state in STUCK else rank.seconds
+        silence = rank.unheard or rank.age
+        seconds = silence if rank.state in STUCK else rank.seconds
         table.add_row(
             str(rank.rank),
             Text(rank.state, LETTERS[rank.state][1]),
             f"{seconds:.1f} s" if seconds >= 0.1 else "",
             str(rank.run or ""),
             rank.plan[:6] + (f":{rank.step}" if rank.step >= 0 else ""),
-            _concerns(rank),
+            _activity(rank),
             decimal(rank.living) if rank.living else "",
             decimal(rank.peak) if rank.peak else "",
         )
     return table
 
 
-def _concerns(rank: RankStatus) -> str:
+def _activity(rank: RankStatus) -> str:
+    """Return the ranks that a rank blocks or waits for; else its running function."""
     if rank.blocks:
         return f"blocks {ranks_text(rank.blocks)}"
     if rank.waits_for:
@@ -186,24 +195,25 @@ def _concerns(rank: RankStatus) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as text: ``rank 3``, ``ranks 0-2, 5``; of very many the first ones."""
-    runs: list[tuple[int, int]] = []
+    """Return ranks as text: ``rank 3``, ``ranks 0-2, 5``; at most six ranges are listed."""
+    ranges: list[tuple[int, int]] = []
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1] = runs[-1][0], rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], rank
         else:
-            runs.append((rank, rank))
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    more = f" and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
-    plural = "" if len(runs) == 1 and runs[0][0] == runs[0][1] else "s"
-    return f"rank{plural} {', '.join(words[:_NAMED])}{more}"
+            ranges.append((rank, rank))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    more = f" and {len(texts) - _MOST_RANGES} more" if len(texts) > _MOST_RANGES else ""
+    plural = "" if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else "s"
+    return f"rank{plural} {', '.join(texts[:_MOST_RANGES])}{more}"
 
 
 def short(line: str) -> str:
-    """Return a line, if long only its end, which says more than its beginning."""
+    """Truncate a line to its last 47 characters if it is longer than 50."""
     return line if len(line) <= 50 else "..." + line[-47:]
 
 
-def _clock(seconds: float) -> str:
+def _duration(seconds: float) -> str:
+    """Format seconds as ``h:mm:ss``."""
     minutes, rest = divmod(int(max(seconds, 0)), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -9,13 +9,13 @@ import msgspec
 
 from lazygt.errors import NoSession
 from lazygt.observe.top.pool_status import PoolStatus, plain_pool
-from lazygt.observe.top.status import SessionStatus, plain, put_together
+from lazygt.observe.top.status import SessionStatus, plain, session_status
 from lazygt.runtime.launch.status_file import ClientPage, StatusFile, decoded
 from lazygt.runtime.launch.status_reader import Pages, open_files, read_pages, sessions
 
-#: Seconds after which a viewer counts as gone: more than any sensible pause between two looks.
+#: Seconds after which a viewer counts as gone: longer than the interval between two reads.
 _LEASE_SECONDS = 3.0
-_LOOK_AGAIN_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 Status = SessionStatus | PoolStatus
@@ -39,7 +39,7 @@ class Source(Protocol):
         """
 
     def settled(self, seconds: float) -> Status:
-        """Read the status once all have reported since the call.
+        """Wait for a report of every process since the call, then read the status.
 
         Args:
             seconds: maximum time to wait.
@@ -55,7 +55,7 @@ class LocalSource:
     Args:
         pid: process id of its client.
         file: its status pages.
-        interval: maximum seconds between two looks.
+        interval: maximum seconds between two reads.
     """
 
     def __init__(self, pid: int, file: StatusFile, interval: float = 1.0) -> None:
@@ -65,9 +65,10 @@ class LocalSource:
 
     def snapshot(self) -> SessionStatus:
         """See `Source`."""
-        return put_together([self._read()])
+        return session_status([self._read()])
 
     def _read(self) -> Pages:
+        """Read all pages and renew the lease; NoSession once the client has ended."""
         pages = read_pages(self._file)
         client = pages.client
         if client is None or not client.process or decoded(client.message, ClientPage).ended:
@@ -76,53 +77,53 @@ class LocalSource:
         return pages
 
     def settled(self, seconds: float) -> SessionStatus:
-        """Read the status once all running processes have reported since the call.
+        """Wait for a report of every running process since the call, then read the status.
 
         Args:
             seconds: maximum time to wait.
         """
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         since = time.monotonic_ns()
         while True:
             pages = self._read()
-            told = [page for page in (pages.client, *pages.ranks) if page is not None]
+            present = [page for page in (pages.client, *pages.ranks) if page is not None]
             late = [
                 page
-                for page in told
+                for page in present
                 if page.when < since and page.process not in ("", "T") and not page.unheard
             ]
-            if time.monotonic() >= until or (len(told) == self._file.pages and not late):
-                return put_together([pages])
-            time.sleep(_LOOK_AGAIN_SECONDS)
+            if time.monotonic() >= deadline or (len(present) == self._file.pages and not late):
+                return session_status([pages])
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """See `Source`."""
         self._file.close()
 
 
-def open_source(wanted: str, interval: float = 1.0) -> LocalSource:
+def open_source(process_or_name: str, interval: float = 1.0) -> LocalSource:
     """Open the session of a process or of a name; with neither, the only one there is.
 
     Args:
-        wanted: process id, name of the session, or empty.
+        process_or_name: process id, name of the session, or empty.
 
     Raises:
         NoSession: there is no such session, there are several, or it is another user's.
     """
-    if wanted.isdigit():
-        return _of_process(int(wanted), wanted, interval)
-    known = [(name, pid) for name, pid in sessions() if wanted in ("", name)]
-    if len(known) == 1:
-        ((name, pid),) = known
-        return _of_process(pid, name, interval)
-    if not known:
-        which = f"named {wanted!r} " if wanted else ""
-        raise NoSession(f"there is no lazygt session {which}of this user on this machine")
-    raise NoSession(f"there are {len(known)} sessions; name one:\n{listed(known)}")
+    if process_or_name.isdigit():
+        return _open_process(int(process_or_name), process_or_name, interval)
+    matches = [(name, pid) for name, pid in sessions() if process_or_name in ("", name)]
+    if len(matches) == 1:
+        ((name, pid),) = matches
+        return _open_process(pid, name, interval)
+    if not matches:
+        named = f"named {process_or_name!r} " if process_or_name else ""
+        raise NoSession(f"there is no lazygt session {named}of this user on this machine")
+    raise NoSession(f"there are {len(matches)} sessions; name one:\n{listed(matches)}")
 
 
 def listed(known: list[tuple[str, int]]) -> str:
-    """List sessions, one a line, as the command line names them.
+    """Return a text with one line per session: the command that shows it.
 
     A session is named by its process if its name occurs twice, as in two pools.
     """
@@ -135,10 +136,11 @@ def listed(known: list[tuple[str, int]]) -> str:
     )
 
 
-def _of_process(pid: int, wanted: str, interval: float) -> LocalSource:
+def _open_process(pid: int, requested_name: str, interval: float) -> LocalSource:
+    """Open the session named ``requested_name`` of a process, or its only session."""
     files = open_files(pid)
-    if wanted in files:
-        file = files.pop(wanted)
+    if requested_name in files:
+        file = files.pop(requested_name)
     elif len(files) == 1:
         _, file = files.popitem()
     else:

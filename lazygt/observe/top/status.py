@@ -1,4 +1,4 @@
-"""Status of a session, put together from its pages."""
+"""Status of a session, merged from the status pages of its processes."""
 
 from __future__ import annotations
 
@@ -66,37 +66,39 @@ class SessionStatus(msgspec.Struct, frozen=True):
 
 def plain(status: SessionStatus) -> dict[str, Any]:
     """Return a session's status as a dict; docs/top.md describes it."""
-    told: dict[str, Any] = msgspec.to_builtins(status)
-    told["session"] = msgspec.structs.asdict(status.session)
-    del told["session"]["kinds"]  # they are in "memory"
-    return told
+    fields: dict[str, Any] = msgspec.to_builtins(status)
+    fields["session"] = msgspec.structs.asdict(status.session)
+    del fields["session"]["kinds"]  # "memory" has them, with ``other``
+    return fields
 
 
-def put_together(hosts: Sequence[Pages]) -> SessionStatus:
+def session_status(hosts: Sequence[Pages]) -> SessionStatus:
     """Build a session's status from the pages of its hosts.
 
     Raises:
         NoSession: no host has the client's page.
-        ProtocolError: a page makes no sense.
+        ProtocolError: a page is invalid.
     """
     page = next((pages.client for pages in hosts if pages.client is not None), None)
     if page is None:
         raise NoSession("the client's status page has not been written yet")
     client = decoded(page.message, ClientPage)
-    doing = _process_state(page, "running")
-    lives = doing in {"running", "silent"}
-    given = [_rank(rank, lives) for pages in hosts for rank in pages.ranks if rank is not None]
-    known = {rank.rank: rank for rank in given}
-    everyone = [
-        known.get(rank) or RankStatus(rank, 0, "starting") for rank in range(client.workers)
+    client_state = _process_state(page, "running")
+    client_lives = client_state in {"running", "silent"}
+    reported = [
+        _rank(rank, client_lives) for pages in hosts for rank in pages.ranks if rank is not None
     ]
-    blocked = blocks({rank.rank: rank.waits_for for rank in everyone})
+    by_rank = {rank.rank: rank for rank in reported}
+    all_ranks = [
+        by_rank.get(rank) or RankStatus(rank, 0, "starting") for rank in range(client.workers)
+    ]
+    blocked = blocks({rank.rank: rank.waits_for for rank in all_ranks})
     ranks = tuple(
-        msgspec.structs.replace(rank, blocks=blocked.get(rank.rank, ())) for rank in everyone
+        msgspec.structs.replace(rank, blocks=blocked.get(rank.rank, ())) for rank in all_ranks
     )
     return SessionStatus(
         time.time(),
-        doing,
+        client_state,
         page.age,
         client,
         _memory(client, ranks),
@@ -106,27 +108,31 @@ def put_together(hosts: Sequence[Pages]) -> SessionStatus:
 
 
 def _rank(page: Page, client_lives: bool) -> RankStatus:
-    told = decoded(page.message, WorkerPage)
-    there, unheard = told.elsewhere, 0.0
-    state = _process_state(page, "waiting" if told.waits_for else told.state)
-    if there is not None and there.process:
+    """Build a rank's status from its page; a remote rank may be unreachable or starting."""
+    worker = decoded(page.message, WorkerPage)
+    remote, unheard = worker.elsewhere, 0.0
+    state = _process_state(page, "waiting" if worker.waits_for else worker.state)
+    if remote is not None and remote.process:
         now = page.when + page.age * 1e9
-        since = there.unheard or (0 if client_lives else there.heard)
+        since = remote.unheard or (0 if client_lives else remote.heard)
         unheard = (now - since) / 1e9 if since else 0.0
         if since:
             state = "unreachable"
-        elif now - there.heard > 1e9 * _SILENT_SECONDS:  # nobody has watched for a while
+        elif (
+            now - remote.heard > 1e9 * _SILENT_SECONDS
+        ):  # no viewer has requested its page for a while
             state = "starting"
     return RankStatus(
-        told.rank, told.pid, state, told.run, told.plan, told.step, told.doing,
-        max((page.when - told.begun) / 1e9, 0.0) + page.age if told.begun else 0.0,
-        () if state in STUCK else told.waits_for, (), told.done,
-        told.living, told.allocated, told.peak, told.resident,
-        page.age, "" if there is None else there.host, unheard,
+        worker.rank, worker.pid, state, worker.run, worker.plan, worker.step, worker.doing,
+        max((page.when - worker.begun) / 1e9, 0.0) + page.age if worker.begun else 0.0,
+        () if state in STUCK else worker.waits_for, (), worker.done,
+        worker.living, worker.allocated, worker.peak, worker.resident,
+        page.age, "" if remote is None else remote.host, unheard,
     )  # fmt: skip
 
 
 def _process_state(page: Page, else_state: str) -> str:
+    """Return gone, frozen or silent by the process's state; ``else_state`` if it is alive."""
     if not page.process:
         return "gone"
     if page.process in "Tt":
@@ -135,10 +141,10 @@ def _process_state(page: Page, else_state: str) -> str:
 
 
 def blocks(waits: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
-    """Find the ranks that each non-waiting rank blocks, even indirectly.
+    """Transitive closure of the wait-for graph: the ranks that each non-waiting rank blocks.
 
     Args:
-        waits: rank -> the ranks that it waits for.
+        waits: rank -> the ranks that it waits for (edges of the wait-for graph).
     """
     waiters: dict[int, set[int]] = {}
     for rank, others in waits.items():
@@ -149,6 +155,7 @@ def blocks(waits: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
 
 
 def _reached(rank: int, waiters: Mapping[int, set[int]]) -> set[int]:
+    """Return the ranks reachable from ``rank`` (depth-first search)."""
     reached: set[int] = set()
     todo = [rank]
     while todo:
@@ -159,6 +166,7 @@ def _reached(rank: int, waiters: Mapping[int, set[int]]) -> set[int]:
 
 
 def _memory(client: ClientPage, ranks: Sequence[RankStatus]) -> dict[str, int]:
+    """Return rank 0's bytes by memory category; ``other`` is the rest of its living bytes."""
     kinds = dict(client.kinds)
     living = ranks[0].living if ranks else 0
     return {**kinds, "other": max(living - sum(kinds.values()), 0)}

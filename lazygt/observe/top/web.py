@@ -19,7 +19,7 @@ from lazygt.errors import LazyGTError
 from lazygt.observe.top.sources import Source, as_json
 
 _HOST = "127.0.0.1"
-_REQUEST_SECONDS = 30.0  # timeout of a browser that does not finish its request, or does not read
+_REQUEST_SECONDS = 30.0  # timeout of a request or of a write to the browser
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -53,7 +53,7 @@ class Server(ThreadingHTTPServer):
         self.address = f"http://{_HOST}:{self.server_port}/{self.token}/"
 
     def event(self) -> tuple[str, bytes]:
-        """Return an event's kind and text: a status, or the reason that there are no more."""
+        """Return the next event as (kind, data): a status as JSON, or the reason of the end."""
         try:
             with self._lock:
                 return "status", as_json(self._source.snapshot())
@@ -61,26 +61,29 @@ class Server(ThreadingHTTPServer):
             return "ended", str(error).encode()
 
     def server_close(self) -> None:
-        """Stop the server, and end the streams."""
+        """Close the server and its event streams."""
         self.ended.set()
         super().server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Handler of one request: the page, or its event stream."""
+
     server: Server
     timeout = _REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        token, _, what = self.path.removeprefix("/").partition("/")
+        """Answer ``/TOKEN/`` with the page and ``/TOKEN/events`` with the stream; else 404."""
+        token, _, resource = self.path.removeprefix("/").partition("/")
         hosts = (f"{_HOST}:{self.server.server_port}", f"localhost:{self.server.server_port}")
-        known = hmac.compare_digest(token.encode(), self.server.token.encode())
-        if not known or self.headers.get("Host") not in hosts:
+        authorized = hmac.compare_digest(token.encode(), self.server.token.encode())
+        if not authorized or self.headers.get("Host") not in hosts:
             self.send_error(HTTPStatus.NOT_FOUND)
-        elif what == "":
+        elif resource == "":
             page = Path(__file__).with_name("page.html").read_bytes()
             self._begin("text/html; charset=utf-8", len(page))
             self.wfile.write(page)
-        elif what == "events":
+        elif resource == "events":
             self._begin("text/event-stream")
             self._stream()
         else:
@@ -107,17 +110,17 @@ class _Handler(BaseHTTPRequestHandler):
                 if self.server.ended.wait(self.server.interval):
                     break
         except OSError:
-            self.close_connection = True  # it has gone
+            self.close_connection = True  # the browser has closed the connection
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: the terminal is the user's."""
 
 
-def serve(source: Source, port: int, interval: float, tell: Callable[[str], object]) -> None:
+def serve(source: Source, port: int, interval: float, report: Callable[[str], object]) -> None:
     """Serve until interrupted.
 
     Args:
-        tell: called with the address.
+        report: called with the page's URL.
 
     Raises:
         LazyGTError: the port is taken.
@@ -127,5 +130,5 @@ def serve(source: Source, port: int, interval: float, tell: Callable[[str], obje
     except OSError as error:
         raise LazyGTError(f"port {port} can't be had: {error}; --port 0 takes any") from None
     with server:
-        tell(server.address)
+        report(server.address)
         server.serve_forever()
