@@ -147,8 +147,8 @@ class PrepareModuleInput(ParallelStyle):
         current, desired = _as_tuple(self.input_layouts), _as_tuple(self.desired_input_layouts)
         if len(current) != len(desired):
             raise ValueError(
-                f"{len(current)} input_layouts, but {len(desired)} desired_input_layouts: give both "
-                f"for each argument"
+                f"{len(current)} input_layouts, but {len(desired)} desired_input_layouts: give "
+                f"both for each argument"
             )
         by_name, desired_by_name = (
             self.input_kwarg_layouts or {},

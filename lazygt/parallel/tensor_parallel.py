@@ -188,8 +188,8 @@ def _axis(device_mesh: Any, mesh: Mesh) -> str:
         if sizes == (mesh.size(names[0]),):
             return str(names[0])
     raise ValueError(
-        f"device_mesh={device_mesh!r}: styles are for one axis of the session's mesh {mesh}; name it, "
-        f"as in parallelize_module(module, {mesh.names[-1]!r}, plan)"
+        f"device_mesh={device_mesh!r}: styles are for one axis of the session's mesh {mesh}; name "
+        f"it, as in parallelize_module(module, {mesh.names[-1]!r}, plan)"
     )
 
 
