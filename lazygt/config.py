@@ -38,8 +38,8 @@ def mesh_axes(text: str) -> dict[str, int]:
         ValueError: for any other text.
     """
     axes: dict[str, int] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, size = part.partition("=")
+    for axis in filter(None, (axis.strip() for axis in text.split(","))):
+        name, equals, size = axis.partition("=")
         if not equals or not size.strip().isdigit() or name.strip() in axes:
             raise ValueError(f"{text!r} is not a mesh such as 'data=2,model=4'")
         axes[name.strip()] = int(size)
@@ -244,10 +244,10 @@ class Config:
             TypeError: for an unknown keyword.
             ValueError: for a value that is out of its range or can't be parsed.
         """
-        known = {setting.name: setting for setting in fields(Config)}
-        unknown = sorted(set(arguments) - set(known))
+        settings = {setting.name: setting for setting in fields(Config)}
+        unknown = sorted(set(arguments) - set(settings))
         if unknown:
-            hint = _keyword_hint(unknown[0], known)
+            hint = _keyword_hint(unknown[0], settings)
             raise TypeError(f"lazygt.session got an unexpected keyword {unknown[0]!r}; {hint}")
         for old_name, new_name in _RENAMED.items():
             if os.environ.get(f"LAZYGT_{old_name.upper()}"):
@@ -258,7 +258,7 @@ class Config:
         values: dict[str, Any] = {}
         #: the program requests another launcher, which overrides a pool's variables
         ignores_pool = arguments.get("launcher") not in (None, "auto")
-        for name, setting in known.items():
+        for name, setting in settings.items():
             text = os.environ.get(f"LAZYGT_{name.upper()}")
             if arguments.get(name) is not None:
                 values[name] = arguments[name]
@@ -319,6 +319,7 @@ class Config:
             raise ValueError(f"lazygt.session(grace={self.grace!r}): expected seconds, at least 0")
 
     def _check_checkpoint(self) -> None:
+        """Raise ValueError for impossible settings of checkpoints."""
         every = self.checkpoint_every
         if isinstance(every, str):
             try:
@@ -402,16 +403,16 @@ def takes_settings(init: Init) -> Init:
     return init
 
 
-def _keyword_hint(name: str, known: Mapping[str, object]) -> str:
+def _keyword_hint(name: str, names: Mapping[str, object]) -> str:
     """Return a hint for a keyword that is no setting."""
     # why: only a wrong keyword needs it
     from difflib import get_close_matches
 
     if name in _RENAMED:
         return f"write {_RENAMED[name]}=..."
-    similar = get_close_matches(name, known, 1)
+    similar = get_close_matches(name, names, 1)
     question = f"did you mean {similar[0]!r}? " if similar else ""
-    return f"{question}It takes: {', '.join(known)}"
+    return f"{question}It takes: {', '.join(names)}"
 
 
 def _parse_mesh(mesh: Mapping[Any, Any] | str, workers: int | None) -> tuple[dict[str, int], int]:

@@ -335,7 +335,9 @@ class VersionMismatch(LazyGTError):
         self, endpoint: str, differences: list[tuple[str, str, str]], why: str = ""
     ) -> None:
         self.endpoint, self.differences, self.why = endpoint, differences, why
-        texts = [f"{name} is {here} here and {there} there" for name, here, there in differences]
+        texts = [
+            f"{name} is {local} here and {remote} there" for name, local, remote in differences
+        ]
         super().__init__(
             f"{endpoint} runs other versions: {'; '.join([*texts, *([why] if why else [])])}. "
             f"Install the same ones in both places."

@@ -115,6 +115,7 @@ def fully_shard(
 
 
 def _check(module: Any, bucket_cap_mb: float | None) -> None:
+    """Raise an error for another object than a module, or a negative bucket size."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"fully_shard() takes a module, not a {type(module).__name__}; "
@@ -153,6 +154,7 @@ def _reshards(requested: bool | int | None, axis_size: int) -> bool:
 
 
 def _check_offload(policy: Any, device_type: str) -> None:
+    """Raise NotImplementedError for offloading from GPU workers."""
     if policy is None or device_type == "cpu":
         return
     # why: the import takes a second, and a caller with a policy has done it already
@@ -206,10 +208,10 @@ def _rewrap(module: nn.Module, units: Mapping[str, str], unit: FSDPUnit) -> None
     for name, parameter in module.named_parameters():
         if not is_lazy(parameter):
             continue
-        before = stored_now(parameter)
-        if before.unit is not None and before.unit.axis == unit.axis:
+        current = stored_now(parameter)
+        if current.unit is not None and current.unit.axis == unit.axis:
             new_unit = unit._replace(name=f"{unit.name}.{units[name]}")
-            set_sharding(parameter, before._replace(unit=new_unit))
+            set_sharding(parameter, current._replace(unit=new_unit))
 
 
 class _Sharder(NamedTuple):
@@ -231,26 +233,26 @@ class _Sharder(NamedTuple):
         Raises:
             ValueError: ``placement_of`` returns an impossible placement.
         """
-        before = stored_now(parameter).placements
+        current = stored_now(parameter).placements
         requested = None if self.placement_of is None else self.placement_of(parameter)
-        dim = dim_to_shard(tuple(parameter.shape), before, self.axis_index, self.axis_size)
+        dim = dim_to_shard(tuple(parameter.shape), current, self.axis_index, self.axis_size)
         if requested is not None:
-            dim = self._requested_dim(name, parameter, requested, before)
+            dim = self._requested_dim(name, parameter, requested, current)
         placement: Placement = Replicate() if dim is None else Shard(dim)
-        placements = (*before[: self.axis_index], placement, *before[self.axis_index + 1 :])
+        placements = (*current[: self.axis_index], placement, *current[self.axis_index + 1 :])
         return Sharding(placements, True, None if dim is None else unit)
 
-    def _requested_dim(self, name: str, parameter: Any, requested: Any, before: Placements) -> int:
+    def _requested_dim(self, name: str, parameter: Any, requested: Any, current: Placements) -> int:
         """Return the dim of a requested ``Shard``, if it is possible."""
         try:
             placement = as_placement(requested, parameter.dim())
         except ValueError as error:
             raise ValueError(f"shard_placement_fn of parameter {name!r}: {error}") from None
-        others = (*before[: self.axis_index], *before[self.axis_index + 1 :])
+        others = (*current[: self.axis_index], *current[self.axis_index + 1 :])
         if not isinstance(placement, Shard) or placement in others:
             raise ValueError(
                 f"shard_placement_fn of parameter {name!r}: expected None or Shard(dim) of a dim "
-                f"that no other axis shards, not {requested!r}; its placements are {before}"
+                f"that no other axis shards, not {requested!r}; its placements are {current}"
             )
         return placement.dim
 
@@ -342,6 +344,7 @@ def shard_optimizer_state(
     axis_index = mesh.names.index(mesh_dim)
 
     def shard_all(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Step hook: shard new state tensors of the parameters' shapes."""
         for parameter, state in optimizer.state.items():
             if not is_lazy(parameter):
                 continue

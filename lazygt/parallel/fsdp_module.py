@@ -196,6 +196,7 @@ def _sharded(module: nn.Module, recurse: bool) -> Iterator[tuple[LazyTensor, FSD
 
 
 def _check_sharded(method: str, modules: Iterable[Any]) -> None:
+    """Raise ValueError for a module that is not fully sharded."""
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(

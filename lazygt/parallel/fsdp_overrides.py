@@ -113,8 +113,8 @@ def forced_knobs(**overrides: Any) -> Iterator[Forced]:
     unknown = sorted(set(overrides) - set(Knobs._fields))
     if unknown:
         raise TypeError(f"forced_knobs({unknown[0]}=...): expected {', '.join(Knobs._fields)}")
-    before, _forced = _forced, Forced(overrides)
+    previous, _forced = _forced, Forced(overrides)
     try:
         yield _forced
     finally:
-        _forced = before
+        _forced = previous

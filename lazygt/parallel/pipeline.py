@@ -102,9 +102,9 @@ def _check_stage(mesh: Mesh, index: int, mesh_dim: str) -> None:
         )
 
 
-def _as_modules(what: Any) -> list[nn.Module]:
+def _as_modules(target: Any) -> list[nn.Module]:
     """Return the modules of an argument of ``stage``."""
-    modules = list(what) if isinstance(what, Iterable) else [what]
+    modules = list(target) if isinstance(target, Iterable) else [target]
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"stage() takes modules and lazygt tensors, not {module!r}")

@@ -89,10 +89,11 @@ class _StyleHook:
     layouts: tuple[Layout | None, ...]
     counted: bool
 
-    def _check_count(self, what: str, number: int) -> None:
+    def _check_count(self, kind: str, number: int) -> None:
+        """Raise ValueError for more arguments or results than layouts."""
         if self.counted and number > len(self.layouts):
             raise ValueError(
-                f"{number} {what}, but {len(self.layouts)} layouts: say one of each, None for what "
+                f"{number} {kind}, but {len(self.layouts)} layouts: say one of each, None for what "
                 f"stays as it comes"
             )
 

@@ -35,6 +35,7 @@ class ParallelStyle(ABC):
         """
 
     def _unsupported(self, module: nn.Module, kinds: str) -> NotImplementedError:
+        """Return the error for a module of an unsupported class."""
         return NotImplementedError(
             f"{type(self).__name__} is for {kinds}, not for {type(module).__name__}; give it to "
             f"the layers inside, or say how each parameter is stored, by its name"
@@ -60,6 +61,7 @@ class ColwiseParallel(ParallelStyle):
     use_local_output: bool = True
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         if isinstance(module, nn.Linear):
             parameters: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
         elif isinstance(module, nn.Embedding):
@@ -90,6 +92,7 @@ class RowwiseParallel(ParallelStyle):
     use_local_output: bool = True
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise self._unsupported(module, "nn.Linear and nn.Embedding")
         is_linear = isinstance(module, nn.Linear)
@@ -103,6 +106,7 @@ class VocabParallel(RowwiseParallel):
     """``RowwiseParallel`` for embeddings: sharded by words."""
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         if not isinstance(module, nn.Embedding):
             raise self._unsupported(module, "nn.Embedding")
         return super().layouts(module)
@@ -121,6 +125,7 @@ class SequenceParallel(ParallelStyle):
     use_local_output: bool = False
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         blocks = _single(Shard(self.sequence_dim))
         return ModuleLayouts({}, blocks, outputs=blocks)
 
@@ -144,6 +149,7 @@ class PrepareModuleInput(ParallelStyle):
     use_local_output: bool = False
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         current, desired = _as_tuple(self.input_layouts), _as_tuple(self.desired_input_layouts)
         if len(current) != len(desired):
             raise ValueError(
@@ -186,6 +192,7 @@ class PrepareModuleOutput(ParallelStyle):
     use_local_output: bool = True
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         current, desired = _as_tuple(self.output_layouts), _as_tuple(self.desired_output_layouts)
         if len(current) != len(desired):
             raise ValueError(
@@ -216,6 +223,7 @@ class PrepareModuleInputOutput(ParallelStyle):
     use_local_output: bool = True
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         input_style = PrepareModuleInput(
             input_layouts=self.input_layouts,
             desired_input_layouts=self.desired_input_layouts,
@@ -301,6 +309,7 @@ def _is_from_torch(kind: type) -> bool:
 
 
 def _linear_arguments(style: Any) -> dict[str, Any]:
+    """Return lazygt's arguments of torch's column- or row-wise style."""
     return {
         "input_layouts": style.input_layouts[0],
         "output_layouts": style.output_layouts[0],
@@ -309,6 +318,7 @@ def _linear_arguments(style: Any) -> dict[str, Any]:
 
 
 def _input_arguments(style: Any) -> dict[str, Any]:
+    """Return lazygt's arguments of torch's PrepareModuleInput."""
     return {
         "input_layouts": style.input_layouts,
         "desired_input_layouts": style.desired_input_layouts,
@@ -318,6 +328,7 @@ def _input_arguments(style: Any) -> dict[str, Any]:
 
 
 def _output_arguments(style: Any) -> dict[str, Any]:
+    """Return lazygt's arguments of torch's PrepareModuleOutput."""
     return {
         "output_layouts": style.output_layouts,
         "desired_output_layouts": style.desired_output_layouts,

@@ -430,14 +430,15 @@ class Gateway:
         frames = []
         if pages:
             pages_by_session = self.sessions.status_pages(
-                [row["session"] for row in status["sessions"]]
+                [entry["session"] for entry in status["sessions"]]
             )
             frames = [msgspec.msgpack.encode(pages_by_session)]
-            for row in status["sessions"]:
-                row["unheard"] = round(self.sessions.unheard(row["session"]), 3)
+            for entry in status["sessions"]:
+                entry["unheard"] = round(self.sessions.unheard(entry["session"]), 3)
         visitor.send(Report(json.dumps(status)), frames)
 
     def _check_administrates(self, visitor: Visitor) -> None:
+        """Raise PoolError unless the client's key may administer."""
         if not self.administrates(visitor.client):
             self.refused["administration"] += 1
             raise PoolError(

@@ -140,7 +140,7 @@ class Hosted:
             kill: kill the workers at once.
         """
 
-        def act() -> None:
+        def end_workers() -> None:
             if kill:
                 self._kill()
             try:
@@ -149,7 +149,7 @@ class Hosted:
                 ended()
 
         self.ending = True
-        threading.Thread(target=act, name="lazygt-pool-end", daemon=True).start()
+        threading.Thread(target=end_workers, name="lazygt-pool-end", daemon=True).start()
 
     def _kill(self) -> None:
         """Kill the workers that are still children of this process."""

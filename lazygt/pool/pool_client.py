@@ -132,7 +132,7 @@ class Pool:
     def names(self) -> list[PublishedName]:
         """List the values that this key may fetch."""
         reply = self._request(Names(), Listed)
-        return [PublishedName(*row) for row in reply.rows]
+        return [PublishedName(*fields) for fields in reply.rows]
 
     def publish(
         self, name: str, value: torch.Tensor | Mapping[str, torch.Tensor], *, shared: bool = False

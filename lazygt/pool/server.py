@@ -113,11 +113,11 @@ def _limits(path: Path, name: str, table: Any) -> dict[str, int]:
     """Parse and check one table of quotas."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{path}: expected a table [{name}]")
-    known = [field.name for field in fields(Quota)]
+    allowed = [field.name for field in fields(Quota)]
     limits = {}
     for key, value in table.items():
-        if key not in known:
-            raise ValueError(f"{path}: [{name}] {key}: expected {', '.join(known)}")
+        if key not in allowed:
+            raise ValueError(f"{path}: [{name}] {key}: expected {', '.join(allowed)}")
         number = _nbytes(value) if key == "memory" and isinstance(value, str) else value
         if type(number) is not int or number < 0:
             raise ValueError(f"{path}: [{name}] {key} = {value!r}: expected a whole number >= 0")

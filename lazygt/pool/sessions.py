@@ -216,6 +216,7 @@ class Sessions:
             self._execute(instruction)
 
     def _execute(self, instruction: Instruction) -> None:
+        """Execute an instruction of the policy."""
         match instruction:
             case Grant(session):
                 self._start(session)
@@ -293,10 +294,10 @@ class Sessions:
                 else:
                     self.drop(visitor, error)
                 continue
-            seconds, running, held = hosted.gate.load()
+            seconds, running, queued = hosted.gate.load()
             if seconds:
                 self._handle(Ran(session, seconds))
-            self._handle(Load(session, running, held))
+            self._handle(Load(session, running, queued))
 
     def _measure_memory(self) -> None:
         """Measure the memory of all hosted sessions, and report it to the policy."""

@@ -267,6 +267,7 @@ class Receivers:
                 self._unadmitted.remove(connection)
 
     def _answer_hello(self, connection: Connection, hello: Message) -> None:
+        """Admit a receiver by `welcome`, or refuse it with a reason."""
         refusal = self._refusal(hello)
         deadline = Deadline(_HELLO_SECONDS)
         if refusal is not None:

@@ -159,23 +159,23 @@ class RankSource:
         self._deadline = deadline
         self._positions: list[int] = []
 
-    def checked_tensors(self, part: RankPart) -> Mapping[int, Tensor]:
-        """Check that the parts of all ranks make up the model; return this rank's blocks.
+    def checked_tensors(self, shards: RankPart) -> Mapping[int, Tensor]:
+        """Check that the blocks of all ranks make up the model; return this rank's blocks.
 
         Raises:
             TransferError: ranks have other parameters, or their blocks do not tile one.
         """
         for rank, digest in enumerate(self._digests):
-            if digest != part.manifest.digest:
+            if digest != shards.manifest.digest:
                 raise TransferError(
                     f"rank {rank} of the trainer has other parameters than the rank with the "
                     f"sender: every rank has to call transfer_weights() with the same model"
                 )
-        self._positions = list(part.tensors)
+        self._positions = list(shards.tensors)
         for position in self._positions:
-            spec = part.manifest.params[position]
+            spec = shards.manifest.params[position]
             check_tiles(spec.name, spec.shape, self._blocks(position))
-        return part.tensors
+        return shards.tensors
 
     def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
         """See `RemoteSource`."""
@@ -259,7 +259,7 @@ def transfer_from_ranks(
     deadline = Deadline(timeout)
     meeting: MeetingPlace | None = None
     try:
-        part = RankPart.of(extractor)
+        shards = RankPart.of(extractor)
         meeting = None if sender is None else MeetingPlace()
     except BaseException as error:
         _agree_on_address(f"{_FAILED}{type(error).__name__}: {error}", raises=False)
@@ -267,8 +267,8 @@ def transfer_from_ranks(
     try:
         address = _agree_on_address("" if meeting is None else meeting.address)
         if meeting is None or sender is None:
-            return _run_rank(address, part, deadline)
-        return _run_sender(meeting, sender, part, deadline, version, progress)
+            return _run_rank(address, shards, deadline)
+        return _run_sender(meeting, sender, shards, deadline, version, progress)
     finally:
         if meeting is not None:
             meeting.close()
@@ -302,15 +302,15 @@ def _agree_on_address(text: str, raises: bool = True) -> str:
 # -- every rank: execution of copy requests --------------------------------------------------------
 
 
-def _run_rank(address: str, part: RankPart, deadline: Deadline) -> TransferReport:
+def _run_rank(address: str, shards: RankPart, deadline: Deadline) -> TransferReport:
     """Connect to the rank with the sender, and execute its copy requests until the end."""
     sender_died = TransferError("the rank of the trainer that has the sender has gone")
     try:
         connection = connect(address)
-        copier = Copier(max(torch.get_num_threads(), 1), _device_of(part))
+        copier = Copier(max(torch.get_num_threads(), 1), _device_of(shards))
         try:
-            _send_hello(connection, part, deadline)
-            return _result(_copy_until_end(connection, copier, part, deadline))
+            _send_hello(connection, shards, deadline)
+            return _result(_copy_until_end(connection, copier, shards, deadline))
         finally:
             copier.close()
             connection.close()
@@ -318,33 +318,34 @@ def _run_rank(address: str, part: RankPart, deadline: Deadline) -> TransferRepor
         raise sender_died from None
 
 
-def _device_of(part: RankPart) -> torch.device:
-    return next((tensor.device for tensor in part.tensors.values()), torch.device("cpu"))
+def _device_of(shards: RankPart) -> torch.device:
+    """Return the device of a rank's blocks; the CPU if there are none."""
+    return next((tensor.device for tensor in shards.tensors.values()), torch.device("cpu"))
 
 
-def _send_hello(connection: Connection, part: RankPart, deadline: Deadline) -> None:
+def _send_hello(connection: Connection, shards: RankPart, deadline: Deadline) -> None:
     """Send this rank's manifest digest and the bounds of its blocks."""
-    hello = {"kind": "hello", "rank": dist.get_rank(), "digest": part.manifest.digest}
-    connection.send({**hello, "blocks": list(part.blocks.items())}, deadline)
+    hello = {"kind": "hello", "rank": dist.get_rank(), "digest": shards.manifest.digest}
+    connection.send({**hello, "blocks": list(shards.blocks.items())}, deadline)
 
 
 def _copy_until_end(
-    connection: Connection, copier: Copier, part: RankPart, deadline: Deadline
+    connection: Connection, copier: Copier, shards: RankPart, deadline: Deadline
 ) -> dict[str, Any]:
     """Execute copy requests; return the message that ends the transfer."""
     while wait_for([connection], deadline.remaining + RESULT_SECONDS):
         for message in connection.receive():
             if message["kind"] == "end":
                 return message
-            connection.send(_execute(copier, part, message), deadline)
+            connection.send(_execute(copier, shards, message), deadline)
     raise TransferError("the rank of the trainer that has the sender does not answer")
 
 
-def _execute(copier: Copier, part: RankPart, message: Mapping[str, Any]) -> dict[str, Any]:
+def _execute(copier: Copier, shards: RankPart, message: Mapping[str, Any]) -> dict[str, Any]:
     """Execute a copy request, and return the reply."""
     reply = {"kind": "copied", "number": message["number"], "checks": (), "handles": ()}
     try:
-        checks, handles = copier.copy_packed(message["request"], part.tensors.__getitem__)
+        checks, handles = copier.copy_packed(message["request"], shards.tensors.__getitem__)
     except Exception as error:  # noqa: BLE001 - it is the reply
         return {**reply, "error": f"{type(error).__name__}: {error}"}
     return {**reply, "checks": checks, "handles": handles, "error": ""}
@@ -366,7 +367,7 @@ def _result(end: Mapping[str, Any]) -> TransferReport:
 def _run_sender(
     meeting: MeetingPlace,
     sender: Sender,
-    part: RankPart,
+    shards: RankPart,
     deadline: Deadline,
     version: int | None,
     progress: ShowProgress,
@@ -374,7 +375,7 @@ def _run_sender(
     """Send the model; every rank, this one in a thread, copies its blocks."""
     rank_thread = threading.Thread(
         target=_run_own_rank,
-        args=(meeting.address, part, deadline),
+        args=(meeting.address, shards, deadline),
         name="lazygt-rank",
         daemon=True,
     )
@@ -382,8 +383,8 @@ def _run_sender(
     source = RankSource(meeting.meet(deadline), deadline)
     result: dict[str, Any] = {"error": "it was interrupted"}
     try:
-        model = RemoteModel(source, source.checked_tensors(part))
-        extractor = HeldElsewhere(part.manifest, model)
+        model = RemoteModel(source, source.checked_tensors(shards))
+        extractor = HeldElsewhere(shards.manifest, model)
         report = sender.send(
             extractor, version=version, timeout=deadline.remaining, progress=progress
         )
@@ -399,9 +400,9 @@ def _run_sender(
         rank_thread.join()
 
 
-def _run_own_rank(address: str, part: RankPart, deadline: Deadline) -> None:
+def _run_own_rank(address: str, shards: RankPart, deadline: Deadline) -> None:
     """Run the rank with the sender as one of the ranks, without raising."""
     try:
-        _run_rank(address, part, deadline)
+        _run_rank(address, shards, deadline)
     except TransferError:
         return  # `_run_sender` raises it

@@ -216,6 +216,7 @@ class Receiver(Readings):
     # -- the thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Body of the thread: serve senders, then end all waits with the reason."""
         try:
             reason = self._serve_senders()
         except (SenderGone, ProtocolError, TimeoutError) as error:

@@ -330,6 +330,7 @@ class Sender:
             self._receivers.drop(receiver)
 
     def _abort(self, transfer: Transfer) -> None:
+        """Send an abort to all receivers of the transfer."""
         message = {"kind": "abort", "transfer": transfer.number}
         for receiver in list(self._receivers.active):
             try:

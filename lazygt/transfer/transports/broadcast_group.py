@@ -128,6 +128,7 @@ class _End:
         self._jobs.put(None)  # ends the thread, which closes the descriptors
 
     def _run(self) -> None:
+        """Body of the thread: run the queued jobs, then close the descriptors."""
         while (run := self._jobs.get()) is not None:
             run()
             del run
@@ -269,6 +270,7 @@ class _Nccl:
         self._group.eager_connect_single_device(device)
 
     def broadcast(self, run: Tensor, deadline: Deadline, wake: Callable[[], object]) -> Any:
+        """See `BroadcastGroup`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=deadline.remaining + _GRACE_SECONDS)

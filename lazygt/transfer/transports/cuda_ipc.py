@@ -330,11 +330,11 @@ class BufferLeases(SenderEnd):
         which = self._packed_count[rank] % BUFFERS
         self._packed_count[rank] += 1
         self._readers[rank, which] = {}
-        known = self.known.setdefault(rank, set())
+        with_handles = self.known.setdefault(rank, set())
         assert self._transfer is not None
         receivers = self._transfer.layouts.holders(request[0].layout, self._receivers.active)
-        new = [receiver for receiver in receivers if receiver not in known]
-        known.update(new)
+        new = [receiver for receiver in receivers if receiver not in with_handles]
+        with_handles.update(new)
         self._leases[number] = which, new
         return Place(self.number, BUFFERS, self.extent, which, len(new))
 
