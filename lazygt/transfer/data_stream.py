@@ -265,7 +265,7 @@ class TransferStream:
             for reply in source.replies(timeout) if self.unanswered else ():
                 if self._handle(reply):
                     yield
-            # a receiver may have died or refused, or has to drain its socket
+            # a receiver may have died or refused, or staged a request, which frees its buffer
             self._receivers.pump(0.0 if self.unanswered else timeout)
             self._check_time()
             self._send_requests(source)
