@@ -10,18 +10,19 @@ from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-#: Of lazygt.
+#: Version of lazygt.
 VERSION = "0.1.0"
 
 
 def _setting(default: Any, about: str, parse: Callable[[str], Any] | None = None) -> Any:
-    """Field of ``Config``; its variable is parsed as the type of the default, or as text."""
+    """Make a field of ``Config``; its variable is parsed as the default's type, or as text."""
     kind = str if default is None else type(default)
     parse = parse or (_flag if kind is bool else kind)
     return field(default=default, metadata={"about": about, "parse": parse})
 
 
 def _flag(text: str) -> bool:
+    """Parse a boolean variable."""
     lowered = text.strip().lower()
     if lowered in {"1", "true", "yes", "on"}:
         return True
@@ -31,14 +32,14 @@ def _flag(text: str) -> bool:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """The axes of ``data=2,model=4``.
+    """Parse the axes of a mesh such as ``data=2,model=4``.
 
     Raises:
         ValueError: for any other text.
     """
     axes: dict[str, int] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, size = part.partition("=")
+    for axis in filter(None, (axis.strip() for axis in text.split(","))):
+        name, equals, size = axis.partition("=")
         if not equals or not size.strip().isdigit() or name.strip() in axes:
             raise ValueError(f"{text!r} is not a mesh such as 'data=2,model=4'")
         axes[name.strip()] = int(size)
@@ -57,12 +58,12 @@ def _interval(text: str) -> int | str:
     return int(text) if text.strip().isdigit() else text
 
 
-#: How many seconds a unit of time has.
+#: Seconds of each unit of time.
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def seconds_of(text: str) -> float:
-    """The seconds of a time such as ``30s``, ``1.5 min`` or ``2h``.
+    """Parse a time such as ``30s``, ``1.5 min`` or ``2h`` into seconds.
 
     Raises:
         ValueError: for any other text.
@@ -73,17 +74,17 @@ def seconds_of(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-#: What LAZYGT_RECORDER may be.
+#: Possible values of LAZYGT_RECORDER.
 RECORDERS = ("auto", "native", "python")
 
 
 def recorder_setting() -> str:
     """Return LAZYGT_RECORDER, the recorder of this process.
 
-    It holds for the whole process, since torch's private backend can be registered only once.
+    The choice is per process, since torch's private backend can be registered only once.
 
     Raises:
-        ValueError: for a name that there is not.
+        ValueError: no recorder has this name.
     """
     name = os.environ.get("LAZYGT_RECORDER") or "auto"
     if name not in RECORDERS:
@@ -92,7 +93,7 @@ def recorder_setting() -> str:
 
 
 def cache_setting() -> str | None:
-    """Return LAZYGT_CACHE_DIR, for code that is compiled before a session is open."""
+    """Return LAZYGT_CACHE_DIR, for code that is compiled outside of sessions."""
     return os.environ.get("LAZYGT_CACHE_DIR") or None
 
 
@@ -112,7 +113,7 @@ def wheels_setting() -> str | None:
     return os.environ.get("LAZYGT_NATIVE_WHEELS") or None
 
 
-#: Names of settings, a test of a value that is not None, and the expectation.
+#: Names of settings, a predicate of valid values other than None, and a description of these.
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "workers max_graph_nodes max_graph_bytes max_plans max_plan_bytes max_ahead journal_bytes",
@@ -129,7 +130,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("device", {"auto", "cpu", "cuda"}.__contains__, "auto, cpu or cuda"),
 )
 
-#: What settings were called once.
+#: Former names of settings -> present names.
 _RENAMED = {"executor": "launcher"}
 #: Settings of sessions in a pool.
 OF_POOLS = frozenset({"on", "key", "grace", "detach"})
@@ -155,31 +156,35 @@ class Config:
         "environment: on all hosts where an engine started this program; ray: where Ray has room; "
         "inline: in the client's process; dry: nothing is computed",
     )
-    device: str = _setting("auto", "auto, cpu or cuda: where workers compute")
+    device: str = _setting("auto", "device of the workers: auto, cpu or cuda")
     default_device: bool = _setting(True, "new tensors are lazy inside the session")
     flush_on_backward: bool = _setting(True, "ship the trace at the end of .backward()")
     max_graph_nodes: int = _setting(5_000, "a trace of so many ops flushes by itself")
     max_graph_bytes: int = _setting(
         8 << 30, "a trace whose results hold so many bytes on a rank flushes by itself"
     )
-    max_plans: int = _setting(512, "plans kept by the client and by each worker")
-    max_plan_bytes: int = _setting(256 << 20, "bytes of memory that these may take, about")
+    max_plans: int = _setting(512, "plans cached by the client and by each worker")
+    max_plan_bytes: int = _setting(256 << 20, "approximate bytes of the cached plans")
     max_trie_nodes: int = _setting(500_000, "recorded steps remembered by the client")
-    max_ahead: int = _setting(4, "runs the client may be ahead of the workers")
+    max_ahead: int = _setting(4, "maximum runs of the client ahead of the workers")
     threads: int | None = _setting(None, "torch threads a worker; None: a fair share", int)
     transport: str = _setting("ipc", "ipc, or tcp://HOST for CURVE-encrypted TCP")
     max_message_bytes: int = _setting(1 << 30, "longest frame a worker accepts")
-    shm_threshold: int = _setting(16 << 10, "bytes from which tensors use shared memory")
-    frozen_after: float = _setting(5.0, "seconds without a sign of life: WorkerFrozen")
-    start_timeout: float = _setting(120.0, "seconds a worker may take to start")
-    recover: str = _setting("auto", "auto, or off: what a worker's death loses is lost")
-    snapshot_cost: float = _setting(0.02, "share of the time that snapshots for recovery may take")
-    journal_bytes: int = _setting(
-        256 << 20, "bytes of messages kept for recovery until a snapshot is taken"
+    shm_threshold: int = _setting(16 << 10, "minimum bytes of tensors in shared memory")
+    frozen_after: float = _setting(
+        5.0, "seconds without a sign of life until WorkerFrozen is raised"
     )
-    spares: int = _setting(0, "idle processes that wait to take the rank of a worker that dies")
+    start_timeout: float = _setting(120.0, "seconds a worker may take to start")
+    recover: str = _setting(
+        "auto", "recovery from a worker's death: auto, or off (its values are lost)"
+    )
+    snapshot_cost: float = _setting(0.02, "maximum share of the time for recovery snapshots")
+    journal_bytes: int = _setting(
+        256 << 20, "maximum bytes of messages logged for recovery between two snapshots"
+    )
+    spares: int = _setting(0, "idle spare processes to replace dead workers")
     checkpoint: str | None = _setting(
-        None, "a folder for checkpoints, from which a killed program goes on"
+        None, "folder for checkpoints, from which a killed program resumes"
     )
     checkpoint_every: int | str | None = _setting(
         None,
@@ -188,16 +193,16 @@ class Config:
         _interval,
     )
     on: str | None = _setting(
-        None, "a pool whose workers to use, tcp://HOST:PORT, of `lazygt serve`"
+        None, "address of a pool of workers (`lazygt serve`), tcp://HOST:PORT"
     )
-    key: str | None = _setting(None, "this client's key file for that pool")
-    detach: bool = _setting(False, "in a pool, what was shipped goes on when the client has left")
-    grace: float = _setting(30.0, "seconds for which the connection to a pool may be dead")
-    keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass")
+    key: str | None = _setting(None, "this client's key file for the pool")
+    detach: bool = _setting(False, "in a pool, shipped work continues after the client has left")
+    grace: float = _setting(30.0, "maximum seconds of a dead connection to a pool")
+    keep_stages: bool = _setting(False, "retain each graph as recorded and after every pass")
     check_passes: bool = _setting(False, "verify each graph after every pass")
     plan_code: str = _setting(
         "auto",
-        "what runs a plan after its first run: native, python (generated), or auto: native where "
+        "executor of a plan after its first run: native, python (generated), or auto: native if "
         "the extension loads",
     )
     compile: str = _setting("auto", "auto, off, or now: run fused groups compiled")
@@ -207,62 +212,63 @@ class Config:
     )
     max_cuda_graph_bytes: int | None = _setting(
         None,
-        "bytes of a GPU's memory that a worker's CUDA graphs may keep; None: they may take half of "
-        "what is free when a plan is captured",
+        "maximum bytes of a GPU's memory for a worker's CUDA graphs; None: half of the memory that "
+        "is free when a plan is captured",
         int,
     )
     compile_timeout: float = _setting(
-        300.0, "seconds that a wait for compiled code lasts without an answer"
+        300.0, "timeout in seconds of a wait for compiled code without an answer"
     )
-    cache_dir: str | None = _setting(None, "where compiled code lies; None: ~/.cache/lazygt")
+    cache_dir: str | None = _setting(None, "folder of compiled code; None: ~/.cache/lazygt")
     ship_code: bool = _setting(
-        True, "workers may be sent pickled code of ops and functions that they can't import"
+        True, "send workers pickled code of ops and functions that they can't import"
     )
     bucket_cap_mb: float | None = _setting(
         None,
-        "MiB of values that travel in one collective; 0: each alone; None: 25, and on CPUs values "
-        "of 512 KiB and more alone",
+        "MiB of values in one collective; 0: no bucketing; None: 25, and on CPUs values of 512 KiB "
+        "and more alone",
         float,
     )
     machine: str | None = _setting(
         None,
-        "by whose costs plans are made: a name such as h100, calibrated, or a machine file; None: "
+        "cost model of plans: a machine's name such as h100, calibrated, or a machine file; None: "
         "cpu-generic, or h100 for GPUs",
     )
     log: str | None = _setting(None, "path of the instruction log (JSON lines)")
 
     @staticmethod
-    def load(**given: Any) -> Config:
-        """Merge defaults, LAZYGT_* variables and arguments; None counts as not given.
+    def load(**arguments: Any) -> Config:
+        """Merge defaults, LAZYGT_* variables and arguments; None counts as absent.
 
         Raises:
             TypeError: for an unknown keyword.
             ValueError: for a value that is out of its range or can't be parsed.
         """
-        known = {f.name: f for f in fields(Config)}
-        unknown = sorted(set(given) - set(known))
+        settings = {setting.name: setting for setting in fields(Config)}
+        unknown = sorted(set(arguments) - set(settings))
         if unknown:
-            hint = _keyword_hint(unknown[0], known)
+            hint = _keyword_hint(unknown[0], settings)
             raise TypeError(f"lazygt.session got an unexpected keyword {unknown[0]!r}; {hint}")
-        for old, now in _RENAMED.items():
-            if os.environ.get(f"LAZYGT_{old.upper()}"):
+        for old_name, new_name in _RENAMED.items():
+            if os.environ.get(f"LAZYGT_{old_name.upper()}"):
                 raise ValueError(
-                    f"LAZYGT_{old.upper()} is set, which is LAZYGT_{now.upper()} now: rename it"
+                    f"LAZYGT_{old_name.upper()} is set, which is LAZYGT_{new_name.upper()} now: "
+                    f"rename it"
                 )
         values: dict[str, Any] = {}
-        #: workers are asked of somebody by the program: that counts more than a pool's variables
-        elsewhere = given.get("launcher") not in (None, "auto")
-        for name, f in known.items():
+        #: the program requests another launcher, which overrides a pool's variables
+        ignores_pool = arguments.get("launcher") not in (None, "auto")
+        for name, setting in settings.items():
             text = os.environ.get(f"LAZYGT_{name.upper()}")
-            if given.get(name) is not None:
-                values[name] = given[name]
-            elif text and not (elsewhere and name in OF_POOLS):
-                values[name] = _parse(name, text, f.metadata["parse"])
+            if arguments.get(name) is not None:
+                values[name] = arguments[name]
+            elif text and not (ignores_pool and name in OF_POOLS):
+                values[name] = _parse(name, text, setting.metadata["parse"])
         for name in ("checkpoint", "machine", "key", "cache_dir", "log"):
             if name in values:
                 values[name] = os.fspath(values[name])
         if values.get("mesh"):
-            values["mesh"], values["workers"] = _ranks(values["mesh"], values.get("workers"))
+            values["mesh"], values["workers"] = _parse_mesh(values["mesh"], values.get("workers"))
         if values.get("invariant"):
             # compiled code, and kernels on several threads, may round in another way
             values.setdefault("threads", 1)
@@ -288,6 +294,7 @@ class Config:
             )
 
     def _check_pool(self) -> None:
+        """Raise ValueError for settings of a pool without one, or that contradict one."""
         if self.on is None:
             if self.key is not None or self.detach:
                 name = "detach" if self.detach else "key"
@@ -312,6 +319,7 @@ class Config:
             raise ValueError(f"lazygt.session(grace={self.grace!r}): expected seconds, at least 0")
 
     def _check_checkpoint(self) -> None:
+        """Raise ValueError for impossible settings of checkpoints."""
         every = self.checkpoint_every
         if isinstance(every, str):
             try:
@@ -335,7 +343,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class Settings(TypedDict, total=False):
-    """Keywords of ``lazygt.session``, for type checkers and editors; None counts as not given."""
+    """Keywords of ``lazygt.session``, for type checkers and editors; None counts as absent."""
 
     workers: int | None
     mesh: Mapping[str, int] | str | None
@@ -381,7 +389,7 @@ class Settings(TypedDict, total=False):
 
 
 def takes_settings(init: Init) -> Init:
-    """Give an ``__init__`` of any keywords the settings as its signature and in its help."""
+    """Decorate an ``__init__`` of any keywords with the settings' signature and help."""
     types, settings = get_type_hints(Settings), fields(Config)
     init.__signature__ = Signature([  # type: ignore[attr-defined]
         Parameter("self", Parameter.POSITIONAL_ONLY),
@@ -395,20 +403,20 @@ def takes_settings(init: Init) -> Init:
     return init
 
 
-def _keyword_hint(name: str, known: Mapping[str, object]) -> str:
-    """Advise on a keyword that is no setting."""
+def _keyword_hint(name: str, names: Mapping[str, object]) -> str:
+    """Return a hint for a keyword that is no setting."""
     # why: only a wrong keyword needs it
     from difflib import get_close_matches
 
     if name in _RENAMED:
         return f"write {_RENAMED[name]}=..."
-    near = get_close_matches(name, known, 1)
-    asked = f"did you mean {near[0]!r}? " if near else ""
-    return f"{asked}It takes: {', '.join(known)}"
+    similar = get_close_matches(name, names, 1)
+    question = f"did you mean {similar[0]!r}? " if similar else ""
+    return f"{question}It takes: {', '.join(names)}"
 
 
-def _ranks(mesh: Mapping[Any, Any] | str, workers: int | None) -> tuple[dict[str, int], int]:
-    """The axes of a mesh, and the number of workers that follows from it."""
+def _parse_mesh(mesh: Mapping[Any, Any] | str, workers: int | None) -> tuple[dict[str, int], int]:
+    """Return the axes of a mesh, and the number of workers that follows from them."""
     if not isinstance(mesh, str | Mapping):
         raise TypeError(
             f"lazygt.session(mesh={mesh!r}): expected ranks by axis, such as "
@@ -429,6 +437,7 @@ def _ranks(mesh: Mapping[Any, Any] | str, workers: int | None) -> tuple[dict[str
 
 
 def _parse(name: str, text: str, parse: Callable[[str], Any]) -> Any:
+    """Parse a variable; errors name the variable."""
     try:
         return parse(text)
     except ValueError as error:

@@ -7,19 +7,19 @@
     │   └── CollectiveMismatch  ranks were about to run different collectives
     ├── CodeError           the code of an op or function can't be brought to the workers
     ├── WorkerDied          a worker process ended
-    │   └── DeviceLost          a kernel failed in a way that ends all of its process's on the GPU
+    │   └── DeviceLost          a kernel failure made the GPU unusable for its process
     ├── WorkerFrozen        a worker process no longer answers
-    ├── ProtocolError       a message that is not of the wire schema
+    ├── ProtocolError       a message that violates the wire schema
     ├── SecurityError       a configuration that would expose the session
-    ├── ConnectionLost      another host does not answer, or not any more
-    ├── AccessDenied        another host refuses our key, or has not the one that it should
+    ├── ConnectionLost      another host does not answer, or no longer
+    ├── AccessDenied        another host refuses this key, or has an unexpected one
     ├── VersionMismatch     another host runs another lazygt, torch or Python
     ├── CheckpointError     a checkpoint that can't be resumed, or a folder that can't hold any
     ├── PoolError           a pool that can't be reached, that refused a session, or ended one
-    │   ├── PoolFull            all workers are taken, and as many sessions wait as may
-    │   ├── PoolDraining        it admits nobody any more
-    │   ├── GangTooLarge        more workers than it has
-    │   ├── OverQuota           more than this client may have
+    │   ├── PoolFull            all workers are in use, and the queue is full
+    │   ├── PoolDraining        the pool admits no more sessions
+    │   ├── GangTooLarge        more workers than the pool has
+    │   ├── OverQuota           more than the quota of this key
     │   └── SessionEnded        the pool has ended the session
     ├── LaunchError         a job's variables are wrong, or its processes don't meet
     ├── MachineError        a machine file with a figure that is missing or absurd, or no machine
@@ -27,10 +27,10 @@
 
     CompileWarning (UserWarning) a function of torch.compile runs uncompiled in a session
     GatherWarning (UserWarning)  sharded operands of an op were all-gathered
-    PipelineWarning (UserWarning)  stages take one microbatch after the other, and wait meanwhile
+    PipelineWarning (UserWarning)  stages run microbatches one after the other, and idle
 
-Errors in the *use* of an op (wrong shape, wrong dtype) are not here: they are torch's own
-exceptions, raised by torch at the call.
+Errors in the *use* of an op (wrong shape, wrong dtype) are torch's own exceptions,
+raised by torch at the call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import sys
 from functools import cache
 from typing import Any, ClassVar
 
-#: Public names, which are those of ``lazygt`` too.
+#: Public names, also exported by ``lazygt``.
 __all__ = [
     "AccessDenied", "CheckpointError", "CodeError", "CollectiveMismatch", "CompileWarning",
     "ConnectionLost", "DeviceLost", "ExecutionError", "GangTooLarge", "GatherWarning",
@@ -58,27 +58,27 @@ class LazyGTError(RuntimeError):
 class NoSession(LazyGTError):
     """A lazygt tensor was used with no open session, or with one that has been closed.
 
-    Mend it by doing the work inside ``with lazygt.session():``, or by fetching the values that
-    are needed later (``tensor.cpu()``) before the block ends.
+    To fix this, do the work inside ``with lazygt.session():``, or fetch values for later use
+    (``tensor.cpu()``) before the block ends.
     """
 
 
 class ExecutionError(LazyGTError):
     """An op failed while a worker ran it.
 
-    The error is also of the class that eager torch would have raised, so that ``except
+    The error is also of the exception class of eager torch, so that ``except
     IndexError:`` and the like catch it.
 
     Attributes:
         op: the aten overload, for example ``aten.index_select.default``.
-        inputs: one line a tensor argument: dtype and shape.
+        inputs: dtype and shape of each tensor argument.
         where: ``file:line`` of the user's code that recorded the op.
-        kind: the name of the exception on the worker.
-        detail: its message.
+        kind: name of the exception's class on the worker.
+        detail: message of that exception.
         rank: the worker's rank.
     """
 
-    #: what eager torch would have raised, where that is another class
+    #: exception class of eager torch, if known
     _eager: ClassVar[type[Exception] | None] = None
 
     def __init__(
@@ -86,14 +86,14 @@ class ExecutionError(LazyGTError):
     ) -> None:
         self.op, self.inputs, self.where = op, inputs, where
         self.kind, self.detail, self.rank = kind, detail, rank
-        Exception.__init__(self, self._message())  # the eager class may take other arguments
+        Exception.__init__(self, self._message())  # the eager class may have other parameters
 
     def __str__(self) -> str:
-        return str(self.args[0])  # a KeyError's own would quote it
+        return str(self.args[0])  # KeyError.__str__ would quote the message
 
     def __reduce__(self) -> Any:
-        given = self.op, self.inputs, self.where, self.kind, self.detail, self.rank
-        return _remade, (self._eager or type(self), given)
+        arguments = self.op, self.inputs, self.where, self.kind, self.detail, self.rank
+        return _rebuild, (self._eager or type(self), arguments)
 
     def _message(self) -> str:
         return (
@@ -110,8 +110,8 @@ def execution_error(
 ) -> ExecutionError:
     """Build an ExecutionError that is also of the class named by ``kind_of``, if known."""
     eager: Any = exception_class(kind)
-    made = ExecutionError if eager is None else _as_eager(eager)
-    return made(op, inputs, where, kind.rpartition(".")[2].lstrip("_"), detail, rank)
+    error_class = ExecutionError if eager is None else _as_eager(eager)
+    return error_class(op, inputs, where, kind.rpartition(".")[2].lstrip("_"), detail, rank)
 
 
 def kind_of(error: BaseException) -> str:
@@ -122,48 +122,48 @@ def kind_of(error: BaseException) -> str:
 
 
 def exception_class(kind: str) -> type[Exception] | None:
-    """The class that ``kind_of`` told of, if this process has it; nothing is imported for it."""
-    found: Any = getattr(builtins, kind, None)
+    """Look up an exception class by its name of ``kind_of``, without imports; None: unknown."""
+    cls: Any = getattr(builtins, kind, None)
     names = kind.split(".")
     for count in range(len(names) - 1, 0, -1):
         if (module := sys.modules.get(".".join(names[:count]))) is not None:
-            found = module
+            cls = module
             for name in names[count:]:
-                found = getattr(found, name, None)
+                cls = getattr(cls, name, None)
             break
-    return found if isinstance(found, type) and issubclass(found, Exception) else None
+    return cls if isinstance(cls, type) and issubclass(cls, Exception) else None
 
 
 @cache
 def _as_eager(eager: Any) -> type[ExecutionError]:
-    """The class of the ExecutionErrors that are also of class ``eager``."""
+    """Return a subclass of ExecutionError and ``eager``; ExecutionError if there can be none."""
     if issubclass(ExecutionError, eager) or issubclass(eager, ExecutionError):
         return ExecutionError
-    new = eager.__new__
+    eager_new = eager.__new__
 
-    def made(cls: type[Any], *_: object) -> Any:
-        return new(cls)  # RuntimeError's would come first, and is refused for an OSError
+    def create(cls: type[Any], *_: object) -> Any:
+        return eager_new(cls)  # the default, RuntimeError.__new__, rejects subclasses of OSError
 
     name = f"{eager.__name__.lstrip('_')}OnWorker"
-    own = {"__new__": made, "__module__": __name__, "_eager": eager}
+    namespace = {"__new__": create, "__module__": __name__, "_eager": eager}
     try:
-        both = type(name, (ExecutionError, eager), own)
-        both("", (), "", "", "")
-    except Exception:  # noqa: BLE001 - a class of the user's that is made in another way
+        error_class = type(name, (ExecutionError, eager), namespace)
+        error_class("", (), "", "", "")
+    except Exception:  # noqa: BLE001 - a user's class with another constructor
         return ExecutionError
-    return both
+    return error_class
 
 
-def _remade(cls: type[Exception], given: tuple[Any, ...]) -> ExecutionError:
-    """An unpickled ExecutionError."""
-    made: Any = cls
-    return (made if issubclass(cls, ExecutionError) else _as_eager(made))(*given)
+def _rebuild(cls: type[Exception], arguments: tuple[Any, ...]) -> ExecutionError:
+    """Rebuild an ExecutionError, for pickle."""
+    error_class: Any = cls
+    return (error_class if issubclass(cls, ExecutionError) else _as_eager(error_class))(*arguments)
 
 
 class CollectiveMismatch(ExecutionError):
     """The ranks hold different plans for the same run; raised before anything is launched.
 
-    A bug in lazygt: the plans of all ranks are made together. ``detail`` names the ranks and the
+    A bug in lazygt: the plans of all ranks are built together. ``detail`` names the ranks and the
     first collective that differs. The workers have left their process group.
     """
 
@@ -176,14 +176,14 @@ class CollectiveMismatch(ExecutionError):
 
 
 class CodeError(LazyGTError):
-    """The code of an op or a function, which is not torch's, can't be brought to the workers.
+    """The code of a custom op or function can't be sent to the workers.
 
-    Raised where the op is recorded if the client knows; a failure on a worker (a module that
-    it can't import) is an ExecutionError that is a CodeError, too.
+    Raised when the op is recorded, if the client detects the failure. A failure on a worker (an
+    import error) is an ExecutionError that is also a CodeError.
 
     Attributes:
-        name: of the op or function.
-        module: where it is defined, if that is known.
+        name: name of the op or function.
+        module: module of its definition; "" if unknown.
     """
 
     def __init__(self, name: str, module: str, why: str) -> None:
@@ -196,13 +196,13 @@ class WorkerDied(LazyGTError):
     """A worker process ended while the session needed it.
 
     Attributes:
-        rank: its rank.
-        pid: its process id.
-        status: how it ended, for example ``signal SIGKILL``, ``exit code 1`` or ``out of memory
+        rank: the worker's rank.
+        pid: the worker's process id.
+        status: cause of the end, for example ``signal SIGKILL``, ``exit code 1`` or ``out of memory
             (signal SIGKILL)``.
-        stderr: the end of its standard error.
-        during: the step at which it died repeatedly; "" if nothing points to one.
-        out_of_memory: True if it ended for want of memory.
+        stderr: the last lines of the worker's standard error.
+        during: step at which workers died repeatedly; "" if unknown.
+        out_of_memory: True if the process was killed for lack of memory.
     """
 
     def __init__(self, rank: int, pid: int, status: str, stderr: str, during: str = "") -> None:
@@ -223,25 +223,25 @@ class WorkerDied(LazyGTError):
 
 
 class DeviceLost(WorkerDied):
-    """A kernel failed in a way after which its process can't use the GPU any more.
+    """A kernel failure made the GPU unusable for its process.
 
-    So it is after an assertion on the device (an index out of range) and an illegal address. Where
-    a session recovers, the op fails with an ExecutionError, and all other values are computed again
-    in a new process; without that they are lost, and this is raised.
+    Causes are device-side assertions (an index out of range) and illegal addresses. In a session
+    with recovery the op fails with an ExecutionError, and all other values are computed again in a
+    new process. Without recovery the values are lost, and this error is raised.
 
     Attributes:
         why: the driver's message.
-        culprit: the failed op, where it is known (see ``messages.Failure``).
+        culprit: the failed op, if known (see ``messages.Failure``).
     """
 
     culprit: Any = None
 
     def __init__(self, rank: int, pid: int, why: str, at: str = "") -> None:
         self.why = why
-        met = f"This was met at {at}. " if at else ""
+        location = f"This was met at {at}. " if at else ""
         super().__init__(
             rank, pid, f"it can't use its device any more: {why}", "",
-            f"{met}Kernels run while others are launched, so an earlier op may be the cause: "
+            f"{location}Kernels run while others are launched, so an earlier op may be the cause: "
             f"started with CUDA_LAUNCH_BLOCKING=1 in its environment, a program is told which.",
         )  # fmt: skip
 
@@ -263,12 +263,12 @@ class ProtocolError(LazyGTError):
 
 
 class StoreLost(LazyGTError, ConnectionError):
-    """The store in which ranks on several hosts meet does not answer.
+    """The rendezvous store of ranks on several hosts does not answer.
 
-    It is in the process that opened the session: that has ended, or its host can't be reached.
+    The store is in the process that opened the session, which has ended or can't be reached.
 
     Attributes:
-        endpoint: where it was.
+        endpoint: the store's address.
     """
 
     def __init__(self, endpoint: str, silence: float) -> None:
@@ -284,14 +284,14 @@ class StoreLost(LazyGTError, ConnectionError):
 
 
 class SecurityError(LazyGTError):
-    """A configuration that would let strangers reach the session."""
+    """A configuration would expose the session to other users."""
 
 
 class ConnectionLost(LazyGTError):
-    """Another host does not answer, or not any more.
+    """Another host does not answer, or no longer.
 
     Attributes:
-        endpoint: its address.
+        endpoint: the host's address.
         why: the cause, as far as it is known.
     """
 
@@ -304,11 +304,11 @@ class ConnectionLost(LazyGTError):
 
 
 class AccessDenied(LazyGTError):
-    """Another host refuses our key, or does not have the key that it should.
+    """Another host refuses this key, or has an unexpected key itself.
 
     Attributes:
-        endpoint: its address.
-        why: which of both.
+        endpoint: the host's address.
+        why: the reason.
     """
 
     def __init__(self, endpoint: str, why: str) -> None:
@@ -326,18 +326,20 @@ class VersionMismatch(LazyGTError):
     """Another host runs another lazygt, torch or Python, so code and plans can't go there.
 
     Attributes:
-        endpoint: its address.
+        endpoint: the host's address.
         differences: name, version here, version there.
-        why: its message.
+        why: the host's message.
     """
 
     def __init__(
         self, endpoint: str, differences: list[tuple[str, str, str]], why: str = ""
     ) -> None:
         self.endpoint, self.differences, self.why = endpoint, differences, why
-        said = [f"{name} is {here} here and {there} there" for name, here, there in differences]
+        texts = [
+            f"{name} is {local} here and {remote} there" for name, local, remote in differences
+        ]
         super().__init__(
-            f"{endpoint} runs other versions: {'; '.join([*said, *([why] if why else [])])}. "
+            f"{endpoint} runs other versions: {'; '.join([*texts, *([why] if why else [])])}. "
             f"Install the same ones in both places."
         )
 
@@ -346,12 +348,12 @@ class VersionMismatch(LazyGTError):
 
 
 class CheckpointError(LazyGTError):
-    """A checkpoint can't be resumed, and nothing of it was loaded; or a folder can't hold any.
+    """A checkpoint can't be resumed, and nothing was loaded; or a folder can't have checkpoints.
 
     Attributes:
-        path: of the file, or of the folder.
-        why: the fault.
-        torn: the file was not written to its end, or has lost it.
+        path: path of the file or folder.
+        why: the reason.
+        torn: True if the end of the file is missing.
     """
 
     def __init__(self, path: str | os.PathLike[str], why: str, torn: bool = False) -> None:
@@ -367,7 +369,7 @@ class PoolError(LazyGTError):
     """A pool of workers can't be reached, has refused a session, or has ended one.
 
     Attributes:
-        given: its arguments, as they travel.
+        given: the error's arguments on the wire.
     """
 
     def __init__(self, text: str, *given: Any) -> None:
@@ -379,11 +381,11 @@ class PoolError(LazyGTError):
 
 
 class PoolFull(PoolError):
-    """All workers are taken, and as many sessions wait for some as may.
+    """All workers are in use, and the queue of waiting sessions is full.
 
     Attributes:
-        waiting: sessions in the queue.
-        workers: of the pool.
+        waiting: number of sessions in the queue.
+        workers: number of workers of the pool.
     """
 
     def __init__(self, waiting: int, workers: int) -> None:
@@ -396,7 +398,7 @@ class PoolFull(PoolError):
 
 
 class PoolDraining(PoolError):
-    """The pool admits nobody any more."""
+    """The pool admits no more sessions."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -407,11 +409,11 @@ class PoolDraining(PoolError):
 
 
 class GangTooLarge(PoolError):
-    """A session asked for more workers than the pool has, so it would wait for ever.
+    """A session requested more workers than the pool has, and would wait for ever.
 
     Attributes:
-        asked: workers.
-        workers: of the pool.
+        asked: number of requested workers.
+        workers: number of workers of the pool.
     """
 
     def __init__(self, asked: int, workers: int) -> None:
@@ -424,12 +426,13 @@ class GangTooLarge(PoolError):
 
 
 class OverQuota(PoolError):
-    """A client asked for more than its key may have, or its workers hold more.
+    """A client requested or uses more than the quota of its key.
 
     Attributes:
         what: ``sessions``, ``workers``, ``cores``, or ``memory`` (bytes).
-        wanted: by this session; used: by the client's other sessions and published weights.
-        limit: of them all.
+        wanted: amount of this session.
+        used: amount of the client's other sessions and published weights.
+        limit: quota of all of them.
     """
 
     def __init__(self, what: str, wanted: int, used: int, limit: int) -> None:
@@ -447,8 +450,8 @@ class SessionEnded(PoolError):
     """The pool has ended a session; its values are lost.
 
     Attributes:
-        session: its name.
-        why: evicted, or expired.
+        session: name of the session.
+        why: the reason: evicted, or expired.
     """
 
     def __init__(self, session: str, why: str) -> None:
@@ -460,16 +463,16 @@ class SessionEnded(PoolError):
 
 
 class LaunchError(LazyGTError):
-    """The processes of a job can't become one session.
+    """The processes of a job can't form one session.
 
-    The variables of their ranks contradict one another, one is missing, or the processes don't
-    meet.
+    The variables of the ranks contradict one another, one is missing, or the processes can't
+    connect.
 
-    Where the job's variables are not meant for lazygt, ``LAZYGT_LAUNCHER=process`` or
+    If the job's variables are not meant for lazygt, ``LAZYGT_LAUNCHER=process`` or
     ``lazygt.session(launcher="process")`` leaves them alone.
 
     Attributes:
-        variable: of the environment, which to look at; "" where none is at fault.
+        variable: the faulty environment variable; "" if none is at fault.
         why: the fault, and a remedy.
     """
 
@@ -482,11 +485,11 @@ class LaunchError(LazyGTError):
 
 
 class MachineError(LazyGTError, ValueError):
-    """A machine file is wrong, or there is none of that name.
+    """A machine file is invalid, or no machine has that name.
 
     Attributes:
-        path: of the file, or the name.
-        key: the figure, such as ``memory.bandwidth``; empty where it is not about one.
+        path: path of the file, or the name.
+        key: the invalid figure, such as ``memory.bandwidth``; "" if the error is about no figure.
         why: the fault, and the expected value.
     """
 
@@ -506,31 +509,31 @@ class GraphError(LazyGTError):
 class CompileWarning(UserWarning):
     """A function of ``torch.compile`` runs uncompiled, because a session is open.
 
-    The numbers are those of eager torch. Said once a process, with the line.
+    The numbers are those of eager torch. Emitted once per process, with the line.
     """
 
 
 class GatherWarning(UserWarning):
     """Sharded operands of an op were all-gathered, though no placement asked for that.
 
-    The op has no sharding rule, or no strategy that takes less time. The numbers are right. Said
-    once a session, op and line, with the bytes and a remedy; ``lazygt why`` lists all.
+    The op has no sharding rule, or no strategy that takes less time. The numbers are right. Emitted
+    once per session, op and line, with the bytes and a remedy; ``lazygt why`` lists all.
     """
 
 
 class IdleWarning(UserWarning):
-    """The client does the work that a session was opened for.
+    """Work inside an open session runs in the client.
 
-    The numbers are right; they are computed in this process. Said once a session, with the line
-    and the code to write instead.
+    The numbers are right; they are computed in this process. Emitted once per session, with the
+    line and the code to write instead.
     """
 
 
 class PipelineWarning(UserWarning):
-    """The stages of a pipeline take one microbatch after the other: 1F1B order can't be kept.
+    """The stages of a pipeline run microbatches one after the other, because 1F1B is impossible.
 
-    The numbers are right, but each stage waits while the others work. Said once a session, with
-    the obstacle.
+    The numbers are right, but each stage waits while the others work. Emitted once per
+    session, with the obstacle.
     """
 
 
@@ -541,7 +544,7 @@ def _indent(text: str) -> str:
 def in_one_line(error: BaseException) -> str:
     """Return an error's type and message without line breaks, for a log or a table.
 
-    Compilers write pages: after the first line only the first one that names an error is kept.
+    Of long compiler output only the first line, and the first one with an error, are included.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines[1:] if "error:" in line]

@@ -1,4 +1,4 @@
-"""Session: the one room where recording, passes and the runtime meet."""
+"""Session: connects recording, passes and the runtime."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ if TYPE_CHECKING:
     from lazygt.submit.weights import SessionSource
 
 
-#: What lets workers copy their values for transfers.
+#: Factory of the workers' copier of values for transfers.
 COPIER = "lazygt.transfer.copier:copier_for"
 
 
 class Session:
-    """Workers, plans and the generator; ``lazygt.session(...)`` makes one.
+    """Workers, plans and the random generator; opened by ``lazygt.session(...)``.
 
-    Use it as a context manager. Inside, new tensors are made on device ``lazygt`` (unless
+    Use it as a context manager. Inside, new tensors are created on device ``lazygt`` (unless
     ``default_device=False``), ops are recorded, and sync points ship them.
 
     Each setting is also read from the variable ``LAZYGT_<NAME>``; a keyword wins.
@@ -77,49 +77,50 @@ class Session:
     def __init__(self, **settings: Unpack[Settings]) -> None:
         native.check_choice()
         native.warn_of_python()
-        self.config = config = Config.load(**by_engine(_overseer.settings({**settings})))
-        #: the workers as a grid with named axes
+        self.config = config = Config.load(**by_engine(_interceptor.settings({**settings})))
+        #: grid of the workers with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
         self._virtual_mesh = VirtualMesh.of(self.mesh, config.invariant)
-        #: by whose costs plans are made
-        self.machine = _machine(config)
+        #: cost model of the plans
+        self.machine = _find_machine(config)
         self._checkpoints = None if config.checkpoint is None else Checkpoints(config)
-        self._link, opened = _open(config, self.mesh)
+        self._link, opened = _open_link(config, self.mesh)
         if opened.device != config.device:
             self.config = config = opened
-            self.machine = _machine(config)
-        #: takes the hooks away, at the latest when nobody has the session any more
+            self.machine = _find_machine(config)
+        #: removes the hooks, at the latest when the session is garbage-collected
         hooks: list[RemovableHandle] = []
-        self._unhook = weakref.finalize(self, _remove, hooks)
+        self._remove_all_hooks = weakref.finalize(self, _remove_hooks, hooks)
         try:
             self._connect(config, hooks)
-            _overseer.opened(self)
+            _interceptor.opened(self)
         except BaseException:
-            self._unhook()
+            self._remove_all_hooks()
             self._link.close()
             raise
 
     def _connect(self, config: Config, hooks: list[RemovableHandle]) -> None:
-        """Put recorder, planner and client together, on top of the link."""
-        #: the same costs, with those of the network where workers are on several hosts. Plans are
-        #: not made by these: wherever the workers are, plans, and so the bits, are the same
+        """Create recorder, planner and client on top of the link."""
+        #: the machine with the network's costs, if workers are on several hosts. Only reports use
+        #: these costs: plans, and therefore bits, must not depend on the workers' hosts
         self.costs = self.machine
         if len(self._link.hosts) > 1:
             self.costs = on_hosts(self.machine, self._virtual_mesh, self._link.hosts)
-        self.device_type = kind = device_type(config)
+        self.device_type = device_kind = device_type(config)
         self._console = Console.of(config.log)
         recovers = config.recover == "auto" and config.launcher not in {"inline", "dry"}
         self._client = Client(
             self._link, config.max_ahead, config.shm_threshold, self._console,
-            (config.snapshot_cost, config.journal_bytes) if recovers else None, kind != "cpu",
+            (config.snapshot_cost, config.journal_bytes) if recovers else None,
+            device_kind != "cpu",
         )  # fmt: skip
         trie = TraceTrie(
             config.max_plans, config.max_plan_bytes, config.max_trie_nodes,
             config.max_graph_nodes, config.max_graph_bytes, self.mesh.world_size,
         )  # fmt: skip
-        self.recorder = new_recorder(trie, kind, config.ship_code, config.threads is None)
+        self.recorder = new_recorder(trie, device_kind, config.ship_code, config.threads is None)
         self._tiers = Tiers(
-            self._client, kind, config.compile, Cache(config.cache_dir), config.frozen_after,
+            self._client, device_kind, config.compile, Cache(config.cache_dir), config.frozen_after,
             config.compile_timeout,
         )  # fmt: skip
         self._history = History()
@@ -134,15 +135,15 @@ class Session:
         if self._checkpoints is not None:
             mesh = self._virtual_mesh
             self._checkpoints.connect(self.recorder, self._client, mesh, config)
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         self._closing = threading.Lock()
-        self._opened = False
+        self._entered_by_open = False
         self._weight_source: SessionSource | None = None
         hooks.append(register_optimizer_step_pre_hook(self._submitter.before_step))
         hooks.append(register_optimizer_step_post_hook(self._submitter.after_step))
         self._status: StatusWriter | None = None
         if self._link.status is not None:
-            # why: it loads the mailboxes, which `import lazygt` does without
+            # why: it loads the mailboxes, which `import lazygt` does not need
             from lazygt.submit.status_page import StatusWriter
 
             self._status = StatusWriter(self, self._link.status, self._link.name)
@@ -150,7 +151,7 @@ class Session:
         self.idle = self._submitter.idle = Idle(self, config.default_device)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse a copy.
+        """Refuse to copy or pickle the session.
 
         Raises:
             TypeError: always.
@@ -160,10 +161,10 @@ class Session:
             "of copied objects, or ask lazygt.current() for the open one"
         )
 
-    # -- the context ---------------------------------------------------------------------
+    # -- context manager -----------------------------------------------------------------
 
     def __enter__(self) -> Session:
-        """Record ops here until the block ends; nests, also inside itself."""
+        """Record ops in this session until the block ends; reentrant."""
         self.idle.enter()
         self._check_open()
         try:
@@ -185,38 +186,39 @@ class Session:
             device.leave_session(self)
             return
         try:
-            if kind is None and not self.recorder.closed and os.getpid() == self._owner:
+            if kind is None and not self.recorder.closed and os.getpid() == self._owner_pid:
                 self.synchronize()
                 if self._checkpoints is not None:
                     self._checkpoints.end_well()
                 self.recorder.generator.restore_host_state()
-                recorder, sent = self.recorder, self._client.counts.bytes_uploaded
-                if not (recorder.ops or recorder.has_numbers or sent):
+                recorder, uploaded = self.recorder, self._client.counts.bytes_uploaded
+                if not (recorder.ops or recorder.has_numbers or uploaded):
                     self.idle.ended_unused()
         finally:
             self._end()
 
     def open(self) -> Session:
-        """Record ops from here until ``close``: a session over several cells of a notebook.
+        """Record ops until ``close``, for a session over several cells of a notebook.
 
-        Opened once already, it stays as it is.
+        Idempotent.
         """
         if self not in session_stack:
             self.__enter__()
-        self._opened = True
+        self._entered_by_open = True
         return self
 
     def close(self) -> None:
-        """End the workers. Their values are lost. May be called twice.
+        """End the workers; their values are lost. Idempotent.
 
-        A session begun by ``open`` ends as a block does: recorded ops are run, and errors raised.
+        A session begun by ``open`` ends like a block: recorded ops are run, and errors raised.
         """
-        opened, self._opened = self._opened, False
+        opened, self._entered_by_open = self._entered_by_open, False
         if opened:
             self.__exit__(None, None, None)
         self._end()
 
     def _end(self) -> None:
+        """Close the session with Ctrl-C deferred."""
         try:
             with self._closing, DEFER_INTERRUPT:
                 self._close()
@@ -225,30 +227,31 @@ class Session:
                 DEFER_INTERRUPT.give_back()
 
     def _close(self) -> None:
+        """Close all parts once; a forked process leaves the workers alone."""
         if self.recorder.closed:
             return
         self.recorder.closed = True
-        with ExitStack() as ends:  # last first; each is reached, though another raises
+        with ExitStack() as stack:  # callbacks run in reverse order, even if one raises
             if self._console is not None:
-                ends.callback(self._console.close)
-            ends.callback(self._client.close)
-            if os.getpid() == self._owner:
-                ends.callback(self._link.close)
+                stack.callback(self._console.close)
+            stack.callback(self._client.close)
+            if os.getpid() == self._owner_pid:
+                stack.callback(self._link.close)
                 if self._checkpoints is not None:
-                    ends.callback(self._checkpoints.close)
-                ends.callback(self._tiers.close)
+                    stack.callback(self._checkpoints.close)
+                stack.callback(self._tiers.close)
                 if self._status is not None:
-                    ends.callback(self._status.close)
-            ends.callback(self._unhook)
-            ends.callback(self.idle.close)
-            ends.callback(device.close_session, self)
-            ends.callback(self.recorder.generator.close)
+                    stack.callback(self._status.close)
+            stack.callback(self._remove_all_hooks)
+            stack.callback(self.idle.close)
+            stack.callback(device.close_session, self)
+            stack.callback(self.recorder.generator.close)
 
     # -- sync points ---------------------------------------------------------------------
 
     def flush(self) -> None:
         """Ship the recorded ops without waiting for them."""
-        self._check_used()
+        self._check_entered()
         self.recorder.flush("flush()")
 
     def synchronize(self) -> None:
@@ -258,7 +261,7 @@ class Session:
             ExecutionError: an op failed since the last sync point.
             WorkerDied, WorkerFrozen: a worker is gone or does not answer.
         """
-        self._check_used()
+        self._check_entered()
         with self.recorder.lock, DEFER_INTERRUPT:
             self.recorder.flush("synchronize()")
             self._client.finish()
@@ -267,13 +270,13 @@ class Session:
     # -- checkpoints ---------------------------------------------------------------------
 
     def register(self, **objects: Any) -> None:
-        """Have objects saved by ``checkpoint`` and resumed by ``resume``, under these names.
+        """Register objects by name for ``checkpoint`` and ``resume``.
 
-        Does nothing without ``lazygt.session(checkpoint=FOLDER)``, like those two.
+        Without ``lazygt.session(checkpoint=FOLDER)`` the three methods do nothing.
 
         Args:
-            objects: whatever has ``state_dict()`` and ``load_state_dict()`` (modules, optimizers,
-                schedules ...), tensors, dicts, and generators of random numbers.
+            objects: objects with ``state_dict()`` and ``load_state_dict()`` (modules, optimizers,
+                schedulers ...), tensors, dicts, and generators of random numbers.
 
         Raises:
             TypeError: an object of another kind.
@@ -284,55 +287,56 @@ class Session:
     def resume(self) -> Saved:
         """Load the folder's last checkpoint into the registered objects.
 
-        It is the state after ``step`` steps of a run that was killed, random generators included.
-        Random numbers drawn after it continue their streams: call it right before the first step.
+        The result is the state after ``step`` steps of a killed run, random generators included.
+        Call this right before the first step: random numbers drawn later continue their streams.
 
         Returns:
-            The saved values; ``step`` is 0 where there is nothing yet.
+            The saved values; ``step`` is 0 without a checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, or of another program, torch or lazygt. Nothing was
-                loaded.
+            CheckpointError: the checkpoint is damaged, or of another program, torch or lazygt.
+                Nothing was loaded.
         """
-        self._check_used()
+        self._check_entered()
         return Saved() if self._checkpoints is None else self._checkpoints.resume()
 
     def checkpoint(self, step: int, *, now: bool = False, **values: Any) -> bool:
-        """Mark the end of a step, after which all registered objects are consistent.
+        """Mark the end of a step, at which all registered objects are consistent.
 
-        As often as ``checkpoint_every`` says, this state is saved beside the next steps.
+        At intervals of ``checkpoint_every`` the state is saved, overlapped with the next steps.
 
         Args:
-            now: save it in any case, and wait until it is on the disk.
-            values: plain ones to be saved with it.
+            now: save the state in any case, and wait until it is on the disk.
+            values: plain values to save with the state.
 
         Returns:
-            True if this state is being saved; with ``now``, if it is saved.
+            True if this state is being saved; with ``now``, if the save has finished.
 
         Raises:
             CheckpointError: the folder has checkpoints that were not resumed.
             TypeError: a state or a value can't be saved.
         """
-        self._check_used()
+        self._check_entered()
         return self._checkpoints is not None and self._checkpoints.mark(step, values, now)
 
     @property
     def checkpoints(self) -> list[CheckpointRecord]:
-        """The checkpoints that were written, oldest first."""
+        """Written checkpoints, oldest first."""
         return [] if self._checkpoints is None else list(self._checkpoints.records)
 
     def publish(
         self, name: str, value: torch.Tensor | Mapping[str, torch.Tensor], *, shared: bool = False
     ) -> None:
-        """Keep a value in the pool of this session under a name, for later clients with this key;
-        see ``lazygt.Pool.publish``. A sync point.
+        """Publish a value in the session's pool, for later clients with this key; a sync point.
+
+        See ``lazygt.Pool.publish``.
 
         Raises:
             ValueError: the session is in no pool.
-            OverQuota: this key may not have so many bytes there.
-            TypeError: it is neither a tensor nor a mapping of names to tensors.
+            OverQuota: the value exceeds the quota of this key.
+            TypeError: the value is neither a tensor nor a mapping of names to tensors.
         """
-        self._check_used()
+        self._check_entered()
         if self.config.on is None or self.config.key is None:
             raise ValueError(
                 "publish() is for a session in a pool: lazygt.session(on='tcp://HOST:PORT', ...)"
@@ -344,11 +348,11 @@ class Session:
             pool.publish(name, value, shared=shared)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> list[RemoteValue]:
-        """Compute the values of handles, and return their places on the workers.
+        """Compute the values of handles, and return their locations on the workers.
 
-        A sync point; it raises the same errors as ``synchronize``.
+        A sync point; raises the same errors as ``synchronize``.
         """
-        self._check_used()
+        self._check_entered()
         with self.recorder.lock, torch.no_grad():
             handles: list[LazyTensor] = []
             for t in tensors:
@@ -366,8 +370,8 @@ class Session:
     def weight_source(self) -> SessionSource | None:
         """Source of weights that the workers send themselves.
 
-        None under ``invariant``, in dry runs, and for workers of other hosts: the client then
-        fetches the weights and sends them.
+        None under ``invariant``, in dry runs, and for workers on other hosts: then the client
+        fetches and sends the weights.
         """
         if self.config.invariant or self.config.launcher == "dry" or self._link.mirrors:
             return None
@@ -383,35 +387,36 @@ class Session:
     def compiled(self, timeout: float | None = None) -> bool:
         """Wait until groups under compilation are compiled and swapped in.
 
-        Plans are compiled after their second run; call this after that, for example before
-        timing a loop. Nothing else needs it.
+        Plans are compiled after their second run. Call this afterwards, for example before timing a
+        loop.
 
         Args:
-            timeout: seconds; None: as long as it takes, some seconds a group.
+            timeout: seconds; None: no limit. A group takes some seconds.
 
         Returns:
-            False when the time was not enough.
+            False after a timeout.
         """
-        self._check_used()
+        self._check_entered()
         with self.recorder.lock, DEFER_INTERRUPT:
             return self._tiers.wait(timeout)
 
-    def _check_used(self) -> None:
+    def _check_entered(self) -> None:
         """Raise an error unless the session is entered."""
         if not self.idle.entered:
             self.idle.used()
         self._check_open()
 
     def _check_open(self) -> None:
+        """Raise NoSession if the session is closed, or of the parent process of a fork."""
         if self.recorder.closed:
             raise NoSession("this session is closed; open a new one with lazygt.session()")
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner_pid:
             raise NoSession(
-                f"this session is of process {self._owner}, from which this one was forked; its "
-                f"workers answer that process only. Open a session of its own here"
+                f"this session is of process {self._owner_pid}, from which this one was forked; "
+                f"its workers answer that process only. Open a session of its own here"
             )
 
-    # -- seeing --------------------------------------------------------------------------
+    # -- introspection -------------------------------------------------------------------
 
     @property
     def worker_pids(self) -> list[int]:
@@ -420,7 +425,7 @@ class Session:
 
     @property
     def recoveries(self) -> list[RecoveryRecord]:
-        """The times that workers were replaced, oldest first."""
+        """Replacements of workers, oldest first."""
         return list(self._client.recoveries)
 
     @property
@@ -430,7 +435,7 @@ class Session:
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan of the last flush that had one."""
+        """Plan of the last flush with a plan."""
         return self._history.last_plan
 
     @property
@@ -443,46 +448,47 @@ class Session:
         return list(self._client.entries)
 
     def plans(self) -> list[Plan]:
-        """The plans that are kept, oldest first."""
-        return [kept.entry.plan for kept in self._planner.kept()]
+        """List the cached plans, oldest first."""
+        return [cached.entry.plan for cached in self._planner.kept()]
 
     def compiles(self) -> list[Compile]:
-        """The fused groups for which compiled code was asked, in that order."""
+        """List the fused groups with requested compilations, in order of the requests."""
         return list(self._tiers.compiles.values())
 
     def cuda_graphs(self) -> list[tuple[PlanRecord, int, Captured]]:
         """List hot plans on GPUs: plan, rank, and its CUDA graphs or the reason for none."""
         return [
-            (entry, rank, told)
+            (entry, rank, captured)
             for entry in self._client.entries
-            for rank, told in sorted(entry.captures.items())
+            for rank, captured in sorted(entry.captures.items())
         ]
 
     def stages(self, plan: Plan) -> Stages:
-        """A plan's graph as recorded and after each pass: (name, graph) in order.
+        """Return a plan's graph as recorded and after each pass: (name, graph) in order.
 
         Raises:
-            ValueError: when the session was not opened with ``keep_stages=True``, or does not
-                keep this plan.
+            ValueError: the session was not opened with ``keep_stages=True``, or does not cache
+                this plan.
         """
-        return self._kept(plan).stages
+        return self._cached_plan(plan).stages
 
     def decided(self, plan: Plan) -> tuple[AxisStep, ...]:
         """Return the decisions on a plan's placements, one axis of the mesh after another.
 
-        Empty where nothing was to be placed.
+        Empty if the plan has no values to shard.
 
         Raises:
-            ValueError: as ``stages``.
+            ValueError: see ``stages``.
         """
-        return self._kept(plan).decided
+        return self._cached_plan(plan).decided
 
-    def _kept(self, plan: Plan) -> CachedPlan:
+    def _cached_plan(self, plan: Plan) -> CachedPlan:
+        """Find a plan in the cache by its digest; raise ValueError without ``keep_stages``."""
         if not self.config.keep_stages:
             raise ValueError("stages() needs lazygt.session(keep_stages=True)")
-        for kept in self._planner.kept():
-            if kept.entry.plan.digest == plan.digest:
-                return kept
+        for cached in self._planner.kept():
+            if cached.entry.plan.digest == plan.digest:
+                return cached
         raise ValueError(f"this session keeps no plan {plan.digest.hex()[:12]}; see plans()")
 
     @contextmanager
@@ -490,7 +496,7 @@ class Session:
         """Attach an observer for a block; the end of the block is a sync point.
 
         Args:
-            make: of the client, which sends and gets all messages.
+            make: creates the observer of the client, which sends and receives all messages.
 
         Raises:
             RuntimeError: an observer is attached already.
@@ -527,7 +533,7 @@ class Session:
             "bytes_fetched": counts.bytes_fetched,
             "fetches": counts.fetches,
             "plans_sent": counts.plans_sent,
-            "cuda_graphs": sum(told.graphs for _, _, told in self.cuda_graphs()),
+            "cuda_graphs": sum(captured.graphs for _, _, captured in self.cuda_graphs()),
             "largest_run_message": counts.largest_run,
             "last_run_message": counts.last_run,
             "snapshots": self._client.snapshots,
@@ -539,23 +545,23 @@ class Session:
     def memory(self) -> SessionMemory:
         """Measure the memory of each worker; the result prints as a table.
 
-        A sync point; it raises the same errors as ``synchronize``.
+        A sync point; raises the same errors as ``synchronize``.
         """
-        # why: it brings rich, which few sessions need
+        # why: it imports rich, which few sessions need
         from lazygt.submit.memory import RankMemory, SessionMemory
 
-        self._check_used()
+        self._check_entered()
         with self.recorder.lock, DEFER_INTERRUPT:
             self.recorder.flush("memory()")
             self._client.synchronize()
             self._client.raise_failure()
             groups = by_kind(self._submitter.kinds.by_id())
-            told = self._client.memory(list(groups.values()))
+            measured = self._client.memory(list(groups.values()))
         names = (*groups, OTHER)
         return SessionMemory([
-            RankMemory(rank, dict(zip(names, each.living, strict=True)), each.allocated, each.peak,
-                       each.resident)
-            for rank, each in enumerate(told)
+            RankMemory(rank, dict(zip(names, sizes.living, strict=True)), sizes.allocated,
+                       sizes.peak, sizes.resident)
+            for rank, sizes in enumerate(measured)
         ])  # fmt: skip
 
     def _repr_html_(self) -> str:
@@ -574,9 +580,8 @@ class Session:
         )
 
 
-def _open(config: Config, mesh: Mesh) -> tuple[Link, Config]:
-    """The link to the workers, new ones of this machine or a pool's, and the config with the device
-    that these have."""
+def _open_link(config: Config, mesh: Mesh) -> tuple[Link, Config]:
+    """Open the link to new workers or a pool's; return the config with their device, too."""
     if config.on is None:
         return open_link(config, mesh, COPIER), config
     # why: it loads sockets and keys, which only sessions in a pool need
@@ -586,51 +591,52 @@ def _open(config: Config, mesh: Mesh) -> tuple[Link, Config]:
     return link, link.config
 
 
-def _machine(config: Config) -> Machine:
-    """The machine that was named, else the one that serves for any of its kind.
+def _find_machine(config: Config) -> Machine:
+    """Return the configured machine, else the default one of the workers' kind of device.
 
     Raises:
-        MachineError: there is none of that name, or its file is wrong.
+        MachineError: no machine has that name, or its file is invalid.
     """
     if config.machine is None:
         return default_machine(device_type(config))
     return machine_of(config.machine, config.cache_dir)
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
+def _remove_hooks(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
 
 
-class _Overseer(NamedTuple):
-    """See ``overseen``."""
+class _Interceptor(NamedTuple):
+    """Hooks of ``overseen`` into the opening of sessions."""
 
     settings: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: settings
     opened: Callable[[Session], object] = lambda session: None
 
 
-_overseer = _Overseer()
+_interceptor = _Interceptor()
 
 
 @contextmanager
 def overseen(
     settings: Callable[[dict[str, Any]], dict[str, Any]], opened: Callable[[Session], object]
 ) -> Iterator[None]:
-    """Open all sessions meanwhile with other settings, and report them.
+    """Context that changes the settings of all opened sessions, and reports the sessions.
 
     Args:
-        settings: requested settings -> settings of the session.
-        opened: called with each session that has been made.
+        settings: function from requested settings to those of the session.
+        opened: called with each opened session.
     """
-    global _overseer
-    before, _overseer = _overseer, _Overseer(settings, opened)
+    global _interceptor
+    previous, _interceptor = _interceptor, _Interceptor(settings, opened)
     try:
         yield
     finally:
-        _overseer = before
+        _interceptor = previous
 
 
-def _source(tensor: LazyTensor) -> SessionSource | None:
+def _source_of(tensor: LazyTensor) -> SessionSource | None:
+    """Return the weight source of a tensor's open session; see ``copy_request.BY_DEVICE``."""
     recorder = recorder_of(tensor)
     for session in session_stack:
         if isinstance(session, Session) and session.recorder is recorder:
@@ -638,14 +644,14 @@ def _source(tensor: LazyTensor) -> SessionSource | None:
     return None
 
 
-copy_request.BY_DEVICE[NAME] = _source
+copy_request.BY_DEVICE[NAME] = _source_of
 
 
 def current() -> Session:
-    """The open session.
+    """Return the open session.
 
     Raises:
-        NoSession: when there is none.
+        NoSession: no session is open.
     """
     session = current_session()
     if not isinstance(session, Session):

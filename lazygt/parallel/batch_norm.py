@@ -1,8 +1,8 @@
 """Batch norm with each rank's own statistics, as in ``DistributedDataParallel``.
 
-By default the statistics are those of the whole batch, as on one device, so each batch norm
-exchanges them between ranks (``SyncBatchNorm``). Local statistics need no exchange, and the numbers
-depend on the axis's number of ranks: each block of samples is normalised for itself, on any rank.
+By default the statistics are those of the global batch, as on one device, so each batch norm
+exchanges them between ranks (``SyncBatchNorm``). Local statistics need no exchange, but the numbers
+depend on the number of ranks of the axis, because each block of samples is normalised separately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lazygt.session import current
 
 
 def local_batch_norm(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
-    """Make every batch norm in a module take statistics of each rank's block of samples.
+    """Make every batch norm in a module compute statistics of each rank's block of samples.
 
     ``lazygt.distribute(batch, {"data": Shard(0)})`` shards the batches. Running statistics are of
     the first block, as DDP keeps those of rank 0. Evaluation is unchanged, and so is training in a
@@ -44,16 +44,16 @@ def local_batch_norm(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
 
 @dataclass(frozen=True)
 class _LocalForward:
-    """The forward of one batch norm."""
+    """Forward of one batch norm, with separate statistics of each block of samples."""
 
     norm: _BatchNorm
     mesh_dim: str
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        blocks = self._blocks(x)
+        blocks = self._block_count(x)
         if blocks == 1:
-            whole: torch.Tensor = type(self.norm).forward(self.norm, x)
-            return whole
+            output: torch.Tensor = type(self.norm).forward(self.norm, x)
+            return output
         self.norm._check_input_dim(x)
         if x.shape[0] % blocks:
             raise ValueError(
@@ -61,43 +61,44 @@ class _LocalForward:
                 f"{blocks} ranks of axis {self.mesh_dim!r}; leave the last samples out "
                 f"(DataLoader(drop_last=True)), or use the statistics of the whole batch"
             )
-        # the blocks' channels stand side by side: to the kernel they are separate channels
-        beside = x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(1, 2)
-        y = self._normalised(beside, blocks)
+        # (N, C, ...) -> (N / blocks, blocks * C, ...): blocks become separate channels
+        stacked = x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(1, 2)
+        y = self._normalise(stacked, blocks)
         joined: torch.Tensor = y.unflatten(1, (blocks, -1)).transpose(0, 1).flatten(0, 1)
         return joined
 
-    def _blocks(self, x: torch.Tensor) -> int:
+    def _block_count(self, x: torch.Tensor) -> int:
         """Return the number of blocks with statistics of their own."""
         uses_batch = self.norm.training or self.norm.running_mean is None
         if not uses_batch or not is_lazy(x) or self.mesh_dim not in mesh_of(x).names:
             return 1
         return mesh_of(x).size(self.mesh_dim)
 
-    def _normalised(self, beside: torch.Tensor, blocks: int) -> torch.Tensor:
-        """Normalise the samples of all blocks; keep the running statistics of the first."""
-        norm, factor = self.norm, self._factor()
+    def _normalise(self, stacked: torch.Tensor, blocks: int) -> torch.Tensor:
+        """Normalise (N / blocks, blocks * C, ...); update the running statistics by block 0."""
+        norm, momentum = self.norm, self._momentum()
         mean, var = (
             _repeated(t if norm.training else None, blocks)
             for t in (norm.running_mean, norm.running_var)
         )
         weight, bias = _repeated(norm.weight, blocks), _repeated(norm.bias, blocks)
-        y = F.batch_norm(beside, mean, var, weight, bias, True, factor, norm.eps)
+        y = F.batch_norm(stacked, mean, var, weight, bias, True, momentum, norm.eps)
         with torch.no_grad():
-            for kept, new in ((norm.running_mean, mean), (norm.running_var, var)):
-                if kept is not None and new is not None:
-                    kept.copy_(new[: norm.num_features])
+            for running, new in ((norm.running_mean, mean), (norm.running_var, var)):
+                if running is not None and new is not None:
+                    running.copy_(new[: norm.num_features])
         return y
 
-    def _factor(self) -> float:
+    def _momentum(self) -> float:
         """Return the weight of the new batch in the running statistics; count the batch."""
         norm = self.norm
         if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
-            if norm.momentum is None:  # the mean of all batches
+            if norm.momentum is None:  # cumulative mean of all batches
                 return 1.0 / float(norm.num_batches_tracked)
         return 0.0 if norm.momentum is None else norm.momentum
 
 
 def _repeated(t: torch.Tensor | None, blocks: int) -> torch.Tensor | None:
+    """Repeat a tensor of channels (C,) for each block: (blocks * C,)."""
     return None if t is None else t.repeat(blocks)

@@ -1,12 +1,12 @@
-"""Placements of values on the mesh of workers, as users give them.
+"""Users' placements of values on the mesh of workers.
 
     x = lazygt.distribute(batch.to("lazygt"), {"data": Shard(0)})
     lazygt.parallelize_module(model, parallelize_plan={"blocks.*.qkv.weight": {"model": Shard(0)}})
 
 Placements are ``torch.distributed.tensor``'s (``lazygt.Shard`` is the same class), one for each
-axis of the mesh: a list in its order, or a dict by name. They say where a value is stored. The
-placements of all other values, and the collectives, follow; the numbers never change. Tables for
-whole modules are in ``lazygt.parallel.tensor_parallel``.
+axis of the mesh: a list in its order, or a dict by name. They define the sharding of
+a stored value. The placements of all other values, and the collectives, follow by propagation; the
+numbers never change. Plans for modules are in ``lazygt.parallel.tensor_parallel``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ UserPlacements = Sequence[Any] | Mapping[str, Any]
 
 
 def distribute(t: torch.Tensor, placements: UserPlacements, pinned: bool = False) -> torch.Tensor:
-    """Return the same values, stored as ``placements`` say.
+    """Return the same values, stored with these placements.
 
     Gradients pass through unchanged; the gradient of a pinned value is pinned as well.
 
     Args:
         t: a lazygt tensor.
         placements: a list or a dict; an axis that a dict does not name is ``Replicate()``.
-        pinned: ops also *use* it so; it is never moved for an op that would run faster otherwise.
+        pinned: ops also *use* the value in this placement, even if another would be faster.
 
     Raises:
         ValueError: the tensor or the mesh can't have one of the placements.
@@ -48,11 +48,11 @@ def distribute(t: torch.Tensor, placements: UserPlacements, pinned: bool = False
         hint = "" if device is None else f" on {device}; move it with .to('lazygt')"
         raise TypeError(f"distribute() takes a lazygt tensor, not a {type(t).__name__}{hint}")
     placements = placements_for(f"a tensor of {meta_of(t)}", t.dim(), placements, mesh)
-    return placed(t, Sharding(placements, pinned))
+    return with_sharding(t, Sharding(placements, pinned))
 
 
 def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
-    """Return the same values, moved to where ``placements`` say.
+    """Return the same values, moved to these placements.
 
     Raises:
         ValueError, TypeError: as ``distribute``.
@@ -60,79 +60,80 @@ def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
     return distribute(t, placements)
 
 
-def placed(
+def with_sharding(
     t: LazyTensor, sharding: Sharding, with_gradient: bool = True, behind: Sharding | None = None
 ) -> LazyTensor:
-    """Return ``t`` with a checked annotation; a pinned one also holds for its gradient.
+    """Return ``t`` annotated with a sharding; a pinned one also holds for its gradient.
 
     Args:
-        behind: the gradient's sharding towards the ops that computed ``t``; None: the same.
+        behind: sharding of the gradient for the ops that computed ``t``; None: the same.
     """
     if meta_of(t).extent < t.numel():
-        t = t.contiguous()  # type: ignore[assignment]  # expanded: elements share memory
-    same: LazyTensor = _Place.apply(t, sharding, with_gradient, behind)  # type: ignore[no-untyped-call]
-    return same
+        t = t.contiguous()  # type: ignore[assignment]  # an expanded tensor, in which elements share memory
+    annotated: LazyTensor = _Annotate.apply(t, sharding, with_gradient, behind)  # type: ignore[no-untyped-call]
+    return annotated
 
 
 def placements_for(
-    what: str,
-    rank: int,
+    name: str,
+    ndim: int,
     placements: UserPlacements,
     mesh: Mesh,
     others: Placements | None = None,
 ) -> Placements:
-    """Return the placements, one an axis, that a user's placements stand for.
+    """Resolve a user's placements to one for each axis of the mesh.
 
     Args:
-        what: the tensor's name in errors.
-        rank: the tensor's number of dims.
+        name: the tensor's name in errors.
+        ndim: the tensor's number of dims.
         others: the placements on axes that are not named; None: replicated.
 
     Raises:
         ValueError: a placement is impossible; the message names the tensor and the mesh.
         TypeError: ``placements`` is neither a list nor a dict.
     """
-    rest = others or (Replicate(),) * len(mesh.names)
+    defaults = others or (Replicate(),) * len(mesh.names)
     if isinstance(placements, str) or not isinstance(placements, Mapping | Sequence):
         raise TypeError(
-            f"{what}: {placements!r} is neither a list with one placement for each axis of the "
+            f"{name}: {placements!r} is neither a list with one placement for each axis of the "
             f"mesh {mesh}, nor a dict by axis"
         )
     if isinstance(placements, Mapping):
-        unknown = [name for name in placements if name not in mesh.names]
+        unknown = [axis for axis in placements if axis not in mesh.names]
         if unknown:
-            raise ValueError(f"{what}: the mesh {mesh} has no axis {unknown[0]!r}")
-        listed = [placements.get(name) for name in mesh.names]
+            raise ValueError(f"{name}: the mesh {mesh} has no axis {unknown[0]!r}")
+        by_axis = [placements.get(axis) for axis in mesh.names]
     else:
-        listed = list(placements)
-        if len(listed) != len(mesh.names):
+        by_axis = list(placements)
+        if len(by_axis) != len(mesh.names):
             raise ValueError(
-                f"{what}: {len(listed)} placements, but the mesh {mesh} has {len(mesh.names)} axes"
+                f"{name}: {len(by_axis)} placements, but the mesh {mesh} has {len(mesh.names)} axes"
             )
     return tuple([
-        other if one is None else _placement(what, rank, one, axis, mesh)
-        for one, axis, other in zip(listed, mesh.names, rest, strict=True)
+        default if placement is None else _placement(name, ndim, placement, axis, mesh)
+        for placement, axis, default in zip(by_axis, mesh.names, defaults, strict=True)
     ])  # fmt: skip
 
 
-def _placement(what: str, rank: int, given: Any, axis: str, mesh: Mesh) -> Placement:
+def _placement(name: str, ndim: int, user_placement: Any, axis: str, mesh: Mesh) -> Placement:
+    """Check and convert one placement; only Replicate and Shard are stored."""
     try:
-        placement = as_placement(given, rank)
+        placement = as_placement(user_placement, ndim)
     except ValueError as error:
-        raise ValueError(f"{what} on axis {axis!r} of the mesh {mesh}: {error}") from None
+        raise ValueError(f"{name} on axis {axis!r} of the mesh {mesh}: {error}") from None
     if isinstance(placement, Partial):
         raise ValueError(
-            f"{what} on axis {axis!r} of the mesh {mesh}: a value is stored whole or in blocks, "
-            f"not as {given!r}; use Replicate() or Shard(dim)"
+            f"{name} on axis {axis!r} of the mesh {mesh}: a value is stored whole or in blocks, "
+            f"not as {user_placement!r}; use Replicate() or Shard(dim)"
         )
     return placement
 
 
 def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
-    """Return the parameter, if it can be stored in another way.
+    """Return the parameter, if its sharding can be changed.
 
     Raises:
-        ValueError: it is not on the workers, or is a view of another tensor.
+        ValueError: the parameter is not on the workers, or is a view of another tensor.
     """
     if not is_lazy(parameter):
         raise ValueError(
@@ -156,35 +157,35 @@ def drop_hooks(module: nn.Module, kind: type, mesh_dim: str | None = None) -> No
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-class _Place(torch.autograd.Function):
-    """Annotation as autograd sees it: the identity."""
+class _Annotate(torch.autograd.Function):
+    """Identity with a sharding annotation; backward annotates the gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, t: LazyTensor, sharding: Sharding, with_gradient: bool, behind: Sharding | None
     ) -> LazyTensor:
         ctx.sharding, ctx.with_gradient, ctx.behind = sharding, with_gradient, behind
-        owner, meta = storage_of(t).owner, fresh_meta(meta_of(t))
+        owner, meta = storage_of(t).owner, without_offset(meta_of(t))
         with owner.lock:
-            same = owner.show(record_place(t, meta, sharding), meta)
-        storage_of(same).placed = sharding
-        return same
+            annotated = owner.show(record_place(t, meta, sharding), meta)
+        storage_of(annotated).placed = sharding
+        return annotated
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         if ctx.with_gradient and ctx.sharding.pinned:
-            grad = placed(grad, ctx.sharding)
+            grad = with_sharding(grad, ctx.sharding)
         if ctx.behind is not None:
-            grad = placed(grad, ctx.behind)
+            grad = with_sharding(grad, ctx.behind)
         return grad, None, None, None
 
 
-def fresh_meta(meta: TensorMeta) -> TensorMeta:
-    """Return the meta of a value with memory of its own: a view's, with offset 0."""
+def without_offset(meta: TensorMeta) -> TensorMeta:
+    """Return the meta of a value in its own memory: the same, with storage offset 0."""
     return TensorMeta.of(meta.empty("meta")) if meta.offset else meta
 
 
-def unsaid(mesh: Mesh) -> Placements:
+def unspecified(mesh: Mesh) -> Placements:
     """Return placements that are ``Unspecified`` on every axis."""
     return (Unspecified(),) * len(mesh.names)

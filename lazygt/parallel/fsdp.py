@@ -1,7 +1,7 @@
-"""FSDP: parameters that are stored in blocks, and gathered to be used.
+"""FSDP: sharded parameters, gathered for their use.
 
 lazygt.fully_shard(model)                                # over the axis "data"
-lazygt.fully_shard(model, "shard", wrap="one")           # HSDP: the batch lies on both axes
+lazygt.fully_shard(model, "shard", wrap="one")           # HSDP: both axes shard the batch
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Store a module's parameters in blocks along an axis of the mesh; ops use them whole.
+    """Shard a module's parameters along an axis of the mesh (ZeRO-3); ops use full parameters.
 
-    They are gathered for the forward, and their gradients are reduced to the blocks that the
-    optimizer updates; its state is sharded as they are. Names and meaning are FSDP2's, and policies
-    are torch's own objects. A parameter is cut along its first dim that has a row for every rank
-    and that no other axis cuts; one without such a dim stays whole. On other axes parameters keep
-    their placements. Parameters that an earlier call has taken stay in its unit.
+    Parameters are gathered for the forward, and gradients are reduce-scattered to the blocks that
+    the optimizer updates; the optimizer's state is sharded like the parameters. Names and
+    meaning are FSDP2's, and policies are torch's own objects. A parameter is sharded along its
+    first dim that is large enough for all ranks and not sharded by another axis; without such a dim
+    it is replicated. On other axes parameters keep their placements. Parameters of an earlier call
+    stay in its unit.
 
     Args:
         wrap: the parameters that are gathered together. ``auto``: those of each repeated block
@@ -61,15 +62,15 @@ def fully_shard(
             of a unit's root. Parameters in no unit form one of their own.
         bucket_cap_mb: MiB that are gathered, or reduced, at once. None: the session's, and without
             one 25; a tensor that takes longer to pack than to launch (on CPUs 512 KiB) goes alone.
-        reshard_after_forward: gather again for the backward, so that whole weights are not kept
-            until then. None is True, the number of ranks too, and 1 is False.
-        limit_all_gathers: at most two gathers are under way at a time, and one reduction:
-            unreduced gradients are freed as the backward goes.
-        mesh: the axis as FSDP2 takes it: ``session.mesh["data"]``; of two axes (HSDP) the last is
-            meant. None: ``mesh_dim``.
+        reshard_after_forward: gather again for the backward, so that full weights are freed
+            in between. None is True, the number of ranks too, and 1 is False.
+        limit_all_gathers: at most two gathers and one reduction are in flight at a time;
+            unreduced gradients are freed during the backward.
+        mesh: the axis in FSDP2's form: ``session.mesh["data"]``; the last of two axes (HSDP).
+            None: ``mesh_dim``.
         shard_placement_fn: function from a parameter to its ``Shard(dim)``, or to None: as above.
         mp_policy: a ``MixedPrecisionPolicy``. ``param_dtype``: while the module runs its parameters
-            are casts of the stored ones, and these are gathered; None: as they are stored.
+            are casts of the stored ones, and the casts are gathered; None: the stored dtype.
             ``reduce_dtype``: the dtype in which the gradients of each backward are reduced, before
             they become the parameter's dtype; None: ``param_dtype``. ``cast_forward_inputs``:
             floating-point inputs of the module, and of each unit's, become ``param_dtype``.
@@ -83,30 +84,30 @@ def fully_shard(
 
     Raises:
         ValueError: the mesh has no such axis, the module no repeated blocks, a cap is negative, a
-            parameter is no lazygt tensor of its own, or can't be cut as it is told; no parameter
-            has been placed then.
+            parameter is no lazygt tensor of its own, or can't be sharded as requested; no
+            parameter has been changed then.
         TypeError: ``module`` is no module.
-        NotImplementedError: to reshard to a part of the ranks, or to offload on GPU workers.
+        NotImplementedError: resharding to a subset of the ranks, or offloading on GPU workers.
     """
     _check(module, bucket_cap_mb)
-    asked = Knobs(wrap, bucket_cap_mb, reshard_after_forward, limit_all_gathers)
-    knobs = knobs_for(asked, lambda: bool(repeated_blocks(module)))
+    requested = Knobs(wrap, bucket_cap_mb, reshard_after_forward, limit_all_gathers)
+    knobs = knobs_for(requested, lambda: bool(repeated_blocks(module)))
     session = current()
     axis = _axis(mesh_dim, mesh, session.mesh)
     _check_offload(offload_policy, session.device_type)
-    parts = session.mesh.size(axis)
-    reshards = _reshards(knobs.reshard_after_forward, parts)
+    axis_size = session.mesh.size(axis)
+    reshards = _reshards(knobs.reshard_after_forward, axis_size)
     unit = _unit(module, axis, knobs.bucket_cap_mb, reshards, knobs.limit_all_gathers)
-    cut = _Cut(session.mesh.names.index(axis), parts, shard_placement_fn)
+    sharder = _Sharder(session.mesh.names.index(axis), axis_size, shard_placement_fn)
     units = fsdp_units(module, knobs.wrap)
-    taken = _taken(module, units, unit, cut, ignored_params or ())
+    shardings = _new_shardings(module, units, unit, sharder, ignored_params or ())
     if rewraps():
         _rewrap(module, units, unit)
-    for parameter, sharding in taken:
+    for parameter, sharding in shardings:
         set_sharding(parameter, sharding)
     if mp_policy is not None:
         roots = {module, *map(module.get_submodule, _roots(module, knobs.wrap))}
-        apply_policy(module, roots, [parameter for parameter, _ in taken], mp_policy)
+        apply_policy(module, roots, [parameter for parameter, _ in shardings], mp_policy)
     return as_fsdp_module(module)
 
 
@@ -114,6 +115,7 @@ def fully_shard(
 
 
 def _check(module: Any, bucket_cap_mb: float | None) -> None:
+    """Raise an error for another object than a module, or a negative bucket size."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"fully_shard() takes a module, not a {type(module).__name__}; "
@@ -123,34 +125,36 @@ def _check(module: Any, bucket_cap_mb: float | None) -> None:
         raise ValueError(f"fully_shard(bucket_cap_mb={bucket_cap_mb!r}): expected at least 0")
 
 
-def _axis(mesh_dim: str, given: Any, mesh: Mesh) -> str:
-    """Return the axis of the session's mesh along which parameters are cut."""
-    if given is None:
+def _axis(mesh_dim: str, submesh: Any, mesh: Mesh) -> str:
+    """Return the axis of the session's mesh along which parameters are sharded."""
+    if submesh is None:
         mesh.size(mesh_dim)
         return mesh_dim
-    names = given.names if isinstance(given, Mesh) else getattr(given, "mesh_dim_names", None)
+    names = submesh.names if isinstance(submesh, Mesh) else getattr(submesh, "mesh_dim_names", None)
     if not names or len(names) > 2 or names[-1] not in mesh.names:
         raise ValueError(
-            f"fully_shard(mesh={given!r}): expected an axis of the session's mesh {mesh}, such as "
-            f"session.mesh[{mesh.names[-1]!r}], or mesh_dim={mesh.names[-1]!r}"
+            f"fully_shard(mesh={submesh!r}): expected an axis of the session's mesh {mesh}, such "
+            f"as session.mesh[{mesh.names[-1]!r}], or mesh_dim={mesh.names[-1]!r}"
         )
     return str(names[-1])
 
 
-def _reshards(asked: bool | int | None, parts: int) -> bool:
+def _reshards(requested: bool | int | None, axis_size: int) -> bool:
     """Return whether weights are gathered again for the backward."""
-    if asked is None or isinstance(asked, bool):
-        return asked is not False
-    if asked in (1, parts):
-        return asked == parts
+    if requested is None or isinstance(requested, bool):
+        return requested is not False
+    if requested in (1, axis_size):
+        return requested == axis_size
     raise NotImplementedError(
-        f"fully_shard(reshard_after_forward={asked}): weights are kept in blocks of all {parts} "
-        f"ranks of the axis (True), or whole (False); for blocks of {asked} ranks make the mesh of "
-        f"two axes, cut the batch along both, and shard along the one of {asked}"
+        f"fully_shard(reshard_after_forward={requested}): weights are kept in blocks of all "
+        f"{axis_size} ranks of the axis (True), or whole (False); for blocks of {requested} ranks "
+        f"make the mesh of two axes, shard the batch along both, and parameters along the one of "
+        f"{requested}"
     )
 
 
 def _check_offload(policy: Any, device_type: str) -> None:
+    """Raise NotImplementedError for offloading from GPU workers."""
     if policy is None or device_type == "cpu":
         return
     # why: the import takes a second, and a caller with a policy has done it already
@@ -166,61 +170,61 @@ def _check_offload(policy: Any, device_type: str) -> None:
 def _unit(
     module: nn.Module, axis: str, cap_mb: float | None, reshards: bool, limit: bool
 ) -> FSDPUnit:
-    """Return the template of a call's units; each is a copy with a name of its own."""
+    """Return the settings of a call's units; each unit is a copy with its own name."""
     cap = None if cap_mb is None else round(cap_mb * (1 << 20))
     return FSDPUnit(f"{type(module).__name__}#{next(_calls)}", axis, cap, reshards, limit)
 
 
-def _taken(
+def _new_shardings(
     module: nn.Module,
     units: Mapping[str, str],
     unit: FSDPUnit,
-    cut: _Cut,
+    sharder: _Sharder,
     ignored: Collection[nn.Parameter],
 ) -> list[tuple[LazyTensor, Sharding]]:
-    """Return the parameters that no call has taken yet, each with its new sharding.
+    """Return the parameters that are in no unit yet, each with its new sharding.
 
     Args:
         units: the name of each parameter's unit, by the parameter's name.
 
     Raises:
-        ValueError: a parameter is no lazygt tensor of its own, or can't be cut as it is told.
+        ValueError: a parameter is no lazygt tensor of its own, or can't be sharded as requested.
     """
-    left_out = set(map(id, ignored))
+    ignored_ids = set(map(id, ignored))
     return [
-        (t, cut.sharding(name, t, unit._replace(name=f"{unit.name}.{units[name]}")))
+        (t, sharder.sharding(name, t, unit._replace(name=f"{unit.name}.{units[name]}")))
         for name, parameter in module.named_parameters()
-        if id(parameter) not in left_out
+        if id(parameter) not in ignored_ids
         and stored_now(t := own_parameter(name, parameter)).unit is None
     ]
 
 
 def _rewrap(module: nn.Module, units: Mapping[str, str], unit: FSDPUnit) -> None:
-    """Take parameters over from earlier calls along the same axis; placements stay.
+    """Move parameters of earlier calls along the same axis to new units; placements stay.
 
     Args:
-        units: as in ``_taken``.
+        units: as in ``_new_shardings``.
     """
     for name, parameter in module.named_parameters():
         if not is_lazy(parameter):
             continue
-        before = stored_now(parameter)
-        if before.unit is not None and before.unit.axis == unit.axis:
-            taken_over = unit._replace(name=f"{unit.name}.{units[name]}")
-            set_sharding(parameter, before._replace(unit=taken_over))
+        current = stored_now(parameter)
+        if current.unit is not None and current.unit.axis == unit.axis:
+            new_unit = unit._replace(name=f"{unit.name}.{units[name]}")
+            set_sharding(parameter, current._replace(unit=new_unit))
 
 
-class _Cut(NamedTuple):
-    """Cut of parameters along an axis.
+class _Sharder(NamedTuple):
+    """Sharding of parameters along one axis.
 
     Attributes:
-        at: number of the axis.
-        parts: ranks along it.
-        placement_of: function from a parameter to its ``Shard``, or to None where any will do.
+        axis_index: index of the axis in the mesh.
+        axis_size: ranks along the axis.
+        placement_of: function from a parameter to its ``Shard``, or to None for any dim.
     """
 
-    at: int
-    parts: int
+    axis_index: int
+    axis_size: int
     placement_of: Callable[[nn.Parameter], Any] | None
 
     def sharding(self, name: str, parameter: Any, unit: FSDPUnit) -> Sharding:
@@ -229,38 +233,41 @@ class _Cut(NamedTuple):
         Raises:
             ValueError: ``placement_of`` returns an impossible placement.
         """
-        before = stored_now(parameter).placements
-        told = None if self.placement_of is None else self.placement_of(parameter)
-        dim = dim_to_shard(tuple(parameter.shape), before, self.at, self.parts)
-        if told is not None:
-            dim = self._told(name, parameter, told, before)
+        current = stored_now(parameter).placements
+        requested = None if self.placement_of is None else self.placement_of(parameter)
+        dim = dim_to_shard(tuple(parameter.shape), current, self.axis_index, self.axis_size)
+        if requested is not None:
+            dim = self._requested_dim(name, parameter, requested, current)
         placement: Placement = Replicate() if dim is None else Shard(dim)
-        placements = (*before[: self.at], placement, *before[self.at + 1 :])
+        placements = (*current[: self.axis_index], placement, *current[self.axis_index + 1 :])
         return Sharding(placements, True, None if dim is None else unit)
 
-    def _told(self, name: str, parameter: Any, told: Any, before: Placements) -> int:
+    def _requested_dim(self, name: str, parameter: Any, requested: Any, current: Placements) -> int:
+        """Return the dim of a requested ``Shard``, if it is possible."""
         try:
-            placement = as_placement(told, parameter.dim())
+            placement = as_placement(requested, parameter.dim())
         except ValueError as error:
             raise ValueError(f"shard_placement_fn of parameter {name!r}: {error}") from None
-        others = (*before[: self.at], *before[self.at + 1 :])
+        others = (*current[: self.axis_index], *current[self.axis_index + 1 :])
         if not isinstance(placement, Shard) or placement in others:
             raise ValueError(
                 f"shard_placement_fn of parameter {name!r}: expected None or Shard(dim) of a dim "
-                f"that no other axis cuts, not {told!r}; it lies as {before}"
+                f"that no other axis shards, not {requested!r}; its placements are {current}"
             )
         return placement.dim
 
 
-def dim_to_shard(shape: tuple[int, ...], placements: Placements, at: int, parts: int) -> int | None:
-    """Return the dim of a parameter to cut along axis ``at`` of ``parts`` ranks; None: whole."""
-    taken = [placement for place, placement in enumerate(placements) if place != at]
-    free = (dim for dim, size in enumerate(shape) if size >= parts and Shard(dim) not in taken)
+def dim_to_shard(
+    shape: tuple[int, ...], placements: Placements, axis_index: int, axis_size: int
+) -> int | None:
+    """Return the first dim that can be sharded along an axis; None: the parameter is replicated."""
+    others = [placement for index, placement in enumerate(placements) if index != axis_index]
+    free = (dim for dim, size in enumerate(shape) if size >= axis_size and Shard(dim) not in others)
     return next(free, None)
 
 
 def fsdp_units(module: nn.Module, wrap: Wrap) -> dict[str, str]:
-    """Return the unit of each parameter, by name; ``rest`` for those in none.
+    """Return the unit's name for each parameter's name; ``rest`` outside of all roots.
 
     Raises:
         ValueError: see ``fully_shard``.
@@ -276,7 +283,7 @@ def fsdp_units(module: nn.Module, wrap: Wrap) -> dict[str, str]:
 
 
 def _roots(module: nn.Module, wrap: Wrap) -> dict[str, str]:
-    """Return the unit's name of each module that is the root of one, by the module's name."""
+    """Return the names of the units by the names of their root modules."""
     if callable(wrap):
         return {name: name for name, inner in module.named_modules() if name and wrap(name, inner)}
     if wrap in ("one", "block2"):
@@ -297,33 +304,34 @@ def _roots(module: nn.Module, wrap: Wrap) -> dict[str, str]:
 
 
 def repeated_blocks(module: nn.Module) -> list[str]:
-    """Return the names of modules of one class, with modules inside, that share a list."""
+    """Return the names of repeated blocks: modules of one class in a list, with children."""
     blocks: list[str] = []
     for name, inner in module.named_modules():
         if not isinstance(inner, _LISTS) or any(name.startswith(f"{block}.") for block in blocks):
             continue
-        kinds = Counter(type(child) for child in inner)
+        class_counts = Counter(type(child) for child in inner)
         blocks += [
             f"{name}.{key}".lstrip(".")
             for key, child in inner.named_children()
-            if kinds[type(child)] > 1 and any(True for _ in child.children())
+            if class_counts[type(child)] > 1 and any(True for _ in child.children())
         ]
     return blocks
 
 
-# -- placement of an optimizer's state: its parameter's, or blocks of its own (ZeRO) ---------------
-# A step leaves the state where its parameter lies. A checkpoint's state comes from the client,
-# whole, and is stored as the parameter is at the next step.
+# -- sharding of an optimizer's state (ZeRO-1 and 2) -----------------------------------------------
+# By default the state has the sharding of its parameter. State loaded from a checkpoint comes from
+# the client in full, and gets the parameter's sharding at the next step.
 
 
 def shard_optimizer_state(
     optimizer: torch.optim.Optimizer, mesh_dim: str = "data"
 ) -> torch.optim.Optimizer:
-    """Store an optimizer's state of each parameter in blocks along an axis (ZeRO-1 and 2).
+    """Shard an optimizer's state of each parameter along an axis (ZeRO-1 and 2).
 
-    Parameters stay whole there. From the second step on gradients are reduced to blocks, each rank
-    updates its block of every parameter, and the blocks are gathered. The choice of the dim to cut
-    is that of ``fully_shard``; on other axes the state lies as its parameter does.
+    Parameters stay replicated along the axis. From the second step on gradients are
+    reduce-scattered, each rank updates its block of every parameter, and the blocks are gathered.
+    The sharded dim is chosen as in ``fully_shard``; on other axes the state has its parameter's
+    placements.
 
     Returns:
         The optimizer.
@@ -332,24 +340,29 @@ def shard_optimizer_state(
         ValueError: the mesh has no such axis.
     """
     mesh = current().mesh
-    parts = mesh.size(mesh_dim)
-    at = mesh.names.index(mesh_dim)
+    axis_size = mesh.size(mesh_dim)
+    axis_index = mesh.names.index(mesh_dim)
 
-    def place(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def shard_all(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Step hook: shard new state tensors of the parameters' shapes."""
         for parameter, state in optimizer.state.items():
             if not is_lazy(parameter):
                 continue
             for t in state.values():
                 if is_lazy(t) and view_of(t) is None and t.shape == parameter.shape:
                     placed = storage_of(t).placed
-                    if placed is None or not isinstance(placed.placements[at], Shard):
-                        cut(t, stored_now(parameter))
+                    if placed is None or not isinstance(placed.placements[axis_index], Shard):
+                        shard(t, stored_now(parameter))
 
-    def cut(t: LazyTensor, home: Sharding) -> None:
-        dim = dim_to_shard(tuple(t.shape), home.placements, at, parts)
+    def shard(t: LazyTensor, parameter_sharding: Sharding) -> None:
+        dim = dim_to_shard(tuple(t.shape), parameter_sharding.placements, axis_index, axis_size)
         if dim is not None:
-            placements = (*home.placements[:at], Shard(dim), *home.placements[at + 1 :])
+            placements = (
+                *parameter_sharding.placements[:axis_index],
+                Shard(dim),
+                *parameter_sharding.placements[axis_index + 1 :],
+            )
             set_sharding(t, Sharding(placements, True))
 
-    optimizer.register_step_post_hook(place)
+    optimizer.register_step_post_hook(shard_all)
     return optimizer

@@ -1,11 +1,11 @@
-"""Arguments forced upon every call of ``fully_shard``, for parameter sweeps.
+"""Overrides of the arguments of every ``fully_shard`` call, for parameter sweeps.
 
 with forced_knobs(wrap="one", reshard_after_forward=False) as forced:
-    ...                     # every call of fully_shard meanwhile gets these
-forced.check()              # raises where they had nothing to act upon
+    ...                     # every call of fully_shard here gets these arguments
+forced.check()              # raises if no call used the arguments
 
-A script may call ``fully_shard`` for each block, and then for the whole model. A forced ``wrap`` is
-that of the whole: the last call for a parameter decides its unit.
+A script may call ``fully_shard`` for each block, and then for the full model. A forced ``wrap``
+applies to the full model: the last call for a parameter decides its unit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Wrap = Literal["auto", "block", "one", "block2"] | Roots
 
 
 class Knobs(NamedTuple):
-    """Settings of the gathering of parameters; see ``fully_shard``."""
+    """Sweepable arguments of ``fully_shard``."""
 
     wrap: Wrap = "auto"
     bucket_cap_mb: float | None = None
@@ -33,44 +33,44 @@ class Knobs(NamedTuple):
 
 @dataclass
 class Forced:
-    """Arguments forced upon calls, with counts of these.
+    """Overridden arguments, with counts of the affected calls.
 
     Attributes:
-        calls: number of calls of ``fully_shard`` meanwhile.
-        without_blocks: number of those that kept their own ``wrap``, since their modules have no
+        calls: number of calls of ``fully_shard`` so far.
+        without_blocks: number of calls with their own ``wrap``, because their modules have no
             repeated blocks.
     """
 
-    given: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     calls: int = 0
     without_blocks: int = 0
 
     @property
     def rewraps(self) -> bool:
-        """True if a call takes over parameters that are in another call's unit."""
-        return "wrap" in self.given
+        """True if a call moves parameters out of an earlier call's unit."""
+        return "wrap" in self.overrides
 
-    def upon(self, asked: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
-        """Return the settings of a call that asks for ``asked``.
+    def apply(self, requested: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
+        """Return the settings of a call with the arguments ``requested``.
 
         Args:
             has_blocks: function that returns whether the call's module has repeated blocks.
         """
         self.calls += 1
-        knobs = asked._replace(**self.given)
+        knobs = requested._replace(**self.overrides)
         if self.rewraps and knobs.wrap == "block" and not has_blocks():
             self.without_blocks += 1
-            return knobs._replace(wrap=asked.wrap)
+            return knobs._replace(wrap=requested.wrap)
         return knobs
 
     def check(self) -> None:
-        """Raise if nothing was forced upon anything.
+        """Raise if the overrides had no effect.
 
         Raises:
-            ValueError: there was no call, or no call's module had blocks to be wrapped.
+            ValueError: there was no call, or no call's module had repeated blocks.
         """
-        if self.given and not self.calls:
-            names = ", ".join(self.given)
+        if self.overrides and not self.calls:
+            names = ", ".join(self.overrides)
             raise ValueError(
                 f"{names}: the script never calls lazygt.fully_shard, whose arguments these are"
             )
@@ -84,23 +84,23 @@ class Forced:
 _forced = Forced()
 
 
-def knobs_for(asked: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
+def knobs_for(requested: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
     """Return the settings of a call of ``fully_shard``; see ``Forced.upon``."""
-    return _forced.upon(asked, has_blocks)
+    return _forced.apply(requested, has_blocks)
 
 
-def reshards_as_told(asked: bool) -> bool:
-    """Return the value that a call of ``set_reshard_after_forward`` gets."""
-    return bool(_forced.given.get("reshard_after_forward", asked))
+def forced_reshard(requested: bool) -> bool:
+    """Return the argument of ``set_reshard_after_forward``, or its override."""
+    return bool(_forced.overrides.get("reshard_after_forward", requested))
 
 
 def rewraps() -> bool:
-    """See ``Forced``."""
+    """See ``Forced.rewraps``."""
     return _forced.rewraps
 
 
 @contextmanager
-def forced_knobs(**given: Any) -> Iterator[Forced]:
+def forced_knobs(**overrides: Any) -> Iterator[Forced]:
     """Context in which every call of ``fully_shard`` gets these settings.
 
     Args:
@@ -110,11 +110,11 @@ def forced_knobs(**given: Any) -> Iterator[Forced]:
         TypeError: there is no such field.
     """
     global _forced
-    unknown = sorted(set(given) - set(Knobs._fields))
+    unknown = sorted(set(overrides) - set(Knobs._fields))
     if unknown:
         raise TypeError(f"forced_knobs({unknown[0]}=...): expected {', '.join(Knobs._fields)}")
-    before, _forced = _forced, Forced(given)
+    previous, _forced = _forced, Forced(overrides)
     try:
         yield _forced
     finally:
-        _forced = before
+        _forced = previous

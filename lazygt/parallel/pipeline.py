@@ -6,8 +6,8 @@
         (criterion(model(micro)) / 8).backward()
     opt.step()
 
-The ops from one update to the next are one program, so the stages work on different microbatches
-at the same time, in the 1F1B order. The numbers are those of one device.
+The ops between two updates are one program, so the stages work on different microbatches at the
+same time, in 1F1B order. The numbers are those of one device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lazygt.graph.mesh import Mesh
-from lazygt.parallel.distribute import drop_hooks, fresh_meta, own_parameter
+from lazygt.parallel.distribute import drop_hooks, own_parameter, without_offset
 from lazygt.passes.sharding.marks import ENTER, LEAVE
 from lazygt.record.annotate import assign_stage, is_everywhere, mesh_of, record_mark
 from lazygt.record.tensor import LazyTensor, Owner, is_lazy, meta_of, storage_of
@@ -31,8 +31,8 @@ from lazygt.session import current
 
 
 @dataclass(frozen=True)
-class _Given:
-    """Stages of a session: the first stage that each module, parameter and buffer was put on.
+class _Stages:
+    """Stage of each module, parameter and buffer of a session; the first one counts.
 
     Attributes:
         modules: nn.Module -> stage.
@@ -43,18 +43,18 @@ class _Given:
     tensors: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
 
-_given: WeakKeyDictionary[Owner, _Given] = WeakKeyDictionary()
+_stages_of: WeakKeyDictionary[Owner, _Stages] = WeakKeyDictionary()
 
 
 def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
     """Put modules on a stage: one rank of a mesh axis stores and computes them.
 
-    Parameters and buffers move there and stay the same objects; one that an earlier stage has stays
-    there, and the two share it (a tied head). A module's inputs enter the stage, and values
-    computed from them belong to the stage, until a value enters another. A tensor can be put on a
-    stage by itself, for code without modules: use the returned tensor. Copies of a module are on
-    its stage too, and so is the module in a later session with a mesh that has the stage, unless it
-    is put on another one there.
+    Parameters and buffers move there and stay the same objects; a parameter of an earlier stage
+    stays there, and both stages share it (a tied head). A module's inputs enter the stage, and
+    values computed from them belong to the stage, until a value enters another. For code without
+    modules a single tensor can enter a stage: use the returned tensor. Copies of a module are on
+    its stage too. In a later session the module keeps its stage if the mesh has it, unless the
+    module is put on another stage there.
 
     Args:
         what: a module, several of them, or a lazygt tensor.
@@ -78,18 +78,18 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
                 f"move it with .to('lazygt')"
             )
         return _enter(what, index, mesh_dim)
-    modules = [what] if isinstance(what, nn.Module) else _listed(what)
-    given = _given.setdefault(session.recorder, _Given())
+    modules = [what] if isinstance(what, nn.Module) else _as_modules(what)
+    stages = _stages_of.setdefault(session.recorder, _Stages())
     for module in modules:
-        _check_module(module, given)
+        _check_module(module, stages)
     for module in modules:
-        given.modules.update(dict.fromkeys(module.modules(), index))
+        stages.modules.update(dict.fromkeys(module.modules(), index))
         for inner in module.modules():
             drop_hooks(inner, _Entry)
         _mark_inputs(module, _Entry(index, mesh_dim))
-    for t in [t for module in modules for t in _own(module)]:
-        if t not in given.tensors:
-            given.tensors[t] = index
+    for t in [t for module in modules for t in _tensors_of(module)]:
+        if t not in stages.tensors:
+            stages.tensors[t] = index
             assign_stage(t, index, mesh_dim)
     return what
 
@@ -102,27 +102,28 @@ def _check_stage(mesh: Mesh, index: int, mesh_dim: str) -> None:
         )
 
 
-def _listed(what: Any) -> list[nn.Module]:
-    modules = list(what) if isinstance(what, Iterable) else [what]
+def _as_modules(target: Any) -> list[nn.Module]:
+    """Return the modules of an argument of ``stage``."""
+    modules = list(target) if isinstance(target, Iterable) else [target]
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"stage() takes modules and lazygt tensors, not {module!r}")
     return modules
 
 
-def _check_module(module: nn.Module, given: _Given) -> None:
+def _check_module(module: nn.Module, stages: _Stages) -> None:
     """Raise ValueError for a module that can't be put on a stage."""
     for name, inner in module.named_modules():
-        if inner in given.modules:
-            what = f"{type(module).__name__}{'.' * bool(name)}{name}"
+        if inner in stages.modules:
+            path = f"{type(module).__name__}{'.' * bool(name)}{name}"
             raise ValueError(
-                f"{what} is on stage {given.modules[inner]} already; stage a module once"
+                f"{path} is on stage {stages.modules[inner]} already; stage a module once"
             )
     for name, t in (*module.named_parameters(), *module.named_buffers()):
         own_parameter(name, t)
 
 
-def _own(module: nn.Module) -> list[LazyTensor]:
+def _tensors_of(module: nn.Module) -> list[LazyTensor]:
     """Return the parameters and buffers of a module."""
     return [
         t for t in (*module.parameters(), *module.buffers()) if is_lazy(t)
@@ -130,7 +131,7 @@ def _own(module: nn.Module) -> list[LazyTensor]:
 
 
 def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
-    """Register the entry hook; for a list of layers on each, since the list is never called."""
+    """Register the entry hook; on each layer of a list, which is never called itself."""
     if isinstance(module, nn.Sequential | nn.ModuleList):
         for layer in module:
             _mark_inputs(layer, entry)
@@ -140,30 +141,30 @@ def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Forward pre-hook of a module on a stage: inputs enter it, and parameters lie there."""
+    """Forward pre-hook of a module on a stage: inputs and parameters enter the stage."""
 
     index: int
     mesh_dim: str
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        for t in _own(module):
-            if is_everywhere(t) and self._has(t):
+        for t in _tensors_of(module):
+            if is_everywhere(t) and self._owns(t):
                 assign_stage(t, self.index, self.mesh_dim)
         return tree_map_only(is_lazy, self._enter, (args, kwargs))
 
-    def _has(self, t: LazyTensor) -> bool:
-        """Return whether a tensor of the module belongs to this stage, not to one sharing it."""
-        given = _given.get(storage_of(t).owner)
-        first = self.index if given is None else given.tensors.get(t, self.index)
-        return self._is_known(t) and first == self.index
+    def _owns(self, t: LazyTensor) -> bool:
+        """Return whether a tensor belongs to this stage, rather than to one that shares it."""
+        stages = _stages_of.get(storage_of(t).owner)
+        first_stage = self.index if stages is None else stages.tensors.get(t, self.index)
+        return self._exists_for(t) and first_stage == self.index
 
-    def _is_known(self, t: LazyTensor) -> bool:
+    def _exists_for(self, t: LazyTensor) -> bool:
         """Return whether the tensor's session has this stage."""
         mesh = mesh_of(t)
         return self.mesh_dim in mesh.names and self.index < mesh.size(self.mesh_dim)
 
     def _enter(self, t: LazyTensor) -> Any:
-        return _enter(t, self.index, self.mesh_dim) if self._is_known(t) else t
+        return _enter(t, self.index, self.mesh_dim) if self._exists_for(t) else t
 
 
 def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
@@ -171,17 +172,17 @@ def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
 
 
 class _Enter(torch.autograd.Function):
-    """Stage entry as autograd sees it: the identity. Its gradient leaves the stage again.
+    """Identity that marks a stage entry; backward moves the gradient back.
 
-    An entry inside a backward pass is a checkpoint's recomputation: no microbatch begins.
+    An entry during a backward pass is a checkpoint's recomputation and begins no microbatch.
     """
 
     @staticmethod
     def forward(ctx: Any, t: LazyTensor, index: int, mesh_dim: str) -> LazyTensor:
         ctx.save_for_backward(t)
         ctx.mesh_dim = mesh_dim
-        again = (True,) if _C._current_graph_task_id() != -1 else ()
-        return _shown(ENTER, (t,), (index, mesh_dim, *again))
+        recomputes = (True,) if _C._current_graph_task_id() != -1 else ()
+        return _record_mark(ENTER, (t,), (index, mesh_dim, *recomputes))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -195,13 +196,13 @@ def _leave(gradient: torch.Tensor, t: torch.Tensor, mesh_dim: str) -> Any:
 
 
 class _Leave(torch.autograd.Function):
-    """Stage exit as autograd sees it, for gradients of gradients: the identity as well."""
+    """Identity that marks a stage exit, differentiable for gradients of gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradient: LazyTensor, t: LazyTensor, mesh_dim: str) -> LazyTensor:
         ctx.save_for_backward(gradient)
         ctx.mesh_dim = mesh_dim
-        return _shown(LEAVE, (gradient, t), (mesh_dim,))
+        return _record_mark(LEAVE, (gradient, t), (mesh_dim,))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -209,7 +210,10 @@ class _Leave(torch.autograd.Function):
         return _leave(grads[0], gradient, ctx.mesh_dim), None, None
 
 
-def _shown(op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...]) -> LazyTensor:
-    owner, meta = storage_of(operands[0]).owner, fresh_meta(meta_of(operands[0]))
+def _record_mark(
+    op: str, operands: tuple[LazyTensor, ...], arguments: tuple[int | str, ...]
+) -> LazyTensor:
+    """Record a stage mark; return a tensor with the first operand's values."""
+    owner, meta = storage_of(operands[0]).owner, without_offset(meta_of(operands[0]))
     with owner.lock:
-        return owner.show(record_mark(op, operands, rest, meta), meta)
+        return owner.show(record_mark(op, operands, arguments, meta), meta)

@@ -1,8 +1,8 @@
-"""Hooks that a style registers on its module: they place inputs and outputs at each call.
+"""Hooks of styles: constrain the placements of a module's inputs and outputs at each call.
 
-A placement that a style asks for is pinned, and so is that of the gradient. A value that is pinned
-so already is returned itself, and layers that ask the same of one value get one object: a shared
-value is gathered once, and the sum of its gradients is reduced once.
+Placements of a style are pinned, as are those of the gradients. A value with the same pinned
+placement is returned as it is, and layers with the same layout of one value get one object: a
+shared value is gathered once, and the sum of its gradients is reduced once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lazygt.graph.mesh import Sharding
 from lazygt.graph.placement import Placement
-from lazygt.parallel.distribute import drop_hooks, placed, placements_for, unsaid
+from lazygt.parallel.distribute import drop_hooks, placements_for, unspecified, with_sharding
 from lazygt.record.annotate import mesh_of
 from lazygt.record.tensor import LazyTensor, Owner, is_lazy, meta_of, storage_of, view_of
 
 
 class Layout(NamedTuple):
-    """Layout of a tensor that goes into a module or comes out of it.
+    """Layout of an input or output tensor of a module.
 
     Attributes:
         placement: placement of the tensor and of its gradient.
-        desired: placement in which the module gets the tensor; that of its gradient stays free.
+        desired: placement of the tensor inside the module, without a constraint on its gradient.
             None: ``placement``.
-        behind: of a result, placement in which the module gets its gradient. None: ``placement``.
+        behind: for outputs, placement of the gradient inside the module. None: ``placement``.
     """
 
     placement: Placement
@@ -45,12 +45,12 @@ class ModuleLayouts:
     """Layouts that a style gives one module.
 
     Attributes:
-        parameters: placements of the module's own parameters, by name, others are whole; None: the
-            style says nothing of parameters.
+        parameters: placements of the module's own parameters, by name; others are replicated. None:
+            the style does not concern parameters.
         inputs: layouts of the arguments of ``forward``, in order; None: unchanged.
-        keywords: layouts of arguments given by name.
+        keywords: layouts of keyword arguments.
         outputs: layouts of the results.
-        counted: there is one layout for each positional argument, and for each result.
+        counted: True if there must be a layout for each positional argument, and for each result.
     """
 
     parameters: Mapping[str, Placement] | None = None
@@ -61,10 +61,10 @@ class ModuleLayouts:
 
 
 def apply_style(module: nn.Module, mesh_dim: str, layouts: ModuleLayouts) -> None:
-    """Place a module's inputs and outputs whenever it is called.
+    """Register hooks that constrain a module's inputs and outputs.
 
-    The hooks of an earlier style along the axis are removed; a style that says nothing of the
-    parameters removes only those of the sides (inputs, outputs) that it has layouts for.
+    The hooks of an earlier style along the axis are removed; a style without parameter placements
+    removes only the hooks of inputs or outputs that it replaces.
     """
     arguments = layouts.inputs or layouts.keywords
     if layouts.parameters is not None or arguments:
@@ -89,10 +89,11 @@ class _StyleHook:
     layouts: tuple[Layout | None, ...]
     counted: bool
 
-    def _check_count(self, what: str, number: int) -> None:
+    def _check_count(self, kind: str, number: int) -> None:
+        """Raise ValueError for more arguments or results than layouts."""
         if self.counted and number > len(self.layouts):
             raise ValueError(
-                f"{number} {what}, but {len(self.layouts)} layouts: say one of each, None for what "
+                f"{number} {kind}, but {len(self.layouts)} layouts: say one of each, None for what "
                 f"stays as it comes"
             )
 
@@ -102,8 +103,8 @@ class _InputHook(_StyleHook):
     """Forward pre-hook that places inputs.
 
     Attributes:
-        names: names of the arguments that ``layouts`` are for.
-        keywords: layouts of further arguments that are given by name.
+        names: names of the arguments of ``layouts``.
+        keywords: layouts of further keyword arguments.
     """
 
     names: tuple[str, ...]
@@ -115,16 +116,16 @@ class _InputHook(_StyleHook):
         if self.layouts:
             self._check_count(f"arguments of {type(module).__name__}", len(args))
         by_name = {**dict(zip(self.names, self.layouts, strict=False)), **self.keywords}
-        named = {
+        by_keyword = {
             name: _constrain(f"argument {name!r}", value, self.mesh_dim, by_name.get(name))
             for name, value in kwargs.items()
         }
-        padded = (*self.layouts, *(None,) * len(args))
-        listed = tuple(
+        layouts = (*self.layouts, *(None,) * len(args))
+        positional = tuple(
             _constrain(f"argument {number}", arg, self.mesh_dim, layout)
-            for number, (arg, layout) in enumerate(zip(args, padded, strict=False))
+            for number, (arg, layout) in enumerate(zip(args, layouts, strict=False))
         )
-        return listed, named
+        return positional, by_keyword
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,13 @@ class _OutputHook(_StyleHook):
                 f"{len(self.layouts)} layouts for them"
             )
         for number, layout in enumerate(self.layouts):
-            what = f"result {number} of {type(module).__name__}"
-            leaves[number] = _constrain(what, leaves[number], self.mesh_dim, layout)
+            name = f"result {number} of {type(module).__name__}"
+            leaves[number] = _constrain(name, leaves[number], self.mesh_dim, layout)
         return tree_unflatten(leaves, spec)
 
 
-def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> Any:
-    """Return a tensor pinned on one axis, if its session's mesh has the axis.
+def _constrain(name: str, value: Any, mesh_dim: str, layout: Layout | None) -> Any:
+    """Return a tensor with a pinned placement on one axis, if the session's mesh has it.
 
     Raises:
         TypeError: the value is no tensor.
@@ -156,73 +157,75 @@ def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> A
         return value
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{what} has the layout {layout.placement!r}, but is a {type(value).__name__}; say "
+            f"{name} has the layout {layout.placement!r}, but is a {type(value).__name__}; say "
             f"None for what is no tensor"
         )
     if not is_lazy(value) or mesh_dim not in mesh_of(value).names:
         return value
     if not (torch.is_grad_enabled() and value.requires_grad):
-        return _laid(what, value, mesh_dim, layout)
-    laid = _laid_before(value)
-    if (mesh_dim, layout) not in laid:
-        laid[mesh_dim, layout] = _laid(what, value, mesh_dim, layout)
-    return laid[mesh_dim, layout]
+        return _constrained(name, value, mesh_dim, layout)
+    forms = _cached_forms(value)
+    if (mesh_dim, layout) not in forms:
+        forms[mesh_dim, layout] = _constrained(name, value, mesh_dim, layout)
+    return forms[mesh_dim, layout]
 
 
-def _laid(what: str, value: LazyTensor, mesh_dim: str, layout: Layout) -> LazyTensor:
-    """Return a tensor pinned as a layout says; one that is so already, itself."""
-    mesh, before = mesh_of(value), storage_of(value).placed
-    at = mesh.names.index(mesh_dim)
-    full = f"{what}, a tensor of {meta_of(value)},"
+def _constrained(name: str, value: LazyTensor, mesh_dim: str, layout: Layout) -> LazyTensor:
+    """Return a tensor with a layout's pinned placement; the tensor itself if it has it."""
+    mesh, current = mesh_of(value), storage_of(value).placed
+    axis_index = mesh.names.index(mesh_dim)
+    full_name = f"{name}, a tensor of {meta_of(value)},"
 
     def pin(placement: Placement) -> Sharding:
-        placements = placements_for(full, value.dim(), {mesh_dim: placement}, mesh, unsaid(mesh))
+        placements = placements_for(
+            full_name, value.dim(), {mesh_dim: placement}, mesh, unspecified(mesh)
+        )
         return Sharding(placements, pinned=True)
 
     sharding = pin(layout.placement)
-    is_so = (
-        before is not None
-        and before.pinned
-        and before.placements[at] == sharding.placements[at]
+    is_constrained = (
+        current is not None
+        and current.pinned
+        and current.placements[axis_index] == sharding.placements[axis_index]
         and view_of(value) is None
     )
-    if not is_so:
+    if not is_constrained:
         behind = None if layout.behind is None else pin(layout.behind)
-        value = placed(value, sharding, behind=behind)
+        value = with_sharding(value, sharding, behind=behind)
     if layout.desired is not None:
-        value = placed(value, pin(layout.desired), with_gradient=False)
+        value = with_sharding(value, pin(layout.desired), with_gradient=False)
     return value
 
 
-# -- values that layers share --------------------------------------------------------------------
+# -- cache of constrained tensors, for values that layers share -----------------------------------
 
-#: (axis, layout) -> a tensor placed so.
-_Laid = dict[tuple[str, Layout], LazyTensor]
+#: (axis, layout) -> the constrained tensor.
+_Forms = dict[tuple[str, Layout], LazyTensor]
 
 
-class _Trace(NamedTuple):
-    """Tensors placed in one trace: tensor -> (its value then, its grad_fn, its placed forms)."""
+class _TraceCache(NamedTuple):
+    """Cache of one trace: tensor -> (index of its value, its grad_fn, its constrained forms)."""
 
     serial: int
     tensors: WeakIdKeyDictionary
 
 
-_traces: WeakKeyDictionary[Owner, _Trace] = WeakKeyDictionary()
+_caches: WeakKeyDictionary[Owner, _TraceCache] = WeakKeyDictionary()
 
 
-def _laid_before(value: LazyTensor) -> _Laid:
-    """Return the forms of a tensor that styles have placed in this trace, to be shared.
+def _cached_forms(value: LazyTensor) -> _Forms:
+    """Return the cached constrained forms of a tensor in this trace.
 
-    For a tensor that was written since, or has another ``grad_fn`` now, there are none.
+    A write to the tensor, or another ``grad_fn``, invalidates them.
     """
     owner = storage_of(value).owner
     with owner.lock:
-        index, trace = owner.index_of(value), _traces.get(owner)
-        if trace is None or trace.serial != owner.serial:
-            trace = _traces[owner] = _Trace(owner.serial, WeakIdKeyDictionary())
-        laid: _Laid
-        was, grad_fn, laid = trace.tensors.get(value, (None, None, {}))
-        if was != index or grad_fn is not value.grad_fn:
-            laid = {}
-            trace.tensors[value] = index, value.grad_fn, laid
-        return laid
+        index, cache = owner.index_of(value), _caches.get(owner)
+        if cache is None or cache.serial != owner.serial:
+            cache = _caches[owner] = _TraceCache(owner.serial, WeakIdKeyDictionary())
+        forms: _Forms
+        cached_index, grad_fn, forms = cache.tensors.get(value, (None, None, {}))
+        if cached_index != index or grad_fn is not value.grad_fn:
+            forms = {}
+            cache.tensors[value] = index, value.grad_fn, forms
+        return forms

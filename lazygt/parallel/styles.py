@@ -1,10 +1,10 @@
-"""Styles: placement of one module on an axis of the mesh.
+"""Tensor-parallel styles: placement of one module on an axis of the mesh.
 
 ``lazygt.parallelize_module`` applies them.
 
 Names, arguments and meaning are those of ``torch.distributed.tensor.parallel``; its own objects are
-accepted as well. There a module sees the blocks of its rank if ``use_local_output`` says so; here
-every tensor is the whole value, wherever its blocks lie, so that argument changes nothing.
+accepted as well. In torch a module sees the blocks of its rank with ``use_local_output``; in
+lazygt every tensor is the full value, however sharded, so that argument changes nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class ParallelStyle(ABC):
         """Return the layouts that the style gives this module.
 
         Raises:
-            NotImplementedError: the style is not for such modules.
+            NotImplementedError: the style does not support this class of modules.
             ValueError: a layout is no placement, or layouts don't fit together.
         """
 
-    def _not_for(self, module: nn.Module, kinds: str) -> NotImplementedError:
+    def _unsupported(self, module: nn.Module, kinds: str) -> NotImplementedError:
+        """Return the error for a module of an unsupported class."""
         return NotImplementedError(
             f"{type(self).__name__} is for {kinds}, not for {type(module).__name__}; give it to "
             f"the layers inside, or say how each parameter is stored, by its name"
@@ -45,13 +46,13 @@ class ParallelStyle(ABC):
 class ColwiseParallel(ParallelStyle):
     """Linear layer sharded by its outputs, or embedding sharded by its features.
 
-    Each rank computes some of the features. A head that gives logits is sharded by words: a
-    cross-entropy of its output exchanges a few numbers a token, not logits.
+    Each rank computes a block of the features. A head with logits as output is sharded by words:
+    cross-entropy of the output exchanges a few numbers per token, not logits.
 
     Args:
-        input_layouts: placement of the input and its gradient; by default whole. ``Shard(1)``: in
-            blocks of the sequence, which are gathered here.
-        output_layouts: placement of the output; by default in blocks of features.
+        input_layouts: placement of the input and its gradient; by default replicated. ``Shard(1)``:
+            sharded along the sequence, and gathered here.
+        output_layouts: placement of the output; by default sharded by features.
         use_local_output: changes nothing, see above.
     """
 
@@ -60,12 +61,13 @@ class ColwiseParallel(ParallelStyle):
     use_local_output: bool = True
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         if isinstance(module, nn.Linear):
             parameters: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
         elif isinstance(module, nn.Embedding):
             parameters = {"weight": Shard(1)}
         else:
-            raise self._not_for(module, "nn.Linear and nn.Embedding")
+            raise self._unsupported(module, "nn.Linear and nn.Embedding")
         inputs = (_layout(self.input_layouts or Replicate(), Replicate()),)
         outputs = _unless_last(self.output_layouts, behind=_LAST)
         return ModuleLayouts(parameters, inputs, outputs=outputs)
@@ -75,13 +77,13 @@ class ColwiseParallel(ParallelStyle):
 class RowwiseParallel(ParallelStyle):
     """Linear layer sharded by its inputs, or embedding sharded by its words.
 
-    Each rank adds up, or looks up, its own part; the results are reduced.
+    Each rank computes a partial sum, or looks up its own words; the results are reduced.
 
     Args:
         input_layouts: placement of the input and its gradient; by default, and for ``Shard(-1)``,
-            as the weight needs it.
-        output_layouts: placement of the output and its gradient; by default whole. ``Shard(1)``: in
-            blocks of the sequence.
+            the one that matches the weight.
+        output_layouts: placement of the output and its gradient; by default replicated.
+            ``Shard(1)``: sharded along the sequence.
         use_local_output: changes nothing, see above.
     """
 
@@ -90,8 +92,9 @@ class RowwiseParallel(ParallelStyle):
     use_local_output: bool = True
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         if not isinstance(module, nn.Linear | nn.Embedding):
-            raise self._not_for(module, "nn.Linear and nn.Embedding")
+            raise self._unsupported(module, "nn.Linear and nn.Embedding")
         is_linear = isinstance(module, nn.Linear)
         inputs = _unless_last(self.input_layouts, _LAST if is_linear else Replicate())
         outputs = (_layout(self.output_layouts or Replicate(), behind=Replicate()),)
@@ -103,14 +106,15 @@ class VocabParallel(RowwiseParallel):
     """``RowwiseParallel`` for embeddings: sharded by words."""
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         if not isinstance(module, nn.Embedding):
-            raise self._not_for(module, "nn.Embedding")
+            raise self._unsupported(module, "nn.Embedding")
         return super().layouts(module)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel(ParallelStyle):
-    """Norm or dropout on blocks of the sequence; its parameters are whole.
+    """Norm or dropout sharded along the sequence; the parameters are replicated.
 
     Args:
         sequence_dim: the sequence's dim in the input and the output.
@@ -121,6 +125,7 @@ class SequenceParallel(ParallelStyle):
     use_local_output: bool = False
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
+        """See `ParallelStyle`."""
         blocks = _single(Shard(self.sequence_dim))
         return ModuleLayouts({}, blocks, outputs=blocks)
 
@@ -132,8 +137,8 @@ class PrepareModuleInput(ParallelStyle):
     Args:
         input_layouts: placement of each argument and its gradient; None: unchanged. One placement:
             of the only argument.
-        desired_input_layouts: placements in which the module gets them; of the same length.
-        input_kwarg_layouts, desired_input_kwarg_layouts: the same of arguments given by name.
+        desired_input_layouts: placements inside the module; of the same length.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same of keyword arguments.
         use_local_output: changes nothing, see above.
     """
 
@@ -144,24 +149,28 @@ class PrepareModuleInput(ParallelStyle):
     use_local_output: bool = False
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
-        given, desired = _several(self.input_layouts), _several(self.desired_input_layouts)
-        if len(given) != len(desired):
+        """See `ParallelStyle`."""
+        current, desired = _as_tuple(self.input_layouts), _as_tuple(self.desired_input_layouts)
+        if len(current) != len(desired):
             raise ValueError(
-                f"{len(given)} input_layouts, but {len(desired)} desired_input_layouts: say both "
-                f"of each argument"
+                f"{len(current)} input_layouts, but {len(desired)} desired_input_layouts: give "
+                f"both for each argument"
             )
-        by_name, wanted = self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {}
-        if by_name.keys() != wanted.keys():
+        by_name, desired_by_name = (
+            self.input_kwarg_layouts or {},
+            self.desired_input_kwarg_layouts or {},
+        )
+        if by_name.keys() != desired_by_name.keys():
             raise ValueError(
                 f"input_kwarg_layouts are of {', '.join(by_name) or 'nothing'}, but "
-                f"desired_input_kwarg_layouts of {', '.join(wanted) or 'nothing'}"
+                f"desired_input_kwarg_layouts of {', '.join(desired_by_name) or 'nothing'}"
             )
         return ModuleLayouts(
-            inputs=tuple(map(_layout, given, desired)),
+            inputs=tuple(map(_layout, current, desired)),
             keywords={
                 name: layout
                 for name, placement in by_name.items()
-                if (layout := _layout(placement, wanted[name])) is not None
+                if (layout := _layout(placement, desired_by_name[name])) is not None
             },
             counted=True,
         )
@@ -172,8 +181,8 @@ class PrepareModuleOutput(ParallelStyle):
     """Placement of the results of any module.
 
     Args:
-        output_layouts: the placement that each result has; None: the result is left unchanged. The
-            placement of a value is known anyhow, so only None makes a difference.
+        output_layouts: present placement of each result; None: the result is left unchanged. Only
+            None makes a difference, since placements of values are known.
         desired_output_layouts: new placement of each result and its gradient; of the same length.
         use_local_output: changes nothing, see above.
     """
@@ -183,15 +192,16 @@ class PrepareModuleOutput(ParallelStyle):
     use_local_output: bool = True
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
-        given, desired = _several(self.output_layouts), _several(self.desired_output_layouts)
-        if len(given) != len(desired):
+        """See `ParallelStyle`."""
+        current, desired = _as_tuple(self.output_layouts), _as_tuple(self.desired_output_layouts)
+        if len(current) != len(desired):
             raise ValueError(
-                f"{len(given)} output_layouts, but {len(desired)} desired_output_layouts: say both "
-                f"of each result"
+                f"{len(current)} output_layouts, but {len(desired)} desired_output_layouts: "
+                f"give both for each result"
             )
         outputs = tuple(
-            None if placement is None else _layout(wanted, None)
-            for placement, wanted in zip(given, desired, strict=True)
+            None if placement is None else _layout(desired_placement, None)
+            for placement, desired_placement in zip(current, desired, strict=True)
         )
         return ModuleLayouts(outputs=outputs, counted=True)
 
@@ -213,52 +223,60 @@ class PrepareModuleInputOutput(ParallelStyle):
     use_local_output: bool = True
 
     def layouts(self, module: nn.Module) -> ModuleLayouts:
-        before = PrepareModuleInput(
+        """See `ParallelStyle`."""
+        input_style = PrepareModuleInput(
             input_layouts=self.input_layouts,
             desired_input_layouts=self.desired_input_layouts,
             input_kwarg_layouts=self.input_kwarg_layouts,
             desired_input_kwarg_layouts=self.desired_input_kwarg_layouts,
         ).layouts(module)
-        after = PrepareModuleOutput(
+        output_style = PrepareModuleOutput(
             output_layouts=self.output_layouts, desired_output_layouts=self.desired_output_layouts
         ).layouts(module)
-        return ModuleLayouts(None, before.inputs, before.keywords, after.outputs, counted=True)
+        return ModuleLayouts(
+            None, input_style.inputs, input_style.keywords, output_style.outputs, counted=True
+        )
 
 
-def _several(placements: Any) -> tuple[Any, ...]:
-    """Return one placement, or several, as a tuple; of None an empty one."""
+def _as_tuple(placements: Any) -> tuple[Any, ...]:
+    """Return one placement or several as a tuple; None: an empty one."""
     if placements is None:
         return ()
     return tuple(placements) if isinstance(placements, tuple | list) else (placements,)
 
 
-def _layout(given: Any, desired: Any = None, behind: Any = None) -> Layout | None:
-    """Return a layout with another placement for the module, or for the gradient, or without."""
-    if given is None:
+def _layout(user_placement: Any, desired: Any = None, behind: Any = None) -> Layout | None:
+    """Build a layout; ``desired`` and ``behind`` equal to its placement are dropped."""
+    if user_placement is None:
         return None
-    placement = _stored(given)
-    others = (None if other is None else _stored(other) for other in (desired, behind))
-    return Layout(placement, *(None if other == placement else other for other in others))
+    stored = _stored_placement(user_placement)
+    alternatives = (
+        None if other is None else _stored_placement(other) for other in (desired, behind)
+    )
+    return Layout(stored, *(None if other == stored else other for other in alternatives))
 
 
-def _stored(given: Any) -> Placement:
-    placement = as_placement(given)
+def _stored_placement(user_placement: Any) -> Placement:
+    """Check and convert a placement; Partial is no placement of a style."""
+    placement = as_placement(user_placement)
     if isinstance(placement, Partial):
         raise ValueError(
-            f"{given!r}: no value here waits for its sum; use Replicate() or Shard(dim)"
+            f"{user_placement!r}: no value here waits for its sum; use Replicate() or Shard(dim)"
         )
     return placement
 
 
-def _single(given: Any) -> tuple[Layout | None, ...]:
-    return (_layout(given),)
+def _single(placement: Any) -> tuple[Layout | None, ...]:
+    return (_layout(placement),)
 
 
-def _unless_last(given: Any, desired: Any = None, behind: Any = None) -> tuple[Layout | None, ...]:
-    """Return no layout for ``Shard(-1)``: sharded weights need, or give, it by themselves."""
-    if given is None or as_placement(given) == _LAST:
+def _unless_last(
+    placement: Any, desired: Any = None, behind: Any = None
+) -> tuple[Layout | None, ...]:
+    """Build a layout, or none for ``Shard(-1)``, which follows from the sharded weight."""
+    if placement is None or as_placement(placement) == _LAST:
         return ()
-    return (_layout(given, desired, behind),)
+    return (_layout(placement, desired, behind),)
 
 
 # -- torch's own styles --------------------------------------------------------------------------
@@ -266,31 +284,32 @@ def _unless_last(given: Any, desired: Any = None, behind: Any = None) -> tuple[L
 _TORCH = "torch.distributed.tensor.parallel"
 
 
-def as_style(given: object) -> ParallelStyle | None:
-    """Return a style, also from an object of torch's own; None: it is no style.
+def as_style(style: object) -> ParallelStyle | None:
+    """Return a style of lazygt's for a style of lazygt's or torch's; None for other objects.
 
     Raises:
-        TypeError: a style of torch's, or a class derived from one, is not known here.
+        TypeError: a style of torch's, or a class derived from one, is not supported.
     """
-    if isinstance(given, ParallelStyle):
-        return given
-    kind = type(given)
-    if not any(_is_torchs(base) and base.__name__ == "ParallelStyle" for base in kind.__mro__):
+    if isinstance(style, ParallelStyle):
+        return style
+    cls = type(style)
+    if not any(_is_from_torch(base) and base.__name__ == "ParallelStyle" for base in cls.__mro__):
         return None
-    read = _READERS.get(kind.__name__) if _is_torchs(kind) else None
-    if read is None:
+    convert = _CONVERSIONS.get(cls.__name__) if _is_from_torch(cls) else None
+    if convert is None:
         raise TypeError(
-            f"{kind.__module__}.{kind.__qualname__} is a style of its own, which works on the "
-            f"blocks of a rank; of torch's styles lazygt knows {', '.join(_READERS)}"
+            f"{cls.__module__}.{cls.__qualname__} is a style of its own, which works on the "
+            f"blocks of a rank; of torch's styles lazygt knows {', '.join(_CONVERSIONS)}"
         )
-    return read(given)
+    return convert(style)
 
 
-def _is_torchs(kind: type) -> bool:
+def _is_from_torch(kind: type) -> bool:
     return kind.__module__.startswith(_TORCH)
 
 
-def _ends(style: Any) -> dict[str, Any]:
+def _linear_arguments(style: Any) -> dict[str, Any]:
+    """Return lazygt's arguments of torch's column- or row-wise style."""
     return {
         "input_layouts": style.input_layouts[0],
         "output_layouts": style.output_layouts[0],
@@ -298,7 +317,8 @@ def _ends(style: Any) -> dict[str, Any]:
     }
 
 
-def _arguments(style: Any) -> dict[str, Any]:
+def _input_arguments(style: Any) -> dict[str, Any]:
+    """Return lazygt's arguments of torch's PrepareModuleInput."""
     return {
         "input_layouts": style.input_layouts,
         "desired_input_layouts": style.desired_input_layouts,
@@ -307,7 +327,8 @@ def _arguments(style: Any) -> dict[str, Any]:
     }
 
 
-def _results(style: Any) -> dict[str, Any]:
+def _output_arguments(style: Any) -> dict[str, Any]:
+    """Return lazygt's arguments of torch's PrepareModuleOutput."""
     return {
         "output_layouts": style.output_layouts,
         "desired_output_layouts": style.desired_output_layouts,
@@ -316,19 +337,19 @@ def _results(style: Any) -> dict[str, Any]:
 
 
 #: Name of a class of torch's styles -> conversion to lazygt's style.
-_READERS: Mapping[str, Callable[[Any], ParallelStyle]] = {
-    "ColwiseParallel": lambda style: ColwiseParallel(**_ends(style)),
-    "RowwiseParallel": lambda style: RowwiseParallel(**_ends(style)),
+_CONVERSIONS: Mapping[str, Callable[[Any], ParallelStyle]] = {
+    "ColwiseParallel": lambda style: ColwiseParallel(**_linear_arguments(style)),
+    "RowwiseParallel": lambda style: RowwiseParallel(**_linear_arguments(style)),
     "SequenceParallel": lambda style: SequenceParallel(
         sequence_dim=style.sequence_sharding[0].dim, use_local_output=style.use_local_output
     ),
     "PrepareModuleInput": lambda style: PrepareModuleInput(
-        **_arguments(style), use_local_output=style.use_local_output
+        **_input_arguments(style), use_local_output=style.use_local_output
     ),
-    "PrepareModuleOutput": lambda style: PrepareModuleOutput(**_results(style)),
+    "PrepareModuleOutput": lambda style: PrepareModuleOutput(**_output_arguments(style)),
     "PrepareModuleInputOutput": lambda style: PrepareModuleInputOutput(
-        **_arguments(style.prepare_module_input),
-        **_results(style.prepare_module_output),
+        **_input_arguments(style.prepare_module_input),
+        **_output_arguments(style.prepare_module_output),
         use_local_input=style.prepare_module_input.use_local_output,
     ),
 }

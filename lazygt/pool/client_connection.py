@@ -27,9 +27,9 @@ class Visitor:
     """A connected client with an allowed key.
 
     Attributes:
-        session: the session that it has asked for.
-        publishing: an incomplete value that it is publishing.
-        lost: True if its connection is dead at the moment.
+        session: name of the client's session, if it has requested one.
+        publishing: incomplete value that the client is uploading.
+        lost: True while the connection is dead.
     """
 
     connection: Connection
@@ -38,52 +38,52 @@ class Visitor:
     lost: bool = False
     #: messages of requested published values
     sending: deque[Iterator[tuple[Part, list[Frame]]]] = field(default_factory=deque)
-    #: last status page of its client, and its time; and the time of an unanswered request
+    #: last status page of the client, its time, and the time of an unanswered request for the next
     _page: Page | None = None
-    _told: float = 0.0
-    _asked: float | None = None
+    _page_time: float = 0.0
+    _requested_at: float | None = None
 
     @property
     def client(self) -> str:
-        """Name of its key."""
+        """Name of the client's key."""
         return self.connection.peer
 
-    def say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+    def send(self, message: Part, frames: Sequence[Frame] = ()) -> None:
         """Send a message, unless the connection has ended."""
         if self.connection.closed is None:
             self.connection.send(encode(message, list(frames)))
 
-    def doing(self) -> Page | None:
-        """Return the last status page of its session's client, and ask for the next.
+    def latest_page(self) -> Page | None:
+        """Return the client's last status page, and request the next.
 
-        None: there was none since observation began.
+        None: no recent page has arrived.
         """
         now = time.monotonic()
-        if self._asked is None:
-            if now - self._told > _STALE_SECONDS:
+        if self._requested_at is None:
+            if now - self._page_time > _STALE_SECONDS:
                 self._page = None
-            self._asked = now
-            self.say(Watched())
+            self._requested_at = now
+            self.send(Watched())
         page = self._page
-        return page and replace(page, age=page.age + now - self._told)
+        return page and replace(page, age=page.age + now - self._page_time)
 
     @property
     def unheard(self) -> float:
-        """Seconds for which the client of its session has not answered for its status."""
-        return 0.0 if self._asked is None else time.monotonic() - self._asked
+        """Seconds since the unanswered request for a status page; 0: none is pending."""
+        return 0.0 if self._requested_at is None else time.monotonic() - self._requested_at
 
-    def tell(self, frames: Sequence[Frame]) -> None:
-        """Keep the client's status page.
+    def store_page(self, frames: Sequence[Frame]) -> None:
+        """Store a received status page.
 
         Raises:
-            ProtocolError: the page makes no sense.
+            ProtocolError: the page is malformed, or the client has no session.
         """
         if self.session is None or len(frames) != 1 or len(frames[0]) > 2 * CAPACITY:
             raise ProtocolError("a status page of nobody's")
         page = decoded(frames[0], Page)
         decoded(page.message, ClientPage)
-        self._page, self._told, self._asked = page, time.monotonic(), None
+        self._page, self._page_time, self._requested_at = page, time.monotonic(), None
 
     def fail(self, error: PoolError) -> None:
-        """Send an error."""
-        self.say(Failed.of(error))
+        """Send an error to the client."""
+        self.send(Failed.of(error))

@@ -18,9 +18,9 @@ class Asked(Struct, frozen=True):
     session: str
     client: str
     workers: int
-    cores: int  # torch threads of its workers together
+    cores: int  # torch threads of all its workers
     grace: float = 0.0  # seconds for which its connection may be dead
-    detach: bool = False  # True if it outlives its client until it is ended, or expires
+    detach: bool = False  # True if the session outlives its client, until it is ended or expires
 
 
 class Released(Struct, frozen=True):
@@ -30,7 +30,7 @@ class Released(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True):
-    """Numbers of a session's runs with its workers, and held back."""
+    """Numbers of a session's runs on its workers, and of those waiting for a turn."""
 
     session: str
     running: int
@@ -55,7 +55,7 @@ class ClientGone(Struct, frozen=True):
     """Loss of a session's client."""
 
     session: str
-    for_good: bool = False  # True if it will not come back: its process has ended, or it has left
+    for_good: bool = False  # True if the client will not come back: its process has ended or left
 
 
 class ClientBack(Struct, frozen=True):
@@ -65,7 +65,7 @@ class ClientBack(Struct, frozen=True):
 
 
 class Drain(Struct, frozen=True):
-    """Request to admit no session any more, and to refuse the waiting ones."""
+    """Request to admit no more sessions, and to refuse the waiting ones."""
 
 
 class Evict(Struct, frozen=True):
@@ -87,23 +87,23 @@ Event = (
 
 
 class Grant(Struct, frozen=True):
-    """Instruction to start a session's workers in these places."""
+    """Instruction to start a session's workers in these worker slots."""
 
     session: str
     places: tuple[int, ...]
 
 
 class Refuse(Struct, frozen=True):
-    """Instruction to refuse a client's session, and forget it."""
+    """Instruction to refuse a client's session."""
 
     session: str
     error: PoolError
 
 
 class End(Struct, frozen=True):
-    """Instruction to end a session's processes, and tell its client.
+    """Instruction to end a session's processes, and notify its client.
 
-    `Released` follows when they are gone.
+    `Released` follows when the processes are gone.
     """
 
     session: str

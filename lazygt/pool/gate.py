@@ -1,6 +1,7 @@
-"""Admission gate of a session: its agent's connection, in which runs wait for their turn.
+"""Admission control of a session: a connection to its agent, with a queue of runs.
 
-Only a message's kind and the number of its run are decoded.
+The queued runs wait for a turn of the scheduler. Only a message's kind and the number of its run
+are decoded.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.messages import Done, Run
 from lazygt.runtime.wire import Buffer, Count, size_of
 
-#: Seconds that workers may take to start. Until their first answer, so long at most, their runs
-#: take no room and no run-seconds.
+#: Seconds that workers may take to start. Until their first answer, or this time, runs count
+#: neither as running nor in run-seconds.
 _START_SECONDS = 60.0
 
 
 class Gate:
-    """Forwarder of a client's messages that counts its workers' answers; see ``Connected``.
+    """Connection that holds back a client's runs and counts the answers; see ``Connected``.
 
     All methods are for the gateway's thread, except ``send``, which is for any: workers' answers
     are sent on the threads that wait for them.
 
     Args:
         connection: connection to the client.
-        may_pass: returns whether the next run may go on, given the number with the workers.
+        may_pass: returns whether the next run may be forwarded, given the number of running ones.
         changed: called after an answer, on the thread that sends it.
     """
 
@@ -44,14 +45,14 @@ class Gate:
     ) -> None:
         self.fd = connection.fd
         self._connection, self._may_pass, self._changed = connection, may_pass, changed
-        self._waiting: deque[list[memoryview]] = deque()
+        self._queued: deque[list[memoryview]] = deque()
         self._lock = threading.Lock()
         #: run -> workers that have not answered it
         self._running: dict[int, int] = {}
-        #: the last forwarded run, and its workers so far; its messages to others pass, too
-        self._last, self._told = 0, set[int]()
-        #: run-seconds count from here: the first answer, or the end of the time for a start
-        self._begins = time.monotonic() + _START_SECONDS
+        #: the last forwarded run, and its workers so far; its messages to other workers pass, too
+        self._last_run, self._run_workers = 0, set[int]()
+        #: time from which run-seconds count: the first answer, or the end of `_START_SECONDS`
+        self._counts_from = time.monotonic() + _START_SECONDS
         self._busy_since = 0.0
         self._seconds = 0.0
         #: process ids of the workers, by part
@@ -63,111 +64,113 @@ class Gate:
         return self._connection.closed
 
     def close(self, reason: str = "done") -> None:
-        """Do nothing: the connection is the gateway's."""
+        """Do nothing: the gateway closes the connection."""
 
     @property
     def held(self) -> int:
-        """Bytes of the waiting messages."""
-        return sum(map(size_of, self._waiting))
+        """Bytes of the queued messages."""
+        return sum(map(size_of, self._queued))
 
     def put(self, frames: list[memoryview]) -> None:
         """Queue a message from the client for the agent.
 
         Raises:
-            ProtocolError: it is a malformed run.
+            ProtocolError: the message is a malformed run.
         """
-        run_told(frames)
+        parse_run(frames)
         if Look.begins(frames[0]):  # status requests don't wait behind runs
-            self._waiting.appendleft(frames)
+            self._queued.appendleft(frames)
         else:
-            self._waiting.append(frames)
+            self._queued.append(frames)
 
     def take(self) -> list[memoryview] | None:
-        """Return the next message that may go on; None: there is none."""
-        if not self._waiting:
+        """Return the next message that may be forwarded; None: there is none."""
+        if not self._queued:
             return None
-        frames = self._waiting[0]
-        told = run_told(frames)
-        if told is not None and not self._pass(*told):
+        frames = self._queued[0]
+        run = parse_run(frames)
+        if run is not None and not self._admit(*run):
             return None
-        return self._waiting.popleft()
+        return self._queued.popleft()
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Send a message to the client, and then count it."""
+        """Send a message to the client; count it if it answers a run."""
         self._connection.send(frames)
         header = bytes(frames[0])
         if Said.begins(header):
             if Done.begins(frames[1]):
-                self._answered(sequence_number(frames[1]))
+                self._count_answer(sequence_number(frames[1]))
         elif Opened.begins(header):
             opened = read([header], (Opened,))
             assert isinstance(opened, Opened)
             self.pids = {**self.pids, opened.part: tuple(opened.pids)}
         elif Died.begins(header) or Closed.begins(header):
-            self._forget()
+            self._reset_runs()
 
     def load(self) -> tuple[float, int, int]:
-        """Return the run time since the last call, and the numbers of running and waiting runs.
+        """Return the run time since the last call in seconds, and the counts of runs.
 
-        The run time is in seconds.
+        The counts are those of running and of queued runs.
         """
         now = time.monotonic()
         with self._lock:
-            self._count(now)
+            self._add_run_time(now)
             seconds, self._seconds = self._seconds, 0.0
-            running = len(self._running) if now >= self._begins else 0
-        held = sum(run_told(frames) is not None for frames in self._waiting)
-        return seconds, running, held
+            running = len(self._running) if now >= self._counts_from else 0
+        queued = sum(parse_run(frames) is not None for frames in self._queued)
+        return seconds, running, queued
 
-    def _pass(self, number: int, workers: tuple[int, ...]) -> bool:
+    def _admit(self, number: int, workers: tuple[int, ...]) -> bool:
+        """Return whether a run's message may be forwarded; count the run as running then."""
         with self._lock:
             running = len(self._running)
-        if number != self._last or not self._told.isdisjoint(workers):
+        if number != self._last_run or not self._run_workers.isdisjoint(workers):
             if not self._may_pass(running):
                 return False
-            self._last, self._told = number, set()
-        self._told.update(workers)
+            self._last_run, self._run_workers = number, set()
+        self._run_workers.update(workers)
         with self._lock:
-            self._count(time.monotonic())
+            self._add_run_time(time.monotonic())
             self._running[number] = self._running.get(number, 0) + len(workers)
         return True
 
-    def _answered(self, number: int) -> None:
+    def _count_answer(self, number: int) -> None:
+        """Count one worker's answer; the last one ends the run."""
         with self._lock:
-            self._begins = min(self._begins, time.monotonic())
-            self._count(time.monotonic())
-            left = self._running.get(number, 0) - 1
-            if left > 0:
-                self._running[number] = left
+            self._counts_from = min(self._counts_from, time.monotonic())
+            self._add_run_time(time.monotonic())
+            unanswered = self._running.get(number, 0) - 1
+            if unanswered > 0:
+                self._running[number] = unanswered
             else:
                 self._running.pop(number, None)
         self._changed()
 
-    def _forget(self) -> None:
-        """Forget the running runs: their answers may never come."""
+    def _reset_runs(self) -> None:
+        """Forget the running runs, because their workers have ended."""
         with self._lock:
-            self._count(time.monotonic())
+            self._add_run_time(time.monotonic())
             self._running.clear()
         self._changed()
 
-    def _count(self, now: float) -> None:
-        """Add the time until now to the run time, if something ran."""
+    def _add_run_time(self, now: float) -> None:
+        """Add the time until now to the run time, if a run is running."""
         if self._running:
-            self._seconds += max(now - max(self._busy_since, self._begins), 0.0)
+            self._seconds += max(now - max(self._busy_since, self._counts_from), 0.0)
         self._busy_since = now
 
 
-def run_told(frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]] | None:
-    """Return the run's number and the workers of a message to an agent; None for others.
+def parse_run(frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]] | None:
+    """Parse a run's number and workers from a message to an agent; None for other messages.
 
     Raises:
         ProtocolError: the message is malformed.
     """
     if len(frames) < 2 or not Tell.begins(frames[0]) or not Run.begins(frames[1]):
         return None
-    told = read(frames, (Tell,))
-    assert isinstance(told, Tell)
-    return sequence_number(frames[1]), told.workers
+    message = read(frames, (Tell,))
+    assert isinstance(message, Tell)
+    return sequence_number(frames[1]), message.workers
 
 
 class _Numbered(msgspec.Struct, array_like=True):
@@ -181,7 +184,7 @@ def sequence_number(header: Buffer) -> int:
     """Return the number of a run, from the header of its message or of the answer to it.
 
     Raises:
-        ProtocolError: there is none.
+        ProtocolError: the header has no valid number.
     """
     try:
         return msgspec.msgpack.decode(header, type=_Numbered).seq

@@ -1,7 +1,7 @@
 """Gateway of a pool: connections and requests of clients.
 
-One thread does all of it, except waiting for workers and sending their answers: their links have
-threads of their own, and so has the end of a session. Nothing here waits for a client.
+One thread handles all requests and never waits for a client. Other threads wait for workers and
+send their answers, and end sessions.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.wire import Part, decode
 
-# -- requests for published values: publish, fetch, list and forget --------------------------------
+# -- requests for published values -----------------------------------------------------------------
 
-#: Limits of one client.
-_MOST_NAMES, _LONGEST_NAME = 1000, 256
-#: Limit of the requested values that one connection has not received yet.
-_MOST_FETCHES = 16
-#: Limit of the sent bytes that a client has not read yet.
-_AHEAD_BYTES = 64 << 20
+#: Limits of one client: published values, and characters of a name.
+_MAX_NAMES, _MAX_NAME_LENGTH = 1000, 256
+#: Maximum requested values that one connection has not received yet.
+_MAX_FETCHES = 16
+#: Maximum sent bytes that a client has not read yet.
+_MAX_UNREAD_BYTES = 64 << 20
 
 
 class Publishing:
     """Handler of clients' requests to publish and fetch values.
 
     Args:
-        held: returns the bytes that the sessions of a client hold.
+        held: returns the bytes of the sessions of a client.
         visitors: returns all connected clients.
 
     Attributes:
@@ -78,81 +78,85 @@ class Publishing:
         self.values = PublishedValues()
         self._rules, self._held, self._visitors = rules, held, visitors
 
-    def act(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> None:
-        """Act on a request.
+    def handle(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> None:
+        """Handle a request.
 
         Raises:
             PoolError: the request is refused.
-            ProtocolError: the request makes no sense.
+            ProtocolError: the request is malformed.
         """
         match message:
             case Publish():
                 self._publish(visitor, message)
             case Piece():
-                self._take_piece(visitor, rest)
+                self._append_piece(visitor, rest)
             case Fetch(name):
                 self._send(visitor, name)
             case Names():
                 seen = self.values.seen_by(visitor.client)
-                visitor.say(Listed(tuple((v.name, v.nbytes, v.client, v.shared) for v in seen)))
+                visitor.send(Listed(tuple((v.name, v.nbytes, v.client, v.shared) for v in seen)))
             case Forget(name):
                 self.values.forget(visitor.client, name)
-                visitor.say(Ok())
+                visitor.send(Ok())
 
-    def _publish(self, visitor: Visitor, told: Publish) -> None:
-        value = PublishedValue(told.name, visitor.client, told.rows, told.shared)
+    def _publish(self, visitor: Visitor, request: Publish) -> None:
+        """Begin to receive a value, if the client's quota admits its bytes."""
+        value = PublishedValue(request.name, visitor.client, request.rows, request.shared)
         visitor.publishing = None
-        if len(told.name) > _LONGEST_NAME:
-            raise PoolError(f"a name of {len(told.name)} characters: {_LONGEST_NAME} at most")
-        if self.values.count(visitor.client, without=told.name) >= _MOST_NAMES:
-            raise PoolError(f"{_MOST_NAMES} values are published with this key: forget some")
+        if len(request.name) > _MAX_NAME_LENGTH:
+            raise PoolError(f"a name of {len(request.name)} characters: {_MAX_NAME_LENGTH} at most")
+        if self.values.count(visitor.client, without=request.name) >= _MAX_NAMES:
+            raise PoolError(f"{_MAX_NAMES} values are published with this key: forget some")
         limit = self._rules.of(visitor.client).memory
         if limit is not None:
-            coming = [v.publishing for v in self._visitors() if v.client == visitor.client]
+            uploads = [v.publishing for v in self._visitors() if v.client == visitor.client]
             used = self._held(visitor.client)
-            used += self.values.nbytes(visitor.client, without=told.name)
-            used += sum(other.nbytes for other in coming if other is not None)
+            used += self.values.nbytes(visitor.client, without=request.name)
+            used += sum(upload.nbytes for upload in uploads if upload is not None)
             if used + value.nbytes > limit:
                 raise OverQuota("memory", value.nbytes, used, limit)
         visitor.publishing = value
-        visitor.say(Ok())
+        visitor.send(Ok())
         self._finish(visitor)
 
-    def _take_piece(self, visitor: Visitor, rest: list[memoryview]) -> None:
+    def _append_piece(self, visitor: Visitor, rest: list[memoryview]) -> None:
         if visitor.publishing is None or len(rest) != 1:
             raise ProtocolError("a piece of nothing")
         visitor.publishing.add(rest[0])
         self._finish(visitor)
 
     def _finish(self, visitor: Visitor) -> None:
+        """Publish the value once all its bytes are there."""
         value = visitor.publishing
         if value is not None and len(value.data) == value.nbytes:
-            self.values.keep(value)
+            self.values.store(value)
             visitor.publishing = None
-            visitor.say(Ok())
+            visitor.send(Ok())
 
     def _send(self, visitor: Visitor, name: str) -> None:
-        if len(visitor.sending) >= _MOST_FETCHES:
-            raise PoolError(f"{_MOST_FETCHES} values are on their way already: read them first")
+        """Queue a published value for sending."""
+        if len(visitor.sending) >= _MAX_FETCHES:
+            raise PoolError(f"{_MAX_FETCHES} values are on their way already: read them first")
         visitor.sending.append(_messages(self.values.of(visitor.client, name)))
 
-    def go_on(self, visitor: Visitor) -> None:
+    def send_pending(self, visitor: Visitor) -> None:
         """Send requested values as fast as the client reads them."""
-        while visitor.sending and visitor.connection.pending < _AHEAD_BYTES:
+        while visitor.sending and visitor.connection.pending < _MAX_UNREAD_BYTES:
             message = next(visitor.sending[0], None)
             if message is None:
                 visitor.sending.popleft()
             else:
-                visitor.say(*message)
+                visitor.send(*message)
 
 
 def _messages(value: PublishedValue) -> Iterator[tuple[Part, list[Frame]]]:
+    """Yield the messages of a value: its metas, then its bytes in pieces."""
     yield Value(value.rows), []
     for piece in value.pieces():
         yield Piece(), [piece]
 
 
-# -- report of a pool as plain values, as ``lazygt pool status`` prints it -------------------------
+# -- status report of a pool -----------------------------------------------------------------------
 
 
 def report(
@@ -161,16 +165,18 @@ def report(
     published: PublishedValues,
     whose: str | None = None,
 ) -> dict[str, Any]:
-    """Build the report of a pool, with sessions in the order of their requests.
+    """Build the status report of a pool as plain values, for ``lazygt pool status``.
+
+    Sessions are in the order of their requests.
 
     Args:
-        whose: the asking client: the report has only numbers of other clients. None: all clients
-            are reported.
+        whose: the requesting client; other clients' sessions are only counted. None: all clients
+            are reported in full.
     """
     now = time.monotonic()
     leases = policy.leases.items()
-    seen = {n: lease for n, lease in leases if whose in (None, lease.asked.client)}
-    others = [lease for name, lease in leases if name not in seen]
+    visible = {n: lease for n, lease in leases if whose in (None, lease.request.client)}
+    others = [lease for name, lease in leases if name not in visible]
     values = published.all() if whose is None else published.seen_by(whose)
     return {
         "workers": policy.rules.workers,
@@ -179,7 +185,7 @@ def report(
         "queue_limit": policy.rules.queue,
         "draining": policy.draining,
         "sessions": [
-            _session(policy, name, lease, hosted.get(name), now) for name, lease in seen.items()
+            _session(policy, name, lease, hosted.get(name), now) for name, lease in visible.items()
         ],
         "others": {
             "sessions": sum(bool(lease.places) for lease in others),
@@ -196,19 +202,20 @@ def report(
 def _session(
     policy: Policy, name: str, lease: Lease, hosted: Hosted | None, now: float
 ) -> dict[str, Any]:
+    """Return one session's entry in the report."""
     return {
         "session": name,
-        "client": lease.asked.client,
+        "client": lease.request.client,
         "state": _state(policy, name, lease),
-        "workers": lease.asked.workers,
-        "cores": lease.asked.cores,
+        "workers": lease.request.workers,
+        "cores": lease.request.cores,
         "places": list(lease.places),
         "pids": [] if hosted is None else list(hosted.pids),
         "run_seconds": round(lease.run_seconds, 3),
         "memory": lease.memory,
         "seconds": round(now - lease.granted, 1) if lease.places else 0.0,
         "expires_in": None if lease.expires is None else round(max(lease.expires - now, 0.0), 1),
-        "quota": asdict(policy.rules.of(lease.asked.client)),
+        "quota": asdict(policy.rules.of(lease.request.client)),
         "before": policy.queue.index(name) if not lease.places else None,
     }
 
@@ -216,8 +223,8 @@ def _session(
 def _state(policy: Policy, name: str, lease: Lease) -> str:
     """Return the state of a session.
 
-    It ``waits`` for workers, ``runs``, ``is held`` back for others, is ``alone`` (its client has
-    gone), or is ``ending``.
+    The states: ``waits`` for workers, ``runs``, ``is held`` until its next turn, ``alone`` (without
+    its client), ``ending``.
     """
     if lease.ending:
         return "ending"
@@ -228,17 +235,17 @@ def _state(policy: Policy, name: str, lease: Lease) -> str:
     return "runs" if policy.turns.passes(name) else "is held"
 
 
-# -- gateway of a pool: connections and requests of clients ----------------------------------------
+# -- connections and requests of clients -----------------------------------------------------------
 
-#: Limit of one key.
-_MOST_CONNECTIONS = 64
+#: Maximum connections of one key.
+_MAX_CONNECTIONS = 64
 #: Seconds between two checks of the clients' connections.
-_LOOK_SECONDS = 0.25
+_CHECK_SECONDS = 0.25
 
 
 @dataclass(slots=True)
 class Gateway:
-    """The gateway of a pool: its connections, sessions and published values.
+    """Gateway of a pool: its connections, sessions and published values.
 
     Args:
         administrates: returns whether the key of this name may administer.
@@ -247,8 +254,8 @@ class Gateway:
 
     Attributes:
         refused: counts of refused requests: ``protocol`` (malformed, which ends the connection),
-            ``administration``, ``foreign`` (for no session of the client), ``connections`` (too
-            many of one key).
+            ``administration``, ``foreign`` (for a session of another client, or none),
+            ``connections`` (too many of one key).
     """
 
     listener: Listener
@@ -260,10 +267,10 @@ class Gateway:
     sessions: Sessions = field(init=False)
     publishing: Publishing = field(init=False)
     _visitors: list[Visitor] = field(default_factory=list)
-    _posted: deque[Callable[[], object]] = field(default_factory=deque)
-    _alarm: int = field(init=False)
+    _calls: deque[Callable[[], object]] = field(default_factory=deque)
+    _wake_fd: int = field(init=False)
     _stopping: bool = False
-    _look_at: float = 0.0
+    _next_check: float = 0.0
 
     def __post_init__(self) -> None:
         self.publishing = Publishing(
@@ -279,7 +286,7 @@ class Gateway:
             self._post,
             self.refused,
         )
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     # -- the loop ------------------------------------------------------------------------
 
@@ -295,76 +302,77 @@ class Gateway:
     def stop(self) -> None:
         """Make `serve` end all sessions and return; for any thread, or a signal handler."""
         self._stopping = True
-        os.eventfd_write(self._alarm, 1)
+        os.eventfd_write(self._wake_fd, 1)
 
     def step(self) -> None:
         """Process all pending connections, messages and events."""
         while (connection := self.listener.accept()) is not None:
             self._admit(Visitor(connection))
         for visitor in list(self._visitors):
-            self._attend(visitor)
+            self._receive_all(visitor)
         now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_SECONDS
+        if now >= self._next_check:
+            self._next_check = now + _CHECK_SECONDS
             for visitor in list(self._visitors):
-                self._look_for(visitor)
-        self._do_posted()
+                self._check_connection(visitor)
+        self._run_calls()
         self.sessions.step()
 
     def _wait(self) -> None:
+        """Wait for messages, a call of another thread, or the next due event; 1 s at most."""
         poller = select.poll()
-        for fd in (self.listener.fd, self._alarm):
+        for fd in (self.listener.fd, self._wake_fd):
             poller.register(fd, select.POLLIN)
         seconds = self.sessions.seconds_to_next()
         seconds = 1.0 if seconds is None else max(min(seconds, 1.0), 0.001)
         poller.poll(1_000 * seconds)
-        with suppress(BlockingIOError):  # it was something else
-            os.eventfd_read(self._alarm)
+        with suppress(BlockingIOError):  # the poll ended for another reason
+            os.eventfd_read(self._wake_fd)
 
-    def _post(self, act: Callable[[], object]) -> None:
+    def _post(self, call: Callable[[], object]) -> None:
         """Queue a call for the gateway's thread; for any thread."""
-        self._posted.append(act)
-        os.eventfd_write(self._alarm, 1)
+        self._calls.append(call)
+        os.eventfd_write(self._wake_fd, 1)
 
-    def _do_posted(self) -> None:
-        while self._posted:
-            self._posted.popleft()()
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
     def _end_all(self) -> None:
         """End all sessions, and wait until their workers are gone."""
         self.sessions.end_all()
         while self.sessions.hosted:
             self._wait()
-            self._do_posted()
+            self._run_calls()
         for visitor in self._visitors:
             visitor.connection.close("the pool has ended")
         self.listener.close()
-        os.close(self._alarm)
+        os.close(self._wake_fd)
 
     # -- clients -------------------------------------------------------------------------
 
     def _admit(self, visitor: Visitor) -> None:
-        """Admit a client, unless its key has too many connections: each costs time."""
-        if sum(other.client == visitor.client for other in self._visitors) < _MOST_CONNECTIONS:
+        """Admit a client, unless its key has too many connections already."""
+        if sum(other.client == visitor.client for other in self._visitors) < _MAX_CONNECTIONS:
             self._visitors.append(visitor)
             return
         self.refused["connections"] += 1
         visitor.connection.close(
-            f"{visitor.client} has {_MOST_CONNECTIONS} connections already: close some"
+            f"{visitor.client} has {_MAX_CONNECTIONS} connections already: close some"
         )
 
-    def _attend(self, visitor: Visitor) -> None:
-        """Handle the messages of a client; ``Listener.accept`` has read those of all."""
+    def _receive_all(self, visitor: Visitor) -> None:
+        """Handle a client's messages, which ``Listener.accept`` has read from its socket."""
         try:
             while visitor.connection.has_mail:
-                self._hear(visitor, visitor.connection.take() or [])
-            self.publishing.go_on(visitor)
-        except Exception as error:  # noqa: BLE001 - it ends that session, no other
+                self._receive(visitor, visitor.connection.take() or [])
+            self.publishing.send_pending(visitor)
+        except Exception as error:  # noqa: BLE001 - ends this session, no other
             self.sessions.drop(visitor, error)
         if visitor.connection.closed is not None:
-            self._look_for(visitor)
+            self._check_connection(visitor)
 
-    def _look_for(self, visitor: Visitor) -> None:
+    def _check_connection(self, visitor: Visitor) -> None:
         """Check a client's connection, and report its loss or return to the sessions."""
         closed = visitor.connection.closed is not None
         if closed:
@@ -376,56 +384,61 @@ class Gateway:
             self.sessions.found(visitor)
         visitor.lost = lost
 
-    def _hear(self, visitor: Visitor, frames: list[memoryview]) -> None:
+    def _receive(self, visitor: Visitor, frames: list[memoryview]) -> None:
+        """Handle one message: the pool's own, or forward it to the session's agent."""
         if not frames:
             raise ProtocolError("a message of nothing")
         if not requests.is_ours(frames[0]):
             self.refused["foreign"] += not self.sessions.put(visitor, frames)
             return
         try:
-            self._act(visitor, decode(frames[:1], TO_POOL), frames[1:])
+            self._handle(visitor, decode(frames[:1], TO_POOL), frames[1:])
         except PoolError as error:
             visitor.fail(error)
 
-    def _act(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> None:
+    def _handle(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> None:
+        """Handle a request to the pool."""
         match message:
             case Ask():
                 self.sessions.ask(visitor, message)
             case Leave():
                 self.sessions.leave(visitor)
             case AreYouThere():
-                visitor.say(Here())
+                visitor.send(Here())
             case Doing():
-                visitor.tell(rest)
+                visitor.store_page(rest)
             case Status(pages):
                 self._report(visitor, pages)
             case EvictOne(session):
                 if self.sessions.client_of(session) != visitor.client:
                     self._check_administrates(visitor)
                 self.sessions.evict(session)
-                visitor.say(Ok())
+                visitor.send(Ok())
             case DrainAll():
                 self._check_administrates(visitor)
                 self.sessions.drain()
-                visitor.say(Ok())
+                visitor.send(Ok())
             case _:
-                self.publishing.act(visitor, message, rest)
+                self.publishing.handle(visitor, message, rest)
 
     def _report(self, visitor: Visitor, pages: bool) -> None:
         """Send a client the report of the pool, as far as its key may see it."""
         whose = None if self.administrates(visitor.client) else visitor.client
-        told = report(self.sessions.policy, self.sessions.hosted, self.publishing.values, whose)
+        status = report(self.sessions.policy, self.sessions.hosted, self.publishing.values, whose)
         if whose is None:
-            told["refused"] = {**self.listener.counts, **self.refused}
+            status["refused"] = {**self.listener.counts, **self.refused}
         frames = []
         if pages:
-            doing = self.sessions.doing([row["session"] for row in told["sessions"]])
-            frames = [msgspec.msgpack.encode(doing)]
-            for row in told["sessions"]:
-                row["unheard"] = round(self.sessions.unheard(row["session"]), 3)
-        visitor.say(Report(json.dumps(told)), frames)
+            pages_by_session = self.sessions.status_pages(
+                [entry["session"] for entry in status["sessions"]]
+            )
+            frames = [msgspec.msgpack.encode(pages_by_session)]
+            for entry in status["sessions"]:
+                entry["unheard"] = round(self.sessions.unheard(entry["session"]), 3)
+        visitor.send(Report(json.dumps(status)), frames)
 
     def _check_administrates(self, visitor: Visitor) -> None:
+        """Raise PoolError unless the client's key may administer."""
         if not self.administrates(visitor.client):
             self.refused["administration"] += 1
             raise PoolError(

@@ -1,4 +1,4 @@
-"""Session that a pool hosts: client connection, gate, and agent of its workers."""
+"""Hosted session of a pool: client connection, admission, and agent of its workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VARIABLES = frozenset({
     "LAZYGT_PLAN_CODE", "LAZYGT_CUDA_GRAPHS", "LAZYGT_MAX_CUDA_GRAPH_BYTES", "LAZYGT_SHIP_CODE",
 })  # fmt: skip
 _LARGEST_ARENA = 1 << 30
-#: Seconds for which workers write detailed status pages after a look.
+#: Seconds for which workers write detailed status pages after a request for one.
 _WATCHED_SECONDS = 3.0
 
 
@@ -37,9 +37,9 @@ class Terms:
     Attributes:
         threads: threads of each worker.
         device: ``cpu`` or ``cuda``.
-        places: places of the pool, one for each worker; also the numbers of their GPUs.
-        hidden: True if other processes of the pool's user are kept from inspecting them.
-        cache: folder of this client's compiled code: no other code is run for it.
+        places: worker slots of the pool, one for each worker; also the numbers of their GPUs.
+        hidden: True if other processes of the pool's user can't inspect the workers.
+        cache: folder of this client's compiled code; workers load no other code.
     """
 
     workers: int
@@ -50,7 +50,7 @@ class Terms:
     hidden: bool = False
 
     def apply(self, spec: LinkSpec) -> LinkSpec:
-        """Return the specification of the workers.
+        """Return the client's specification of the workers, within these limits.
 
         Raises:
             PoolError: the client asks for more than it may.
@@ -77,14 +77,15 @@ class Terms:
             environment=self._environment(spec.environment),
         )
 
-    def _environment(self, asked: Mapping[str, str]) -> dict[str, str]:
-        kept = {name: asked[name] for name in asked.keys() & _VARIABLES}
-        told = {processes.VARIABLE: "1"} if self.hidden else {}
-        return {**kept, **told, "LAZYGT_CACHE_DIR": self.cache}
+    def _environment(self, requested: Mapping[str, str]) -> dict[str, str]:
+        """Return the allowed variables of a client's request, and the pool's own."""
+        allowed = {name: requested[name] for name in requested.keys() & _VARIABLES}
+        hiding = {processes.VARIABLE: "1"} if self.hidden else {}
+        return {**allowed, **hiding, "LAZYGT_CACHE_DIR": self.cache}
 
 
 class Hosted:
-    """A session with workers.
+    """Session with workers in a pool.
 
     Args:
         may_pass, changed: see `Gate`.
@@ -104,41 +105,42 @@ class Hosted:
         self.ending = False
 
     def _check(self, spec: LinkSpec) -> LinkSpec:
+        """Apply the terms to the one request to start workers."""
         if self._opened:
             raise PoolError("the workers of this session have been started already")
-        allowed = self._terms.apply(spec)
+        limited = self._terms.apply(spec)
         self._opened = True
-        return allowed
+        return limited
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of its workers."""
-        return tuple(pid for part in self.gate.pids.values() for pid in part)
+        """Process ids of the workers."""
+        return tuple(pid for host_pids in self.gate.pids.values() for pid in host_pids)
 
     def memory(self) -> int:
-        """Return the bytes held for it: its workers' private and shared memory, and messages.
+        """Return the session's bytes: private and shared memory of workers, and messages.
 
-        Code and files do not count.
+        Code and mapped files do not count.
         """
         private = sum(processes.resident(pid, "RssAnon") for pid in self.pids)
         shared = sum(processes.resident(pid, "RssShmem") for pid in self.pids)
         return private + max(shared, self.agent.held) + self.gate.held
 
-    def doing(self) -> tuple[Page | None, ...]:
-        """Return the status pages of its workers; None: not written yet."""
-        parts = self.agent.parts.values()
-        pages = tuple(page for part in parts for page in part.look(_WATCHED_SECONDS))
+    def status_pages(self) -> tuple[Page | None, ...]:
+        """Return the status pages of the workers; None: not written yet."""
+        host_parts = self.agent.parts.values()
+        pages = tuple(page for host_part in host_parts for page in host_part.look(_WATCHED_SECONDS))
         return pages or (None,) * self._terms.workers
 
     def end(self, ended: Callable[[], None], kill: bool) -> None:
-        """End its workers, on a thread of its own.
+        """End the workers, on a new thread.
 
         Args:
-            ended: called on that thread once they are gone.
-            kill: kill them at once.
+            ended: called on that thread once the workers are gone.
+            kill: kill the workers at once.
         """
 
-        def act() -> None:
+        def end_workers() -> None:
             if kill:
                 self._kill()
             try:
@@ -147,11 +149,12 @@ class Hosted:
                 ended()
 
         self.ending = True
-        threading.Thread(target=act, name="lazygt-pool-end", daemon=True).start()
+        threading.Thread(target=end_workers, name="lazygt-pool-end", daemon=True).start()
 
     def _kill(self) -> None:
+        """Kill the workers that are still children of this process."""
         for pid in self.pids:
-            # a child that is not reaped, so no other process can have its number
+            # an unreaped child, so no other process can have this id
             if processes.parent(pid) == os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

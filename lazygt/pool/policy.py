@@ -1,11 +1,11 @@
-"""Admission policy of a pool as a pure state machine: grants, queue, refusals and ends.
+"""Admission policy of a pool as a pure state machine: gang scheduling with a fair queue.
 
-Its input is events with the time at which they were seen (seconds, any monotonic origin), its
-output instructions. There is no clock, socket or thread here; `gateway` has those. `turns`
-schedules the runs of admitted sessions.
+The input is events with the times at which they were seen (seconds, any monotonic origin), the
+output instructions. Clock, sockets and threads are in `gateway`. `scheduler` schedules the runs of
+admitted sessions.
 
-A place is room for one worker process; a session gets as many as it asks for at once, or none. It
-keeps them until its processes are gone (`Released`), so a place never has two.
+A place is a slot for one worker process. A session gets all requested places at once, or none, and
+owns them until its processes are gone (`Released`), so two processes never share a place.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from lazygt.pool.scheduler import Turns
 
 @dataclass(slots=True)
 class Lease:
-    """A session with places, or waiting for them.
+    """Session with worker slots (places), or waiting for them.
 
     Attributes:
-        places: its places; empty while it waits.
+        places: the session's worker slots; empty while it waits.
         granted: time of the grant.
-        expires: time of its end unless its client comes back; None: the client is connected.
-        run_seconds: seconds that its workers have run, times their number.
-        memory: bytes of its workers at the last measurement.
+        expires: time of the session's end without its client; None: the client is connected.
+        run_seconds: run time in seconds, times the number of workers.
+        memory: bytes of the workers at the last measurement.
     """
 
-    asked: Asked
+    request: Asked
     places: tuple[int, ...] = ()
     granted: float = 0.0
     expires: float | None = None
@@ -65,11 +65,11 @@ class Lease:
 
 
 class Policy:
-    """The state of a pool.
+    """State of a pool: leases, free places, and queue.
 
     Attributes:
         leases: lease of each session, in the order of the requests.
-        draining: True if no session is admitted any more.
+        draining: True if no more sessions are admitted.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -89,15 +89,20 @@ class Policy:
     @property
     def queue(self) -> list[str]:
         """The waiting sessions, in the order of admission."""
-        rows = [list(waiting) for waiting in self._queue.values()]
-        longest = max(map(len, rows), default=0)
-        return [row[turn] for turn in range(longest) for row in rows if turn < len(row)]
+        by_client = [list(waiting) for waiting in self._queue.values()]
+        longest = max(map(len, by_client), default=0)
+        return [
+            sessions[round_]
+            for round_ in range(longest)
+            for sessions in by_client
+            if round_ < len(sessions)
+        ]
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Return the instructions that follow from an event at ``now``, in order of time."""
         match event:
             case Asked():
-                return self._ask(event, now)
+                return self._request(event, now)
             case Released(session):
                 return self._release(session, now)
             case Load(session, running, held):
@@ -105,11 +110,11 @@ class Policy:
             case Ran(session, seconds):
                 return self._ran(session, seconds, now)
             case Used(sessions, published):
-                return self._weigh(sessions, published, now)
+                return self._check_memory(sessions, published, now)
             case ClientGone(session, for_good):
-                return self._gone(session, for_good, now)
+                return self._client_gone(session, for_good, now)
             case ClientBack(session):
-                self._back(session)
+                self._client_back(session)
             case Drain():
                 return self._drain()
             case Evict(session):
@@ -130,84 +135,87 @@ class Policy:
 
     # -- admission -----------------------------------------------------------------------
 
-    def _ask(self, asked: Asked, now: float) -> list[Instruction]:
-        error = self._objection(asked)
+    def _request(self, request: Asked, now: float) -> list[Instruction]:
+        """Queue a session and admit as many as fit; refuse one if the queue is too long."""
+        error = self._objection(request)
         if error is not None:
-            return [Refuse(asked.session, error)]
-        self.leases[asked.session] = Lease(asked)
-        self._queue.setdefault(asked.client, deque()).append(asked.session)
+            return [Refuse(request.session, error)]
+        self.leases[request.session] = Lease(request)
+        self._queue.setdefault(request.client, deque()).append(request.session)
         steps = self._admit(now)
         waiting = len(self.queue)
         if waiting > self.rules.queue:
-            last = self._last_of_most(asked.client)
-            self._leave_queue(last)
-            steps.append(Refuse(last, PoolFull(waiting - 1, self.rules.workers)))
+            victim = self._victim(request.client)
+            self._drop_waiting(victim)
+            steps.append(Refuse(victim, PoolFull(waiting - 1, self.rules.workers)))
         return steps
 
-    def _last_of_most(self, newcomer: str) -> str:
-        """Return the session that leaves a full queue: the last of the client with most.
+    def _victim(self, newcomer: str) -> str:
+        """Return the session to drop from a full queue: the last of the client with most.
 
-        So no client keeps others out. The newcomer loses if none has more than it.
+        No client can therefore block the others. On a tie the newcomer's own session is dropped.
         """
-        most = max(self._queue, key=lambda name: (len(self._queue[name]), name == newcomer))
-        return self._queue[most][-1]
+        client = max(self._queue, key=lambda name: (len(self._queue[name]), name == newcomer))
+        return self._queue[client][-1]
 
-    def _objection(self, asked: Asked) -> PoolError | None:
+    def _objection(self, request: Asked) -> PoolError | None:
         """Return the reason to refuse a session, or None."""
-        if asked.session in self.leases:
-            return PoolError(f"there is a session {asked.session!r} already")
+        if request.session in self.leases:
+            return PoolError(f"there is a session {request.session!r} already")
         if self.draining:
             return PoolDraining()
-        if not 1 <= asked.workers <= self.rules.workers:
-            return GangTooLarge(asked.workers, self.rules.workers)
-        quota, theirs = self.rules.of(asked.client), self.of(asked.client)
+        if not 1 <= request.workers <= self.rules.workers:
+            return GangTooLarge(request.workers, self.rules.workers)
+        quota, own_leases = self.rules.of(request.client), self.of(request.client)
         counts = (
-            ("sessions", quota.sessions, 1, len(theirs)),
-            ("workers", quota.workers, asked.workers, sum(x.asked.workers for x in theirs)),
-            ("cores", quota.cores, asked.cores, sum(x.asked.cores for x in theirs)),
+            ("sessions", quota.sessions, 1, len(own_leases)),
+            ("workers", quota.workers, request.workers, sum(x.request.workers for x in own_leases)),
+            ("cores", quota.cores, request.cores, sum(x.request.cores for x in own_leases)),
         )
-        for what, limit, wanted, used in counts:
-            if limit is not None and wanted + used > limit:
-                return OverQuota(what, wanted, used, limit)
+        for resource, limit, requested, used in counts:
+            if limit is not None and requested + used > limit:
+                return OverQuota(resource, requested, used, limit)
         return None
 
     def of(self, client: str) -> list[Lease]:
         """Return a client's sessions."""
-        return [lease for lease in self.leases.values() if lease.asked.client == client]
+        return [lease for lease in self.leases.values() if lease.request.client == client]
 
     def _admit(self, now: float) -> list[Instruction]:
-        """Grant places to the waiting clients round-robin; no session overtakes."""
+        """Grant places to the waiting clients round-robin; no session overtakes another."""
         steps: list[Instruction] = []
         while self._queue:
             client, waiting = next(iter(self._queue.items()))
             lease = self.leases[waiting[0]]
-            asked = lease.asked
-            if asked.workers > len(self._free):
+            request = lease.request
+            if request.workers > len(self._free):
                 break
-            lease.places, lease.granted = tuple(self._free[: asked.workers]), now
-            del self._free[: asked.workers]
+            lease.places, lease.granted = tuple(self._free[: request.workers]), now
+            del self._free[: request.workers]
             self._queue.move_to_end(client)
-            self._leave(asked)
-            steps.append(Grant(asked.session, lease.places))
-            steps += self.turns.add(asked.session, client, asked.workers, now)
+            self._dequeue(request)
+            steps.append(Grant(request.session, lease.places))
+            steps += self.turns.add(request.session, client, request.workers, now)
         return steps
 
-    def _leave(self, asked: Asked) -> None:
-        """Take a session out of the queue."""
-        waiting = self._queue[asked.client]
-        waiting.remove(asked.session)
+    def _dequeue(self, request: Asked) -> None:
+        """Remove a session from the queue."""
+        waiting = self._queue[request.client]
+        waiting.remove(request.session)
         if not waiting:
-            del self._queue[asked.client]
+            del self._queue[request.client]
 
-    def _leave_queue(self, session: str) -> None:
-        self._leave(self.leases.pop(session).asked)
+    def _drop_waiting(self, session: str) -> None:
+        """Remove a waiting session and its lease."""
+        self._dequeue(self.leases.pop(session).request)
 
     def _release(self, session: str, now: float) -> list[Instruction]:
+        """Free an ended session's places, and admit waiting sessions."""
         lease = self.leases.get(session)
         if lease is None:
             return []
         if not lease.places:
-            self._leave_queue(session)
+            self._drop_waiting(session)
             return self._admit(now)
         del self.leases[session]
         self._free = sorted([*self._free, *lease.places])
@@ -217,34 +225,36 @@ class Policy:
         self.draining = True
         waiting = self.queue
         for session in waiting:
-            self._leave_queue(session)
+            self._drop_waiting(session)
         return [Refuse(session, PoolDraining()) for session in waiting]
 
-    # -- the life of a session -----------------------------------------------------------
+    # -- running sessions ----------------------------------------------------------------
 
     def _ran(self, session: str, seconds: float, now: float) -> list[Instruction]:
         lease = self.leases.get(session)
         if lease is None:
             return []
-        lease.run_seconds += seconds * lease.asked.workers
+        lease.run_seconds += seconds * lease.request.workers
         return [*self.turns.charge(session, seconds, now)]
 
-    def _gone(self, session: str, for_good: bool, now: float) -> list[Instruction]:
+    def _client_gone(self, session: str, for_good: bool, now: float) -> list[Instruction]:
+        """Set the time at which a session without its client expires."""
         lease = self.leases.get(session)
         if lease is None:
             return []
-        asked, rules = lease.asked, self.rules
+        request, rules = lease.request, self.rules
         if for_good and not lease.places:
             return self._release(session, now)
-        grace = 0.0 if for_good else min(asked.grace, rules.grace)
-        lease.expires = now + (rules.expiry if asked.detach and lease.places else grace)
+        grace = 0.0 if for_good else min(request.grace, rules.grace)
+        lease.expires = now + (rules.expiry if request.detach and lease.places else grace)
         return self._tick(now)
 
-    def _back(self, session: str) -> None:
+    def _client_back(self, session: str) -> None:
         if session in self.leases:
             self.leases[session].expires = None
 
     def _tick(self, now: float) -> list[Instruction]:
+        """End expired sessions, and let the scheduler pass the turns on."""
         steps: list[Instruction] = []
         for session, lease in list(self.leases.items()):
             if lease.expires is not None and lease.expires <= now:
@@ -255,30 +265,31 @@ class Policy:
         return self._end_with(session, SessionEnded(session, why), now)
 
     def _end_with(self, session: str, error: PoolError, now: float) -> list[Instruction]:
+        """End a session with an error for its client; refuse it if it waits."""
         lease = self.leases.get(session)
         if lease is None or lease.ending:
             return []
         if not lease.places:
-            self._leave_queue(session)
+            self._drop_waiting(session)
             return [Refuse(session, error), *self._admit(now)]
         lease.ending = True
         return [End(session, error), *self.turns.remove(session, now)]
 
-    def _weigh(
+    def _check_memory(
         self, sessions: Mapping[str, int], published: Mapping[str, int], now: float
     ) -> list[Instruction]:
-        """Note the memory, and end the largest session of each client above its quota."""
+        """Record the memory, and end the largest session of each client above its quota."""
         for session, nbytes in sessions.items():
             if session in self.leases:
                 self.leases[session].memory = nbytes
         steps: list[Instruction] = []
-        for client in {lease.asked.client for lease in self.leases.values()}:
+        for client in {lease.request.client for lease in self.leases.values()}:
             limit = self.rules.of(client).memory
-            theirs = [lease for lease in self.of(client) if lease.places and not lease.ending]
-            used = sum(lease.memory for lease in theirs) + published.get(client, 0)
-            if limit is None or used <= limit or not theirs:
+            running = [lease for lease in self.of(client) if lease.places and not lease.ending]
+            used = sum(lease.memory for lease in running) + published.get(client, 0)
+            if limit is None or used <= limit or not running:
                 continue
-            largest = max(theirs, key=lambda lease: lease.memory)
+            largest = max(running, key=lambda lease: lease.memory)
             error = OverQuota("memory", largest.memory, used - largest.memory, limit)
-            steps += self._end_with(largest.asked.session, error, now)
+            steps += self._end_with(largest.request.session, error, now)
         return steps

@@ -44,16 +44,16 @@ from lazygt.runtime.wire import Part, decode, encode, received
 
 M = TypeVar("M", bound=Part)
 
-_LOOK_SECONDS = 0.5
-#: Bytes around a message: numbers, lengths, headers.
-_AROUND = 64 << 10
+_POLL_SECONDS = 0.5
+#: Bytes of a message besides its payload: numbers, lengths, headers.
+_OVERHEAD_BYTES = 64 << 10
 #: Bytes of the longest message between a pool and its clients.
-LONGEST = MAX_MESSAGE_BYTES + _AROUND
+LONGEST = MAX_MESSAGE_BYTES + _OVERHEAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedName:
-    """Published value of a pool.
+    """Description of a published value of a pool.
 
     Attributes:
         client: name of the key that published it.
@@ -82,11 +82,11 @@ def connect(
     return dial(context, on, file.keys, file.server, b"pool", LONGEST, timeout, grace=grace)
 
 
-def answer(connection: Connected, kinds: tuple[type[M], ...], until: float) -> tuple[M, Any]:
+def answer(connection: Connected, kinds: tuple[type[M], ...], deadline: float) -> tuple[M, Any]:
     """Wait for an answer of one of these kinds; return the message and its frames.
 
     Raises:
-        PoolError: the pool has refused; or the connection has ended, or the time is over.
+        PoolError: the pool has refused, the connection has ended, or the deadline has passed.
     """
     poller = select.poll()
     poller.register(connection.fd, select.POLLIN)
@@ -99,10 +99,10 @@ def answer(connection: Connected, kinds: tuple[type[M], ...], until: float) -> t
                 return message, frames[1:]
         if connection.closed is not None:
             raise PoolError(f"the connection to the pool has ended: {connection.closed}")
-        left = until - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise PoolError("the pool has not answered in time; see `lazygt pool status`")
-        poller.poll(1_000 * min(left, _LOOK_SECONDS))
+        poller.poll(1_000 * min(remaining, _POLL_SECONDS))
 
 
 class Pool:
@@ -120,7 +120,7 @@ class Pool:
         ConnectionLost: no pool answers there.
         AccessDenied: the pool does not know this key.
         VersionMismatch: the pool has another lazygt, torch or Python.
-        SecurityError: the key file is none, or others may read it.
+        SecurityError: the file is no key file, or others may read it.
     """
 
     def __init__(
@@ -131,22 +131,22 @@ class Pool:
 
     def names(self) -> list[PublishedName]:
         """List the values that this key may fetch."""
-        listed = self._ask(Names(), Listed)
-        return [PublishedName(*row) for row in listed.rows]
+        reply = self._request(Names(), Listed)
+        return [PublishedName(*fields) for fields in reply.rows]
 
     def publish(
         self, name: str, value: torch.Tensor | Mapping[str, torch.Tensor], *, shared: bool = False
     ) -> None:
         """Publish a tensor, or tensors by name, for later clients.
 
-        It replaces this key's own value of that name.
+        A value of the same name and key is replaced.
 
         Args:
             shared: True if clients with other keys may fetch it, too.
 
         Raises:
             OverQuota: this key may not have so many bytes in the pool.
-            TypeError: the value is neither.
+            TypeError: the value is neither a tensor nor a mapping of tensors.
         """
         tensors = {"": value} if isinstance(value, torch.Tensor) else dict(value)
         if not all(isinstance(t, torch.Tensor) for t in tensors.values()):
@@ -155,11 +155,11 @@ class Pool:
                 f"as model.state_dict()"
             )
         dense = {key: _dense(t) for key, t in tensors.items()}
-        rows = tuple((key, _meta(t)) for key, t in dense.items())
-        self._ask(Publish(name, rows, shared), Ok)
+        metas = tuple((key, _meta(t)) for key, t in dense.items())
+        self._request(Publish(name, metas, shared), Ok)
         for piece in _pieces(dense):
             self._connection.send(encode(Piece(), [piece]))
-        if any(meta.nbytes for _, meta in rows):
+        if any(meta.nbytes for _, meta in metas):
             self._answer(Ok)
 
     def fetch(self, name: str) -> Any:
@@ -168,30 +168,30 @@ class Pool:
         Raises:
             PoolError: nothing is published under that name for this key.
         """
-        rows = self._ask(Fetch(name), Value).rows
-        flat = bytearray()
-        total = sum(meta.nbytes for _, meta in rows)
-        while len(flat) < total:
+        metas = self._request(Fetch(name), Value).rows
+        data = bytearray()
+        total = sum(meta.nbytes for _, meta in metas)
+        while len(data) < total:
             _, (piece,) = self._answer_with_frames(Piece)
-            flat += piece
-        tensors = dict(_tensors(rows, memoryview(flat)))
+            data += piece
+        tensors = dict(_tensors(metas, memoryview(data)))
         return tensors[""] if list(tensors) == [""] else tensors
 
     def forget(self, name: str) -> None:
         """Remove the value that this key has published under a name.
 
         Raises:
-            PoolError: there is none.
+            PoolError: this key has published nothing under that name.
         """
-        self._ask(Forget(name), Ok)
+        self._request(Forget(name), Ok)
 
     def status(self) -> dict[str, Any]:
-        """Return the pool's report.
+        """Return the pool's report as plain values.
 
-        Of other keys' sessions it has the number only, unless this key may administer.
+        Other keys' sessions are only counted, unless this key may administer.
         """
-        told: dict[str, Any] = json.loads(self._ask(Status(), Report).text)
-        return told
+        report: dict[str, Any] = json.loads(self._request(Status(), Report).text)
+        return report
 
     def look(self) -> tuple[dict[str, Any], dict[str, Pages]]:
         """Return `status`, and the status pages of clients and workers by session.
@@ -200,25 +200,25 @@ class Pool:
             ProtocolError: the pool's answer has no pages.
         """
         self._connection.send(encode(Status(pages=True)))
-        report, rest = self._answer_with_frames(Report)
-        if not rest:
+        report, frames = self._answer_with_frames(Report)
+        if not frames:
             raise ProtocolError("a pool's report without its status pages")
-        return json.loads(report.text), decoded(rest[0], dict[str, Pages])
+        return json.loads(report.text), decoded(frames[0], dict[str, Pages])
 
     def drain(self) -> None:
-        """Make the pool admit no session any more; it ends when its last session has ended.
+        """Stop admitting sessions; the pool ends when its last session has ended.
 
         Needs a key that may administer.
         """
-        self._ask(DrainAll(), Ok)
+        self._request(DrainAll(), Ok)
 
     def evict(self, session: str) -> None:
-        """End a session: of this key, or any with one that may administer.
+        """End a session of this key, or any session if this key may administer.
 
         Raises:
-            PoolError: there is none of that name.
+            PoolError: the pool has no session of that name.
         """
-        self._ask(EvictOne(session), Ok)
+        self._request(EvictOne(session), Ok)
 
     def close(self) -> None:
         """Close the connection."""
@@ -235,7 +235,7 @@ class Pool:
     ) -> None:
         self.close()
 
-    def _ask(self, message: Part, kind: type[M]) -> M:
+    def _request(self, message: Part, kind: type[M]) -> M:
         self._connection.send(encode(message))
         return self._answer(kind)
 
@@ -252,20 +252,23 @@ def _dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def _meta(t: torch.Tensor) -> TensorMeta:
+    """Return the meta of a contiguous tensor of the same shape and dtype."""
     shape = tuple(t.shape)
     return intern(shape, contiguous_stride(shape), t.dtype, 0, False, False)
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    """Yield the tensors' bytes in pieces of at most ``PIECE_BYTES``."""
     for t in tensors.values():
         flat = t.reshape(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(flat), PIECE_BYTES):
             yield flat[begin : begin + PIECE_BYTES]
 
 
-def _tensors(rows: Rows, data: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(metas: Rows, data: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors from their metas and consecutive bytes."""
     begin = 0
-    for name, meta in rows:
+    for name, meta in metas:
         piece = data[begin : begin + meta.nbytes]
         begin += meta.nbytes
         yield name, received(piece).view(meta.dtype).view(meta.shape)

@@ -1,4 +1,4 @@
-"""A session's link to workers of a pool."""
+"""Link of a session to workers of a pool."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ from lazygt.runtime.wire import decode, encode
 
 _LEAVE_SECONDS = 10.0
 _WATCHED_SECONDS = 3.0
-#: Seconds of silence after which a pool is asked for a sign of life.
-_QUIET_SECONDS = 2.0
-#: After so many seconds without a look this client was stopped itself: an answer may be on its way.
-_ABSENT_SECONDS = 1.5
-#: Minimum of the seconds that a pool has for an answer.
-_LEAST_PATIENCE = 10.0
+#: Seconds of silence after which the pool is pinged.
+_SILENCE_SECONDS = 2.0
+#: Seconds between two checks that mean this process was stopped: an answer may be pending.
+_STOPPED_SECONDS = 1.5
+#: Minimum timeout in seconds for a pool's answer.
+_MIN_TIMEOUT = 10.0
 
 
 class SessionConnection:
     """Connection to a pool after the admission of a session; see ``Connected``.
 
-    It handles the pool's own messages; the others are for the session's host. The kernel answers
-    for a pool that is stopped, so the pool itself is asked for a sign of life while the client
+    The pool's own messages are handled here; the others are for the session's host. The kernel
+    keeps the connection of a stopped pool alive, so the pool itself is pinged while the client
     waits for a message.
 
     Args:
         endpoint: address of the pool.
-        patience: seconds that the pool has for an answer.
+        patience: seconds that the pool may take for an answer.
 
     Attributes:
         error: the reason for the session's end.
         doing: returns the client's status page, for observers of the pool.
-        leaving: True if no answers are awaited any more, so the connection's end is no error.
-        left: True if the session has ended, or goes on without this client.
+        leaving: True if no more answers are expected, so the connection's end is no error.
+        left: True if the session has ended, or continues without this client.
     """
 
-    def __init__(self, connection: Connection, endpoint: str, patience: float) -> None:
+    def __init__(self, connection: Connection, endpoint: str, timeout: float) -> None:
         self.fd = connection.fd
-        self._connection, self._endpoint, self._patience = connection, endpoint, patience
+        self._connection, self._endpoint, self._timeout = connection, endpoint, timeout
         self.error: LazyGTError | None = None
-        self.doing: Callable[[], Page | None] = lambda: None
+        self.status_page: Callable[[], Page | None] = lambda: None
         self.leaving = self.left = False
-        self._looked = self._heard = time.monotonic()
-        #: time of the unanswered request for a sign of life
-        self._asked: float | None = None
+        self._checked_at = self._received_at = time.monotonic()
+        #: time of the unanswered ping; None: there is none
+        self._pinged_at: float | None = None
 
     @property
     def closed(self) -> str | None:
@@ -95,43 +95,44 @@ class SessionConnection:
         """
         frames = self._next()
         if frames is None:
-            self._look(time.monotonic())
+            self._check_alive(time.monotonic())
             if self.error is not None and not (self.left or self.leaving):
                 raise self.error
         return frames
 
     def _next(self) -> list[memoryview] | None:
+        """Handle the pool's own messages; return the next one for the session's host."""
         while (frames := self._connection.take()) is not None:
-            self._heard, self._asked = time.monotonic(), None
+            self._received_at, self._pinged_at = time.monotonic(), None
             if not is_ours(frames[0]):
                 return frames
             message = decode(frames[:1], TO_CLIENT)
             if isinstance(message, Failed):
                 self.error = message.error()
-            elif isinstance(message, Watched) and (page := self.doing()) is not None:
+            elif isinstance(message, Watched) and (page := self.status_page()) is not None:
                 self.send(encode(Doing(), [msgspec.msgpack.encode(page)]))
             self.left = self.left or isinstance(message, Ok)
         return None
 
-    def _look(self, now: float) -> None:
+    def _check_alive(self, now: float) -> None:
         """Check that the pool is alive; else set `error`."""
         if self.error is not None or self.left:
             return
         if self._connection.closed is not None:
-            self._lost(self._connection.closed)
-        elif now - self._looked > _ABSENT_SECONDS:
-            self._heard, self._asked = now, None
-        elif self._asked is not None and now - self._asked > self._patience:
-            self._lost(
-                f"the pool has not answered for {self._patience:g} s, though its machine does. Is "
+            self._set_lost(self._connection.closed)
+        elif now - self._checked_at > _STOPPED_SECONDS:
+            self._received_at, self._pinged_at = now, None
+        elif self._pinged_at is not None and now - self._pinged_at > self._timeout:
+            self._set_lost(
+                f"the pool has not answered for {self._timeout:g} s, though its machine does. Is "
                 f"`lazygt serve` stopped there?"
             )
-        elif self._asked is None and now - self._heard > _QUIET_SECONDS:
-            self._asked = now
+        elif self._pinged_at is None and now - self._received_at > _SILENCE_SECONDS:
+            self._pinged_at = now
             self._connection.send(encode(AreYouThere()))
-        self._looked = now
+        self._checked_at = now
 
-    def _lost(self, why: str) -> None:
+    def _set_lost(self, why: str) -> None:
         self.error = ConnectionLost(self._endpoint, f"{why}. The session's values are lost")
 
     def close(self, reason: str = "done") -> None:
@@ -141,15 +142,15 @@ class SessionConnection:
     def leave(self) -> None:
         """Leave the session, and close the connection once the pool has read all messages."""
         self.leaving = True
-        until = time.monotonic() + _LEAVE_SECONDS
+        deadline = time.monotonic() + _LEAVE_SECONDS
         poller = select.poll()
         if self.closed is None:
             poller.register(self.fd, select.POLLIN)
         self.send(encode(Leave()))
-        while self.closed is None and (left := until - time.monotonic()) > 0:
+        while self.closed is None and (remaining := deadline - time.monotonic()) > 0:
             self.take()
             if self.closed is None:
-                poller.poll(1_000 * min(left, 0.5))
+                poller.poll(1_000 * min(remaining, 0.5))
         self.left = True
         self._connection.close()
 
@@ -163,7 +164,7 @@ class PoolLink(ClusterLink):
     Raises:
         ConnectionLost, AccessDenied, VersionMismatch, SecurityError: see `Pool`.
         PoolFull, PoolDraining, GangTooLarge, OverQuota: the pool has refused.
-        PoolError: the pool had no workers in time.
+        PoolError: the pool had no free workers in time.
     """
 
     def __init__(self, config: Config, mesh: Mesh, copier: str) -> None:
@@ -171,15 +172,15 @@ class PoolLink(ClusterLink):
         assert config.key is not None
         connection = connect(config.on, config.key, config.start_timeout, config.grace)
         try:
-            admitted = _admitted(connection, config)
+            admitted = _request_workers(connection, config)
             self.config = replace(config, device=admitted.device)
-            patience = max(config.grace, _LEAST_PATIENCE)
-            self._pool = SessionConnection(connection, config.on, patience)
+            timeout = max(config.grace, _MIN_TIMEOUT)
+            self._pool = SessionConnection(connection, config.on, timeout)
             self._detach = config.detach
             host = RemoteHost(config.on, self._pool)
             spec = link_spec(self.config, mesh, copier)
             super().__init__(spec, 0, [(host, config.workers)], name=admitted.session)
-            self._pool.doing = partial(_watched_page, self.status)
+            self._pool.status_page = partial(_watched_page, self.status)
         except BaseException:
             connection.close()
             raise
@@ -201,31 +202,31 @@ class PoolLink(ClusterLink):
 
 
 def _watched_page(pages: StatusFile) -> Page | None:
-    """Return the client's status page, with details for a while."""
+    """Return the client's status page, and make the client write details for a while."""
     pages.watch(_WATCHED_SECONDS)
     return read_client(pages)
 
 
-def _admitted(connection: Connection, config: Config) -> Admitted:
-    """Ask for workers, and wait for them.
+def _request_workers(connection: Connection, config: Config) -> Admitted:
+    """Request workers, and wait until the pool has granted them.
 
     Raises:
         PoolError: the pool has refused, or had no workers in time.
     """
-    until = time.monotonic() + config.start_timeout
+    deadline = time.monotonic() + config.start_timeout
     cores = (config.threads or 1) * config.workers
     connection.send(encode(Ask(config.workers, cores, config.grace, config.detach)))
-    message, _ = answer(connection, (Admitted, Waits), until)
+    message, _ = answer(connection, (Admitted, Waits), deadline)
     if isinstance(message, Waits):
-        ahead = message.ahead
+        sessions_ahead = message.ahead
         try:
-            message, _ = answer(connection, (Admitted,), until)
+            message, _ = answer(connection, (Admitted,), deadline)
         except PoolError as error:
             if type(error) is not PoolError or connection.closed is not None:
                 raise
             raise PoolError(
                 f"the pool had no {config.workers} worker(s) free within {config.start_timeout:g} "
-                f"s: {ahead} session(s) were before this one. Wait longer with "
+                f"s: {sessions_ahead} session(s) were before this one. Wait longer with "
                 f"lazygt.session(start_timeout=...), or see `lazygt pool status`."
             ) from None
     assert isinstance(message, Admitted)

@@ -1,4 +1,4 @@
-"""Published values of a pool: named, and independent of the sessions they come from."""
+"""Published values of a pool: named tensors that outlive the sessions that computed them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Rows = tuple[tuple[str, TensorMeta], ...]
 
 @dataclass(slots=True)
 class PublishedValue:
-    """A tensor, or tensors by name, as consecutive bytes.
+    """Published tensor, or tensors by name, as consecutive bytes.
 
     Attributes:
-        rows: name and meta of each; see ``messages.Publish``.
+        rows: name and meta of each tensor; see ``requests.Publish``.
         shared: True if other clients may fetch it.
         data: the bytes received so far.
     """
@@ -35,10 +35,10 @@ class PublishedValue:
         return sum(meta.nbytes for _, meta in self.rows)
 
     def add(self, piece: memoryview) -> bool:
-        """Append the next bytes; return whether these were the last.
+        """Append the next bytes; return whether the value is complete.
 
         Raises:
-            ProtocolError: there are more bytes than the value has.
+            ProtocolError: the value has fewer bytes.
         """
         if len(self.data) + len(piece) > self.nbytes:
             raise ProtocolError(f"more bytes than the {self.nbytes} of {self.name!r}")
@@ -62,25 +62,25 @@ class PublishedValues:
         """List the values of all clients."""
         return list(self._values.values())
 
-    def keep(self, value: PublishedValue) -> None:
-        """Keep a value; it replaces the client's own of that name."""
+    def store(self, value: PublishedValue) -> None:
+        """Store a value, replacing the client's own value of that name."""
         self._values[value.client, value.name] = value
 
     def nbytes(self, client: str, without: str | None = None) -> int:
         """Return the bytes that a client has published.
 
         Args:
-            without: name of a value to leave out, because it is about to be replaced.
+            without: name of a value to leave out, which is about to be replaced.
         """
         values = self._values.values()
         return sum(v.nbytes for v in values if v.client == client and v.name != without)
 
     def count(self, client: str, without: str) -> int:
         """Count the values that a client has published under other names than ``without``."""
-        return sum(whose == client and name != without for whose, name in self._values)
+        return sum(owner == client and name != without for owner, name in self._values)
 
     def by_client(self) -> dict[str, int]:
-        """Return the bytes that each client has published."""
+        """Return the published bytes of each client."""
         return {client: self.nbytes(client) for client, _ in self._values}
 
     def seen_by(self, client: str) -> list[PublishedValue]:
@@ -91,25 +91,25 @@ class PublishedValues:
         """Return a value by its name: the client's own, or one shared by another client.
 
         Raises:
-            PoolError: there is none that this client may fetch; or several others share one.
+            PoolError: no value of that name may be fetched, or several other clients share one.
         """
         if (client, name) in self._values:
             return self._values[client, name]
-        theirs = [value for value in self.seen_by(client) if value.name == name]
-        if not theirs:
+        shared = [value for value in self.seen_by(client) if value.name == name]
+        if not shared:
             names = sorted({value.name for value in self.seen_by(client)})
-            there = f"there are {', '.join(map(repr, names))}" if names else "there is none yet"
-            raise PoolError(f"nothing is published as {name!r} for this key: {there}")
-        if len(theirs) > 1:
-            owners = ", ".join(value.client for value in theirs)
+            available = f"there are {', '.join(map(repr, names))}" if names else "there is none yet"
+            raise PoolError(f"nothing is published as {name!r} for this key: {available}")
+        if len(shared) > 1:
+            owners = ", ".join(value.client for value in shared)
             raise PoolError(f"{name!r} is shared by several keys ({owners}): use another name")
-        return theirs[0]
+        return shared[0]
 
     def forget(self, client: str, name: str) -> None:
         """Remove a client's own value.
 
         Raises:
-            PoolError: it has none of that name.
+            PoolError: the client has no value of that name.
         """
         if self._values.pop((client, name), None) is None:
             raise PoolError(f"this key has published nothing as {name!r}")

@@ -1,6 +1,6 @@
 """Messages between a pool and its clients, beside those of a session's agent.
 
-Tags begin at 32, so that a header alone tells the two apart.
+Tags begin at 32; the header alone distinguishes these messages from an agent's.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Ask(Part, tag=32):
     """Request for a session."""
 
     workers: Count
-    cores: Count  # torch threads of all workers together; 0: one a worker
+    cores: Count  # torch threads of all workers; 0: one for each worker
     grace: float  # see ``events.Asked``, also for detach
     detach: bool
 
 
 class Leave(Part, tag=33):
-    """The client's leave of its session; answered by ``Ok`` when its workers have ended."""
+    """Notice that the client leaves its session; answered by ``Ok`` when its workers have ended."""
 
 
 class Publish(Part, tag=34):
-    """Request to keep a value; answered by ``Ok`` before and after its ``Piece``s."""
+    """Request to publish a value; answered by ``Ok`` before and after its ``Piece``s."""
 
     name: str
     #: name and meta of each tensor, in the order of their bytes; "": a single tensor
@@ -62,14 +62,14 @@ class Forget(Part, tag=38):
 class Status(Part, tag=39):
     """Request for a ``Report``.
 
-    A key that may not administer gets only the number of other clients' sessions.
+    Without the right to administer, other clients' sessions are only counted.
     """
 
-    pages: bool = False  # True to get the status pages of workers and clients, too
+    pages: bool = False  # True to include the status pages of workers and clients
 
 
 class DrainAll(Part, tag=40):
-    """Request to admit no session any more; answered by ``Ok``; for administrators."""
+    """Request to admit no more sessions; answered by ``Ok``; for administrators."""
 
 
 class EvictOne(Part, tag=41):
@@ -96,14 +96,14 @@ class Waits(Part, tag=48):
 
 
 class Admitted(Part, tag=49):
-    """Notice that a session has workers: from now on its client speaks with an agent."""
+    """Notice that a session has workers; later messages are for and from its agent."""
 
     session: str
     device: str  # device of the workers
 
 
 class Failed(Part, tag=50):
-    """Class and arguments of an error: a request is refused, or a session has ended."""
+    """Error of a refused request or an ended session, as its class and arguments."""
 
     kind: str
     given: tuple[Any, ...] = ()
@@ -115,12 +115,12 @@ class Failed(Part, tag=50):
 
     def error(self) -> PoolError:
         """Rebuild the error; an unknown class becomes a plain `PoolError`."""
-        kind = getattr(errors, self.kind, None)
-        if not (isinstance(kind, type) and issubclass(kind, PoolError)):
+        error_class = getattr(errors, self.kind, None)
+        if not (isinstance(error_class, type) and issubclass(error_class, PoolError)):
             return PoolError(f"{self.kind}: {', '.join(map(str, self.given))}")
         try:
-            return kind(*self.given)
-        except (TypeError, ValueError):  # other fields than it has, or of other types
+            return error_class(*self.given)
+        except (TypeError, ValueError):  # fields of another version of the class
             return PoolError(f"{self.kind}: {', '.join(map(str, self.given))}")
 
 
@@ -164,5 +164,5 @@ TO_CLIENT: tuple[type[Part], ...] = (
 
 
 def is_ours(header: Buffer) -> bool:
-    """Return whether a message is between pool and client, and not an agent's."""
+    """Return whether a message is between pool and client, rather than an agent's."""
     return len(header) > 1 and header[1] >= _FIRST_TAG

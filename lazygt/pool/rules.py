@@ -28,13 +28,13 @@ class Rules:
     """Limits of a pool.
 
     Attributes:
-        workers: number of places.
+        workers: number of worker slots (places).
         at_once: number of workers that may run at the same time.
-        queue: number of sessions that may wait for places.
+        queue: number of sessions that may wait for workers.
         grace: maximum seconds for which a session's connection may be dead.
         expiry: seconds that a detached session lives without its client.
         quotas: quota of each client; all others have ``quota``.
-        hidden: True if workers are kept from inspecting one another; see ``hidden.hide``.
+        hidden: True if workers can't inspect one another.
     """
 
     workers: int

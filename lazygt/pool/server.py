@@ -1,4 +1,4 @@
-"""Server of a pool: its keys, its quotas, and the process that serves."""
+"""Server of a pool: keys, quotas, and the opening of the gateway."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def server_key(keyring: Keyring, endpoint: str = "") -> KeyFile:
-    """Return the pool's own key, in the form of a client's key that may administer."""
+    """Return the pool's own key, as a client's key file with the right to administer."""
     keys = keyring.server
     return KeyFile(SERVER, keys.public, keys.secret, keys.public, endpoint)
 
@@ -47,7 +47,7 @@ class Doorkeeper:
 def open_gateway(
     bind: tuple[str, int], keyring: Keyring, rules: Rules, device: str, caches: Path
 ) -> Gateway:
-    """Open the gateway of a pool, which listens; `Gateway.serve` serves.
+    """Open a listening gateway of a pool; `Gateway.serve` runs it.
 
     Args:
         bind: host and port.
@@ -55,12 +55,12 @@ def open_gateway(
     Raises:
         OSError: the address can't be listened on.
     """
-    door = Doorkeeper(keyring)
+    doorkeeper = Doorkeeper(keyring)
     listener = Listener(
-        zmq.Context.instance(), *bind, keyring.server, door.allows, LONGEST,
+        zmq.Context.instance(), *bind, keyring.server, doorkeeper.allows, LONGEST,
         grace=max(rules.grace, 1.0),
     )  # fmt: skip
-    return Gateway(listener, door.administrates, rules, device, caches)
+    return Gateway(listener, doorkeeper.administrates, rules, device, caches)
 
 
 def address(text: str) -> tuple[str, int]:
@@ -86,21 +86,21 @@ def quotas(path: Path) -> tuple[Quota, dict[str, Quota]]:
         [client.alice]
         sessions = 2
 
-    Entries missing in a client's table are those of ``default``.
+    Entries missing in a client's table default to those of ``default``.
 
     Raises:
-        ValueError: the file has another content.
+        ValueError: the file is no valid quota file.
         OSError: the file can't be read.
     """
     try:
-        told = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
-    unknown = sorted(told.keys() - {"default", "client"})
+    unknown = sorted(tables.keys() - {"default", "client"})
     if unknown:
         raise ValueError(f"{path}: [{unknown[0]}]: expected [default] and [client.NAME]")
-    default = _limits(path, "default", told.get("default", {}))
-    clients = told.get("client", {})
+    default = _limits(path, "default", tables.get("default", {}))
+    clients = tables.get("client", {})
     if not isinstance(clients, Mapping):
         raise ValueError(f"{path}: expected [client.NAME]")
     return Quota(**default), {
@@ -110,13 +110,14 @@ def quotas(path: Path) -> tuple[Quota, dict[str, Quota]]:
 
 
 def _limits(path: Path, name: str, table: Any) -> dict[str, int]:
+    """Parse and check one table of quotas."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{path}: expected a table [{name}]")
-    known = [field.name for field in fields(Quota)]
+    allowed = [field.name for field in fields(Quota)]
     limits = {}
     for key, value in table.items():
-        if key not in known:
-            raise ValueError(f"{path}: [{name}] {key}: expected {', '.join(known)}")
+        if key not in allowed:
+            raise ValueError(f"{path}: [{name}] {key}: expected {', '.join(allowed)}")
         number = _nbytes(value) if key == "memory" and isinstance(value, str) else value
         if type(number) is not int or number < 0:
             raise ValueError(f"{path}: [{name}] {key} = {value!r}: expected a whole number >= 0")
@@ -125,7 +126,7 @@ def _limits(path: Path, name: str, table: Any) -> dict[str, int]:
 
 
 def _nbytes(text: str) -> int | None:
-    """Return a size such as ``8 GiB`` in bytes; None: it is none."""
+    """Parse a size such as ``8 GiB`` into bytes; None: the text is no size."""
     number, _, unit = text.strip().partition(" ")
     with suppress(ValueError, KeyError):
         return int(float(number) * _SIZES[unit.strip()])

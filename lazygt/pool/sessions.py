@@ -40,11 +40,11 @@ from lazygt.runtime.launch.status_reader import Pages
 _log = logging.getLogger("lazygt")
 
 #: Seconds between two measurements of the workers' memory.
-_WEIGH_SECONDS = 0.25
+_MEASURE_SECONDS = 0.25
 
 
 class Sessions:
-    """All sessions, with workers or waiting for them; used by the gateway's thread alone.
+    """Sessions with workers or waiting for them; used by the gateway's thread alone.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -54,7 +54,7 @@ class Sessions:
 
     Attributes:
         hosted: sessions with workers.
-        stirred: sessions with new messages.
+        active: sessions with messages to forward.
         refused: counts of refused requests; see `Gateway`.
     """
 
@@ -69,39 +69,39 @@ class Sessions:
     ) -> None:
         self.policy = Policy(rules)
         self.hosted: dict[str, Hosted] = {}
-        self.stirred: set[str] = set()
+        self.active: set[str] = set()
         self.refused = refused
         self._device, self._caches = device, caches
         self._published, self._post = published, post
         self._visitors: dict[str, Visitor] = {}
-        self._asked = 0
-        self._weigh_at = 0.0
+        self._session_count = 0
+        self._next_measurement = 0.0
 
     # -- for the gateway's loop ----------------------------------------------------------
 
     @property
     def done(self) -> bool:
-        """True if no session is admitted any more, and the last one has ended."""
+        """True if no more sessions are admitted, and the last one has ended."""
         return self.policy.draining and not self.policy.leases
 
     def seconds_to_next(self) -> float | None:
         """Return the seconds until `step` is due without an event; None: not at all."""
         now = time.monotonic()
-        weigh = self._weigh_at - now if self.hosted else None
-        waits = (self.policy.seconds_to_next(now), weigh)
+        until_measurement = self._next_measurement - now if self.hosted else None
+        waits = (self.policy.seconds_to_next(now), until_measurement)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def step(self) -> None:
-        """Do all pending work."""
+        """Handle due events, and forward all messages that may pass."""
         now = time.monotonic()
-        if now >= self._weigh_at and self.hosted:
-            self._weigh_at = now + _WEIGH_SECONDS
-            self._weigh()
+        if now >= self._next_measurement and self.hosted:
+            self._next_measurement = now + _MEASURE_SECONDS
+            self._measure_memory()
         self._handle(Tick())
-        self._settle()
+        self._forward_messages()
 
     def end_all(self) -> None:
-        """Begin to end all sessions; they have ended when none is `hosted`."""
+        """Begin to end all sessions; all have ended when `hosted` is empty."""
         self._handle(Drain())
         for session in list(self.policy.leases):
             self._handle(Evict(session))
@@ -112,18 +112,18 @@ class Sessions:
         """Request a session for a client.
 
         Raises:
-            PoolError: the client has one already.
+            PoolError: the connection has a session already.
         """
         if visitor.session is not None:
             raise PoolError("a connection has one session")
-        self._asked += 1
-        visitor.session = session = f"{visitor.client}-{self._asked}"
+        self._session_count += 1
+        visitor.session = session = f"{visitor.client}-{self._session_count}"
         self._visitors[session] = visitor
         cores = ask.cores or ask.workers
-        grace = ask.grace if ask.grace > 0.0 else 0.0  # also where it is no number
+        grace = ask.grace if ask.grace > 0.0 else 0.0  # also for NaN
         self._handle(Asked(session, visitor.client, ask.workers, cores, grace, ask.detach))
         if session in self.policy.queue:
-            visitor.say(Waits(self.policy.queue.index(session)))
+            visitor.send(Waits(self.policy.queue.index(session)))
 
     def put(self, visitor: Visitor, frames: list[memoryview]) -> bool:
         """Pass a client's message to the agent of its session; return False if it has none."""
@@ -132,34 +132,34 @@ class Sessions:
             return False
         if not hosted.ending:
             hosted.gate.put(frames)
-            self.stirred.add(visitor.session or "")
+            self.active.add(visitor.session or "")
         return True
 
     def leave(self, visitor: Visitor) -> None:
         """End a client's session, unless it is detached; the client gets `Ok` after that."""
         session = visitor.session
-        self._part(visitor)
+        self._detach(visitor)
         lease = self.policy.leases.get(session or "")
         if session is None or lease is None or lease.ending:
-            visitor.say(Ok())
-        elif lease.asked.detach and session in self.hosted:
+            visitor.send(Ok())
+        elif lease.request.detach and session in self.hosted:
             self._handle(ClientGone(session))
-            visitor.say(Ok())
+            visitor.send(Ok())
         elif session in self.hosted:
-            self._end(session, kill=False, ended=partial(visitor.say, Ok()))
+            self._end(session, kill=False, ended=partial(visitor.send, Ok()))
         else:
             self._handle(Released(session))
-            visitor.say(Ok())
+            visitor.send(Ok())
 
     def lost(self, visitor: Visitor, for_good: bool) -> None:
-        """Note that a client's connection is dead; ``for_good``: it will not come back."""
+        """Handle a client's dead connection; ``for_good``: the client will not come back."""
         if visitor.session is not None:
             self._handle(ClientGone(visitor.session, for_good))
         if for_good:
-            self._part(visitor)
+            self._detach(visitor)
 
     def found(self, visitor: Visitor) -> None:
-        """Note that a client is connected again."""
+        """Handle a client's reconnection."""
         if visitor.session is not None:
             self._handle(ClientBack(visitor.session))
 
@@ -176,7 +176,7 @@ class Sessions:
     def client_of(self, session: str) -> str | None:
         """Return the client of a session; None: there is no session of that name."""
         lease = self.policy.leases.get(session)
-        return None if lease is None else lease.asked.client
+        return None if lease is None else lease.request.client
 
     def evict(self, session: str) -> None:
         """End a session.
@@ -185,81 +185,85 @@ class Sessions:
             PoolError: there is no session of that name.
         """
         if session not in self.policy.leases:
-            there = ", ".join(self.policy.leases) or "none"
-            raise PoolError(f"there is no session {session!r} in this pool: {there}")
+            names = ", ".join(self.policy.leases) or "none"
+            raise PoolError(f"there is no session {session!r} in this pool: {names}")
         self._handle(Evict(session))
 
     def unheard(self, session: str) -> float:
-        """Return the seconds for which a session's client has not answered for its status."""
+        """Return the seconds since the unanswered request for a client's status page."""
         visitor = self._visitors.get(session)
         return 0.0 if visitor is None else visitor.unheard
 
-    def doing(self, sessions: Iterable[str]) -> dict[str, Pages]:
+    def status_pages(self, sessions: Iterable[str]) -> dict[str, Pages]:
         """Return the status pages of sessions that have workers."""
         pages = {}
         for session in sessions:
             hosted, visitor = self.hosted.get(session), self._visitors.get(session)
             if hosted is not None and not hosted.ending:
-                client = None if visitor is None else visitor.doing()
-                pages[session] = Pages(client, hosted.doing())
+                client = None if visitor is None else visitor.latest_page()
+                pages[session] = Pages(client, hosted.status_pages())
         return pages
 
     def drain(self) -> None:
-        """Admit no session any more."""
+        """Stop admitting sessions."""
         self._handle(Drain())
 
     # -- instructions of the policy ------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
-        for step in self.policy.handle(event, time.monotonic()):
-            self._follow(step)
+        """Pass an event to the policy, and execute the resulting instructions."""
+        for instruction in self.policy.handle(event, time.monotonic()):
+            self._execute(instruction)
 
-    def _follow(self, step: Instruction) -> None:
-        match step:
+    def _execute(self, instruction: Instruction) -> None:
+        """Execute an instruction of the policy."""
+        match instruction:
             case Grant(session):
-                self._host(session)
+                self._start(session)
             case Refuse(session, error):
-                self._tell_end(session, error)
+                self._notify_end(session, error)
             case End(session, error):
-                self._tell_end(session, error)
+                self._notify_end(session, error)
                 self._end(session, kill=True)
             case Resume(session):
-                self.stirred.add(session)
+                self.active.add(session)
 
-    def _tell_end(self, session: str, error: PoolError) -> None:
+    def _notify_end(self, session: str, error: PoolError) -> None:
+        """Send a client the error that ends its session."""
         visitor = self._visitors.get(session)
         if visitor is not None:
-            self._part(visitor)
+            self._detach(visitor)
             visitor.fail(error)
 
-    def _part(self, visitor: Visitor) -> None:
+    def _detach(self, visitor: Visitor) -> None:
         """Separate a client from its session."""
         self._visitors.pop(visitor.session or "", None)
         visitor.session = None
 
-    def _host(self, session: str) -> None:
+    def _start(self, session: str) -> None:
+        """Host a session within its lease, and notify its client."""
         visitor = self._visitors[session]
         lease = self.policy.leases[session]
-        asked = lease.asked
-        cache = self._caches / asked.client
+        request = lease.request
+        cache = self._caches / request.client
         make_folder(cache)
-        threads = min(max(asked.cores // asked.workers, 1), len(os.sched_getaffinity(0)))
+        threads = min(max(request.cores // request.workers, 1), len(os.sched_getaffinity(0)))
         hidden = self.policy.rules.hidden
-        terms = Terms(asked.workers, threads, self._device, str(cache), lease.places, hidden)
+        terms = Terms(request.workers, threads, self._device, str(cache), lease.places, hidden)
         self.hosted[session] = Hosted(
             visitor.connection,
             terms,
             may_pass=lambda running: self.policy.turns.may_pass(session, running, time.monotonic()),
-            changed=lambda: self._post(partial(self.stirred.add, session)),
+            changed=lambda: self._post(partial(self.active.add, session)),
         )
-        visitor.say(Admitted(session, self._device))
+        visitor.send(Admitted(session, self._device))
 
     def _end(self, session: str, kill: bool, ended: Callable[[], object] = lambda: None) -> None:
         """End the workers of a session.
 
         Args:
-            kill: kill them at once.
-            ended: called once they are gone.
+            kill: kill the workers at once.
+            ended: called once the workers are gone.
         """
         hosted = self.hosted[session]
         if hosted.ending:
@@ -274,29 +278,30 @@ class Sessions:
 
     # -- messages of sessions ------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Pass on all messages that may go on, until none is left."""
-        while self.stirred:
-            session = self.stirred.pop()
+    def _forward_messages(self) -> None:
+        """Forward all messages that may pass, and report the load of each session."""
+        while self.active:
+            session = self.active.pop()
             hosted = self.hosted.get(session)
             if hosted is None or hosted.ending:
                 continue
             try:
                 hosted.agent.pump()
-            except Exception as error:  # noqa: BLE001 - it ends that session, no other
+            except Exception as error:  # noqa: BLE001 - ends this session, no other
                 visitor = self._visitors.get(session)
                 if visitor is None:
                     self._handle(Evict(session))
                 else:
                     self.drop(visitor, error)
                 continue
-            seconds, running, held = hosted.gate.load()
+            seconds, running, queued = hosted.gate.load()
             if seconds:
                 self._handle(Ran(session, seconds))
-            self._handle(Load(session, running, held))
+            self._handle(Load(session, running, queued))
 
-    def _weigh(self) -> None:
+    def _measure_memory(self) -> None:
+        """Measure the memory of all hosted sessions, and report it to the policy."""
         living = {name: hosted for name, hosted in self.hosted.items() if not hosted.ending}
         sizes = {name: hosted.memory() for name, hosted in living.items()}
         self._handle(Used(sizes, self._published()))
-        self.stirred |= self.hosted.keys()
+        self.active |= self.hosted.keys()

@@ -1,4 +1,4 @@
-"""New weights in other processes, whole or not at all. See docs/transfer.md.
+"""Atomic transfer of new weights to other processes. See docs/transfer.md.
 
     lazygt.transfer_weights(model, sender)      sends a model to all receivers of the sender
 
@@ -65,7 +65,7 @@ __all__ = [
     "transfer_weights",
 ]
 
-#: File -> its public names. A file is loaded when one of its names is asked for.
+#: File -> its public names. A file is imported on the first use of one of its names.
 _FILES = {
     "transports.process_group": {"BroadcastTransferReceiver", "BroadcastTransferSender"},
     "transports.cuda_ipc": {"CudaIpcTransferReceiver", "CudaIpcTransferSender"},
@@ -95,7 +95,7 @@ def transfer_weights(
     timeout: float = 60.0,
     progress: bool | None = None,
 ) -> TransferReport:
-    """Give every receiver of ``sender`` the weights of ``source``, or none of them.
+    """Send the weights of ``source`` to every receiver of ``sender``, atomically.
 
     Args:
         source: a module, a mapping of tensors, or an extractor made with casts, groups or other
@@ -131,16 +131,16 @@ def transfer_weights(
             f"transfer_weights() of a {type(source).__name__}: expected a module, a mapping of "
             f"tensors, or an extractor"
         )
-    off = (None if progress is None else not progress) if sender is not None else True
+    disabled = (None if progress is None else not progress) if sender is not None else True
     with tqdm(
-        desc="transfer", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=off
+        desc="transfer", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=disabled
     ) as bar:
 
-        def show(at: Progress) -> None:
-            bar.total = at.total
-            bar.update(at.done - bar.n)
+        def show(state: Progress) -> None:
+            bar.total = state.total
+            bar.update(state.done - bar.n)
 
-        if isinstance(source, ModuleExtractor) and source.is_in_blocks():
+        if isinstance(source, ModuleExtractor) and source.is_sharded():
             # why: torch.distributed, which only a trainer under torchrun has loaded already
             from lazygt.transfer.ranks import transfer_from_ranks
 

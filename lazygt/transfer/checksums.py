@@ -19,10 +19,12 @@ from torch import Tensor
 from lazygt.runtime.crc32 import crc32 as _crc32
 
 THREADS = 4
-_JOB_BYTES = 2 << 20  # pieces share a job: handing one over costs as much as copying 200 KB
-_BLOCK = 2 << 20  # checked while a core's cache has it; for smaller ones threads queue up
+_JOB_BYTES = 2 << 20  # small copies share a job: submitting one costs as much as copying 200 KB
+_BLOCK = 2 << 20  # fits a core's cache until its CRC is computed; smaller ones make threads contend
 
-_NOWHERE = ctypes.addressof(ctypes.c_ubyte())  # of an empty tensor; nothing is read there
+_EMPTY_ADDRESS = ctypes.addressof(
+    ctypes.c_ubyte()
+)  # stands for an empty tensor's null pointer; no byte is read from it
 
 Checksum = Callable[[Tensor], int]
 A = TypeVar("A")
@@ -52,7 +54,7 @@ def wire_bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return as_bytes(tensor.detach().to(dtype).contiguous().resolve_conj().resolve_neg())
 
 
-def travels_as_it_is(tensor: Tensor, dtype: torch.dtype) -> bool:
+def needs_no_conversion(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Return whether `wire_bytes` would alias the tensor's own memory."""
     return (
         tensor.dtype == dtype
@@ -74,7 +76,7 @@ def crc32(data: Tensor) -> int:
 def xor64(data: Tensor) -> int:
     """Return the xor of a flat uint8 tensor's 64-bit words, on its device.
 
-    It does not depend on the order of the words.
+    The result does not depend on the order of the words.
     """
     words = data.numel() // 8
     if data.storage_offset() % 8:  # torch views words where they begin at a multiple of 8 alone
@@ -92,10 +94,11 @@ def sha256(data: Tensor) -> bytes:
 
 def _buffer(data: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
     """Return a CPU tensor's memory as a ctypes array; the tensor must outlive it."""
-    return _memory(data.data_ptr() or _NOWHERE, data.numel())
+    return _memory(data.data_ptr() or _EMPTY_ADDRESS, data.numel())
 
 
 def _memory(address: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return ``size`` bytes at an address as a ctypes array."""
     return (ctypes.c_ubyte * size).from_address(address)
 
 
@@ -103,10 +106,10 @@ CHECKSUMS: dict[str, Checksum | None] = {"none": None, "crc32": crc32, "xor64": 
 
 
 def checksum_named(name: str) -> Checksum | None:
-    """Return the checksum of a name; None for "none".
+    """Look up a checksum function by name; None for "none".
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no checksum has this name.
     """
     if name not in CHECKSUMS:
         raise ValueError(f"verify={name!r}: expected one of {', '.join(CHECKSUMS)}")
@@ -130,51 +133,52 @@ class CopyPool:
     def copy(self, copies: Sequence[Copy], check: Checksum | None) -> list[int]:
         """Copy, and return the checksum of each copy's bytes (0 without ``check``)."""
 
-        def job(part: Sequence[Copy]) -> list[int]:
-            return [_copy_one(copy, check) for copy in part]
+        def job(chunk: Sequence[Copy]) -> list[int]:
+            return [_copy(copy, check) for copy in chunk]
 
-        parts = self._parts(copies, [copy.target.nbytes for copy in copies])
-        return [value for done in self._all(job, parts) for value in done]
+        chunks = self._chunks(copies, [copy.target.nbytes for copy in copies])
+        return [value for checks in self._run_all(job, chunks) for value in checks]
 
     def check(self, runs: Sequence[Tensor], check: Checksum) -> list[int]:
         """Return the checksums of the tensors' bytes, in order."""
         return self.copy([Copy(run, run) for run in runs], check)
 
-    def map(self, function: Callable[[A], B], given: Sequence[A]) -> list[B]:
-        """Return the function's results for the given items, in order."""
-        return list(self._pool.map(function, given))
+    def map(self, function: Callable[[A], B], items: Sequence[A]) -> list[B]:
+        """Return the function's results for the items, in order."""
+        return list(self._pool.map(function, items))
 
     def close(self) -> None:
         """Cancel the waiting jobs, and end the threads after the running ones."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _all(self, job: Callable[[A], B], parts: Sequence[A]) -> list[B]:
-        """Run a job for each part, and return its results when all have ended."""
-        if len(parts) == 1:
-            return [job(parts[0])]
-        jobs = [self._pool.submit(job, part) for part in parts]
-        wait(jobs)
-        return [done.result() for done in jobs]
+    def _run_all(self, job: Callable[[A], B], chunks: Sequence[A]) -> list[B]:
+        """Run a job for each chunk, and return its results when all have ended."""
+        if len(chunks) == 1:
+            return [job(chunks[0])]
+        futures = [self._pool.submit(job, chunk) for chunk in chunks]
+        wait(futures)
+        return [future.result() for future in futures]
 
-    def _parts(self, copies: Sequence[Copy], sizes: Sequence[int]) -> list[Sequence[Copy]]:
-        """Cut a list of copies into jobs, in order: several a thread, and none too small."""
-        most = max(_JOB_BYTES, sum(sizes) // (4 * self._count))
-        parts: list[Sequence[Copy]] = []
-        begin = room = 0
+    def _chunks(self, copies: Sequence[Copy], sizes: Sequence[int]) -> list[Sequence[Copy]]:
+        """Split a list of copies into chunks, in order: several a thread, and none too small."""
+        chunk_bytes = max(_JOB_BYTES, sum(sizes) // (4 * self._count))
+        chunks: list[Sequence[Copy]] = []
+        begin = nbytes = 0
         for end, size in enumerate(sizes, start=1):
-            room += size
-            if room >= most or end == len(sizes):
-                parts.append(copies[begin:end])
-                begin, room = end, 0
-        return parts
+            nbytes += size
+            if nbytes >= chunk_bytes or end == len(sizes):
+                chunks.append(copies[begin:end])
+                begin, nbytes = end, 0
+        return chunks
 
 
-def _copy_one(copy: Copy, check: Checksum | None) -> int:
+def _copy(copy: Copy, check: Checksum | None) -> int:
+    """Copy or cast one tensor, and return the checksum of the target's bytes (0 without one)."""
     source, target = copy
     if source is target:
         return check(as_bytes(source.contiguous())) if check is not None else 0
-    as_it_is = target.is_contiguous() and travels_as_it_is(source, target.dtype)
-    if as_it_is or target.shape != source.shape:
+    unconverted = target.is_contiguous() and needs_no_conversion(source, target.dtype)
+    if unconverted or target.shape != source.shape:
         if source.is_cpu and target.is_cpu:
             return _copy_bytes(source, target, check)
         source = as_bytes(source) if target.dtype == torch.uint8 else source
@@ -183,6 +187,7 @@ def _copy_one(copy: Copy, check: Checksum | None) -> int:
 
 
 def _copy_bytes(source: Tensor, target: Tensor, check: Checksum | None) -> int:
+    """Copy host memory byte by byte, and return its checksum."""
     if source.nbytes != target.nbytes:
         raise RuntimeError(f"{source.nbytes} bytes do not fit into {target.nbytes}")
     if check is crc32:

@@ -1,6 +1,6 @@
 """Execution of copy requests in a source process: copies, casts, checksums, comparisons.
 
-The transport's source end provides the memory of a place.
+The transport's `SourceEnd` provides the memory that blocks are copied to.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lazygt.transfer.checksums import (
     CopyPool,
     as_bytes,
     checksum_named,
+    needs_no_conversion,
     sha256,
-    travels_as_it_is,
     wire_bytes,
 )
 from lazygt.transfer.copy_request import (
@@ -66,14 +66,14 @@ class Copier:
     def copy_packed(
         self, packed: Any, value_of: Callable[[int], Tensor]
     ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Act on a packed request; like `copy`, with tuples as the result."""
+        """Execute a packed request; like `copy`, with tuples as the result."""
         checks, handles = self.copy(CopyRequest.read(packed), value_of)
         return tuple(checks), tuple(handles)
 
     def copy(
         self, request: CopyRequest, value_of: Callable[[int], Tensor]
     ) -> tuple[Sequence[int], Sequence[Any]]:
-        """Act on a request, and return the checksums of the blocks, and handles.
+        """Execute a request; return the checksums of the blocks, and the handles of their place.
 
         Raises:
             ProtocolError: the request does not fit the place or the values.
@@ -88,9 +88,9 @@ class Copier:
                 return (), ()
             if request.compare is not None:
                 return self._compare(request, request.compare, value_of), ()
-            end = self._end_of(request.kind)
+            end = self._source_end(request.kind)
             blocks = [_block(value_of(item.key), item.source) for item in request.items]
-            runs, copies = _copies(end, request, blocks)
+            runs, copies = _plan_copies(end, request, blocks)
         checks = self._copy_all(request, copies)
         with self._lock:
             return checks, end.deliver(request.sender, request.place, runs)
@@ -104,7 +104,7 @@ class Copier:
     def _copy_all(self, request: CopyRequest, copies: Sequence[Copy]) -> list[int]:
         return self._pool.copy(copies, checksum_named(request.verify))
 
-    def _end_of(self, kind: str) -> SourceEnd:
+    def _source_end(self, kind: str) -> SourceEnd:
         if kind not in self._ends:
             self._ends[kind] = transport_module(kind).SourceEnd(self._device)
         return self._ends[kind]
@@ -115,21 +115,25 @@ class Copier:
         numbers: tuple[int, int],
         value_of: Callable[[int], Tensor],
     ) -> list[int]:
-        """Return the flags of each block, and keep its digest for later transfers."""
-        known = self._digests.setdefault(request.sender, {})
-        for gone in known.keys() - {*request.live, *numbers, request.transfer}:
-            del known[gone]
-        last, there = (known.get(number, {}) for number in numbers)
-        found = known.setdefault(request.transfer, {})
+        """Compare blocks by SHA-256 with those of earlier transfers.
+
+        Returns:
+            SAME_AS_LAST and IS_THERE flags of each block. Its digest is cached for later transfers.
+        """
+        by_transfer = self._digests.setdefault(request.sender, {})
+        for expired in by_transfer.keys() - {*request.live, *numbers, request.transfer}:
+            del by_transfer[expired]
+        last_digests, slot_digests = (by_transfer.get(number, {}) for number in numbers)
+        current = by_transfer.setdefault(request.transfer, {})
         values = [_block(value_of(item.key), item.source) for item in request.items]
         digests = self._pool.map(_digest, list(zip(request.items, values, strict=True)))
         flags = []
         for item, digest in zip(request.items, digests, strict=True):
             if digest is not None:
-                found[item.name] = digest
-            same = digest is not None and last.get(item.name) == digest
-            is_there = digest is not None and there.get(item.name) == digest
-            flags.append(SAME_AS_LAST * same | IS_THERE * is_there)
+                current[item.name] = digest
+            is_same = digest is not None and last_digests.get(item.name) == digest
+            is_there = digest is not None and slot_digests.get(item.name) == digest
+            flags.append(SAME_AS_LAST * is_same | IS_THERE * is_there)
         return flags
 
 
@@ -138,23 +142,23 @@ def copier_for(device: torch.device) -> Copier:
     return Copier(max(torch.get_num_threads(), 1), device)
 
 
-def _copies(
+def _plan_copies(
     end: SourceEnd, request: CopyRequest, blocks: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Copy]]:
     """Return each block's bytes in its place, and the copies that fill them."""
-    borrows, view = end.borrows(request.place), end.buffer(request.sender, request.place)
+    lent_device, view_at = end.borrows(request.place), end.buffer(request.sender, request.place)
     runs: list[Tensor] = []
     copies: list[Copy] = []
     for item, block in zip(request.items, blocks, strict=True):
         dtype = DTYPES[item.dtype]
-        as_it_is = travels_as_it_is(block, dtype)
-        if as_it_is and block.device == borrows:
+        unconverted = needs_no_conversion(block, dtype)
+        if unconverted and block.device == lent_device:
             runs.append(as_bytes(block))
             copies.append(Copy(block, block))
             continue
-        flat = view(item.offset, math.prod(item.shape) * dtype.itemsize)
+        flat = view_at(item.offset, math.prod(item.shape) * dtype.itemsize)
         runs.append(flat)
-        if as_it_is and block.shape == item.shape and _is_whole(item.target, item.shape):
+        if unconverted and block.shape == item.shape and _is_full(item.target, item.shape):
             copies.append(Copy(block, flat))
             continue
         target = _block(flat.view(dtype).view(item.shape), item.target)
@@ -167,13 +171,13 @@ def _copies(
 
 
 class LocalSource:
-    """This process as a source: one rank with all of the values.
+    """`WeightSource` of this process: one rank with all of the values.
 
-    It copies in threads, so its caller notices deaths meanwhile.
+    Threads copy the blocks, so that the caller can watch its receivers meanwhile.
 
     Args:
         ends: see `Copier`.
-        at_once: concurrent requests; one is prepared while another is copied.
+        concurrency: number of concurrent requests; one is prepared while another is copied.
 
     Attributes:
         value_of: key -> tensor.
@@ -182,13 +186,13 @@ class LocalSource:
     mesh = Mesh(("here",), (1,))
 
     def __init__(
-        self, device: torch.device, ends: Mapping[str, SourceEnd], at_once: int = 1
+        self, device: torch.device, ends: Mapping[str, SourceEnd], concurrency: int = 1
     ) -> None:
-        nothing: dict[int, Tensor] = {}
+        no_tensors: dict[int, Tensor] = {}
         self.turn = threading.Lock()
-        self.value_of: Callable[[int], Tensor] = nothing.__getitem__
+        self.value_of: Callable[[int], Tensor] = no_tensors.__getitem__
         self._copier = Copier(None, device, ends)
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="lazygt-transfer-source")
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="lazygt-transfer-source")
         self._replies: queue.SimpleQueue[CopyReply] = queue.SimpleQueue()
 
     def request(self, rank: int, number: int, request: CopyRequest) -> None:
@@ -215,7 +219,7 @@ class LocalSource:
         try:
             checks, handles = self._copier.copy(request, self.value_of)
             self._replies.put(CopyReply(0, number, checks, "", handles))
-        except Exception as error:  # noqa: BLE001 - it is the answer
+        except Exception as error:  # noqa: BLE001 - it is the reply
             self._replies.put(CopyReply(0, number, (), f"{type(error).__name__}: {error}"))
 
 
@@ -229,7 +233,7 @@ def _digest(pair: tuple[CopyItem, Tensor]) -> bytes | None:
 
 def _block(tensor: Tensor, bounds: Bounds) -> Tensor:
     """Return a block of a tensor; the tensor itself if the block is all of it."""
-    if _is_whole(bounds, tensor.shape):
+    if _is_full(bounds, tensor.shape):
         return tensor
     if len(bounds) != tensor.dim() or any(
         not 0 <= start < stop <= size
@@ -239,5 +243,5 @@ def _block(tensor: Tensor, bounds: Bounds) -> Tensor:
     return tensor.detach()[slices(tuple(bounds))]
 
 
-def _is_whole(bounds: Bounds, shape: Sequence[int]) -> bool:
+def _is_full(bounds: Bounds, shape: Sequence[int]) -> bool:
     return bounds == tuple((0, size) for size in shape)

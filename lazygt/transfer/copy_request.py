@@ -1,7 +1,7 @@
-"""Copy requests as plain data, and the sources: the processes that hold a model's blocks.
+"""Copy requests as plain data, and the sources: the processes that own a model's blocks.
 
-A block goes to a *place*: memory that the receivers map, a group that it is broadcast in, or a
-buffer that is lent by a handle. Each kind of place has its file in `transports`.
+The destination of a block is a *place*: memory that the receivers map, a group for a broadcast, or
+a buffer that is mapped by a handle. Each kind of place has its file in `transports`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lazygt.graph.mesh import Mesh, Placements
 from lazygt.transfer.layout import Bounds
 
 SAME_AS_LAST, IS_THERE = 1, 2
-"""Flags of a block that was compared: its bytes are those of the last version, and of the place."""
+"""Flags of a compared block: its bytes equal those of the last version, and those of the place."""
 
 
 class CopyItem(NamedTuple):
@@ -44,7 +44,7 @@ class CopyItem(NamedTuple):
 
 
 class CopyRequest(NamedTuple):
-    """Copies for one process to make.
+    """Request to one process to copy or compare blocks.
 
     Attributes:
         sender: address of the sender.
@@ -55,7 +55,7 @@ class CopyRequest(NamedTuple):
         verify: name of the checksum to compute of each block.
         compare: copy nothing, but compare each block's bytes with those of the last version and of
             the place; the two are numbers of transfers, 0 for none.
-        transfer: number of the transfer; with ``compare`` digests are kept under it.
+        transfer: number of the transfer; with ``compare``, the key of the cached digests.
     """
 
     sender: str
@@ -73,14 +73,14 @@ class CopyRequest(NamedTuple):
         return tuple(self)
 
     @staticmethod
-    def read(given: Any) -> CopyRequest:
+    def read(data: Any) -> CopyRequest:
         """Read the result of `packed`.
 
         Raises:
             ProtocolError: the data is no copy request.
         """
         try:
-            request = CopyRequest(*msgspec.convert(given, _Packed))
+            request = CopyRequest(*msgspec.convert(data, _Packed))
             if not request.kind:
                 return request
             place = msgspec.convert(request.place, transport_module(request.kind).Place)
@@ -106,7 +106,7 @@ def transport_module(kind: str) -> Any:
     """Return the module of a kind of place, imported when a request first names it.
 
     Raises:
-        ImportError: there is none.
+        ImportError: no transport has this name.
     """
     if not kind.isidentifier():
         raise ImportError(f"there is no transport {kind!r}")
@@ -147,10 +147,10 @@ class TensorLocation(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """The processes that hold a model's blocks.
+    """Processes that own a model's blocks, and copy them on request.
 
     Attributes:
-        turn: lock held by the transfer that takes the replies.
+        turn: lock of the transfer that may read the replies.
     """
 
     turn: threading.Lock
@@ -162,7 +162,7 @@ class WeightSource(Protocol):
         """Send a rank a copy request; does not wait."""
 
     def replies(self, seconds: float) -> list[CopyReply]:
-        """Return the replies that have come; wait at most ``seconds`` for them.
+        """Return the received replies; wait at most ``seconds`` for them.
 
         Raises:
             WorkerDied, WorkerFrozen: a rank is gone, or does not answer.
@@ -180,7 +180,7 @@ class RemoteSource(WeightSource, Protocol):
 
 
 class RemoteModel(NamedTuple):
-    """Model held by other processes: their source, and its parameters by position."""
+    """Model with its values in other processes: their source, and the parameters by position."""
 
     source: RemoteSource
     tensors: Mapping[int, Tensor]

@@ -1,9 +1,9 @@
-"""The data of one transfer: routes become copy requests, and the copies are announced.
+"""Data phase of one transfer: copy requests for the routes, and announcements of the copies.
 
     routes -> requests -> a source copies -> `parts`: blocks and checksums -> `staged`
 
-The processes of a `WeightSource` copy their blocks themselves: the workers of a session, which have
-all of them at once, or this process, which has them chunk by chunk.
+The processes of a `WeightSource` copy their own blocks: the workers of a session, all blocks at
+once, or this process, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from lazygt.transfer.layout import (
     Request,
     Route,
     batched,
-    cut,
     interleave,
     packed,
     route,
+    split_route,
 )
 from lazygt.transfer.peers import PING_SECONDS, ReceiverLink, Receivers
 from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transfer_errors import TransferError
 from lazygt.transfer.transports.transport import SenderEnd
 
-_AHEAD = 2  # requests that a process has at a time: it need not wait for the next one
-_UNREAD = 64  # requests: with more answers than a socket holds, both sides would wait to send
-_LOOK_SECONDS = 0.01  # between two looks at the receivers, while nothing is copied
-_NUMBERS = itertools.count(1)  # of requests; all senders of this process share them
+_MAX_IN_FLIGHT = 2  # requests of one process: the next one is queued before a copy ends
+_MAX_UNREAD = 64  # announced requests: more answers than a socket buffers would deadlock both sides
+_POLL_SECONDS = 0.01  # interval of polling the receivers while nothing is copied
+_request_numbers = itertools.count(1)  # unique over all senders of this process
 _SETTLE_SECONDS = 0.1
-_NO_NAME = (0, 0, ())
+_UNNAMED = (0, 0, ())
 
-Take = Callable[[Request, CopyReply], None]
+ReplyHandler = Callable[[Request, CopyReply], None]
 
 
 class TransferStream:
     """The copy requests of one transfer, and the announcements of the copied blocks.
 
     Args:
-        digests: keep the digests of the blocks, and leave out those that receivers have.
+        digests: cache digests of the blocks, and skip blocks that the receivers have already.
 
     Attributes:
-        has_begun: True if a copy has been requested.
+        has_begun: True if a copy request has been sent.
         unanswered: requests without a reply, by rank and number, with the handler of the reply.
-        unchanged: blocks that were not sent, because they are in place.
+        unchanged: blocks that were skipped, because the receivers have them.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class TransferStream:
         self._transfer, self._receivers, self._end = transfer, receivers, end
         self._digests = digests
         self.has_begun = False
-        self.unanswered: dict[tuple[int, int], tuple[Request, Take]] = {}
+        self.unanswered: dict[tuple[int, int], tuple[Request, ReplyHandler]] = {}
         self.unchanged: list[Route] = []
         #: for each rank, the queue of its next requests
-        self._waiting: list[deque[Request]] = []
+        self._queues: list[deque[Request]] = []
         #: bytes of a parameter that have not been sent, by position
-        self._missing: Counter[int] = Counter()
+        self._unsent_bytes: Counter[int] = Counter()
         self._keys: dict[int, int] = {}
 
     def from_chunks(self, extractor: Extractor, source: LocalSource) -> Iterator[None]:
@@ -87,21 +87,23 @@ class TransferStream:
         """
         transfer, end = self._transfer, self._end
         source.value_of = transfer.tensors.__getitem__
-        everything = max(manifest.extent for manifest in transfer.layouts.manifests)
-        end.expect(min(end.threshold // end.unit * end.unit or everything, everything))
+        full_extent = max(manifest.extent for manifest in transfer.layouts.manifests)
+        end.expect(min(end.threshold // end.unit * end.unit or full_extent, full_extent))
         specs = enumerate(transfer.manifest.params)
-        here = {n: TensorLocation(n, (Replicate(),), None) for n, s in specs if not s.alias_of}
-        routes = self._plan(source, here)
-        batchers = [Batcher(PIECE_BYTES, end.threshold, end.unit) for _ in self._lanes]
+        locations = {n: TensorLocation(n, (Replicate(),), None) for n, s in specs if not s.alias_of}
+        routes = self._plan(source, locations)
+        batchers = [Batcher(PIECE_BYTES, end.threshold, end.unit) for _ in range(self._queue_count)]
         for chunk in extractor.chunks():
-            numbers = transfer.take_in(chunk)
-            self._keys.update(zip(numbers, numbers, strict=True))
-            travelling = yield from self._travelling(source, {n: routes[n] for n in numbers})
-            lanes = zip(batchers, self._by_lane(travelling), strict=True)
-            self._queue(0, [list(batcher.add(lane)) for batcher, lane in lanes])
-            yield from self._work(source, lambda: len(self._waiting[0]) <= _AHEAD)
-        self._queue(0, [list(batcher.flush()) for batcher in batchers])
-        yield from self._work(source, self._is_done)
+            positions = transfer.add_chunk(chunk)
+            self._keys.update(zip(positions, positions, strict=True))
+            changed = yield from self._changed_routes(source, {n: routes[n] for n in positions})
+            routes_by_queue = zip(batchers, self._routes_by_queue(changed), strict=True)
+            self._enqueue(
+                0, [list(batcher.add(queue_routes)) for batcher, queue_routes in routes_by_queue]
+            )
+            yield from self._run_until(source, lambda: len(self._queues[0]) <= _MAX_IN_FLIGHT)
+        self._enqueue(0, [list(batcher.flush()) for batcher in batchers])
+        yield from self._run_until(source, self._is_finished)
         transfer.written.clear()  # only this process has written
 
     def from_remote(self, remote: RemoteModel) -> Iterator[None]:
@@ -115,19 +117,23 @@ class TransferStream:
         if not source.turn.acquire(timeout=self._transfer.deadline.remaining):
             raise TransferError("another transfer from this session took all of the time")
         try:
-            located = source.locate(list(remote.tensors.values()))
-            at = dict(zip(remote.tensors, located, strict=True))
-            self._keys = {number: location.key for number, location in at.items()}
-            routes = self._plan(source, at)
-            travelling = yield from self._travelling(source, routes)
+            locations = source.locate(list(remote.tensors.values()))
+            by_param = dict(zip(remote.tensors, locations, strict=True))
+            self._keys = {number: location.key for number, location in by_param.items()}
+            routes = self._plan(source, by_param)
+            changed = yield from self._changed_routes(source, routes)
             for rank in range(source.mesh.world_size):
-                lanes = self._by_lane([piece for piece in travelling if piece.rank == rank])
-                self._queue(
-                    rank, [batched(lane, PIECE_BYTES, end.threshold, end.unit) for lane in lanes]
+                queues = self._routes_by_queue([piece for piece in changed if piece.rank == rank])
+                self._enqueue(
+                    rank,
+                    [
+                        batched(queue_routes, PIECE_BYTES, end.threshold, end.unit)
+                        for queue_routes in queues
+                    ],
                 )
-            sizes = (packed(request)[1] for queue in self._waiting for request in queue)
+            sizes = (packed(request)[1] for queue in self._queues for request in queue)
             end.expect(max(sizes, default=0))
-            yield from self._work(source, self._is_done)
+            yield from self._run_until(source, self._is_finished)
         finally:
             source.turn.release()
 
@@ -150,22 +156,23 @@ class TransferStream:
     # -- routes to send --------------------------------------------------------------------
 
     @property
-    def _lanes(self) -> range:
-        """One lane of requests for each layout; in shared memory, one for all."""
-        return range(1 if self._end.in_place else len(self._transfer.layouts.blocks))
+    def _queue_count(self) -> int:
+        """Number of separate request queues: one for each layout; in shared memory, one for all."""
+        return 1 if self._end.in_place else len(self._transfer.layouts.blocks)
 
-    def _by_lane(self, routes: Sequence[Route]) -> list[list[Route]]:
-        lanes: list[list[Route]] = [[] for _ in self._lanes]
+    def _routes_by_queue(self, routes: Sequence[Route]) -> list[list[Route]]:
+        """Distribute routes over the request queues, by layout."""
+        queues: list[list[Route]] = [[] for _ in range(self._queue_count)]
         for piece in routes:
-            lanes[0 if self._end.in_place else piece.layout].append(piece)
-        return lanes
+            queues[0 if self._end.in_place else piece.layout].append(piece)
+        return queues
 
     def _plan(
-        self, source: WeightSource, located: Mapping[int, TensorLocation]
+        self, source: WeightSource, locations: Mapping[int, TensorLocation]
     ) -> dict[int, list[Route]]:
-        """Return the routes of each parameter."""
+        """Route all blocks to the receivers' layouts, and return the routes by parameter."""
         transfer = self._transfer
-        self._waiting = [deque() for _ in range(source.mesh.world_size)]
+        self._queues = [deque() for _ in range(source.mesh.world_size)]
         specs = transfer.manifest.params
         params = tuple(
             ParamLayout(
@@ -175,9 +182,9 @@ class TransferStream:
                 location.placements,
                 location.blocks,
             )
-            for number, location in located.items()
+            for number, location in locations.items()
         )
-        routes: dict[int, list[Route]] = {number: [] for number in located}
+        routes: dict[int, list[Route]] = {number: [] for number in locations}
         nbytes = 0
         for planned in route(source.mesh, params, transfer.layouts.blocks):
             routes[planned.param].append(planned)
@@ -185,85 +192,91 @@ class TransferStream:
         transfer.total = max(transfer.total, nbytes)
         return routes
 
-    def _travelling(
+    def _changed_routes(
         self, source: WeightSource, routes: Mapping[int, Sequence[Route]]
     ) -> Generator[None, None, list[Route]]:
         """Return the routes to send, without blocks that are in place already."""
-        travelling = [piece for of_param in routes.values() for piece in of_param]
+        pending = [piece for param_routes in routes.values() for piece in param_routes]
         if self._digests:
-            flags = yield from self._compare(source, travelling)
+            flags = yield from self._compare(source, pending)
             changed = {piece.param for piece, flag in flags if not flag & SAME_AS_LAST}
             if self._transfer.last:
                 self._transfer.unchanged += sum(number not in changed for number in routes)
-            there = [piece for piece, flag in flags if flag & IS_THERE]
-            self.unchanged += there
-            self._transfer.done += sum(piece.nbytes for piece in there)
-            travelling = [piece for piece, flag in flags if not flag & IS_THERE]
-        for piece in travelling:
-            self._missing[piece.param] += piece.nbytes
+            in_place = [piece for piece, flag in flags if flag & IS_THERE]
+            self.unchanged += in_place
+            self._transfer.done += sum(piece.nbytes for piece in in_place)
+            pending = [piece for piece, flag in flags if not flag & IS_THERE]
+        for piece in pending:
+            self._unsent_bytes[piece.param] += piece.nbytes
         for number in routes:
-            if not self._missing[number]:
+            if not self._unsent_bytes[number]:
                 self._transfer.tensors.pop(number, None)
-        return travelling
+        return pending
 
     def _compare(
         self, source: WeightSource, routes: Sequence[Route]
     ) -> Generator[None, None, list[tuple[Route, int]]]:
-        """Return the pieces of the routes, each with its flags of `CopyRequest.compare`."""
+        """Make the ranks compare blocks by digest.
+
+        Returns:
+            The pieces of the routes, each with its flags; see `CopyRequest.compare`.
+        """
         transfer = self._transfer
-        answers: list[tuple[Route, int]] = []
-        numbers = (transfer.last, self._end.held(transfer.last) if transfer.last else 0)
-        ranks: dict[int, list[Route]] = {}
-        for piece in (piece for planned in routes for piece in cut(planned, PIECE_BYTES)):
-            ranks.setdefault(piece.rank, []).append(piece)
-        for rank, pieces in ranks.items():
+        flags: list[tuple[Route, int]] = []
+        known_transfers = (transfer.last, self._end.held(transfer.last) if transfer.last else 0)
+        pieces_by_rank: dict[int, list[Route]] = {}
+        for piece in (piece for planned in routes for piece in split_route(planned, PIECE_BYTES)):
+            pieces_by_rank.setdefault(piece.rank, []).append(piece)
+        for rank, pieces in pieces_by_rank.items():
             request = CopyRequest(
                 self._receivers.address,
                 self._end.live,
                 items=self._items(pieces),
-                compare=numbers,
+                compare=known_transfers,
                 transfer=transfer.number,
             )
-            self._ask(
+            self._send(
                 source,
                 rank,
-                next(_NUMBERS),
+                next(_request_numbers),
                 tuple(pieces),
                 request,
-                lambda asked, reply: answers.extend(zip(asked, reply.checks, strict=True)),
+                lambda sent, reply: flags.extend(zip(sent, reply.checks, strict=True)),
             )
-        expected = sum(map(len, ranks.values()))
-        yield from self._work(source, lambda: len(answers) == expected)
-        return answers
+        expected = sum(map(len, pieces_by_rank.values()))
+        yield from self._run_until(source, lambda: len(flags) == expected)
+        return flags
 
     # -- requests --------------------------------------------------------------------------
 
-    def _queue(self, rank: int, lanes: Sequence[Sequence[Request]]) -> None:
-        self._waiting[rank].extend(interleave(lanes))
+    def _enqueue(self, rank: int, queues: Sequence[Sequence[Request]]) -> None:
+        """Append requests to a rank's queue, round-robin over the layouts."""
+        self._queues[rank].extend(interleave(queues))
 
-    def _is_done(self) -> bool:
-        return not any(self._waiting) and not self.unanswered
+    def _is_finished(self) -> bool:
+        return not any(self._queues) and not self.unanswered
 
-    def _work(self, source: WeightSource, done: Callable[[], bool]) -> Iterator[None]:
-        """Hand out requests and take replies until ``done``; yield once a reply."""
-        self._hand_out(source)
+    def _run_until(self, source: WeightSource, done: Callable[[], bool]) -> Iterator[None]:
+        """Send requests and handle replies until ``done``; yield once a reply."""
+        self._send_requests(source)
         while True:
-            left = min(_LOOK_SECONDS, self._transfer.deadline.remaining)
-            patience = 0.0 if done() else left
-            for reply in source.replies(patience) if self.unanswered else ():
-                if self._take(reply):
+            poll_seconds = min(_POLL_SECONDS, self._transfer.deadline.remaining)
+            timeout = 0.0 if done() else poll_seconds
+            for reply in source.replies(timeout) if self.unanswered else ():
+                if self._handle(reply):
                     yield
-            # a receiver may have died or refused, or is to make room
-            self._receivers.pump(0.0 if self.unanswered else patience)
+            # a receiver may have died or refused, or staged a request, which frees its buffer
+            self._receivers.pump(0.0 if self.unanswered else timeout)
             self._check_time()
-            self._hand_out(source)
+            self._send_requests(source)
             if done():
                 return
 
-    def _hand_out(self, source: WeightSource) -> None:
-        for rank, queue in enumerate(self._waiting):
-            while queue and self._may_have_more(rank):
-                number, request = next(_NUMBERS), queue.popleft()
+    def _send_requests(self, source: WeightSource) -> None:
+        """Send queued requests to the ranks with free capacity."""
+        for rank, queue in enumerate(self._queues):
+            while queue and self._has_capacity(rank):
+                number, request = next(_request_numbers), queue.popleft()
                 place = self._end.open(rank, number, request)
                 copy = CopyRequest(
                     self._receivers.address,
@@ -273,13 +286,14 @@ class TransferStream:
                     self._transfer.verify,
                     self._items(request),
                 )
-                self._ask(source, rank, number, request, copy, self._announce)
+                self._send(source, rank, number, request, copy, self._announce)
 
-    def _may_have_more(self, rank: int) -> bool:
-        busy = sum(1 for other, _ in self.unanswered if other == rank)
-        return busy < _AHEAD and self._end.is_free(rank)
+    def _has_capacity(self, rank: int) -> bool:
+        in_flight = sum(1 for busy_rank, _ in self.unanswered if busy_rank == rank)
+        return in_flight < _MAX_IN_FLIGHT and self._end.is_free(rank)
 
     def _items(self, request: Sequence[Route]) -> tuple[CopyItem, ...]:
+        """Return the copy of each route, at its offset in the transport's memory."""
         specs = self._transfer.manifest.params
         return tuple(
             CopyItem(
@@ -289,87 +303,92 @@ class TransferStream:
                 specs[piece.param].dtype,
                 shape,
                 target,
-                (piece.param, piece.layout, piece.target) if self._digests else _NO_NAME,
+                (piece.param, piece.layout, piece.target) if self._digests else _UNNAMED,
             )
             for piece, (offset, shape, target) in zip(
                 request, self._end.lay_out(tuple(request)), strict=True
             )
         )
 
-    def _ask(
+    def _send(
         self,
         source: WeightSource,
         rank: int,
         number: int,
         request: Request,
         copy: CopyRequest,
-        take: Take,
+        handler: ReplyHandler,
     ) -> None:
+        """Send a copy request, and remember the handler of its reply."""
         self.has_begun = True
-        self.unanswered[rank, number] = request, take
+        self.unanswered[rank, number] = request, handler
         source.request(rank, number, copy)
 
     # -- replies ---------------------------------------------------------------------------
 
-    def _take(self, reply: CopyReply) -> bool:
+    def _handle(self, reply: CopyReply) -> bool:
         """Handle a reply; return False if it is for a transfer that has failed."""
-        request, take = self.unanswered.pop((reply.rank, reply.number), ((), None))
-        if take is None:
+        request, handler = self.unanswered.pop((reply.rank, reply.number), ((), None))
+        if handler is None:
             return False
         if reply.error:
             if not self._end.in_place:
                 self._receivers.check_liveness(self._transfer.deadline)  # the likely cause
-            who = self._named(reply.rank)
-            raise TransferError(f"{who} could not write its part: {reply.error}")
-        take(request, reply)
+            process = self._process_name(reply.rank)
+            raise TransferError(f"{process} could not write its part: {reply.error}")
+        handler(request, reply)
         return True
 
     def _announce(self, request: Request, reply: CopyReply) -> None:
-        """Tell the receivers about copied blocks."""
+        """Announce copied blocks to the receivers of their layouts, and count their bytes."""
         transfer = self._transfer
         nbytes = sum(piece.nbytes for piece in request)
         transfer.requests += 1
         transfer.done += nbytes
         transfer.written[reply.rank] += nbytes
         for piece in request:
-            self._missing[piece.param] -= piece.nbytes
-            if not self._missing[piece.param]:
+            self._unsent_bytes[piece.param] -= piece.nbytes
+            if not self._unsent_bytes[piece.param]:
                 transfer.tensors.pop(piece.param, None)
         offsets, _ = packed(request)
-        triples = list(zip(request, reply.checks, offsets, strict=True))
+        copied = list(zip(request, reply.checks, offsets, strict=True))
         for layout in dict.fromkeys(piece.layout for piece in request):
-            ours = [triple for triple in triples if triple[0].layout == layout]
+            of_layout = [block for block in copied if block[0].layout == layout]
             message: dict[str, Any] = {
                 "kind": "parts",
                 "transfer": transfer.number,
-                "parts": [[piece.param, piece.target] for piece, _, _ in ours],
-                "checks": [check for _, check, _ in ours],
+                "parts": [[piece.param, piece.target] for piece, _, _ in of_layout],
+                "checks": [check for _, check, _ in of_layout],
             }
             if not self._end.in_place:
-                message["offsets"] = [offset for _, _, offset in ours]
+                message["offsets"] = [offset for _, _, offset in of_layout]
             for receiver in transfer.layouts.holders(layout, self._receivers.active):
                 self._wait_until_read(receiver)
                 receiver.sent += 1
-                more = self._end.describe(receiver, reply)
-                self._receivers.send(receiver, {**message, **more}, transfer.deadline, ())
+                transport_data = self._end.describe(receiver, reply)
+                self._receivers.send(receiver, {**message, **transport_data}, transfer.deadline, ())
 
     def _wait_until_read(self, receiver: ReceiverLink) -> None:
-        if receiver.staged < receiver.sent - _UNREAD:
+        """Wait until the receiver has staged enough requests to take another one."""
+        if receiver.staged < receiver.sent - _MAX_UNREAD:
             self._receivers.wait(
-                lambda link: link.staged >= link.sent - _UNREAD, self._transfer.deadline
+                lambda link: link.staged >= link.sent - _MAX_UNREAD, self._transfer.deadline
             )
 
-    def _named(self, rank: int) -> str:
+    def _process_name(self, rank: int) -> str:
         return "this process" if self._transfer.remote is None else f"worker {rank}"
 
     def _check_time(self) -> None:
+        """Raise TransferError after the deadline, naming the late processes if there are any."""
         deadline, remote = self._transfer.deadline, self._transfer.remote
         if deadline.remaining < PING_SECONDS:
             self._receivers.ping(deadline)
         if deadline.expired:
             self._receivers.check_liveness(deadline)
             if self.unanswered and remote is not None:
-                late = ", ".join(map(self._named, sorted({rank for rank, _ in self.unanswered})))
+                late = ", ".join(
+                    map(self._process_name, sorted({rank for rank, _ in self.unanswered}))
+                )
                 raise TransferError(
                     f"{late} did not write its part within {deadline.seconds:g} s; "
                     f"give transfer_weights() a longer timeout if it is only slow"

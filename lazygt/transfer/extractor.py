@@ -46,7 +46,7 @@ def parent_module(name: str) -> str:
 
 
 class ModuleExtractor:
-    """The parameters and persistent buffers of a torch module, or the entries of a mapping.
+    """Extractor of a torch module's parameters and persistent buffers, or of a mapping.
 
     Works on the CPU, on GPUs, and in a lazygt session. There the workers send their values
     themselves if the sender supports it; else each chunk is fetched from them on demand.
@@ -86,42 +86,45 @@ class ModuleExtractor:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield one chunk a module; lazygt tensors come as fetched CPU tensors."""
-        own = (entry for entry in self.entries() if entry[1].alias_of is None)
-        for module, entries in groupby(own, key=lambda entry: self._group(entry[0])):
+        untied = (entry for entry in self.entries() if entry[1].alias_of is None)
+        for module, entries in groupby(untied, key=lambda entry: self._group(entry[0])):
             yield Chunk(module, [(spec, _reachable(tensor, spec)) for _, spec, tensor in entries])
 
     def entries(self) -> Iterator[tuple[str, ParamSpec, Tensor]]:
         """Yield each parameter's name in the module, its spec on the wire, and its tensor."""
-        first: dict[object, ParamSpec] = {}
-        for name, tensor in self._named():
+        by_identity: dict[object, ParamSpec] = {}
+        for name, tensor in self._named_tensors():
             _check_dense(name, tensor)
             dtype = DTYPE_NAMES[self._dtype_for(name, tensor)]
             wire_name, shape = self._rename(name), tuple(tensor.shape)
-            target = first.setdefault(_identity(tensor), ParamSpec(wire_name, dtype, shape))
-            if target.name != wire_name and target.dtype != dtype:
+            first_spec = by_identity.setdefault(
+                _identity(tensor), ParamSpec(wire_name, dtype, shape)
+            )
+            if first_spec.name != wire_name and first_spec.dtype != dtype:
                 raise ValueError(
-                    f"{wire_name} is tied to {target.name}, but the casts send one as {dtype} and "
-                    f"the other as {target.dtype}; give both the same"
+                    f"{wire_name} is tied to {first_spec.name}, but the casts send one as {dtype} "
+                    f"and the other as {first_spec.dtype}; give both the same"
                 )
-            tie = None if target.name == wire_name else target.name
-            yield name, ParamSpec(wire_name, dtype, shape, tie), tensor
+            alias_of = None if first_spec.name == wire_name else first_spec.name
+            yield name, ParamSpec(wire_name, dtype, shape, alias_of), tensor
 
     def is_elsewhere(self, kinds: Container[str]) -> bool:
         """Return whether the first parameter is on one of these kinds of devices."""
-        first = next(self._named(), None)
+        first = next(self._named_tensors(), None)
         return first is not None and first[1].device.type in kinds
 
-    def is_in_blocks(self) -> bool:
-        """Return whether this process is a rank of a trainer with blocks of the model."""
-        return any(is_block(tensor) for _, tensor in self._named())
+    def is_sharded(self) -> bool:
+        """Return whether a parameter is a DTensor: this process is a rank of a sharded trainer."""
+        return any(is_block(tensor) for _, tensor in self._named_tensors())
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         if isinstance(self._module, nn.Module):
             yield from self._module.state_dict(keep_vars=True).items()
         else:
             yield from self._module.items()
 
     def _dtype_for(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype on the wire: that of the first matching cast, else the tensor's."""
         if tensor.dtype.is_floating_point:
             for pattern, dtype in self._cast.items():
                 if fnmatchcase(name, pattern):
@@ -130,10 +133,10 @@ class ModuleExtractor:
 
 
 class HeldElsewhere:
-    """Extractor of a model that other processes hold.
+    """Extractor of a model with its values in other processes.
 
     Attributes:
-        remote: the model with its holders.
+        remote: the model, with the source that sends its values.
     """
 
     def __init__(self, manifest: Manifest, remote: RemoteModel) -> None:
@@ -157,13 +160,13 @@ def _identity(tensor: Tensor) -> object:
     """Return a key that is equal for tensors that are the same view of the same memory."""
     if tensor.device.type not in {"cpu", "cuda"} or not tensor.numel() or is_block(tensor):
         return id(tensor)
-    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    seen = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    return tensor.device, place, seen
+    start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    view = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.device, start, view
 
 
 def _reachable(tensor: Tensor, spec: ParamSpec) -> Tensor:
-    """Return the tensor in memory of this process, fetched if it lies elsewhere."""
+    """Return the tensor in memory of this process, fetched from a worker if necessary."""
     if is_block(tensor):
         raise TypeError(
             f"parameter {spec.name!r} lies in blocks on several ranks: every rank has to call "
@@ -171,19 +174,20 @@ def _reachable(tensor: Tensor, spec: ParamSpec) -> Tensor:
         )
     if tensor.device.type in {"cpu", "cuda"}:
         return tensor.detach()
-    # Cast where it lies, so that fewer bytes are fetched.
+    # The cast runs on the tensor's own device, so that fewer bytes are fetched.
     return tensor.detach().to(spec.torch_dtype).cpu()
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
-    kind = None
+    """Raise TypeError for a parameter that has no dense values of a supported dtype."""
+    problem = None
     if not isinstance(tensor, Tensor):
-        kind = f"a {type(tensor).__name__} and no tensor"
+        problem = f"a {type(tensor).__name__} and no tensor"
     elif tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "sparse or quantized; send a dense copy of it"
+        problem = "sparse or quantized; send a dense copy of it"
     elif tensor.is_meta:
-        kind = "on device meta, without values; materialise the module first"
+        problem = "on device meta, without values; materialise the module first"
     elif tensor.dtype not in DTYPE_NAMES:
-        kind = f"of dtype {tensor.dtype}, which does not travel"
-    if kind is not None:
-        raise TypeError(f"parameter {name!r} is {kind}")
+        problem = f"of dtype {tensor.dtype}, which does not travel"
+    if problem is not None:
+        raise TypeError(f"parameter {name!r} is {problem}")

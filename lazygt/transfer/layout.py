@@ -1,4 +1,4 @@
-"""Layouts: the holders of a model's blocks, and the routes from one layout to others.
+"""Layouts: the owners of a model's blocks, and the routes from one layout to others.
 
 Pure functions of layouts: no tensors, no transport. Routes are cached by the layouts
 (`route.cache_info()` has the counts).
@@ -25,13 +25,14 @@ T = TypeVar("T")
 #: A block within a tensor: (start, stop) of each dim.
 Bounds = tuple[tuple[int, int], ...]
 
-_KEPT = 16
+_CACHED_ROUTES = 16
 
 PIECE_BYTES = 8 << 20
-"""The longest run of bytes that one thread copies and checks.
+"""Maximum bytes that one thread copies and checks at a time.
 
-Long, because threads that end a piece wait for the interpreter's lock: on two cores 4 MiB cost a
-seventh of all the time. Copies with crc32 are cut further, to fit a core's cache.
+The limit is high because threads that end a piece wait for the interpreter's lock: on
+two cores 4 MiB cost a seventh of all the time. Copies with crc32 are split further, to fit a core's
+cache.
 """
 
 
@@ -73,8 +74,8 @@ class Route(NamedTuple):
 Request = tuple[Route, ...]
 
 
-def whole(shape: Sequence[int]) -> Bounds:
-    """Return the bounds of a whole tensor."""
+def full_bounds(shape: Sequence[int]) -> Bounds:
+    """Return the bounds of a full tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -93,13 +94,13 @@ def block(mesh: Mesh, placement: Placements, shape: Sequence[int], rank: int) ->
     return tuple((s.start, s.stop) for s in region(mesh, placement, shape, rank))
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHED_ROUTES)
 def route(
     mesh: Mesh, params: tuple[ParamLayout, ...], layouts: tuple[tuple[Bounds, ...], ...]
 ) -> tuple[Route, ...]:
-    """Route every byte of every layout from exactly one rank.
+    """Route every byte of every layout from exactly one rank, balancing the load greedily.
 
-    Of the ranks with the same block, the one with the fewest bytes so far sends it.
+    Among the ranks with the same block, the one with the fewest bytes so far sends the block.
 
     Args:
         layouts: for each layout of receivers the block of each parameter, by position.
@@ -110,88 +111,93 @@ def route(
     load = [0] * mesh.world_size
     routes: list[Route] = []
     for param in params:
-        copies = _copies(mesh, param)
-        for number, blocks in enumerate(layouts):
-            wanted = blocks[param.param]
-            for have, ranks in copies.items():
-                both = _intersection(have, wanted)
-                nbytes = math.prod(shape_of(both)) * param.itemsize
+        owners = _owners_by_block(mesh, param)
+        for layout, blocks in enumerate(layouts):
+            target_block = blocks[param.param]
+            for source_block, ranks in owners.items():
+                overlap = _intersection(source_block, target_block)
+                nbytes = math.prod(shape_of(overlap)) * param.itemsize
                 if not nbytes:
                     continue
                 rank = min(ranks, key=load.__getitem__)
                 load[rank] += nbytes
-                source, target = _within(both, have), _within(both, wanted)
-                routes.append(Route(rank, param.param, number, source, target, nbytes))
+                source, target = _within(overlap, source_block), _within(overlap, target_block)
+                routes.append(Route(rank, param.param, layout, source, target, nbytes))
     return tuple(routes)
 
 
-def cut(route: Route, most: int) -> Iterator[Route]:
-    """Yield a route in pieces of at most ``most`` bytes each (at least one element)."""
+def split_route(route: Route, limit: int) -> Iterator[Route]:
+    """Split a route along its first dims into pieces of at most ``limit`` bytes, or one element."""
     shape = shape_of(route.target)
-    if route.nbytes <= most or math.prod(shape) == 1:
+    if route.nbytes <= limit or math.prod(shape) == 1:
         yield route
         return
-    dim = next(number for number, size in enumerate(shape) if size > 1)
-    row = route.nbytes // shape[dim]
-    step = max(most // row, 1)
+    dim = next(dim for dim, extent in enumerate(shape) if extent > 1)
+    slice_bytes = route.nbytes // shape[dim]
+    step = max(limit // slice_bytes, 1)
     for begin in range(0, shape[dim], step):
-        count = min(step, shape[dim] - begin)
-        source = _narrow(route.source, dim, begin, count)
-        target = _narrow(route.target, dim, begin, count)
-        yield from cut(route._replace(source=source, target=target, nbytes=row * count), most)
+        size = min(step, shape[dim] - begin)
+        source = _narrow(route.source, dim, begin, size)
+        target = _narrow(route.target, dim, begin, size)
+        yield from split_route(
+            route._replace(source=source, target=target, nbytes=slice_bytes * size), limit
+        )
 
 
 class Batcher:
-    """Batching of chunks of routes into requests, for a threshold of T bytes.
+    """Greedy batching of chunks of routes into requests, for a threshold of T bytes.
 
     - a chunk that would take the open request over T first closes it; exactly T still fits;
     - a chunk bigger than T goes alone, in as many requests as it needs, none over T;
-    - a block bigger than T is cut;
+    - a block bigger than T is split;
     - there is no empty request;
     - T = 0: each chunk is one request, whatever its size.
 
     Args:
-        piece: maximum bytes of a route; longer ones are cut.
+        piece: maximum bytes of a route; longer ones are split.
         threshold: T.
-        unit: a route's room in its request is rounded up to a multiple of so many bytes.
+        unit: the space of a route in its request is rounded up to a multiple of so many bytes.
     """
 
     def __init__(self, piece: int, threshold: int, unit: int = 1) -> None:
         if 0 < threshold < unit:
             raise ValueError(f"a threshold of {threshold} bytes is below {unit}; use 0")
-        self._limit, self._unit = threshold // unit * unit, unit
-        self._most = min(piece, self._limit) if self._limit else piece
-        self._open: list[Route] = []
-        self._used = 0
+        self._max_request, self._unit = threshold // unit * unit, unit
+        self._max_piece = min(piece, self._max_request) if self._max_request else piece
+        self._pending: list[Route] = []
+        self._pending_bytes = 0
 
     def add(self, chunk: Sequence[Route]) -> Iterator[Request]:
         """Add a chunk, and yield the requests that it completes."""
-        size = sum(self._room(route.nbytes) for route in chunk)
-        alone = not self._limit or size > self._limit
-        if alone or self._used + size > self._limit:
+        size = sum(self._padded_bytes(route.nbytes) for route in chunk)
+        alone = not self._max_request or size > self._max_request
+        if alone or self._pending_bytes + size > self._max_request:
             yield from self.flush()
         for route in chunk:
-            if self._is_too_big(route.nbytes):
+            if self._overflows(route.nbytes):
                 yield from self.flush()
-            for piece in cut(route, self._most):
-                if self._is_too_big(piece.nbytes):
+            for piece in split_route(route, self._max_piece):
+                if self._overflows(piece.nbytes):
                     yield from self.flush()
-                self._open.append(piece)
-                self._used += self._room(piece.nbytes)
+                self._pending.append(piece)
+                self._pending_bytes += self._padded_bytes(piece.nbytes)
         if alone:
             yield from self.flush()
 
     def flush(self) -> Iterator[Request]:
         """Yield the open request, unless it is empty."""
-        if self._open:
-            request, self._open, self._used = tuple(self._open), [], 0
+        if self._pending:
+            request, self._pending, self._pending_bytes = tuple(self._pending), [], 0
             yield request
 
-    def _room(self, nbytes: int) -> int:
+    def _padded_bytes(self, nbytes: int) -> int:
         return -(-nbytes // self._unit) * self._unit
 
-    def _is_too_big(self, nbytes: int) -> bool:
-        return bool(self._limit) and self._used + self._room(nbytes) > self._limit
+    def _overflows(self, nbytes: int) -> bool:
+        return (
+            bool(self._max_request)
+            and self._pending_bytes + self._padded_bytes(nbytes) > self._max_request
+        )
 
 
 def batched(routes: Iterable[Route], piece: int, threshold: int, unit: int = 1) -> list[Request]:
@@ -207,34 +213,34 @@ def packed(request: Request) -> tuple[list[int], int]:
     return ends[:-1], ends[-1]
 
 
-def interleave(lists: Iterable[Sequence[Request]]) -> list[Request]:
-    """Return the items of several lists in round-robin order: first the first of each."""
-    rows = itertools.zip_longest(*lists)
-    return [request for row in rows for request in row if request is not None]
+def interleave(queues: Iterable[Sequence[Request]]) -> list[Request]:
+    """Merge queues of requests in round-robin order."""
+    rounds = itertools.zip_longest(*queues)
+    return [request for round_ in rounds for request in round_ if request is not None]
 
 
-def _copies(mesh: Mesh, param: ParamLayout) -> dict[Bounds, list[int]]:
-    """Return the different blocks of a parameter -> the ranks that have them."""
+def _owners_by_block(mesh: Mesh, param: ParamLayout) -> dict[Bounds, list[int]]:
+    """Return the different blocks of a parameter, each with the ranks that own it."""
     if any(isinstance(placement, Partial) for placement in param.placements):
         raise ValueError(f"parameter {param.param} is a partial sum on the mesh {mesh}")
-    copies: dict[Bounds, list[int]] = {}
+    owners: dict[Bounds, list[int]] = {}
     for rank, bounds in enumerate(param.blocks or ()):
         if bounds is not None:
-            copies.setdefault(bounds, []).append(rank)
+            owners.setdefault(bounds, []).append(rank)
     for rank in range(0 if param.blocks else mesh.world_size):
         if has_any(mesh, param.placements, rank):
-            copies.setdefault(block(mesh, param.placements, param.shape, rank), []).append(rank)
-    return copies
+            owners.setdefault(block(mesh, param.placements, param.shape, rank), []).append(rank)
+    return owners
 
 
 def check_tiles(name: str, shape: Sequence[int], blocks: Sequence[Bounds | None]) -> None:
-    """Raise TransferError unless the ranks' blocks tile a tensor: each element once.
+    """Raise TransferError unless the distinct blocks tile a tensor: each element once.
 
-    Ranks may have the same block.
+    Several ranks may own the same block.
     """
-    different = {b for b in blocks if b is not None and _elements(b)}
-    covered = sum([_elements(b) for b in different])
-    overlap = any(_elements(_intersection(a, b)) for a, b in itertools.combinations(different, 2))
+    distinct = {b for b in blocks if b is not None and _elements(b)}
+    covered = sum([_elements(b) for b in distinct])
+    overlap = any(_elements(_intersection(a, b)) for a, b in itertools.combinations(distinct, 2))
     if covered != math.prod(shape) or overlap:
         raise TransferError(
             f"parameter {name!r} of shape {list(shape)} is laid out on the trainer's ranks in a "
@@ -246,10 +252,11 @@ def _elements(bounds: Bounds) -> int:
     return math.prod(shape_of(bounds))
 
 
-def _intersection(one: Bounds, other: Bounds) -> Bounds:
-    pairs = zip(one, other, strict=True)
-    starts_stops = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
-    return tuple((start, max(start, stop)) for start, stop in starts_stops)
+def _intersection(first: Bounds, second: Bounds) -> Bounds:
+    """Return the overlap of two blocks; zero-sized dims where they do not meet."""
+    pairs = zip(first, second, strict=True)
+    bounds = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
+    return tuple((start, max(start, stop)) for start, stop in bounds)
 
 
 def _within(inner: Bounds, outer: Bounds) -> Bounds:
@@ -259,6 +266,7 @@ def _within(inner: Bounds, outer: Bounds) -> Bounds:
 
 
 def _narrow(bounds: Bounds, dim: int, begin: int, count: int) -> Bounds:
+    """Return ``count`` entries of a block along one dim, from ``begin`` on."""
     start = bounds[dim][0] + begin
     return (*bounds[:dim], (start, start + count), *bounds[dim + 1 :])
 
@@ -274,8 +282,8 @@ class ReceiverLayout:
     """One rank's blocks of a model that is laid out on a mesh of receivers.
 
     Attributes:
-        placements: (name pattern, dims); the first that matches a name counts, without one the
-            parameter is held whole.
+        placements: (name pattern, dims); the first match of a name counts; a parameter
+            without a match is not sharded.
     """
 
     mesh: Mesh
@@ -299,21 +307,24 @@ class ReceiverLayout:
             ValueError: a rank or an axis that the mesh lacks, or another placement than
                 ``TorchShard(dim)`` and ``TorchReplicate()``.
         """
-        grid = Mesh.parse(mesh) if isinstance(mesh, str) else Mesh.of(mesh)
-        if not 0 <= rank < grid.world_size:
-            raise ValueError(f"rank {rank}: the mesh {grid} has ranks 0 to {grid.world_size - 1}")
-        listed = tuple(
-            (pattern, _dims(pattern, given, grid)) for pattern, given in placements.items()
+        parsed_mesh = Mesh.parse(mesh) if isinstance(mesh, str) else Mesh.of(mesh)
+        if not 0 <= rank < parsed_mesh.world_size:
+            raise ValueError(
+                f"rank {rank}: the mesh {parsed_mesh} has ranks 0 to {parsed_mesh.world_size - 1}"
+            )
+        by_pattern = tuple(
+            (pattern, _dims(pattern, by_axis, parsed_mesh))
+            for pattern, by_axis in placements.items()
         )
-        return ReceiverLayout(grid, rank, listed)
+        return ReceiverLayout(parsed_mesh, rank, by_pattern)
 
     @staticmethod
-    def asked(
+    def from_arguments(
         mesh: Mapping[str, int] | str | None,
         rank: int,
         placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None,
     ) -> ReceiverLayout | None:
-        """Build the layout of a receiver's arguments; None: whole parameters. See `of`."""
+        """Build the layout of a receiver's arguments; None: full parameters. See `of`."""
         if (mesh is None) != (placements is None):
             raise ValueError("a receiver that holds blocks needs both mesh= and placements=")
         return (
@@ -327,19 +338,19 @@ class ReceiverLayout:
 
         Raises:
             ValueError: a pattern matches no parameter, a parameter lacks the dim, or two tied
-                names would be held differently.
+                names would be sharded differently.
         """
         unused = {pattern for pattern, _ in self.placements}
         blocks: list[Bounds] = []
         for spec in manifest.params:
-            fitting = next(
+            rule = next(
                 (entry for entry in self.placements if fnmatchcase(spec.name, entry[0])), None
             )
-            if fitting is None:
-                blocks.append(whole(spec.shape))
+            if rule is None:
+                blocks.append(full_bounds(spec.shape))
             else:
-                unused.discard(fitting[0])
-                blocks.append(block(self.mesh, _labels(spec, fitting[1]), spec.shape, self.rank))
+                unused.discard(rule[0])
+                blocks.append(block(self.mesh, _placements(spec, rule[1]), spec.shape, self.rank))
             if spec.alias_of and blocks[-1] != blocks[manifest.index[spec.alias_of]]:
                 raise ValueError(
                     f"{spec.name} is tied to {spec.alias_of}, but the placements give it another "
@@ -355,26 +366,26 @@ class ReceiverLayout:
         return [str(self.mesh), self.rank, [[pattern, dims] for pattern, dims in self.placements]]
 
     @staticmethod
-    def unpack(given: Any) -> ReceiverLayout | None:
-        """Read the result of `packed`; None for None, a receiver of whole parameters.
+    def unpack(data: Any) -> ReceiverLayout | None:
+        """Read the result of `packed`; None for None, a receiver of full parameters.
 
         Raises:
             ProtocolError: the data is no layout.
         """
-        if given is None:
+        if data is None:
             return None
         try:
-            text, rank, listed = given
+            text, rank, patterns = data
             mesh = Mesh.parse(text)
-            placements = tuple((str(pattern), tuple(dims)) for pattern, dims in listed)
-            fits = 0 <= rank < mesh.world_size and all(
+            placements = tuple((str(pattern), tuple(dims)) for pattern, dims in patterns)
+            is_valid = 0 <= rank < mesh.world_size and all(
                 len(dims) == len(mesh.names) and all(d is None or type(d) is int for d in dims)
                 for _, dims in placements
             )
         except (TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"this is no layout: {error}") from error
-        if not fits:
-            raise ProtocolError(f"this is no layout: {given!r}")
+        if not is_valid:
+            raise ProtocolError(f"this is no layout: {data!r}")
         return ReceiverLayout(mesh, rank, placements)
 
 
@@ -385,10 +396,10 @@ def localized(manifest: Manifest, blocks: Sequence[Bounds]) -> Manifest:
 
 
 class Layouts(NamedTuple):
-    """Layouts of a transfer's receivers, and their places in shared memory.
+    """Layouts of a transfer's receivers, and their offsets in shared memory.
 
     Attributes:
-        blocks: for each different layout the block of each parameter.
+        blocks: for each distinct layout the block of each parameter.
         manifests: manifest of each layout, with its own shapes.
         bases: start of each layout's memory, in bytes.
         extent: bytes of all layouts' memory.
@@ -410,32 +421,39 @@ class Layouts(NamedTuple):
         """
         blocks = tuple(dict.fromkeys(blocks_of.values()))
         manifests = tuple(
-            manifest if held == manifest.wholes else localized(manifest, held) for held in blocks
+            manifest if receiver_blocks == manifest.wholes else localized(manifest, receiver_blocks)
+            for receiver_blocks in blocks
         )
         ends = list(itertools.accumulate((aligned(m.extent) for m in manifests), initial=0))
-        of = {receiver: blocks.index(held) for receiver, held in blocks_of.items()}
+        of = {
+            receiver: blocks.index(receiver_blocks)
+            for receiver, receiver_blocks in blocks_of.items()
+        }
         return Layouts(blocks, manifests, tuple(ends[:-1]), ends[-1], of)
 
     def holders(self, layout: int, receivers: Sequence[T]) -> list[T]:
-        """Return the receivers that have this layout."""
+        """Return the receivers with this layout."""
         return [receiver for receiver in receivers if self.of[receiver] == layout]
 
 
-def _dims(pattern: str, given: Sequence[Any] | Mapping[str, Any], mesh: Mesh) -> Dims:
-    if isinstance(given, Mapping):
-        unknown = [axis for axis in given if axis not in mesh.names]
+def _dims(pattern: str, placements: Sequence[Any] | Mapping[str, Any], mesh: Mesh) -> Dims:
+    """Return the sharded dim of each mesh axis, from placements in a list or by axis."""
+    if isinstance(placements, Mapping):
+        unknown = [axis for axis in placements if axis not in mesh.names]
         if unknown:
             raise ValueError(f"{pattern!r}: the mesh {mesh} has no axis {unknown[0]!r}")
-        given = [given.get(axis) for axis in mesh.names]
-    if len(given) != len(mesh.names):
+        placements = [placements.get(axis) for axis in mesh.names]
+    if len(placements) != len(mesh.names):
         raise ValueError(
-            f"{pattern!r}: {len(given)} placements, but the mesh {mesh} has {len(mesh.names)} axes"
+            f"{pattern!r}: {len(placements)} placements, but the mesh {mesh} has "
+            f"{len(mesh.names)} axes"
         )
-    return tuple(_dim(pattern, placement) for placement in given)
+    return tuple(_dim(pattern, placement) for placement in placements)
 
 
 def _dim(pattern: str, placement: Any) -> int | None:
-    # why: it takes 0.3 s to load, and a caller with such placements has loaded it
+    """Return the dim of a torch ``Shard``; None for ``Replicate``."""
+    # why: the import takes 0.3 s; a caller with torch placements has already paid for it
     from torch.distributed.tensor import Replicate as TorchReplicate
     from torch.distributed.tensor import Shard as TorchShard
 
@@ -449,9 +467,14 @@ def _dim(pattern: str, placement: Any) -> int | None:
     )
 
 
-def _labels(spec: ParamSpec, dims: Dims) -> tuple[Placement, ...]:
-    rank = len(spec.shape)
-    wrong = [dim for dim in dims if dim is not None and not -rank <= dim < rank]
-    if wrong:
-        raise ValueError(f"{spec.name} of shape {list(spec.shape)} has no dim {wrong[0]}")
-    return tuple(Replicate() if dim is None else Shard(dim % rank) for dim in dims)
+def _placements(spec: ParamSpec, dims: Dims) -> tuple[Placement, ...]:
+    """Return a parameter's placements by mesh axis.
+
+    Raises:
+        ValueError: the parameter lacks a dim.
+    """
+    ndim = len(spec.shape)
+    missing = [dim for dim in dims if dim is not None and not -ndim <= dim < ndim]
+    if missing:
+        raise ValueError(f"{spec.name} of shape {list(spec.shape)} has no dim {missing[0]}")
+    return tuple(Replicate() if dim is None else Shard(dim % ndim) for dim in dims)

@@ -1,4 +1,4 @@
-"""The sender's view of its receivers: connections, answers, and departures."""
+"""Receivers as the sender sees them: connections, answers, and disconnections."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lazygt.transfer.transfer_errors import (
     VersionHeld,
 )
 
-_HELLO_SECONDS = 1.0  # for the few bytes of an answer to a newcomer
-_DEATH_SECONDS = 0.1  # between the end of a killed process's connection and its own
-PING_SECONDS = 0.4  # for a sign of life, on a busy machine
-_TURNED_AWAY = 4  # that an error names, the last ones
+_HELLO_SECONDS = 1.0  # for the few bytes of an answer to `hello`
+_DEATH_SECONDS = 0.1  # from the end of a killed process's connection to the end of the process
+PING_SECONDS = 0.4  # for a pong, on a busy machine
+_MAX_REFUSALS = 4  # last refused receivers that an error names
 
 
 @dataclass(eq=False)
@@ -36,13 +36,13 @@ class ReceiverLink:
     Attributes:
         name: the receiver's own name; unique among those connected.
         layout: layout of its blocks; None: whole parameters.
-        version: its version at the beginning of the transfer.
-        transfer: number of the transfer that the answers below belong to.
-        said: its answers: kind of message -> the message.
-        staged: number of requests that it has taken in.
-        sent: number of requests announced to it.
-        holds: True if it still holds tensors of the version that is to be overwritten.
-        left: True if it has left by a message, and holds nothing.
+        version: the receiver's version at the beginning of the transfer.
+        transfer: number of the transfer of the answers below.
+        answers: kind of message -> the receiver's last message of this kind.
+        staged: number of requests that the receiver has staged.
+        sent: number of requests announced to the receiver.
+        holds: True if readers there still hold tensors of the version to be overwritten.
+        left: True if the receiver said goodbye, and holds no tensors.
     """
 
     connection: Connection
@@ -50,15 +50,15 @@ class ReceiverLink:
     layout: ReceiverLayout | None = None
     version: int = 0
     transfer: int = 0
-    said: dict[str, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     staged: int = 0
     sent: int = 0
     holds: bool = False
     left: bool = False
 
     def expect(self, transfer: int) -> None:
-        """Forget the answers to earlier transfers."""
-        self.transfer, self.said, self.staged, self.holds = transfer, {}, 0, False
+        """Reset the answers for a new transfer."""
+        self.transfer, self.answers, self.staged, self.holds = transfer, {}, 0, False
         self.sent = 0
 
 
@@ -66,7 +66,7 @@ class Receivers:
     """Listening socket and connections of a sender; used by one thread.
 
     Args:
-        strategy: name of the transport; receivers of another one are turned away.
+        strategy: name of the transport; receivers of another one are refused.
 
     Attributes:
         address: path of the socket that receivers connect to.
@@ -80,20 +80,20 @@ class Receivers:
         bind(self._listener, self.address)
         self._listener.listen(64)
         self._listener.setblocking(False)
-        self._strangers: list[Connection] = []
-        #: receivers turned away since enough were connected, with the reasons
-        self._turned_away: deque[str] = deque(maxlen=_TURNED_AWAY)
+        self._unadmitted: list[Connection] = []
+        #: recently refused receivers, with the reasons
+        self._refusals: deque[str] = deque(maxlen=_MAX_REFUSALS)
         self.connected: list[ReceiverLink] = []
-        #: receivers of the running transfer; newcomers join the next one
+        #: receivers of the running transfer; later ones join the next transfer
         self.active: list[ReceiverLink] = []
-        #: a dropped receiver may be alive and still read shared memory
+        #: True if a dropped receiver may be alive and still read shared memory
         self.suspect = False
-        #: deadline of the pongs that were asked for
-        self._patience: Deadline | None = None
+        #: deadline of the pending ping; None: no ping is pending
+        self._pong_deadline: Deadline | None = None
         #: phase of the transfer, for errors
         self.during = "begin"
 
-    # -- talking ---------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------
 
     def send(
         self, receiver: ReceiverLink, message: Message, deadline: Deadline, fds: Sequence[int]
@@ -106,7 +106,7 @@ class Receivers:
         try:
             receiver.connection.send(message, deadline, fds)
         except PeerGone:
-            raise self._gone(receiver) from None
+            raise self._drop_dead(receiver) from None
         except TimeoutError:
             self.drop(receiver)
             raise ReceiverFrozen((receiver.name,), deadline.seconds, self.during) from None
@@ -122,19 +122,19 @@ class Receivers:
         Raises:
             ReceiverDied: a receiver has gone; it is dropped.
             ReceiverFrozen: some were not done before the deadline; they are dropped.
-            VersionHeld: some were not done because they still hold tensors; they are kept.
+            VersionHeld: some were not done because they still hold tensors; they stay connected.
             ManifestMismatch, ReceiverRefused: a receiver has refused.
         """
         self.pump(0.0)
         while not all(map(done, self.active)):
             if deadline.expired:
-                self._too_late([link for link in self.active if not done(link)], deadline)
+                self._fail_late([link for link in self.active if not done(link)], deadline)
             self.pump(deadline.remaining)
 
     def begin(self, transfer: int) -> list[ReceiverLink]:
         """Begin a transfer to all connected receivers, and return them."""
         self.active = list(self.connected)
-        self._patience = None
+        self._pong_deadline = None
         for receiver in self.active:
             receiver.expect(transfer)
         return list(self.active)
@@ -145,10 +145,10 @@ class Receivers:
         Args:
             deadline: deadline for sending the messages.
         """
-        if self._patience is None and self.active:
-            self._patience = Deadline(PING_SECONDS)
+        if self._pong_deadline is None and self.active:
+            self._pong_deadline = Deadline(PING_SECONDS)
             for receiver in self.active:
-                receiver.said.pop("pong", None)
+                receiver.answers.pop("pong", None)
             self.send_all({"kind": "ping", "transfer": self.active[0].transfer}, deadline)
 
     def check_liveness(self, deadline: Deadline) -> None:
@@ -161,16 +161,17 @@ class Receivers:
             ReceiverDied, ReceiverFrozen: some sent none; they are dropped.
         """
         self._await_pongs(deadline)
-        self._patience = None  # they may have answered long ago
+        self._pong_deadline = None  # the first ping may have been answered long ago
         self._await_pongs(deadline)
 
     def _await_pongs(self, deadline: Deadline) -> None:
+        """Wait for a pong of every receiver; drop those without one, and raise."""
         self.ping(Deadline(PING_SECONDS))
-        patience = self._patience or Deadline(0.0)
-        while silent := [receiver for receiver in self.active if "pong" not in receiver.said]:
-            if patience.expired:
-                self._too_late(silent, deadline)
-            self.pump(patience.remaining)
+        pong_deadline = self._pong_deadline or Deadline(0.0)
+        while silent := [receiver for receiver in self.active if "pong" not in receiver.answers]:
+            if pong_deadline.expired:
+                self._fail_late(silent, deadline)
+            self.pump(pong_deadline.remaining)
 
     def wait_for_connected(self, count: int, deadline: Deadline) -> None:
         """Wait until at least ``count`` receivers are connected.
@@ -178,35 +179,35 @@ class Receivers:
         Raises:
             TransferError: the deadline has passed.
         """
-        self.pump(0.0)  # so that receivers that have left do not count
+        self.pump(0.0)  # disconnects count before the number is read
         while len(self.connected) < count:
             if deadline.expired:
-                here = ", ".join(receiver.name for receiver in self.connected) or "none"
-                away = "; turned away: " + ", ".join(self._turned_away) if self._turned_away else ""
+                connected = ", ".join(receiver.name for receiver in self.connected) or "none"
+                refused = "; turned away: " + ", ".join(self._refusals) if self._refusals else ""
                 raise TransferError(
                     f"waited {deadline.seconds:g} s for {count} receiver(s) at {self.address}; "
-                    f"connected: {here}{away}. Start them with this address."
+                    f"connected: {connected}{refused}. Start them with this address."
                 )
             self.pump(deadline.remaining)
-        self._turned_away.clear()
+        self._refusals.clear()
 
     def pump(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for messages, departures and newcomers; handle them."""
+        """Wait at most ``seconds`` for messages, disconnects and new connections; handle them."""
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
-        owners: dict[int, ReceiverLink | Connection] = {}
+        peers: dict[int, ReceiverLink | Connection] = {}
         for receiver in self.connected:
-            owners |= dict.fromkeys(receiver.connection.descriptors, receiver)
-        for stranger in self._strangers:
-            owners |= dict.fromkeys(stranger.descriptors, stranger)
-        for fd in owners:
+            peers |= dict.fromkeys(receiver.connection.descriptors, receiver)
+        for connection in self._unadmitted:
+            peers |= dict.fromkeys(connection.descriptors, connection)
+        for fd in peers:
             poller.register(fd, select.POLLIN)
         ready = [fd for fd, _ in poller.poll(seconds * 1e3)]
-        for owner in dict.fromkeys(owners[fd] for fd in ready if fd in owners):
-            if isinstance(owner, ReceiverLink):
-                self._listen_to(owner)
+        for peer in dict.fromkeys(peers[fd] for fd in ready if fd in peers):
+            if isinstance(peer, ReceiverLink):
+                self._receive_from(peer)
             else:
-                self._admit(owner)
+                self._admit(peer)
         if self._listener.fileno() in ready:
             self._accept()
 
@@ -236,46 +237,50 @@ class Receivers:
         self._directory.close()
         for receiver in list(self.connected):
             self.drop(receiver)
-        for stranger in self._strangers:
-            stranger.close()
-        self._strangers.clear()
+        for connection in self._unadmitted:
+            connection.close()
+        self._unadmitted.clear()
 
-    # -- listening -------------------------------------------------------------------------
+    # -- receiving -------------------------------------------------------------------------
 
     def _accept(self) -> None:
+        """Accept a connection; `_admit` reads its `hello` later."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
         try:
-            self._strangers.append(Connection(sock))
+            self._unadmitted.append(Connection(sock))
         except (PeerGone, SecurityError):
-            return  # a stranger's connection: the socket is closed
+            return  # a process of another user: the socket is closed
 
     def _admit(self, connection: Connection) -> None:
+        """Read the first message of a connection, and admit or refuse its receiver."""
         try:
             for message in connection.receive():
-                self._strangers.remove(connection)
-                self._greet(connection, message)
+                self._unadmitted.remove(connection)
+                self._answer_hello(connection, message)
                 return
         except (PeerGone, ProtocolError, TimeoutError):
             connection.close()
-            if connection in self._strangers:
-                self._strangers.remove(connection)
+            if connection in self._unadmitted:
+                self._unadmitted.remove(connection)
 
-    def _greet(self, connection: Connection, hello: Message) -> None:
-        why = self._unwelcome(hello)
+    def _answer_hello(self, connection: Connection, hello: Message) -> None:
+        """Admit a receiver by `welcome`, or refuse it with a reason."""
+        refusal = self._refusal(hello)
         deadline = Deadline(_HELLO_SECONDS)
-        if why is not None:
-            self._turned_away.append(f"{hello.get('name')!r} ({why})")
-            connection.send({"kind": "refuse", "why": why}, deadline)
+        if refusal is not None:
+            self._refusals.append(f"{hello.get('name')!r} ({refusal})")
+            connection.send({"kind": "refuse", "why": refusal}, deadline)
             connection.close()
             return
         layout = ReceiverLayout.unpack(hello.get("layout"))
         connection.send({"kind": "welcome"}, deadline)
         self.connected.append(ReceiverLink(connection, hello["name"], layout))
 
-    def _unwelcome(self, hello: Message) -> str | None:
+    def _refusal(self, hello: Message) -> str | None:
+        """Return the reason to refuse a receiver, or None."""
         if hello["kind"] != "hello" or hello.get("protocol") != PROTOCOL:
             return f"this sender speaks transfer protocol {PROTOCOL}"
         if hello.get("strategy") != self._strategy:
@@ -287,42 +292,46 @@ class Receivers:
             return f"there is a receiver named {name!r} already; give this one another name"
         return None
 
-    def _listen_to(self, receiver: ReceiverLink) -> None:
-        needed = receiver in self.active
+    def _receive_from(self, receiver: ReceiverLink) -> None:
+        """Handle a receiver's messages; its end is an error during a transfer only."""
+        is_active = receiver in self.active
         try:
             for message in receiver.connection.receive():
-                self._take(receiver, message)
+                self._handle(receiver, message)
         except PeerGone:
-            died = self._gone(receiver)
-            if needed:
+            died = self._drop_dead(receiver)
+            if is_active:
                 raise died from None
         except ProtocolError as error:
             self.drop(receiver)
-            if needed:
+            if is_active:
                 raise ReceiverRefused(receiver.name, f"it broke the protocol: {error}") from error
 
-    def _take(self, receiver: ReceiverLink, message: dict[str, Any]) -> None:
+    def _handle(self, receiver: ReceiverLink, message: dict[str, Any]) -> None:
+        """Record a receiver's answer; raise if the receiver refuses the transfer."""
         kind = message["kind"]
         if kind == "leave":
             receiver.left = True
         elif message.get("transfer") != receiver.transfer or receiver not in self.active:
-            return  # an answer to a transfer that was given up
+            return  # an answer to an aborted transfer
         elif kind == "staged":
             receiver.staged += 1
         elif kind == "held":
             receiver.holds = True
         elif kind == "refuse":
-            refused = ManifestMismatch if message.get("mismatch") else ReceiverRefused
-            raise refused(receiver.name, str(message.get("why")))
+            error_class = ManifestMismatch if message.get("mismatch") else ReceiverRefused
+            raise error_class(receiver.name, str(message.get("why")))
         else:
-            receiver.said[kind] = message
+            receiver.answers[kind] = message
             receiver.holds = False
 
-    def _gone(self, receiver: ReceiverLink) -> ReceiverDied:
+    def _drop_dead(self, receiver: ReceiverLink) -> ReceiverDied:
+        """Drop a receiver that has gone, and return the error to raise."""
         self.drop(receiver)
         return ReceiverDied(receiver.name, receiver.connection.pid, self.during)
 
-    def _too_late(self, late: list[ReceiverLink], deadline: Deadline) -> None:
+    def _fail_late(self, late: list[ReceiverLink], deadline: Deadline) -> None:
+        """Drop the late receivers, except those that wait for readers, and raise the error."""
         names = tuple(receiver.name for receiver in late)
         if late and all(receiver.holds for receiver in late):
             raise VersionHeld(names, deadline.seconds)

@@ -1,14 +1,14 @@
 """Ranks of a torchrun trainer as the source of a transfer: FSDP2, tensor parallelism.
 
-Every rank calls `transfer_weights` with its part of one model of DTensors; one has the sender.
+Every rank calls `transfer_weights` with its shards of one model of DTensors; one has the sender.
 
     all     all-gather the sender's address, and failures so far      (torch.distributed)
     all     connect there, the rank of the sender too: `hello`, with the bounds of their blocks
     sender  `copy` requests, each to the rank that has the block      -> `copied`
     sender  `end`, with the report or the error                       all return, or raise
 
-Each rank copies its own blocks to their places; no rank gathers them. Ranks and receivers are
-processes of one user on one host, as they are for the other sources.
+Each rank copies its own blocks to their destinations, and no rank gathers them. Ranks and receivers
+are processes of one user on one host, as for the other sources.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from lazygt.transfer.control import Connection, Deadline, PeerGone, connect
 from lazygt.transfer.copier import Copier
 from lazygt.transfer.copy_request import CopyReply, CopyRequest, RemoteModel, TensorLocation
 from lazygt.transfer.extractor import HeldElsewhere, ModuleExtractor
-from lazygt.transfer.layout import Bounds, check_tiles, whole
+from lazygt.transfer.layout import Bounds, check_tiles, full_bounds
 from lazygt.transfer.manifest import Manifest
 from lazygt.transfer.sender import Sender, ShowProgress
 from lazygt.transfer.transaction import TransferReport
 from lazygt.transfer.transfer_errors import TransferError
 
-# -- the ranks of a trainer, as seen by the rank with the sender -----------------------------------
-# Their meeting place, the blocks of each, and copy requests to them.
+# -- trainer ranks as a `WeightSource` of the rank with the sender ---------------------------------
 
 #: Seconds beyond a transfer's deadline for the message with its result.
-LAST_WORD_SECONDS = 5.0
+RESULT_SECONDS = 5.0
 
 
 class RankPart(NamedTuple):
@@ -58,27 +57,27 @@ class RankPart(NamedTuple):
 
     @staticmethod
     def of(extractor: ModuleExtractor) -> RankPart:
-        """Build this rank's part. Other tensors than DTensors are replicated.
+        """Build this rank's blocks. Tensors that are no DTensors count as replicated.
 
         Raises:
             TypeError: a parameter can't be sent.
         """
         specs, tensors, blocks = [], {}, {}
-        for number, (name, spec, tensor) in enumerate(extractor.entries()):
+        for position, (name, spec, tensor) in enumerate(extractor.entries()):
             specs.append(spec)
             if spec.alias_of is None:
-                tensors[number], blocks[number] = _local(name, tensor)
+                tensors[position], blocks[position] = _local_block(name, tensor)
         return RankPart(Manifest(tuple(specs)), tensors, blocks)
 
 
-def _local(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
+def _local_block(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
     """Return a rank's block of a parameter, and its bounds; None: the rank has none."""
     if not hasattr(tensor, "full_tensor"):
-        return tensor.detach(), whole(tensor.shape)
+        return tensor.detach(), full_bounds(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(f"parameter {name!r} is a partial sum; redistribute it first")
-    (chunk,) = tensor.__create_chunk_list__()
-    pairs = zip(chunk.offsets, chunk.sizes, strict=False)
+    (local,) = tensor.__create_chunk_list__()
+    pairs = zip(local.offsets, local.sizes, strict=False)
     bounds = tuple((offset, offset + size) for offset, size in pairs)
     return tensor.detach().to_local(), bounds if len(bounds) == tensor.dim() else None
 
@@ -98,26 +97,26 @@ class MeetingPlace:
         self._listener.listen(dist.get_world_size())
 
     def meet(self, deadline: Deadline) -> dict[int, tuple[Connection, dict[str, Any]]]:
-        """Accept every rank, and return its connection and greeting.
+        """Accept every rank; return connection and `hello` message by rank.
 
         Raises:
             TransferError: a rank did not come in time, or has gone.
         """
-        here: dict[int, tuple[Connection, dict[str, Any]]] = {}
+        arrived: dict[int, tuple[Connection, dict[str, Any]]] = {}
         try:
             for _ in range(dist.get_world_size()):
                 self._listener.settimeout(max(deadline.remaining, 1e-3))
                 connection = Connection(self._listener.accept()[0])
-                hello = _next(connection, deadline)
-                here[hello["rank"]] = connection, hello
+                hello = _first_message(connection, deadline)
+                arrived[hello["rank"]] = connection, hello
         except (TimeoutError, PeerGone, OSError):
-            for connection, _ in here.values():
+            for connection, _ in arrived.values():
                 connection.close()
-            missing = sorted(set(range(dist.get_world_size())) - here.keys())
+            missing = sorted(set(range(dist.get_world_size())) - arrived.keys())
             raise TransferError(
                 f"of the trainer's ranks {missing} did not come within {deadline.seconds:g} s"
             ) from None
-        return here
+        return arrived
 
     def close(self) -> None:
         """Close and remove the socket."""
@@ -125,7 +124,7 @@ class MeetingPlace:
         self._directory.close()
 
 
-def _next(connection: Connection, deadline: Deadline) -> dict[str, Any]:
+def _first_message(connection: Connection, deadline: Deadline) -> dict[str, Any]:
     """Return the first message of a connection."""
     while wait_for([connection], deadline.remaining):
         for message in connection.receive():
@@ -134,7 +133,7 @@ def _next(connection: Connection, deadline: Deadline) -> dict[str, Any]:
 
 
 def wait_for(connections: Sequence[Connection], seconds: float) -> bool:
-    """Return whether a message or a departure comes within ``seconds``."""
+    """Return whether a message or a disconnect arrives within ``seconds``."""
     poller = select.poll()
     for connection in connections:
         for descriptor in connection.descriptors:
@@ -143,10 +142,10 @@ def wait_for(connections: Sequence[Connection], seconds: float) -> bool:
 
 
 class RankSource:
-    """The ranks as the source of a model's blocks.
+    """`WeightSource` of the trainer's ranks, by sockets.
 
     Args:
-        ranks: connection and greeting of each rank.
+        ranks: connection and `hello` message of each rank.
     """
 
     def __init__(
@@ -156,33 +155,33 @@ class RankSource:
         self.turn = threading.Lock()
         self._connections = {rank: ranks[rank][0] for rank in sorted(ranks)}
         self._digests = [ranks[rank][1]["digest"] for rank in sorted(ranks)]
-        self._of_ranks = [dict(ranks[rank][1]["blocks"]) for rank in sorted(ranks)]
+        self._rank_blocks = [dict(ranks[rank][1]["blocks"]) for rank in sorted(ranks)]
         self._deadline = deadline
-        self._numbers: list[int] = []
+        self._positions: list[int] = []
 
-    def placed(self, part: RankPart) -> Mapping[int, Tensor]:
-        """Check that the parts of all ranks make up the model; return this rank's blocks.
+    def checked_tensors(self, shards: RankPart) -> Mapping[int, Tensor]:
+        """Check that the blocks of all ranks make up the model; return this rank's blocks.
 
         Raises:
             TransferError: ranks have other parameters, or their blocks do not tile one.
         """
         for rank, digest in enumerate(self._digests):
-            if digest != part.manifest.digest:
+            if digest != shards.manifest.digest:
                 raise TransferError(
                     f"rank {rank} of the trainer has other parameters than the rank with the "
                     f"sender: every rank has to call transfer_weights() with the same model"
                 )
-        self._numbers = list(part.tensors)
-        for number in self._numbers:
-            spec = part.manifest.params[number]
-            check_tiles(spec.name, spec.shape, self._blocks(number))
-        return part.tensors
+        self._positions = list(shards.tensors)
+        for position in self._positions:
+            spec = shards.manifest.params[position]
+            check_tiles(spec.name, spec.shape, self._blocks(position))
+        return shards.tensors
 
     def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
         """See `RemoteSource`."""
         return [
-            TensorLocation(number, (), tensor, self._blocks(number))
-            for number, tensor in zip(self._numbers, tensors, strict=True)
+            TensorLocation(position, (), tensor, self._blocks(position))
+            for position, tensor in zip(self._positions, tensors, strict=True)
         ]
 
     def request(self, rank: int, number: int, request: CopyRequest) -> None:
@@ -191,7 +190,7 @@ class RankSource:
         try:
             self._connections[rank].send(message, self._deadline)
         except (PeerGone, TimeoutError):
-            raise self._gone(rank) from None
+            raise self._rank_died(rank) from None
 
     def replies(self, seconds: float) -> list[CopyReply]:
         """See `WeightSource`."""
@@ -200,44 +199,46 @@ class RankSource:
         for rank, connection in self._connections.items():
             try:
                 replies += [
-                    CopyReply(rank, told["number"], told["checks"], told["error"], told["handles"])
-                    for told in connection.receive()
+                    CopyReply(
+                        rank, answer["number"], answer["checks"], answer["error"], answer["handles"]
+                    )
+                    for answer in connection.receive()
                 ]
             except PeerGone:
-                raise self._gone(rank) from None
+                raise self._rank_died(rank) from None
         return replies
 
     def let_go(self, sender: str) -> None:
-        """See `WeightSource`; the ranks drop everything at the end of the transfer anyway."""
+        """See `WeightSource`; does nothing: the ranks drop everything at the end."""
 
     def end(self, message: Mapping[str, Any]) -> None:
         """Send all ranks the result, and close the connections."""
         for connection in self._connections.values():
             try:
-                connection.send({"kind": "end", **message}, Deadline(LAST_WORD_SECONDS))
+                connection.send({"kind": "end", **message}, Deadline(RESULT_SECONDS))
             except (PeerGone, TimeoutError):
                 continue  # the rank notices the end of the connection
             finally:
                 connection.close()
         self._connections = {}
 
-    def _blocks(self, number: int) -> tuple[Bounds | None, ...]:
+    def _blocks(self, position: int) -> tuple[Bounds | None, ...]:
         """Return each rank's block of a parameter."""
         return tuple(
-            None if (bounds := blocks[number]) is None else tuple(map(tuple, bounds))
-            for blocks in self._of_ranks
+            None if (bounds := blocks[position]) is None else tuple(map(tuple, bounds))
+            for blocks in self._rank_blocks
         )
 
-    def _gone(self, rank: int) -> TransferError:
+    def _rank_died(self, rank: int) -> TransferError:
         return TransferError(
             f"rank {rank} of the trainer (pid {self._connections[rank].pid}) went away in the "
             f"midst of the transfer; every receiver keeps its version"
         )
 
 
-# -- ranks of a torchrun trainer as the source of a transfer: FSDP2, tensor parallelism ------------
+# -- transfer from all ranks -----------------------------------------------------------------------
 
-_WORD_BYTES = 512  # of a rank's word before it connects: a path, or an error
+_TEXT_BYTES = 512  # of a rank's all-gathered text: a socket path, or an error
 _FAILED = "!"
 
 
@@ -250,106 +251,108 @@ def transfer_from_ranks(
 ) -> TransferReport:
     """See `transfer_weights`; called by every rank of torch's default process group.
 
-    The others wait for a rank that does not call, until the group's own timeout.
+    The ranks wait for a rank that does not call, until the group's own timeout.
 
     Raises:
         ValueError: none of the ranks has the sender, or several have.
     """
     deadline = Deadline(timeout)
-    place: MeetingPlace | None = None
+    meeting: MeetingPlace | None = None
     try:
-        part = RankPart.of(extractor)
-        place = None if sender is None else MeetingPlace()
+        shards = RankPart.of(extractor)
+        meeting = None if sender is None else MeetingPlace()
     except BaseException as error:
         _agree_on_address(f"{_FAILED}{type(error).__name__}: {error}", raises=False)
         raise
     try:
-        address = _agree_on_address("" if place is None else place.address)
-        if place is None or sender is None:
-            return _take_part(address, part, deadline)
-        return _lead(place, sender, part, deadline, version, progress)
+        address = _agree_on_address("" if meeting is None else meeting.address)
+        if meeting is None or sender is None:
+            return _run_rank(address, shards, deadline)
+        return _run_sender(meeting, sender, shards, deadline, version, progress)
     finally:
-        if place is not None:
-            place.close()
+        if meeting is not None:
+            meeting.close()
 
 
-def _agree_on_address(word: str, raises: bool = True) -> str:
-    """All-gather the ranks' words, and return the address of the rank with the sender.
+def _agree_on_address(text: str, raises: bool = True) -> str:
+    """All-gather the ranks' texts, and return the address of the rank with the sender.
 
     Args:
-        word: the address, if this rank has the sender; else "", or this rank's error.
+        text: the socket's path, if this rank has the sender; else "", or this rank's error.
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    data = word.encode()[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
-    ours = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    words = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
-    dist.all_gather(words, ours)
-    said = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in words]
-    for rank, text in enumerate(said if raises else ()):
-        if text.startswith(_FAILED):
-            raise TransferError(f"rank {rank} of the trainer can't send its part: {text[1:]}")
-    addresses = [text for text in said if text]
+    data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    own_bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    all_bytes = [torch.empty_like(own_bytes) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_bytes, own_bytes)
+    texts = [bytes(data.tolist()).rstrip(b"\0").decode(errors="replace") for data in all_bytes]
+    for rank, reported in enumerate(texts if raises else ()):
+        if reported.startswith(_FAILED):
+            raise TransferError(f"rank {rank} of the trainer can't send its part: {reported[1:]}")
+    addresses = [reported for reported in texts if reported]
     if raises and len(addresses) != 1:
         raise ValueError(
             f"transfer_weights() of a model in blocks is called by every rank, and one of them has "
-            f"the sender, the others sender=None: here {len(addresses)} of {len(said)} ranks have "
+            f"the sender, the others sender=None: here {len(addresses)} of {len(texts)} ranks have "
             f"one"
         )
     return addresses[0]
 
 
-# -- a rank that has blocks ------------------------------------------------------------------------
+# -- every rank: execution of copy requests --------------------------------------------------------
 
 
-def _take_part(address: str, part: RankPart, deadline: Deadline) -> TransferReport:
-    """Connect to the rank with the sender, and act on its requests until the end."""
-    gone = TransferError("the rank of the trainer that has the sender has gone")
+def _run_rank(address: str, shards: RankPart, deadline: Deadline) -> TransferReport:
+    """Connect to the rank with the sender, and execute its copy requests until the end."""
+    sender_died = TransferError("the rank of the trainer that has the sender has gone")
     try:
         connection = connect(address)
-        copier = Copier(max(torch.get_num_threads(), 1), _device_of(part))
+        copier = Copier(max(torch.get_num_threads(), 1), _device_of(shards))
         try:
-            _greet(connection, part, deadline)
-            return _report(_copy_until_end(connection, copier, part, deadline))
+            _send_hello(connection, shards, deadline)
+            return _result(_copy_until_end(connection, copier, shards, deadline))
         finally:
             copier.close()
             connection.close()
     except (PeerGone, OSError):
-        raise gone from None
+        raise sender_died from None
 
 
-def _device_of(part: RankPart) -> torch.device:
-    return next((tensor.device for tensor in part.tensors.values()), torch.device("cpu"))
+def _device_of(shards: RankPart) -> torch.device:
+    """Return the device of a rank's blocks; the CPU if there are none."""
+    return next((tensor.device for tensor in shards.tensors.values()), torch.device("cpu"))
 
 
-def _greet(connection: Connection, part: RankPart, deadline: Deadline) -> None:
-    hello = {"kind": "hello", "rank": dist.get_rank(), "digest": part.manifest.digest}
-    connection.send({**hello, "blocks": list(part.blocks.items())}, deadline)
+def _send_hello(connection: Connection, shards: RankPart, deadline: Deadline) -> None:
+    """Send this rank's manifest digest and the bounds of its blocks."""
+    hello = {"kind": "hello", "rank": dist.get_rank(), "digest": shards.manifest.digest}
+    connection.send({**hello, "blocks": list(shards.blocks.items())}, deadline)
 
 
 def _copy_until_end(
-    connection: Connection, copier: Copier, part: RankPart, deadline: Deadline
+    connection: Connection, copier: Copier, shards: RankPart, deadline: Deadline
 ) -> dict[str, Any]:
-    """Act on copy requests, and return the message that ends the transfer."""
-    while wait_for([connection], deadline.remaining + LAST_WORD_SECONDS):
+    """Execute copy requests; return the message that ends the transfer."""
+    while wait_for([connection], deadline.remaining + RESULT_SECONDS):
         for message in connection.receive():
             if message["kind"] == "end":
                 return message
-            connection.send(_copied(copier, part, message), deadline)
+            connection.send(_execute(copier, shards, message), deadline)
     raise TransferError("the rank of the trainer that has the sender does not answer")
 
 
-def _copied(copier: Copier, part: RankPart, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Act on a request, and return the reply."""
-    answer = {"kind": "copied", "number": message["number"], "checks": (), "handles": ()}
+def _execute(copier: Copier, shards: RankPart, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Execute a copy request, and return the reply."""
+    reply = {"kind": "copied", "number": message["number"], "checks": (), "handles": ()}
     try:
-        checks, handles = copier.copy_packed(message["request"], part.tensors.__getitem__)
-    except Exception as error:  # noqa: BLE001 - it is the answer
-        return {**answer, "error": f"{type(error).__name__}: {error}"}
-    return {**answer, "checks": checks, "handles": handles, "error": ""}
+        checks, handles = copier.copy_packed(message["request"], shards.tensors.__getitem__)
+    except Exception as error:  # noqa: BLE001 - it is the reply
+        return {**reply, "error": f"{type(error).__name__}: {error}"}
+    return {**reply, "checks": checks, "handles": handles, "error": ""}
 
 
-def _report(end: Mapping[str, Any]) -> TransferReport:
-    """Return the report of the rank with the sender, or raise its error."""
+def _result(end: Mapping[str, Any]) -> TransferReport:
+    """Unpack the report of the rank with the sender, or raise its error."""
     if end["error"]:
         raise TransferError(f"the transfer failed on the rank with the sender: {end['error']}")
     fields = dict(end["report"])
@@ -358,44 +361,48 @@ def _report(end: Mapping[str, Any]) -> TransferReport:
     )
 
 
-# -- the rank that has the sender ------------------------------------------------------------------
+# -- the rank with the sender ----------------------------------------------------------------------
 
 
-def _lead(
-    place: MeetingPlace,
+def _run_sender(
+    meeting: MeetingPlace,
     sender: Sender,
-    part: RankPart,
+    shards: RankPart,
     deadline: Deadline,
     version: int | None,
     progress: ShowProgress,
 ) -> TransferReport:
-    """Send the model; every rank, this one too, copies its blocks."""
-    own = threading.Thread(
-        target=_own_part, args=(place.address, part, deadline), name="lazygt-rank", daemon=True
+    """Send the model; every rank, this one in a thread, copies its blocks."""
+    rank_thread = threading.Thread(
+        target=_run_own_rank,
+        args=(meeting.address, shards, deadline),
+        name="lazygt-rank",
+        daemon=True,
     )
-    own.start()
-    source = RankSource(place.meet(deadline), deadline)
-    end: dict[str, Any] = {"error": "it was interrupted"}
+    rank_thread.start()
+    source = RankSource(meeting.meet(deadline), deadline)
+    result: dict[str, Any] = {"error": "it was interrupted"}
     try:
-        model = RemoteModel(source, source.placed(part))
-        extractor = HeldElsewhere(part.manifest, model)
+        model = RemoteModel(source, source.checked_tensors(shards))
+        extractor = HeldElsewhere(shards.manifest, model)
         report = sender.send(
             extractor, version=version, timeout=deadline.remaining, progress=progress
         )
         fields = dataclasses.asdict(report)
         written = list(report.written.items())
-        end = {"error": "", "report": {**fields, "written": written}}
+        result = {"error": "", "report": {**fields, "written": written}}
         return report
     except Exception as error:
-        end = {"error": f"{type(error).__name__}: {error}"}
+        result = {"error": f"{type(error).__name__}: {error}"}
         raise
     finally:
-        source.end(end)
-        own.join()
+        source.end(result)
+        rank_thread.join()
 
 
-def _own_part(address: str, part: RankPart, deadline: Deadline) -> None:
+def _run_own_rank(address: str, shards: RankPart, deadline: Deadline) -> None:
+    """Run the rank with the sender as one of the ranks, without raising."""
     try:
-        _take_part(address, part, deadline)
+        _run_rank(address, shards, deadline)
     except TransferError:
-        return  # `_lead` raises it
+        return  # `_run_sender` raises it

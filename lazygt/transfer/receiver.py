@@ -1,4 +1,4 @@
-"""The receiving side: staging beside the current version, verification, and atomic flip."""
+"""Receiver of transfers: staging beside the current version, verification, and atomic flip."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lazygt.transfer.transfer_errors import SenderGone, TransferError
 from lazygt.transfer.transports.transport import ReceiverEnd
 from lazygt.transfer.version import Aborted, Block, Mismatch, StagedVersion, Version, Wake
 
-# -- reading of a receiver's weights, one complete version at a time -------------------------------
+# -- readers' view of the weights, one complete version at a time ----------------------------------
 
 
 class Readings:
@@ -37,7 +37,7 @@ class Readings:
         self.name = name
         self._current: Version | None = None
         self._changed = threading.Condition()
-        self._ended: str | None = None
+        self._end_reason: str | None = None
 
     @property
     def version(self) -> int:
@@ -47,11 +47,11 @@ class Readings:
 
     @contextmanager
     def reading(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """The current version and its parameters, fixed for the whole block.
+        """The current version and its parameters, fixed until the end of the ``with`` block.
 
         Tied names share a tensor. Do not write to the tensors, and clone those that must outlive
-        the block: the mapping is emptied at its end, and a tensor that is kept all the same holds
-        back memory that the next but one transfer needs.
+        the block: its end empties the mapping, and a tensor that survives blocks memory that the
+        next but one transfer needs.
 
         Raises:
             TransferError: there is no version yet.
@@ -86,8 +86,8 @@ class Readings:
         """Give the current version to an engine as (name, tensor) pairs; return its number.
 
         Args:
-            load: function that takes such pairs and copies them, such as ``model.load_weights``
-                of vLLM and SGLang.
+            load: function that copies an iterator of (name, tensor) pairs, for example
+                ``model.load_weights`` of vLLM and SGLang.
             ties: include names that are tied to an earlier one; checkpoints leave them out.
 
         Raises:
@@ -101,14 +101,14 @@ class Readings:
         """Wait for version ``number`` or a newer one; return its number.
 
         Raises:
-            SenderGone: the sender has gone, or has turned this receiver away.
-            TransferError: no such version came within ``timeout`` seconds.
+            SenderGone: the sender has gone, or has refused this receiver.
+            TransferError: no version as new came within ``timeout`` seconds.
         """
         deadline = Deadline(timeout)
         with self._changed:
             while self.version < number:
-                if self._ended is not None:
-                    raise SenderGone(f"receiver {self.name!r}: {self._ended}")
+                if self._end_reason is not None:
+                    raise SenderGone(f"receiver {self.name!r}: {self._end_reason}")
                 if deadline.expired:
                     raise TransferError(
                         f"receiver {self.name!r} waited {timeout:g} s for version {number}; it "
@@ -123,10 +123,10 @@ class Readings:
             self._current = version
             self._changed.notify_all()
 
-    def _end(self, why: str) -> None:
-        """End the waits for a newer version: there will be none."""
+    def _end(self, reason: str) -> None:
+        """End the waits for a newer version, because there will be none."""
         with self._changed:
-            self._ended = why
+            self._end_reason = reason
             self._changed.notify_all()
 
 
@@ -139,9 +139,9 @@ def _pairs(params: Mapping[str, Tensor], ties: bool) -> Iterator[tuple[str, Tens
             yield name, tensor
 
 
-# -- the receiving side: staging beside the current version, verification, and atomic flip ---------
+# -- receiver thread: staging, verification, and atomic flip ---------------------------------------
 
-_SEND_SECONDS = 10.0  # for an answer of some bytes; the sender reads them while it waits
+_SEND_SECONDS = 10.0  # for a short answer to a sender that is waiting for it
 
 
 class Receiver(Readings):
@@ -149,16 +149,16 @@ class Receiver(Readings):
 
     Args:
         address: the sender's address.
-        transport: receiver's end of a transport: see `transports.base`.
+        transport: receiver's end of a transport: see `transports.transport`.
             `SharedMemoryTransferReceiver` and the others make a receiver with theirs.
         name: name of this receiver in errors; unique among a sender's receivers.
         expect: the only manifest to accept; by default that of the first transfer.
-        layout: blocks of each parameter that it holds; None: whole parameters. The functions that
-            make receivers take it as three arguments: ``mesh``, of receivers, such as
+        layout: blocks of each parameter on this receiver; None: full parameters. The functions
+            that make receivers take the layout as three arguments: ``mesh``, of receivers, such as
             ``{"model": 2}``; ``rank``, the receiver's rank there; ``placements``, which maps name
             patterns to ``torch.distributed.tensor`` placements, one an axis: a list in the mesh's
-            order or a dict by axis. The first pattern that matches counts; a parameter that none
-            matches is held whole. They raise ValueError if these make no sense together.
+            order or a dict by axis. The first pattern that matches counts; a parameter without
+            a match is not sharded. Contradictory arguments raise ValueError.
 
     Attributes:
         name: see above.
@@ -176,12 +176,12 @@ class Receiver(Readings):
         super().__init__(name or f"pid {os.getpid()}")
         self._address, self._expect, self.layout = os.fspath(address), expect, layout
         self._transport = transport
-        self._staged: StagedVersion | None = None
+        self._staging: StagedVersion | None = None
         self._inbox: deque[dict[str, Any]] = deque()
         self._wake = Wake()
         self._closing = self._closed = False
-        self._waiting: Message | None = None
-        self._welcome = False
+        self._delayed_begin: Message | None = None
+        self._admitted = False
         self._pool = CopyPool()
         transport.attach(self._address, self._wake)
         self._thread = threading.Thread(target=self._run, name="lazygt-receiver", daemon=True)
@@ -195,7 +195,7 @@ class Receiver(Readings):
     @property
     def connected(self) -> bool:
         """True if the sender has admitted this receiver and has not gone."""
-        return self._welcome and self._ended is None
+        return self._admitted and self._end_reason is None
 
     def close(self) -> None:
         """Disconnect from the sender and drop the weights. Idempotent."""
@@ -216,81 +216,84 @@ class Receiver(Readings):
     # -- the thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Body of the thread: serve senders, then end all waits with the reason."""
         try:
-            ended = self._follow()
+            reason = self._serve_senders()
         except (SenderGone, ProtocolError, TimeoutError) as error:
-            ended = str(error)
-        except Exception as error:  # noqa: BLE001 - readers that wait are told
-            ended = f"it failed with {type(error).__name__}: {error}"
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - waiting readers raise it
+            reason = f"it failed with {type(error).__name__}: {error}"
         if self._closing:
             self._current = None
-        self._end(ended)
+        self._end(reason)
 
-    def _follow(self) -> str:
-        """Follow the sender until it has gone or this receiver is closed; return which."""
+    def _serve_senders(self) -> str:
+        """Serve the sender, reconnecting after a drop; return the reason for the end."""
         while not self._closing:
             try:
                 link = connect(self._address)
             except (OSError, PeerGone):
-                gone = f"the sender at {self._address} has gone"
-                return gone if self._welcome else f"there is no sender at {self._address}"
+                no_sender = f"the sender at {self._address} has gone"
+                return no_sender if self._admitted else f"there is no sender at {self._address}"
             try:
                 self._serve(link)
             except PeerGone:
-                continue  # a sender that dropped us (we were stopped for too long) takes us back
+                continue  # reconnect: the sender dropped a process that was stopped too long
             finally:
-                self._give_up()
+                self._drop_staged()
                 link.close()
                 self._inbox.clear()
         return "it is closed"
 
     def _serve(self, link: Connection) -> None:
+        """Send `hello`, and handle messages until the receiver is closed."""
         hello = {"protocol": PROTOCOL, "strategy": self.strategy, "name": self.name}
-        holds = {} if self.layout is None else {"layout": self.layout.packed}
-        link.send({"kind": "hello", **hello, **holds}, Deadline(_SEND_SECONDS))
+        blocks = {} if self.layout is None else {"layout": self.layout.packed}
+        link.send({"kind": "hello", **hello, **blocks}, Deadline(_SEND_SECONDS))
         while not self._closing:
             self._poll(link)
-            self._pull(link)
+            self._receive(link)
             while self._inbox and not self._closing:
                 self._handle(link, self._inbox.popleft())
-            if self._waiting is not None:
-                self._guarded(link, self._waiting, self._begin)
-            if self._staged is not None and self._staged.deadline.expired:
-                raise PeerGone  # a frozen sender; it is left, and finds that out when it wakes
-        self._give_up()
+            if self._delayed_begin is not None:
+                self._run_step(link, self._delayed_begin, self._on_begin)
+            if self._staging is not None and self._staging.deadline.expired:
+                raise PeerGone  # a frozen sender: leave it; it notices when it resumes
+        self._drop_staged()
         self._current = None
         if not self._transport.holds_memory():
             link.send({"kind": "leave"}, Deadline(_SEND_SECONDS))
 
     def _handle(self, link: Connection, message: dict[str, Any]) -> None:
+        """Run the protocol step of a message; messages of other transfers are ignored."""
         kind = message["kind"]
         if kind == "welcome":
-            self._welcome = True
+            self._admitted = True
         elif kind == "begin":
-            self._give_up()
-            self._guarded(link, message, self._begin)
-        elif self._staged is not None and message.get("transfer") == self._staged.transfer:
+            self._drop_staged()
+            self._run_step(link, message, self._on_begin)
+        elif self._staging is not None and message.get("transfer") == self._staging.transfer:
             step = {
-                "coming": self._coming,
-                "parts": self._parts,
-                "prepare": self._prepare,
-                "commit": self._commit,
+                "coming": self._on_coming,
+                "parts": self._on_parts,
+                "prepare": self._on_prepare,
+                "commit": self._on_commit,
             }.get(kind)
             if step is not None:
-                self._guarded(link, message, step)
+                self._run_step(link, message, step)
             else:
-                self._give_up()
+                self._drop_staged()
 
-    def _guarded(self, link: Connection, message: Message, step: Any) -> None:
-        """Run a step; an error in it is sent to the sender, and ends this transfer."""
+    def _run_step(self, link: Connection, message: Message, step: Any) -> None:
+        """Run a protocol step; send an error to the sender, and drop the transfer."""
         try:
             step(link, message)
         except (PeerGone, TimeoutError):
             raise
         except Aborted:
-            self._give_up()
-        except Exception as error:  # noqa: BLE001 - said to the sender, which raises it
-            self._give_up()
+            self._drop_staged()
+        except Exception as error:  # noqa: BLE001 - sent to the sender, which raises it
+            self._drop_staged()
             self._answer(
                 link,
                 message,
@@ -299,79 +302,84 @@ class Receiver(Readings):
                 mismatch=isinstance(error, Mismatch),
             )
 
-    def _begin(self, link: Connection, message: Message) -> None:
+    def _on_begin(self, link: Connection, message: Message) -> None:
+        """Allocate a staging buffer, or answer `held` and retry once readers release one."""
         if "deadline" not in message:
             self._transport.invited(message, link.take_fd)
         staged = StagedVersion(message, self._current, self.layout)
         self._check_manifest(staged)
         staged.deadline = message.get("deadline", staged.deadline)
-        self._staged, self._waiting = staged, None
+        self._staging, self._delayed_begin = staged, None
         flat = self._transport.stage(message, staged.manifest.extent)
         if flat is None:
             if "deadline" not in message:
                 self._answer(link, message, "held")
-            self._waiting = {**message, "deadline": staged.deadline}
+            self._delayed_begin = {**message, "deadline": staged.deadline}
             return
         self._answer(link, message, "ready", version=self.version)
-        staged.allocate(flat)  # while the sender gathers the first request
+        staged.allocate(flat)  # overlaps with the sender, which gathers the first request
 
     def _check_manifest(self, staged: StagedVersion) -> None:
+        """Raise Mismatch for an old version, or other parameters than expected."""
         if staged.version <= self.version:
             raise Mismatch(f"it has version {self.version}, not older than {staged.version}")
         expected = self._expect
         if expected is None and self._current is not None:
-            expected = self._current.whole
-        why = None if expected is None else difference(expected, staged.whole)
-        if why is not None:
-            raise Mismatch(why)
+            expected = self._current.full_manifest
+        mismatch = None if expected is None else difference(expected, staged.full_manifest)
+        if mismatch is not None:
+            raise Mismatch(mismatch)
 
-    def _coming(self, link: Connection, message: Message) -> None:
-        assert self._staged is not None
-        self._transport.coming(self._staged, message, partial(self._wait_or_abort, link))
+    def _on_coming(self, link: Connection, message: Message) -> None:
+        """Prepare the transport for an announced request."""
+        assert self._staging is not None
+        self._transport.coming(self._staging, message, partial(self._wait_or_abort, link))
 
-    def _parts(self, link: Connection, message: Message) -> None:
+    def _on_parts(self, link: Connection, message: Message) -> None:
         """Fetch and verify blocks that have been copied."""
-        staged = self._staged
+        staged = self._staging
         assert staged is not None
-        blocks = [Block(*part) for part in message["parts"]]
+        blocks = [Block(*block) for block in message["parts"]]
         self._transport.fetch(staged, message, blocks, partial(self._wait_or_abort, link))
         staged.verify_blocks(self._pool, blocks, message["checks"])
         self._answer(link, message, "staged")
 
-    def _prepare(self, link: Connection, message: Message) -> None:
-        staged = self._staged
+    def _on_prepare(self, link: Connection, message: Message) -> None:
+        """Add the unchanged blocks, and vote for the commit if all bytes are there."""
+        staged = self._staging
         assert staged is not None
-        unchanged = [Block(*part) for part in message["unchanged"]]
-        staged.keep(self._current, unchanged, are_there=self._transport.has_unchanged)
-        why = check_complete(staged.manifest, staged.arrived)
-        if why is not None:
-            raise TransferError(why)
+        unchanged = [Block(*block) for block in message["unchanged"]]
+        staged.add_unchanged(self._current, unchanged, are_there=self._transport.has_unchanged)
+        problem = check_complete(staged.manifest, staged.arrived)
+        if problem is not None:
+            raise TransferError(problem)
         staged.complete = True
         self._answer(link, message, "prepared")
 
-    def _commit(self, link: Connection, message: Message) -> None:
-        staged = self._staged
+    def _on_commit(self, link: Connection, message: Message) -> None:
+        """Flip readers to the staged version, and answer with the seconds of the flip."""
+        staged = self._staging
         if staged is None or staged.new is None or not staged.complete:
             raise ProtocolError("a commit without a prepare")
         begin = time.perf_counter()
         self._flip(staged.new)
         pause = time.perf_counter() - begin
-        self._staged = None
+        self._staging = None
         self._answer(link, message, "committed", pause=pause)
 
-    def _give_up(self) -> None:
-        """Drop the staged transfer, if there is one."""
-        begun = self._staged is not None
-        self._staged = self._waiting = None
-        if begun:
+    def _drop_staged(self) -> None:
+        """Drop the staged version, if there is one."""
+        was_staging = self._staging is not None
+        self._staging = self._delayed_begin = None
+        if was_staging:
             self._transport.dropped()
 
-    # -- listening, also in the middle of a step that takes long --------------------------------
+    # -- receiving, also in the middle of a long step -------------------------------------------
 
     def _poll(self, link: Connection, seconds: float | None = None) -> None:
-        """Wait for a message, the sender's end, a `Wake`, or the deadline of a transfer."""
-        if seconds is None and self._staged is not None:
-            seconds = self._staged.deadline.remaining
+        """Wait for a message, a disconnect, a `Wake`, or the deadline of a transfer."""
+        if seconds is None and self._staging is not None:
+            seconds = self._staging.deadline.remaining
         poller = select.poll()
         for fd in (*link.descriptors, self._wake.fd):
             poller.register(fd, select.POLLIN)
@@ -379,7 +387,8 @@ class Receiver(Readings):
         if self._wake.fd in ready:
             os.eventfd_read(self._wake.fd)
 
-    def _pull(self, link: Connection) -> None:
+    def _receive(self, link: Connection) -> None:
+        """Read all messages; answer pings at once, and queue the others."""
         for message in link.receive():
             if message["kind"] == "ping":
                 self._answer(link, message, "pong")
@@ -392,19 +401,21 @@ class Receiver(Readings):
         """Wait at most ``seconds`` for a message in the middle of a step.
 
         Raises:
-            Aborted: the sender gives the transfer up or is too late, or this receiver is closed.
+            Aborted: the sender has aborted the transfer or is too late, or this receiver is closed.
             PeerGone: the sender has gone.
         """
         self._poll(link, seconds)
-        self._pull(link)
-        staged = self._staged
+        self._receive(link)
+        staged = self._staging
         if self._closing or staged is None or staged.deadline.expired:
             raise Aborted
         if any(_is_about(message, staged, "abort") for message in self._inbox):
             raise Aborted
 
-    def _answer(self, link: Connection, message: Message, kind: str, **more: Any) -> None:
-        link.send({"kind": kind, "transfer": message["transfer"], **more}, Deadline(_SEND_SECONDS))
+    def _answer(self, link: Connection, message: Message, kind: str, **fields: Any) -> None:
+        link.send(
+            {"kind": kind, "transfer": message["transfer"], **fields}, Deadline(_SEND_SECONDS)
+        )
 
 
 def _is_about(message: Message, staged: StagedVersion, kind: str) -> bool:

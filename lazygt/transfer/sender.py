@@ -1,13 +1,13 @@
-"""The protocol of a transfer, in the sender; a transport moves the bytes.
+"""Sender of transfers: a two-phase commit; a transport moves the bytes.
 
-    begin ->     manifest, version, place of the bytes           <- ready | refuse
+    begin ->     manifest, version, location of the bytes        <- ready | refuse
     parts ->     one request: blocks with their checksums        <- staged | refuse
     prepare ->   no more data                                    <- prepared | refuse
     commit ->    flip to the new version                         <- committed
-    abort ->     (instead, at any point before commit) forget it
+    abort ->     (instead, at any point before commit) drop the version
 
-It is a two-phase commit: readers see the new version after commit only, and commit is sent only
-when every receiver has said *prepared*: it has all bytes, with the right checksums.
+Readers see the new version after commit only, and commit is sent only when every receiver has
+answered *prepared*: all bytes are there, with the right checksums.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from lazygt.transfer.transports.transport import SenderEnd
 
 GIB = 1 << 30
 
-_ABORT_SECONDS = 0.1  # for a message of 30 bytes; a receiver that does not take it is dropped
-_COMMIT_SECONDS = 1.0  # at least, for the answers to a decision that can't be taken back
+_ABORT_SECONDS = 0.1  # for a message of 30 bytes; a receiver that does not read it is dropped
+_COMMIT_SECONDS = 1.0  # at least, for the answers to an irrevocable decision
 
 ShowProgress = Callable[[Progress], object]
 
@@ -51,7 +51,7 @@ def threshold_bytes(threshold_gb: float | str, name: str = "threshold_gb") -> in
         name: name of the setting, for the error.
 
     Raises:
-        ValueError: it is no number, negative, infinite, or above 0 and below 256 bytes.
+        ValueError: the threshold is no number, negative, infinite, or above 0 and below 256 bytes.
     """
     try:
         nbytes = int(float(threshold_gb) * GIB)
@@ -69,7 +69,7 @@ class Sender:
     """Sender of models to the connected receivers; used by one thread at a time.
 
     Args:
-        transport: sender's end of a transport: see `transports.base`.
+        transport: sender's end of a transport: see `transports.transport`.
             `SharedMemoryTransferSender` and the others make a sender with theirs.
         verify: checksum of every block: crc32, xor64 or none.
         skip_unchanged: leave out blocks in the host's memory with the bytes (by SHA-256) of the
@@ -88,13 +88,13 @@ class Sender:
         self.verify = verify
         self.transport = transport
         self.version = 0
-        self._skip = skip_unchanged
+        self._skip_unchanged = skip_unchanged
         self._receivers = Receivers(transport.strategy)
         transport.attach(self._receivers)
         self._busy = threading.Lock()
-        self._transfers = 0
-        self._sent: Transfer | None = None
-        self._here: LocalSource | None = None
+        self._transfer_count = 0
+        self._last_committed: Transfer | None = None
+        self._local_source: LocalSource | None = None
         self._sources: weakref.WeakSet[WeightSource] = weakref.WeakSet()
 
     @property
@@ -115,7 +115,7 @@ class Sender:
         """Wait until at least ``count`` receivers are connected.
 
         Raises:
-            TransferError: they were not within ``timeout`` seconds.
+            TransferError: fewer were connected after ``timeout`` seconds.
         """
         self._receivers.wait_for_connected(count, Deadline(timeout))
 
@@ -127,7 +127,7 @@ class Sender:
         timeout: float = 60.0,
         progress: ShowProgress | None = None,
     ) -> TransferReport:
-        """Send a model to every connected receiver: all get the new version, or none does.
+        """Send a model to every connected receiver, atomically: all get the version, or none.
 
         Args:
             version: greater than the receivers' own; by default the last one plus 1.
@@ -140,12 +140,14 @@ class Sender:
         """
         with alone(self._busy):
             transfer = self._new_transfer(extractor, version, Deadline(timeout))
-            stream = TransferStream(transfer, self._receivers, self.transport, digests=self._skip)
+            stream = TransferStream(
+                transfer, self._receivers, self.transport, digests=self._skip_unchanged
+            )
             committed = False
             try:
                 self._stage(transfer, stream, extractor, progress or _ignore)
                 committed = True
-                self.version, self._sent = transfer.version, transfer
+                self.version, self._last_committed = transfer.version, transfer
                 lost = self._commit(transfer)
             except BaseException:
                 if committed:
@@ -155,7 +157,7 @@ class Sender:
                 raise
             finally:
                 self._receivers.active = []
-                self._end(stream, committed=committed)
+                self._release(stream, committed=committed)
             return transfer.report(lost)
 
     def close(self) -> None:
@@ -164,9 +166,9 @@ class Sender:
             return
         self._receivers.close()
         self.transport.close()
-        self._let_go()
-        if self._here is not None:
-            self._here.close()
+        self._release_sources()
+        if self._local_source is not None:
+            self._local_source.close()
 
     def __enter__(self) -> Self:
         return self
@@ -179,41 +181,44 @@ class Sender:
     def _new_transfer(
         self, extractor: Extractor, version: int | None, deadline: Deadline
     ) -> Transfer:
-        self._transfers += 1
+        """Return the state of a new transfer to the connected receivers."""
+        self._transfer_count += 1
         manifest = extractor.manifest()
-        if self._sent is not None and manifest == self._sent.manifest:
-            manifest = self._sent.manifest  # its cached properties need not be computed again
+        if self._last_committed is not None and manifest == self._last_committed.manifest:
+            manifest = self._last_committed.manifest  # reuses its cached properties
         version = self.version + 1 if version is None else version
-        transfer = Transfer(self._transfers, version, manifest, deadline, self.verify)
+        transfer = Transfer(self._transfer_count, version, manifest, deadline, self.verify)
         transfer.remote = remote_model(extractor)
-        transfer.receivers = self._open()
+        transfer.receivers = self._begin_receivers()
         return transfer
 
-    def _open(self) -> list[ReceiverLink]:
+    def _begin_receivers(self) -> list[ReceiverLink]:
+        """Begin a transfer to the receivers; abandon memory that a dropped one may read."""
         if self._receivers.closed:
             raise TransferError("this sender is closed; make a new one")
         self._receivers.pump(0.0)
         if self._receivers.suspect:
             self._receivers.suspect = False
-            self._sent = None
+            self._last_committed = None
             self.transport.forget()
-            self._let_go()
+            self._release_sources()
         if not self._receivers.connected:
             raise TransferError(
                 f"no receiver is connected to {self.address}; start one with this address and "
                 f"call wait_for_receivers(1)"
             )
-        return self._receivers.begin(self._transfers)
+        return self._receivers.begin(self._transfer_count)
 
     def _stage(
         self, transfer: Transfer, stream: TransferStream, extractor: Extractor, show: ShowProgress
     ) -> None:
+        """Run the phases before the commit: begin, data and prepare."""
         self._receivers.during = "begin"
         with transfer.phase("begin"):
             self._begin(transfer)
         self._receivers.during = "data"
         with transfer.phase("data"):
-            for _ in self._data(transfer, stream, extractor):
+            for _ in self._stream(transfer, stream, extractor):
                 show(Progress(transfer.done, transfer.total, transfer.requests))
         self._receivers.during = "prepare"
         with transfer.phase("prepare"):
@@ -221,9 +226,10 @@ class Sender:
         show(Progress(transfer.total, transfer.total, transfer.requests))
 
     def _begin(self, transfer: Transfer) -> None:
+        """Offer the manifest to all receivers, and wait until they have staging memory."""
         transfer.layouts = self._layouts(transfer)
         self.transport.begin(transfer)
-        general = {
+        message = {
             "kind": "begin",
             "transfer": transfer.number,
             "version": transfer.version,
@@ -232,12 +238,12 @@ class Sender:
             "verify": transfer.verify,
         }
         for receiver in transfer.receivers:
-            more, fds = self.transport.invitation(receiver)
-            self._receivers.send(receiver, {**general, **more}, transfer.deadline, fds)
-        self._receivers.wait(lambda receiver: "ready" in receiver.said, transfer.deadline)
+            transport_data, fds = self.transport.invitation(receiver)
+            self._receivers.send(receiver, {**message, **transport_data}, transfer.deadline, fds)
+        self._receivers.wait(lambda receiver: "ready" in receiver.answers, transfer.deadline)
         for receiver in transfer.receivers:
-            receiver.version = receiver.said["ready"]["version"]
-        transfer.last = self._last(transfer)
+            receiver.version = receiver.answers["ready"]["version"]
+        transfer.last = self._last_number(transfer)
 
     def _layouts(self, transfer: Transfer) -> Layouts:
         """Return the layouts of the receivers.
@@ -255,54 +261,58 @@ class Sender:
                 raise ManifestMismatch(receiver.name, str(error)) from error
         return Layouts.build(manifest, blocks_of)
 
-    def _last(self, transfer: Transfer) -> int:
-        """Return the last transfer's number if all receivers have it in these layouts, or 0."""
-        sent = self._sent
-        same = (
-            sent is not None
-            and sent.manifest == transfer.manifest
-            and sent.layouts.blocks == transfer.layouts.blocks
+    def _last_number(self, transfer: Transfer) -> int:
+        """Return the last transfer's number if all receivers hold it in these layouts, or 0."""
+        last = self._last_committed
+        is_current = (
+            last is not None
+            and last.manifest == transfer.manifest
+            and last.layouts.blocks == transfer.layouts.blocks
             and all(receiver.version == self.version for receiver in transfer.receivers)
         )
-        return sent.number if sent is not None and same else 0
+        return last.number if last is not None and is_current else 0
 
-    def _data(
+    def _stream(
         self, transfer: Transfer, stream: TransferStream, extractor: Extractor
     ) -> Iterator[None]:
+        """Return the iterator that sends the data, from other processes or from this one."""
         if transfer.remote is not None:
             self._sources.add(transfer.remote.source)
             return stream.from_remote(transfer.remote)
-        if self._here is None:
+        if self._local_source is None:
             end = self.transport
-            at_once = 2 if end.in_place else 1  # the others pack a buffer, or broadcast in turn
-            self._here = LocalSource(end.device, {end.kind: end.source_end()}, at_once)
-        return stream.from_chunks(extractor, self._here)
+            concurrency = (
+                2 if end.in_place else 1
+            )  # other transports pack or broadcast one at a time
+            self._local_source = LocalSource(end.device, {end.kind: end.source_end()}, concurrency)
+        return stream.from_chunks(extractor, self._local_source)
 
     def _prepare(self, transfer: Transfer, stream: TransferStream) -> None:
+        """Collect the receivers' votes for the commit."""
         for receiver in list(self._receivers.active):
             layout = transfer.layouts.of[receiver]
             blocks = [[b.param, b.target] for b in stream.unchanged if b.layout == layout]
             message = {"kind": "prepare", "transfer": transfer.number, "unchanged": blocks}
             self._receivers.send(receiver, message, transfer.deadline, ())
-        self._receivers.wait(lambda receiver: "prepared" in receiver.said, transfer.deadline)
+        self._receivers.wait(lambda receiver: "prepared" in receiver.answers, transfer.deadline)
         transfer.check_time()  # this process itself may have been stopped
 
     def _commit(self, transfer: Transfer) -> tuple[str, ...]:
-        """Tell all receivers to flip; return the names of those that went away.
+        """Send the commit to all receivers; return the names of those that went away.
 
-        The decision has been made, so that is no error.
+        The decision has been made, so a lost receiver is no error.
         """
         self._receivers.during = "commit"
         lost: list[str] = []
         deadline = Deadline(max(transfer.deadline.remaining, _COMMIT_SECONDS))
         message = {"kind": "commit", "transfer": transfer.number}
-        untold = list(self._receivers.active)
+        uninformed = list(self._receivers.active)
         with transfer.phase("commit"):
             while True:
                 try:
-                    while untold:
-                        self._receivers.send(untold.pop(), message, deadline, ())
-                    self._receivers.wait(lambda receiver: "committed" in receiver.said, deadline)
+                    while uninformed:
+                        self._receivers.send(uninformed.pop(), message, deadline, ())
+                    self._receivers.wait(lambda receiver: "committed" in receiver.answers, deadline)
                     return tuple(lost)
                 except (ReceiverDied, ReceiverRefused) as error:
                     lost.append(error.receiver)
@@ -311,38 +321,39 @@ class Sender:
                     lost += error.receivers
 
     def _drop_undecided(self) -> None:
-        """Drop receivers that may not know of the decision.
+        """Drop receivers that may not know of the commit.
 
-        They connect again, and get the next version.
+        These receivers connect again, and get the next version.
         """
         active = self._receivers.active
-        for receiver in [receiver for receiver in active if "committed" not in receiver.said]:
+        for receiver in [receiver for receiver in active if "committed" not in receiver.answers]:
             self._receivers.drop(receiver)
 
     def _abort(self, transfer: Transfer) -> None:
+        """Send an abort to all receivers of the transfer."""
         message = {"kind": "abort", "transfer": transfer.number}
         for receiver in list(self._receivers.active):
             try:
                 self._receivers.send(receiver, message, Deadline(_ABORT_SECONDS), ())
             except TransferError:
-                continue  # the caller hears of the first failure; this receiver is dropped too
+                continue  # the caller raises the first failure; this receiver is dropped too
 
-    def _end(self, stream: TransferStream, *, committed: bool) -> None:
-        """Release the transfer's resources; after a failure, the sources' places too."""
-        if self.transport.in_place and self._here is not None and stream.is_local:
-            stream.settle(self._here)
+    def _release(self, stream: TransferStream, *, committed: bool) -> None:
+        """Release the transfer's resources; after a failure, the sources' memory too."""
+        if self.transport.in_place and self._local_source is not None and stream.is_local:
+            stream.settle(self._local_source)
         self.transport.end(committed=committed, idle=not stream.unanswered)
         if stream.has_begun and not committed and not self.transport.in_place:
-            self._let_go()
+            self._release_sources()
         stream.close()
 
-    def _let_go(self) -> None:
-        """Make all sources drop the places of this sender; does not wait."""
+    def _release_sources(self) -> None:
+        """Make all sources release the memory of this sender; does not wait."""
         for source in self._sources:
             source.let_go(self.address)
-        if self._here is not None:
-            self._here.let_go(self.address)
+        if self._local_source is not None:
+            self._local_source.let_go(self.address)
 
 
-def _ignore(at: Progress) -> None:
+def _ignore(progress: Progress) -> None:
     """Discard the progress."""

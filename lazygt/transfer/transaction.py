@@ -1,4 +1,4 @@
-"""An outgoing transfer: the state that all parts of a sender share."""
+"""Outgoing transfer: state shared by all parts of a sender, progress, and report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TransferReport:
         chunks, requests: chunks from the extractor, and the requests they were sent in.
         seconds: time from the call to the last receiver's answer to the commit.
         phases: seconds by phase: begin, data, prepare, commit.
-        pauses: seconds by receiver for which the flip could have held up new readings.
+        pauses: seconds by receiver for which the flip could have blocked new readings.
         lost: receivers that went away after the decision to commit.
         written: bytes that each worker of a session wrote itself, by rank; empty when the bytes
             came from the calling process.
@@ -79,7 +79,7 @@ class TransferReport:
         )
 
 
-# -- an outgoing transfer: the state that all parts of a sender share ------------------------------
+# -- state of an outgoing transfer -----------------------------------------------------------------
 
 
 class Transfer:
@@ -87,11 +87,11 @@ class Transfer:
 
     Attributes:
         number: count of the sender's transfers, also of those that failed.
-        receivers: receivers that take part.
+        receivers: the receivers of this transfer.
         layouts: their layouts.
         remote: the model in other processes, if this one does not have the values.
         last: number of the transfer that all receivers hold, in the same layouts; 0: none.
-        tensors: parameters that the extractor has yielded and that have not been sent yet.
+        tensors: yielded parameters that are not completely sent yet, by position.
         unchanged: number of parameters that receivers have already.
         done, total: bytes sent so far, and of the whole transfer.
         written: bytes that each worker of a session has sent itself, by rank.
@@ -105,7 +105,7 @@ class Transfer:
         deadline: Deadline,
         verify: str,
     ) -> None:
-        self._begin = time.perf_counter()
+        self._start = time.perf_counter()
         self.number, self.version, self.manifest = number, version, manifest
         self.deadline, self.verify = deadline, verify
         self.receivers: Sequence[ReceiverLink] = ()
@@ -133,35 +133,35 @@ class Transfer:
         yield
         self.phases[name] = time.perf_counter() - begin
 
-    def take_in(self, chunk: Chunk) -> list[int]:
-        """Take in a chunk; return the positions of its parameters.
+    def add_chunk(self, chunk: Chunk) -> list[int]:
+        """Add a chunk's tensors; return the positions of its parameters.
 
         Raises:
             TransferError: the chunk differs from the manifest.
         """
         self.chunks += 1
-        numbers = []
+        positions = []
         for spec, tensor in chunk.params:
-            number = _checked(self.manifest, spec, tensor)
-            self.tensors[number] = tensor
-            numbers.append(number)
-        return numbers
+            position = _position(self.manifest, spec, tensor)
+            self.tensors[position] = tensor
+            positions.append(position)
+        return positions
 
     def report(self, lost: tuple[str, ...]) -> TransferReport:
         """Build the report from the receivers' answers."""
-        bytes_of_own = [spec for spec in self.manifest.params if spec.alias_of is None]
-        committed = [receiver for receiver in self.receivers if "committed" in receiver.said]
+        untied = [spec for spec in self.manifest.params if spec.alias_of is None]
+        committed = [receiver for receiver in self.receivers if "committed" in receiver.answers]
         return TransferReport(
             version=self.version,
             nbytes=self.manifest.nbytes,
-            params=len(bytes_of_own),
-            aliases=len(self.manifest.params) - len(bytes_of_own),
+            params=len(untied),
+            aliases=len(self.manifest.params) - len(untied),
             unchanged=self.unchanged,
             chunks=self.chunks,
             requests=self.requests,
-            seconds=time.perf_counter() - self._begin,
+            seconds=time.perf_counter() - self._start,
             phases=self.phases,
-            pauses={link.name: float(link.said["committed"]["pause"]) for link in committed},
+            pauses={link.name: float(link.answers["committed"]["pause"]) for link in committed},
             lost=lost,
             written=dict(sorted(self.written.items())),
         )
@@ -197,13 +197,13 @@ def remote_model(extractor: Extractor) -> RemoteModel | None:
     return None if source is None else RemoteModel(source, tensors)
 
 
-def _checked(manifest: Manifest, spec: ParamSpec, tensor: Tensor) -> int:
-    """Return a yielded parameter's position; raise TransferError if it was not announced."""
-    number = manifest.index.get(spec.name)
-    if number is None or manifest.params[number] != spec or tuple(tensor.shape) != spec.shape:
-        announced = "nothing of that name" if number is None else str(manifest.params[number])
+def _position(manifest: Manifest, spec: ParamSpec, tensor: Tensor) -> int:
+    """Return a parameter's position; raise TransferError if the manifest lacks it."""
+    position = manifest.index.get(spec.name)
+    if position is None or manifest.params[position] != spec or tuple(tensor.shape) != spec.shape:
+        announced = "nothing of that name" if position is None else str(manifest.params[position])
         raise TransferError(
             f"the extractor yielded {spec.name} as {spec} with a tensor of shape "
             f"{list(tensor.shape)}, but its manifest announced {announced}; mend the extractor"
         )
-    return number
+    return position

@@ -2,7 +2,7 @@
 
 TransferError (LazyGTError)
 ├── ManifestMismatch   a receiver expects other parameters, or has a newer version
-├── ReceiverRefused    a receiver failed itself: a wrong checksum, no memory left
+├── ReceiverRefused    a receiver failed: a wrong checksum, no memory left
 ├── ReceiverDied       a receiver's process or connection ended
 ├── ReceiverFrozen     a receiver did not answer before the deadline
 ├── VersionHeld        a reader still holds tensors of the version that is to be overwritten
@@ -31,7 +31,7 @@ class ManifestMismatch(TransferError):
 
 
 class ReceiverRefused(TransferError):
-    """A receiver gave up: it received other bytes than were sent, or it failed itself."""
+    """A receiver aborted: a checksum was wrong, or an error occurred there."""
 
     def __init__(self, receiver: str, why: str) -> None:
         self.receiver, self.why = receiver, why

@@ -1,4 +1,4 @@
-"""An incoming transfer, and the complete version that results from it."""
+"""Incoming transfer, and the complete version that results from it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from lazygt.transfer.layout import Bounds, ReceiverLayout, localized, slices
 from lazygt.transfer.manifest import Manifest
 from lazygt.transfer.transfer_errors import TransferError
 
-_GRACE_SECONDS = 1.0  # beyond the sender's own deadline, before the receiver gives up on it
+_EXTRA_SECONDS = 1.0  # after the sender's own deadline, before the receiver leaves a frozen sender
 
 
 class Version(NamedTuple):
-    """A complete set of weights; its memory lives as long as any of its tensors.
+    """Complete set of weights; the memory lives as long as any of the tensors.
 
     Attributes:
-        whole: the sender's manifest, of whole parameters.
-        manifest: manifest of the blocks held here.
+        full_manifest: the sender's manifest, of full parameters.
+        manifest: manifest of the blocks on this receiver.
     """
 
     number: int
-    whole: Manifest
+    full_manifest: Manifest
     manifest: Manifest
     flat: Tensor
     params: dict[str, Tensor]
 
 
 class Block(NamedTuple):
-    """A block of one parameter, as written by its source.
+    """Bounds of a block in one parameter.
 
     Attributes:
         param: the parameter's position in the manifest.
@@ -50,11 +50,11 @@ class Block(NamedTuple):
 
 
 class StagedVersion:
-    """An incoming transfer.
+    """Staging buffer of an incoming transfer.
 
     Args:
-        last: the current version; its manifest is reused if it is the same.
-        layout: layout of the receiver's blocks; None: whole parameters.
+        last: the current version; its manifest is reused if equal.
+        layout: layout of the receiver's blocks; None: full parameters.
 
     Raises:
         Mismatch: the model can't have this layout.
@@ -64,12 +64,12 @@ class StagedVersion:
         self, begin: Message, last: Version | None, layout: ReceiverLayout | None = None
     ) -> None:
         self.transfer, self.version = int(begin["transfer"]), int(begin["version"])
-        if last is not None and last.whole.packed == begin["manifest"]:
-            self.whole, self.manifest = last.whole, last.manifest
+        if last is not None and last.full_manifest.packed == begin["manifest"]:
+            self.full_manifest, self.manifest = last.full_manifest, last.manifest
         else:
-            self.whole = Manifest.unpack(begin["manifest"])
-            self.manifest = _localized(self.whole, layout)
-        self.deadline = Deadline(float(begin["seconds"]) + _GRACE_SECONDS)
+            self.full_manifest = Manifest.unpack(begin["manifest"])
+            self.manifest = _local_manifest(self.full_manifest, layout)
+        self.deadline = Deadline(float(begin["seconds"]) + _EXTRA_SECONDS)
         self.verify = str(begin["verify"])
         self.check: Checksum | None = checksum_named(self.verify)
         self.arrived: Counter[int] = Counter()
@@ -79,10 +79,10 @@ class StagedVersion:
     def allocate(self, flat: Tensor) -> None:
         """Create the parameters of the new version in ``flat``, still without values."""
         params = self.manifest.tensors(flat)
-        self.new = Version(self.version, self.whole, self.manifest, flat, params)
+        self.new = Version(self.version, self.full_manifest, self.manifest, flat, params)
 
     def block(self, block: Block) -> Tensor:
-        """Return a block's part of the staging buffer.
+        """Return a view of a block in the staging buffer.
 
         Raises:
             ProtocolError: the block lies outside its parameter.
@@ -91,16 +91,16 @@ class StagedVersion:
             raise ProtocolError(f"a block of unknown parameter {block.param}")
         spec = self.manifest.params[block.param]
         tensor = self.new.params[spec.name]
-        fits = len(block.bounds) == tensor.dim() and all(
+        is_inside = len(block.bounds) == tensor.dim() and all(
             0 <= start < stop <= size
             for (start, stop), size in zip(block.bounds, tensor.shape, strict=True)
         )
-        if not fits:
+        if not is_inside:
             raise ProtocolError(f"a block of {spec.name} lies outside of it")
         return tensor[slices(block.bounds)] if block.bounds else tensor
 
     def unpack(self, buffer: Tensor, blocks: Sequence[Block], offsets: Sequence[int]) -> None:
-        """Copy blocks out of a flat uint8 buffer with a contiguous run for each.
+        """Copy blocks out of a flat uint8 buffer, in which each block is contiguous.
 
         Raises:
             ProtocolError: a block lies outside its parameter or the buffer.
@@ -122,23 +122,25 @@ class StagedVersion:
             ProtocolError: a block lies outside its parameter.
             TransferError: a block's checksum differs from the sender's.
         """
-        memory = [self.block(block) for block in blocks]
+        views = [self.block(block) for block in blocks]
         if self.check is not None:
-            sums = pool.check(memory, self.check)
-            for block, ours, theirs in zip(blocks, sums, checks, strict=True):
-                if ours != theirs:
+            checksums = pool.check(views, self.check)
+            for block, actual, expected in zip(blocks, checksums, checks, strict=True):
+                if actual != expected:
                     raise TransferError(
                         f"{block} of {self.manifest.params[block.param].name} are not what was "
-                        f"sent ({self.verify} {ours:#x}, sent {theirs:#x})"
+                        f"sent ({self.verify} {actual:#x}, sent {expected:#x})"
                     )
-        for block, tensor in zip(blocks, memory, strict=True):
+        for block, tensor in zip(blocks, views, strict=True):
             self.arrived[block.param] += tensor.nbytes
 
-    def keep(self, last: Version | None, blocks: Sequence[Block], *, are_there: bool) -> None:
-        """Count blocks that were not sent, and copy them from the last version.
+    def add_unchanged(
+        self, last: Version | None, blocks: Sequence[Block], *, are_there: bool
+    ) -> None:
+        """Add blocks that were not sent, copied from the last version.
 
         Args:
-            are_there: the blocks are in place, so don't copy them.
+            are_there: True if the blocks are in the buffer already; nothing is copied.
 
         Raises:
             ProtocolError: there is no last version with this manifest.
@@ -153,7 +155,8 @@ class StagedVersion:
             self.arrived[block.param] += target.nbytes
 
 
-def _localized(manifest: Manifest, layout: ReceiverLayout | None) -> Manifest:
+def _local_manifest(manifest: Manifest, layout: ReceiverLayout | None) -> Manifest:
+    """Return the manifest of a receiver's blocks; raise Mismatch for impossible layouts."""
     try:
         return localized(manifest, layout.blocks(manifest)) if layout else manifest
     except ValueError as error:
@@ -176,4 +179,4 @@ class Wake:
 
 
 class Aborted(Exception):
-    """The sender has given this transfer up."""
+    """The sender has aborted this transfer."""

@@ -206,7 +206,7 @@ def test_axis_between_hosts_has_cost_of_its_link(monkeypatch: pytest.MonkeyPatch
     """Of the same collective along two axes the one between hosts takes longer, and plans know."""
     mesh = VirtualMesh.of(Mesh.parse("data=2,model=2"), None)
     machine = on_hosts(default_machine("cpu"), mesh, [2, 2])
-    monkeypatch.setattr(sys.modules["lazygt.session"], "_machine", lambda _: machine)
+    monkeypatch.setattr(sys.modules["lazygt.session"], "_find_machine", lambda _: machine)
     with lazygt.session(launcher="dry", mesh={"data": 2, "model": 2}, keep_stages=True) as s:
         for axis in (0, 1):
             x = torch.ones(1024, 64)

@@ -6,7 +6,7 @@ import pytest
 
 from lazygt.errors import ProtocolError
 from lazygt.pool import gate as gates
-from lazygt.pool.gate import Gate, run_told, sequence_number
+from lazygt.pool.gate import Gate, parse_run, sequence_number
 from lazygt.runtime.cluster.protocol import Died, Mirror, Opened, Said, Tell
 from lazygt.runtime.messages import Done, Run, Snap
 from lazygt.runtime.wire import encode
@@ -73,9 +73,9 @@ def done(number, worker=0):
 
 
 def test_run_and_sequence_numbers_of_messages():
-    assert run_told(run(300, 0, 1)) == (300, (0, 1))
-    assert run_told(encode(Tell(0, (0,)), encode(Snap(3)))) is None
-    assert run_told(encode(Mirror(0, 0), [b"1234"])) is None
+    assert parse_run(run(300, 0, 1)) == (300, (0, 1))
+    assert parse_run(encode(Tell(0, (0,)), encode(Snap(3)))) is None
+    assert parse_run(encode(Mirror(0, 0), [b"1234"])) is None
     assert sequence_number(encode(Done(70_000))[0]) == 70_000
     for wrong in (b"", b"\x91\x02", b"\x92\x02\xa1a", b"\x92\x02\xff"):
         with pytest.raises(ProtocolError):

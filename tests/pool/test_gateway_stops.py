@@ -59,7 +59,7 @@ def test_a_session_outlives_a_gateway_that_is_stopped_for_a_while(tmp_path, monk
             return super().packed()
 
     monkeypatch.setattr(links, "AreYouThere", Question)
-    monkeypatch.setattr(links, "_QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(links, "_SILENCE_SECONDS", 0.5)
     at_home, told = [], []
     with lazygt.session(workers=1):
         steps(at_home)
@@ -79,8 +79,8 @@ def test_a_session_outlives_a_gateway_that_is_stopped_for_a_while(tmp_path, monk
 
 
 def test_permanently_stopped_gateway_is_error_for_waiting_client(tmp_path, monkeypatch):
-    monkeypatch.setattr(links, "_QUIET_SECONDS", 0.5)
-    monkeypatch.setattr(links, "_LEAST_PATIENCE", 2.0)
+    monkeypatch.setattr(links, "_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(links, "_MIN_TIMEOUT", 2.0)
     with served(tmp_path, "--workers", "1") as pool:
 
         def work():
@@ -108,7 +108,7 @@ def test_permanently_stopped_gateway_is_error_for_waiting_client(tmp_path, monke
 
 def test_a_client_that_was_away_itself_asks_anew(tmp_path, monkeypatch):
     """What matters is for how long it has waited, not for how long it has not looked."""
-    monkeypatch.setattr(links, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(links, "_SILENCE_SECONDS", 0.0)
     now = [100.0]
 
     class Clock:

@@ -99,7 +99,7 @@ def test_client_may_not_administer(pool):
         theirs = pool.sessions("alice")[0]["session"]
         for message in (EvictOne(theirs), EvictOne("alice-0"), DrainAll()):
             with pytest.raises(PoolError, match="may not administer"):
-                eve._ask(message, Ok)
+                eve._request(message, Ok)
         assert refused(pool, "administration") == before + 3
         told = eve.status()
         assert (told["sessions"], told["published"]) == ([], [])
@@ -117,7 +117,7 @@ def test_messages_to_another_clients_workers_go_nowhere(pool):
         ]  # fmt: skip
         for message, frames in to_agents:
             eve._connection.send(encode(message, frames))
-        eve._ask(Leave(), Ok)
+        eve._request(Leave(), Ok)
         assert refused(pool, "foreign") == before + len(to_agents)
 
 

@@ -352,7 +352,7 @@ def test_queue_wait_is_bounded(asks, random):
     waits, granted_now = {}, []
     for number, (client, workers) in enumerate(asks):
         session = f"s{number}"
-        ahead = sum(1 for s in pool.queue if pool.leases[s].asked.client == client)
+        ahead = sum(1 for s in pool.queue if pool.leases[s].request.client == client)
         granted_now += granted(ask(pool, session, workers, client))
         if session in pool.queue:
             waits[session] = (ahead + 1) * len(CLIENTS)

@@ -121,8 +121,8 @@ def test_the_same_session_is_seen_on_its_clients_machine(pool, session) -> None:
 
 def test_nobody_is_asked_unless_somebody_watches(pool, session, source) -> None:
     asked = []
-    doing = session._link._pool.doing
-    session._link._pool.doing = lambda: asked.append(1) or doing()
+    doing = session._link._pool.status_page
+    session._link._pool.status_page = lambda: asked.append(1) or doing()
     assert torch.ones(3).sum().item() == 3
     for _ in range(3):
         pool.status()

@@ -15,8 +15,8 @@ from lazygt.transfer.checksums import (
     as_bytes,
     checksum_named,
     crc32,
+    needs_no_conversion,
     sha256,
-    travels_as_it_is,
     wire_bytes,
     xor64,
 )
@@ -45,7 +45,7 @@ def test_bytes_on_the_wire(tensor: torch.Tensor, dtype: torch.dtype, aliases: bo
     found = wire_bytes(tensor, dtype)
     expected = tensor.detach().to(dtype).resolve_conj().resolve_neg().contiguous()
     assert torch.equal(found.view(dtype).view(tensor.shape), expected)
-    assert (found.data_ptr() == tensor.data_ptr()) == aliases == travels_as_it_is(tensor, dtype)
+    assert (found.data_ptr() == tensor.data_ptr()) == aliases == needs_no_conversion(tensor, dtype)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000])

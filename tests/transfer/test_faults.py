@@ -141,7 +141,7 @@ def test_a_receiver_leaves_a_frozen_sender(strategy: str) -> None:
             ours.recv()
             with pytest.raises(TransferError):
                 receiver.wait_for_version(2, SENDER_SECONDS + 1.5)  # a second of grace
-            assert receiver._staged is None
+            assert receiver._staging is None
             send_signal(process.pid, signal.SIGCONT)
             assert ours.poll(10.0)
             assert "failed" in ours.recv()
@@ -162,7 +162,7 @@ def test_a_receiver_closes_while_others_are_waited_for(stage: MakeStage) -> None
         freezes.signal(signal.SIGSTOP)
         with ThreadPoolExecutor(1) as other:
             sending = other.submit(sender.send, ModuleExtractor(weights(1)), timeout=10.0)
-            while receiver._staged is None:
+            while receiver._staging is None:
                 os.sched_yield()
             begin = time.monotonic()
             receiver.close()

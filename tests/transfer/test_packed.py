@@ -184,7 +184,7 @@ def test_lent_buffers_are_no_bigger_than_the_threshold(
     stage("cuda-ipc").readers(sender)
     lazygt.transfer_weights(model_of(128), sender, timeout=20.0)
     assert 8 * KIB < sender.transport.extent <= 16 * KIB
-    assert sender._here is None  # this process lends none
+    assert sender._local_source is None  # this process lends none
 
 
 # -- accidents -------------------------------------------------------------------------------

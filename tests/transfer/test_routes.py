@@ -21,14 +21,14 @@ from lazygt.transfer.layout import (
     Route,
     batched,
     block,
-    cut,
+    full_bounds,
     interleave,
     localized,
     packed,
     route,
     shape_of,
     slices,
-    whole,
+    split_route,
 )
 from lazygt.transfer.manifest import ALIGNMENT, Manifest, ParamSpec
 
@@ -65,7 +65,7 @@ def test_every_element_comes_once_from_a_rank_that_has_it(data: st.DataObject) -
     planned = route(
         source, (ParamLayout(0, shape, 8, placement),), tuple((bounds,) for bounds in targets)
     )
-    for move in (small for each in planned for small in cut(each, most)):
+    for move in (small for each in planned for small in split_route(each, most)):
         assert move.nbytes <= max(most, 8)
         mine = values[slices(block(source, placement, shape, move.rank))]
         taken = mine[slices(move.source)]
@@ -79,7 +79,7 @@ def test_every_element_comes_once_from_a_rank_that_has_it(data: st.DataObject) -
 
 def test_two_axes_cut_one_dim() -> None:
     mesh = Mesh(("data", "model"), (2, 2))
-    found = route(mesh, (ParamLayout(0, (7,), 4, (Shard(0), Shard(0))),), ((whole((7,)),),))
+    found = route(mesh, (ParamLayout(0, (7,), 4, (Shard(0), Shard(0))),), ((full_bounds((7,)),),))
     assert [(move.rank, move.target) for move in found] == [
         (0, ((0, 2),)), (1, ((2, 4),)), (2, ((4, 6),)), (3, ((6, 7),)),
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def test_two_axes_cut_one_dim() -> None:
 def test_copies_share_the_work() -> None:
     mesh = Mesh(("data", "model"), (2, 2))
     parts = tuple(ParamLayout(number, (8, 8), 4, (R, Shard(0))) for number in range(6))
-    target = (tuple(whole((8, 8)) for _ in parts),)
+    target = (tuple(full_bounds((8, 8)) for _ in parts),)
     load: Counter[int] = Counter()
     for move in route(mesh, parts, target):
         load[move.rank] += move.nbytes
@@ -105,7 +105,9 @@ def test_the_same_layout_needs_no_cut() -> None:
 
 def test_a_partial_sum_is_refused() -> None:
     with pytest.raises(ValueError, match="partial sum"):
-        route(Mesh(("data",), (2,)), (ParamLayout(0, (4,), 4, (Partial(),)),), ((whole((4,)),),))
+        route(
+            Mesh(("data",), (2,)), (ParamLayout(0, (4,), 4, (Partial(),)),), ((full_bounds((4,)),),)
+        )
 
 
 @pytest.mark.parametrize("request_bytes", [0, 64, 100, 1 << 20])
@@ -113,7 +115,7 @@ def test_requests_stay_below_their_threshold(request_bytes: int) -> None:
     mesh = Mesh(("data",), (1,))
     shapes = [(3, 5), (40,), (1,), (16,), (7, 9)]
     parts = tuple(ParamLayout(number, shape, 4, (R,)) for number, shape in enumerate(shapes))
-    found = route(mesh, parts, (tuple(map(whole, shapes)),))
+    found = route(mesh, parts, (tuple(map(full_bounds, shapes)),))
     requests = list(batched(found, 48, request_bytes))
     assert sum(move.nbytes for one in requests for move in one) == 4 * sum(map(math.prod, shapes))
     assert all(move.nbytes <= 48 for one in requests for move in one)
@@ -128,7 +130,7 @@ def test_requests_stay_below_their_threshold(request_bytes: int) -> None:
 def test_packed_requests_fit_their_buffer_and_nothing_overlaps(shapes: list[list[int]]) -> None:
     mesh = Mesh(("one",), (1,))
     parts = tuple(ParamLayout(n, tuple(shape), 4, (R,)) for n, shape in enumerate(shapes))
-    found = route(mesh, parts, (tuple(whole(shape) for shape in shapes),))
+    found = route(mesh, parts, (tuple(full_bounds(shape) for shape in shapes),))
     for request in batched(found, 512, 1024, ALIGNMENT):
         offsets, extent = packed(request)
         ends = [at + move.nbytes for at, move in zip(offsets, request, strict=True)]

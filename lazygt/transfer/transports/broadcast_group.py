@@ -24,12 +24,14 @@ from torch._C._distributed_c10d import FileStore
 from lazygt.host.files import bind
 from lazygt.transfer.control import Deadline
 
-# -- broadcasts between processes of one host: rank 0 has a socket to each other rank --------------
+# -- host broadcasts: rank 0 has a socket to each other rank ---------------------------------------
 # The sockets have names in the transfer sender's directory, which only its user can enter. The
-# end that comes first listens there, so joining waits for no other rank. A pipe would take less
-# code and half as long again, because its writer and its reader wait for each other.
+# first of the two ends listens there, so joining waits for no other rank. A pipe would need less
+# code but 1.5 times as long, because its writer and its reader wait for each other.
 
-_ROOM = 4 << 20  # bytes that a socket is asked to take without a reader; the host may allow fewer
+_SEND_BUFFER_BYTES = (
+    4 << 20
+)  # bytes that a socket buffers without a reader; the host may allow fewer
 
 Transmit = Callable[[socket.socket, memoryview], int]
 
@@ -38,19 +40,19 @@ class HostGroup:
     """One rank's end of a group; rank 0 sends.
 
     Args:
-        place: path prefix of the sockets; the rank of the receiver is appended.
+        path: path prefix of the sockets; the rank of the receiver is appended.
 
     Raises:
-        OSError: a socket could not be made.
+        OSError: a socket could not be created.
     """
 
-    def __init__(self, place: str, rank: int, size: int) -> None:
-        others = range(1, size) if rank == 0 else [rank]
+    def __init__(self, path: str, rank: int, size: int) -> None:
+        peers = range(1, size) if rank == 0 else [rank]
         transmit = _send if rank == 0 else _receive
-        self._ends = [_End(f"{place}-{other}", transmit) for other in others]
+        self._ends = [_End(f"{path}-{peer}", transmit) for peer in peers]
 
     def broadcast(self, run: Tensor, deadline: Deadline, wake: Callable[[], object]) -> Broadcast:
-        """Begin to broadcast bytes from rank 0; ``wake`` is called when it is done."""
+        """Begin to broadcast bytes from rank 0; ``wake`` is called at the end."""
         data = run.numpy().data
         return Broadcast([end.begin(data, deadline, wake) for end in self._ends])
 
@@ -61,7 +63,7 @@ class HostGroup:
 
 
 class Broadcast:
-    """A running broadcast."""
+    """Handle of a running broadcast."""
 
     def __init__(self, transmissions: Sequence[Future[None]]) -> None:
         self._transmissions = transmissions
@@ -93,52 +95,54 @@ class _End:
 
     def __init__(self, path: str, transmit: Transmit) -> None:
         self._path, self._transmit = path, transmit
-        self._socket, self._listens = _meet(path)
+        self._socket, self._listens = _connect_or_listen(path)
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._failure: OSError | None = None
-        self._begun: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="lazygt-socket", daemon=True).start()
 
     def begin(
         self, data: memoryview, deadline: Deadline, wake: Callable[[], object]
     ) -> Future[None]:
         """Queue bytes to move, after those that were queued before."""
-        moved: Future[None] = Future()
-        moved.add_done_callback(lambda _: wake())
+        future: Future[None] = Future()
+        future.add_done_callback(lambda _: wake())
 
         def run() -> None:
             try:
-                self._through(data, deadline)
+                self._transmit_all(data, deadline)
             except OSError as error:
                 self._failure = error  # the other end may have some of the bytes
-                moved.set_exception(error)
+                future.set_exception(error)
             else:
-                moved.set_result(None)
+                future.set_result(None)
 
-        self._begun.put(run)
-        return moved
+        self._jobs.put(run)
+        return future
 
     def close(self) -> None:
         """End the thread; running transmissions fail. Called once."""
         self._closing = True
         os.eventfd_write(self._stop, 1)
-        self._begun.put(None)  # the thread closes the descriptors then
+        self._jobs.put(None)  # ends the thread, which closes the descriptors
 
     def _run(self) -> None:
-        while (run := self._begun.get()) is not None:
+        """Body of the thread: run the queued jobs, then close the descriptors."""
+        while (run := self._jobs.get()) is not None:
             run()
             del run
         self._socket.close()
         os.close(self._stop)
         if self._listens:
-            self._forget_name()
+            self._unlink()
 
-    def _forget_name(self) -> None:
+    def _unlink(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path)
 
-    def _through(self, data: memoryview, deadline: Deadline) -> None:
+    def _transmit_all(self, data: memoryview, deadline: Deadline) -> None:
+        """Send or receive all of ``data``; accept the other end first if necessary."""
         if self._failure is not None:
             raise self._failure
         if data and self._listens:
@@ -147,17 +151,18 @@ class _End:
         events = select.POLLOUT if self._transmit is _send else select.POLLIN
         while data:
             try:
-                moved = self._transmit(self._socket, data)
+                count = self._transmit(self._socket, data)
             except BlockingIOError:
                 self._wait(events, deadline)
                 continue
-            if not moved:
+            if not count:
                 raise ConnectionError("the sender of the group has left it")
-            data = data[moved:]
+            data = data[count:]
             if self._closing:
                 raise ConnectionError("this process has left the group")
 
     def _wait(self, events: int, deadline: Deadline) -> None:
+        """Wait until the socket is ready; raise when the group is closed or late."""
         poller = select.poll()
         poller.register(self._socket, events)
         poller.register(self._stop, select.POLLIN)
@@ -172,53 +177,55 @@ class _End:
         listener, self._listens = self._socket, False
         with listener:
             self._socket, _ = listener.accept()
-        self._forget_name()
-        _prepare(self._socket)
+        self._unlink()
+        _configure(self._socket)
 
 
-def _meet(path: str) -> tuple[socket.socket, bool]:
+def _connect_or_listen(path: str) -> tuple[socket.socket, bool]:
     """Connect to the socket at a path, or else listen there; return (socket, listens)."""
-    ours = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    ours.setblocking(False)
-    hidden = f"{path}-{os.getpid()}-{ours.fileno()}"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    temporary = f"{path}-{os.getpid()}-{sock.fileno()}"
     try:
-        bind(ours, hidden)
-        ours.listen(1)
+        bind(sock, temporary)
+        sock.listen(1)
         try:
-            os.link(hidden, path)  # nobody sees it before it listens, and only one can be there
+            os.link(
+                temporary, path
+            )  # atomic: the name appears only once the socket listens, and only one end wins
         except FileExistsError:
-            ours.close()
-            ours = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            ours.connect(path)
-            _prepare(ours)
-            return ours, False
+            sock.close()
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.connect(path)
+            _configure(sock)
+            return sock, False
         finally:
-            os.unlink(hidden)
+            os.unlink(temporary)
     except OSError:
-        ours.close()
+        sock.close()
         raise
-    return ours, True
+    return sock, True
 
 
-def _prepare(ours: socket.socket) -> None:
-    ours.setblocking(False)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
+def _configure(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
 
-def _send(ours: socket.socket, data: memoryview) -> int:
-    return ours.send(data)
+def _send(sock: socket.socket, data: memoryview) -> int:
+    return sock.send(data)
 
 
-def _receive(ours: socket.socket, room: memoryview) -> int:
-    return ours.recv_into(room)
+def _receive(sock: socket.socket, buffer: memoryview) -> int:
+    return sock.recv_into(buffer)
 
 
-# -- broadcast groups of a source and its receivers: sockets between CPUs, NCCL between GPUs -------
+# -- groups: sockets between CPUs, NCCL between GPUs -----------------------------------------------
 
 #: Backends of a group: sockets of the host, or NCCL.
 HOST, NCCL = "host", "nccl"
 T = TypeVar("T")
-_GRACE_SECONDS = 1.0  # torch's own timeout comes after ours, which knows names
+_GRACE_SECONDS = 1.0  # torch's timeout expires after the transfer's, whose error names the ranks
 
 
 class BroadcastGroup(Protocol):
@@ -241,28 +248,29 @@ def join(
         name: name of the group, unique for the sender.
         seconds: timeout for the other ranks.
     """
-    place = os.path.join(directory, f"group-{name}")
+    path = os.path.join(directory, f"group-{name}")
     if backend_for(device) == NCCL:
-        return _Nccl(device, place, rank, size, seconds)
-    return HostGroup(place, rank, size)
+        return _Nccl(device, path, rank, size, seconds)
+    return HostGroup(path, rank, size)
 
 
 class _Nccl:
     """An NCCL process group of torch.distributed, separate from torch's default group."""
 
     def __init__(
-        self, device: torch.device, place: str, rank: int, size: int, seconds: float
+        self, device: torch.device, path: str, rank: int, size: int, seconds: float
     ) -> None:
-        # a file of its own: torch removes it when the first of the ranks leaves an older group
-        here = FileStore(place, -1)
-        here.set_timeout(timedelta(seconds=seconds))
+        # one file for each group: torch removes the file when the first rank leaves the group
+        store = FileStore(path, -1)
+        store.set_timeout(timedelta(seconds=seconds))
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seconds + _GRACE_SECONDS)
-        self._group: Any = dist.ProcessGroupNCCL(here, rank, size, options)
-        # here, in the background, and not within the first collective
+        self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        # connects now, in the background, instead of within the first collective
         self._group.eager_connect_single_device(device)
 
     def broadcast(self, run: Tensor, deadline: Deadline, wake: Callable[[], object]) -> Any:
+        """See `BroadcastGroup`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=deadline.remaining + _GRACE_SECONDS)
@@ -271,7 +279,7 @@ class _Nccl:
         return work
 
     def close(self) -> None:
-        self._group = None  # now, even if others still refer to this object
+        self._group = None  # destroys the group even if this object is still referenced
 
 
 def finished(works: Sequence[Any]) -> bool:
@@ -302,13 +310,14 @@ def in_background(make: Callable[[], T], done: Callable[[], object]) -> Future[T
             future.set_exception(error)
         done()
 
-    _thread(run)
+    _start_thread(run)
     return future
 
 
-def _thread(run: Callable[[], object]) -> None:
-    # No daemon: torch would abort the process if it ended while a group is being taken down. Each
-    # of these threads ends at its transfer's timeout at the latest.
+def _start_thread(run: Callable[[], object]) -> None:
+    """Run a function in a thread of its own, to its end."""
+    # No daemon: torch aborts a process that exits while a group is being destroyed. Each thread
+    # ends at its transfer's timeout at the latest.
     threading.Thread(target=run, name="lazygt-group", daemon=False).start()
 
 
@@ -318,10 +327,10 @@ def let_go(group: Future[BroadcastGroup] | None) -> None:
         return
 
     def drop() -> None:
-        if group.exception() is None:  # waits for a group that is still being made
+        if group.exception() is None:  # waits for a group that is still joining
             group.result().close()
 
-    _thread(drop)
+    _start_thread(drop)
 
 
 def backend_for(device: torch.device) -> str:

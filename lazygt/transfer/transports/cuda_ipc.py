@@ -1,9 +1,9 @@
 """CUDA IPC: blocks are packed into buffers that receivers on the same GPU map.
 
-Handles are exported once for each receiver and buffer, not for each block or transfer: a batch of
-blocks is one request. Each source process has two buffers and packs them in turn (double
-buffering), so that receivers copy out of one while the other is being packed; none is packed again
-before every receiver has copied its content. A receiver gets the handles with its first request
+A batch of blocks is one request, and handles are exported once for each receiver and buffer, not
+for each block or transfer. Double buffering: each source process has two buffers, and receivers
+copy out of one while the other is being packed; a buffer is packed again only when every receiver
+has copied its content. A receiver gets the handles with its first request
 from that process.
 """
 
@@ -33,7 +33,7 @@ from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transports.transport import ReceiveBuffers, ReceiverEnd, SenderEnd, View, Wait
 from lazygt.transfer.version import Block, StagedVersion
 
-# -- memory that another process can map: a GPU's by CUDA IPC, or the host's instead ---------------
+# -- devices with memory that other processes can map ----------------------------------------------
 
 _EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
 
@@ -73,8 +73,8 @@ class CudaDevice:
                 "CUDA IPC needs a GPU, and torch sees none; use SharedMemoryTransferSender"
             )
         torch.cuda.init()
-        chosen = torch.cuda.current_device() if index is None else index
-        self.device = torch.device("cuda", chosen)
+        gpu_index = torch.cuda.current_device() if index is None else index
+        self.device = torch.device("cuda", gpu_index)
 
     def allocate(self, nbytes: int) -> Tensor:
         """Allocate a flat uint8 buffer on the GPU."""
@@ -90,8 +90,8 @@ class CudaDevice:
         """Map a buffer of a process on the same GPU."""
         storages: Any = torch.UntypedStorage
         storage = storages._new_shared_cuda(*handle)
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return tensor.set_(storage, 0, (storage.nbytes(),), (1,))
 
     def synchronize(self) -> None:
         """Wait for the current stream."""
@@ -102,20 +102,20 @@ class CudaDevice:
 def plain_segments() -> Iterator[None]:
     """Allocation without expandable segments inside the block.
 
-    Another process would map such memory by ``pidfd_getfd``, which yama's ``ptrace_scope=1``
-    refuses between siblings. The allocator's own comment names this way (``get_free_block`` of
-    c10/cuda/CUDACachingAllocator.cpp); it takes all settings at once.
+    Another process would map expandable segments by ``pidfd_getfd``, which yama's
+    ``ptrace_scope=1`` refuses between siblings. A comment of the allocator recommends this switch
+    (``get_free_block`` of c10/cuda/CUDACachingAllocator.cpp), which sets all settings at once.
     """
-    given = torch._C._accelerator_getAllocatorSettings()
-    plain = _EXPANDABLE.sub(r"\1False", given)
-    if plain == given:
+    settings = torch._C._accelerator_getAllocatorSettings()
+    plain = _EXPANDABLE.sub(r"\1False", settings)
+    if plain == settings:
         yield
         return
     torch._C._accelerator_setAllocatorSettings(plain)
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(given)
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 class HostDevice:
@@ -125,12 +125,12 @@ class HostDevice:
 
     def __init__(self) -> None:
         #: address of each live buffer -> its arena, and its offset there
-        self._places: dict[int, tuple[Arena, int]] = {}
+        self._arenas_by_address: dict[int, tuple[Arena, int]] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
         """Allocate a flat uint8 buffer."""
         arena = Arena.create(nbytes)
-        return self._over(arena, arena.allocate(nbytes).offset, nbytes)
+        return self._buffer_in(arena, arena.allocate(nbytes).offset, nbytes)
 
     def export(self, buffer: Tensor) -> list[Any]:
         """Return process id, descriptor, offset and bytes.
@@ -138,9 +138,9 @@ class HostDevice:
         Raises:
             ValueError: the buffer is not of this device.
         """
-        if buffer.data_ptr() not in self._places:
+        if buffer.data_ptr() not in self._arenas_by_address:
             raise ValueError("a buffer of another device")
-        arena, offset = self._places[buffer.data_ptr()]
+        arena, offset = self._arenas_by_address[buffer.data_ptr()]
         return [os.getpid(), arena.fd, offset, buffer.numel()]
 
     def open(self, handle: Sequence[Any]) -> Tensor:
@@ -151,30 +151,30 @@ class HostDevice:
         """
         pid, fd, offset, nbytes = handle
         arena = Arena.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-        return self._over(arena, offset, nbytes)
+        return self._buffer_in(arena, offset, nbytes)
 
     def synchronize(self) -> None:
         """Do nothing: host memory has no queue."""
 
-    def _over(self, arena: Arena, offset: int, nbytes: int) -> Tensor:
-        """Return a buffer in an arena, which is closed when the buffer dies."""
+    def _buffer_in(self, arena: Arena, offset: int, nbytes: int) -> Tensor:
+        """Return a buffer in an arena that is closed when the buffer is freed."""
         buffer = arena.view(offset, nbytes)
-        self._places[buffer.data_ptr()] = arena, offset
-        weakref.finalize(buffer, self._drop, buffer.data_ptr())
+        self._arenas_by_address[buffer.data_ptr()] = arena, offset
+        weakref.finalize(buffer, self._close_arena, buffer.data_ptr())
         return buffer
 
-    def _drop(self, place: int) -> None:
-        self._places.pop(place)[0].close()
+    def _close_arena(self, address: int) -> None:
+        self._arenas_by_address.pop(address)[0].close()
 
 
 def shared_device(device: torch.device) -> SharedDevice:
-    """Return the device of the buffers that a process on ``device`` lends."""
+    """Return the shareable device for buffers of a process on ``device``."""
     if device.type != "cuda":
         return HostDevice()
     return CudaDevice(device.index)
 
 
-# -- CUDA IPC: blocks are packed into buffers that receivers on the same GPU map -------------------
+# -- the transport ---------------------------------------------------------------------------------
 
 STRATEGY = "cuda-ipc"
 THRESHOLD_VARIABLE = "weight_transfer_threshold_cuda_ipc_GB"
@@ -182,7 +182,7 @@ BUFFERS = 2
 _DEFAULT_THRESHOLD_GB = 1.0
 
 
-def threshold_asked(threshold_gb: float | None) -> int:
+def threshold_setting(threshold_gb: float | None) -> int:
     """Return the threshold in bytes: the argument, else the environment's, else 1 GiB.
 
     Raises:
@@ -190,18 +190,18 @@ def threshold_asked(threshold_gb: float | None) -> int:
     """
     if threshold_gb is not None:
         return threshold_bytes(threshold_gb)
-    given = os.environ.get(THRESHOLD_VARIABLE, _DEFAULT_THRESHOLD_GB)
-    return threshold_bytes(given, THRESHOLD_VARIABLE)
+    setting = os.environ.get(THRESHOLD_VARIABLE, _DEFAULT_THRESHOLD_GB)
+    return threshold_bytes(setting, THRESHOLD_VARIABLE)
 
 
 class Place(NamedTuple):
-    """A buffer on the source's device, mapped by receivers by a handle.
+    """Buffer on the source's device, mapped by receivers through a handle.
 
     Attributes:
         number: number of the set of buffers.
         buffers, extent: number of buffers in the set, and the bytes of each.
         which: index of the buffer to pack.
-        exports: number of receivers that need handles of all of them.
+        exports: number of receivers that need handles of all buffers of the set.
     """
 
     number: int
@@ -215,7 +215,7 @@ class Place(NamedTuple):
 
 
 class SourceEnd:
-    """This process's buffers for each sender, by the number of their set.
+    """Source's end: buffers for each sender, by the number of their set.
 
     Args:
         device: device of the values and the buffers.
@@ -223,7 +223,7 @@ class SourceEnd:
     """
 
     def __init__(self, device: torch.device, shared: SharedDevice | None = None) -> None:
-        self._where, self._device = device, shared
+        self._source_device, self._device = device, shared
         self._buffers: dict[str, dict[int, list[Tensor]]] = {}
 
     def borrows(self, place: Place) -> torch.device | None:
@@ -231,14 +231,14 @@ class SourceEnd:
         return None
 
     def buffer(self, sender: str, place: Place) -> View:
-        """See `base.SourceEnd`."""
+        """See `transport.SourceEnd`."""
         if self._device is None:
-            self._device = shared_device(self._where)
-        known = self._buffers.setdefault(sender, {})
-        if place.number not in known:
+            self._device = shared_device(self._source_device)
+        sets = self._buffers.setdefault(sender, {})
+        if place.number not in sets:
             device = self._device
-            known[place.number] = [device.allocate(place.extent) for _ in range(place.buffers)]
-        buffers = known[place.number]
+            sets[place.number] = [device.allocate(place.extent) for _ in range(place.buffers)]
+        buffers = sets[place.number]
         if not 0 <= place.which < len(buffers):
             raise ProtocolError(f"there is no buffer {place.which}")
         buffer = buffers[place.which]
@@ -248,20 +248,20 @@ class SourceEnd:
         """Return the handles of all buffers, exported for each new receiver."""
         device = self._device
         assert device is not None
-        device.synchronize()  # receivers copy as soon as they hear of it
+        device.synchronize()  # receivers copy at the announcement
         buffers = self._buffers[sender][place.number]
         return [[device.export(buffer) for buffer in buffers] for _ in range(place.exports)]
 
     def let_go(self, sender: str, live: Collection[int]) -> None:
-        """See `base.SourceEnd`."""
-        known = self._buffers.get(sender, {})
-        for gone in known.keys() - set(live):
-            del known[gone]
-        if not known:
+        """See `transport.SourceEnd`."""
+        sets = self._buffers.get(sender, {})
+        for expired in sets.keys() - set(live):
+            del sets[expired]
+        if not sets:
             self._buffers.pop(sender, None)
 
     def close(self) -> None:
-        """See `base.SourceEnd`."""
+        """See `transport.SourceEnd`."""
         self._buffers.clear()
 
 
@@ -273,7 +273,7 @@ class BufferLeases(SenderEnd):
 
     Attributes:
         number, extent: number of the set of buffers, and the bytes of each.
-        known: receivers that have the handles, by rank of the source.
+        known: receivers with handles, by rank of the source.
     """
 
     strategy, kind = STRATEGY, "cuda_ipc"
@@ -283,9 +283,9 @@ class BufferLeases(SenderEnd):
         self.threshold, self._shared, self.device = threshold, shared, shared.device
         self.number = self.extent = 0
         self.known: dict[int, set[ReceiverLink]] = {}
-        self._source: Callable[[], WeightSource | None] = _nobody
+        self._source: Callable[[], WeightSource | None] = _no_source
         self._transfer: Transfer | None = None
-        self._packed: Counter[int] = Counter()
+        self._packed_count: Counter[int] = Counter()
         #: (rank, buffer) -> its readers, each with the count of requests staged after reading it
         self._readers: dict[tuple[int, int], dict[ReceiverLink, int]] = {}
         #: number of a request -> the buffer, and the receivers that get handles with it
@@ -305,9 +305,9 @@ class BufferLeases(SenderEnd):
         source = None if transfer.remote is None else transfer.remote.source
         if self._source() is not source:
             self.extent = 0
-            self._source = _nobody if source is None else weakref.ref(source)
+            self._source = _no_source if source is None else weakref.ref(source)
         self._transfer = transfer
-        self._packed.clear()
+        self._packed_count.clear()
         self._readers.clear()
         self._leases.clear()
 
@@ -322,19 +322,19 @@ class BufferLeases(SenderEnd):
 
     def is_free(self, rank: int) -> bool:
         """Return whether all receivers have copied the content of the next buffer."""
-        readers = self._readers.get((rank, self._packed[rank] % BUFFERS), {})
+        readers = self._readers.get((rank, self._packed_count[rank] % BUFFERS), {})
         return all(receiver.staged >= count for receiver, count in readers.items())
 
     def open(self, rank: int, number: int, request: Request) -> Place:
         """See `SenderEnd`."""
-        which = self._packed[rank] % BUFFERS
-        self._packed[rank] += 1
+        which = self._packed_count[rank] % BUFFERS
+        self._packed_count[rank] += 1
         self._readers[rank, which] = {}
-        known = self.known.setdefault(rank, set())
+        with_handles = self.known.setdefault(rank, set())
         assert self._transfer is not None
-        there = self._transfer.layouts.holders(request[0].layout, self._receivers.active)
-        new = [receiver for receiver in there if receiver not in known]
-        known.update(new)
+        receivers = self._transfer.layouts.holders(request[0].layout, self._receivers.active)
+        new = [receiver for receiver in receivers if receiver not in with_handles]
+        with_handles.update(new)
         self._leases[number] = which, new
         return Place(self.number, BUFFERS, self.extent, which, len(new))
 
@@ -361,7 +361,7 @@ class BufferLeases(SenderEnd):
             torch.cuda.ipc_collect()
 
 
-def _nobody() -> None:
+def _no_source() -> None:
     """Return None, the source of this process's own values."""
 
 
@@ -383,7 +383,7 @@ def CudaIpcTransferSender(  # noqa: N802 - named like a class
         verify: xor64 is computed on the GPU; crc32 brings every byte to the host.
         skip_unchanged: see `Sender`.
     """
-    threshold = threshold_asked(threshold_gb)
+    threshold = threshold_setting(threshold_gb)
     end = BufferLeases(threshold, device if device is not None else CudaDevice())
     return Sender(end, verify=verify, skip_unchanged=skip_unchanged)
 
@@ -392,7 +392,7 @@ def CudaIpcTransferSender(  # noqa: N802 - named like a class
 
 
 class LeasedBuffers(ReceiverEnd):
-    """Receiver's end: leased buffers, copied to memory of its own."""
+    """Receiver's end: leased buffers, copied to the receiver's own memory."""
 
     strategy = STRATEGY
 
@@ -416,7 +416,7 @@ class LeasedBuffers(ReceiverEnd):
         if not 0 <= which < len(self._buffers.get(rank, ())):
             raise ProtocolError(f"a request in unknown buffer {which} of worker {rank}")
         staged.unpack(self._buffers[rank][which], blocks, message["offsets"])
-        self._device.synchronize()  # it is packed again once we have answered
+        self._device.synchronize()  # the buffer is packed again after the answer
 
     def close(self) -> None:
         """See `ReceiverEnd`."""
@@ -441,5 +441,5 @@ def CudaIpcTransferReceiver(  # noqa: N802 - named like a class
         mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
     """
     end = LeasedBuffers(device if device is not None else CudaDevice())
-    layout = ReceiverLayout.asked(mesh, rank, placements)
+    layout = ReceiverLayout.from_arguments(mesh, rank, placements)
     return Receiver(address, end, name=name, expect=expect, layout=layout)

@@ -1,14 +1,14 @@
 """Broadcast: by sockets between CPUs, by NCCL between GPUs.
 
 There is a group for each source process and each different layout of receivers: rank 0 is the
-source, the other ranks are the receivers of that layout, so a layout of one receiver makes it point
-to point. A sender that has no blocks itself is in no group. Blocks are broadcast in place, from and
-to their own memory, if they are contiguous there.
+source, the other ranks are the receivers of that layout, so a layout with one receiver means point
+to point. A sender without blocks is in no group. Contiguous blocks are broadcast in place, from and
+to their own memory.
 
 A broadcast cannot be cancelled: after a failure or a change of members the next transfer makes new
-groups. A source that waits in an old one polls the marker of its set of groups, which the sender
-removes when a transfer fails. Groups are left in the background, because leaving one may wait for a
-frozen rank.
+groups. A source that waits in an old group polls the marker file of its set of groups, which the
+sender removes when a transfer fails. Groups are left in the background, because leaving one may
+wait for a frozen rank.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from lazygt.transfer.version import Block, StagedVersion
 
 STRATEGY = "broadcast"
 REQUEST_BYTES = 32 << 20
-"""What is broadcast at a time, and what a process packs at most."""
+"""Maximum bytes of a broadcast request, and of a packing buffer."""
 
-_FAILED_SECONDS = 0.3  # for the control connection to name the rank that made a collective fail
+_BLAME_SECONDS = 0.3  # for the control connection to name the rank behind a failed collective
 _LOOK_SECONDS = 1e-3
 
 
@@ -65,7 +65,7 @@ class Place(NamedTuple):
         number: number of the set of groups; its `marker` exists as long as they are valid.
         name: name of this group.
         size: number of its ranks.
-        backend: see `group`.
+        backend: see `broadcast_group`.
         seconds: seconds until the transfer's deadline.
         extent: bytes of the request, if all of it is packed.
     """
@@ -93,7 +93,7 @@ def name_of(number: int, rank: int, layout: int) -> str:
 
 
 class SourceEnd:
-    """This process's ends of groups, and a packing buffer for each sender.
+    """Source's end: groups joined as rank 0, and a packing buffer for each sender.
 
     Args:
         device: device of the values; NCCL sends from there, sockets from the host.
@@ -106,81 +106,84 @@ class SourceEnd:
         self._changed = threading.Event()
 
     def borrows(self, place: Place) -> torch.device | None:
-        """See `base.SourceEnd`."""
+        """See `transport.SourceEnd`."""
         return self._device_for(place.backend)
 
     def buffer(self, sender: str, place: Place) -> View:
-        """See `base.SourceEnd`."""
+        """See `transport.SourceEnd`."""
         device = self._device_for(place.backend)
 
-        def view(offset: int, nbytes: int) -> Tensor:
+        def view_at(offset: int, nbytes: int) -> Tensor:
             buffer = self._buffers.get(sender)
             if buffer is None or buffer.numel() < place.extent or buffer.device != device:
                 buffer = torch.empty(place.extent, dtype=torch.uint8, device=device)
                 self._buffers[sender] = buffer
             return buffer[offset : offset + nbytes]
 
-        return view
+        return view_at
 
     def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
         """Broadcast the blocks, and wait until this process has sent them.
 
         Raises:
-            TransferError: the transfer was given up, or its receivers did not take it in time.
+            TransferError: the transfer was aborted, or its receivers were too late.
         """
         deadline = Deadline(place.seconds)
         try:
             _check(place, deadline)
-            group = self._joined(sender, place, deadline)
+            group = self._join(sender, place, deadline)
             works = [group.broadcast(run, deadline, self._changed.set) for run in runs]
             self._wait(lambda: finished(works), place, deadline)
             conclude(works, self._device_for(place.backend))
         except (RuntimeError, TransferError) as error:
-            # it may still be read from: left to the group's threads, and never packed again
+            # the group's threads may still read the buffer, so it is never packed again
             self._buffers.pop(sender, None)
             let_go(self._groups.get(sender, {}).pop((place.number, place.name), None))
-            late = deadline.expired and not isinstance(error, TransferError)
+            is_late = deadline.expired and not isinstance(error, TransferError)
             raise TransferError(
-                f"a broadcast failed: {_too_late(deadline) if late else error}"
+                f"a broadcast failed: {_timeout_message(deadline) if is_late else error}"
             ) from error
         return ()
 
     def let_go(self, sender: str, live: Collection[int]) -> None:
-        """See `base.SourceEnd`."""
-        known = self._groups.get(sender, {})
-        for gone in [key for key in known if key[0] not in live]:
-            let_go(known.pop(gone))
-        if not known:
+        """See `transport.SourceEnd`."""
+        groups = self._groups.get(sender, {})
+        for expired in [key for key in groups if key[0] not in live]:
+            let_go(groups.pop(expired))
+        if not groups:
             self._groups.pop(sender, None)
             self._buffers.pop(sender, None)
 
     def close(self) -> None:
-        """See `base.SourceEnd`."""
+        """See `transport.SourceEnd`."""
         for sender in list(self._groups):
             self.let_go(sender, ())
 
-    def _joined(self, sender: str, place: Place, deadline: Deadline) -> BroadcastGroup:
-        known = self._groups.setdefault(sender, {})
+    def _join(self, sender: str, place: Place, deadline: Deadline) -> BroadcastGroup:
+        """Return the group of a place, joined as rank 0 on first use."""
+        groups = self._groups.setdefault(sender, {})
         key = place.number, place.name
-        if key not in known:
+        if key not in groups:
             device = self._device_for(place.backend)
-            known[key] = in_background(
+            groups[key] = in_background(
                 lambda: join(
                     device, place.directory, place.name, 0, place.size, deadline.remaining
                 ),
                 self._changed.set,
             )
-        future = known[key]
+        future = groups[key]
         self._wait(future.done, place, deadline)
         return future.result()
 
     def _wait(self, done: Callable[[], bool], place: Place, deadline: Deadline) -> None:
+        """Wait until ``done``; raise TransferError when the transfer has failed."""
         while not done():
             _check(place, deadline)
             self._changed.wait(_LOOK_SECONDS)
             self._changed.clear()
 
     def _device_for(self, backend: str) -> torch.device:
+        """Return the device from which a backend sends."""
         if backend == HOST:
             return torch.device("cpu")
         if self._device.type != "cuda":
@@ -192,14 +195,14 @@ class SourceEnd:
 
 
 def _check(place: Place, deadline: Deadline) -> None:
-    """Raise TransferError if the transfer was given up, or its deadline has passed."""
+    """Raise TransferError if the transfer was aborted, or its deadline has passed."""
     if not marker(place.directory, place.number).exists():
         raise TransferError("the sender has given the transfer up")
     if deadline.expired:
-        raise TransferError(_too_late(deadline))
+        raise TransferError(_timeout_message(deadline))
 
 
-def _too_late(deadline: Deadline) -> str:
+def _timeout_message(deadline: Deadline) -> str:
     """Return the message of a timeout, the same from any thread."""
     return f"receivers did not take it within {deadline.seconds:g} s"
 
@@ -208,7 +211,7 @@ def _too_late(deadline: Deadline) -> str:
 
 
 class BroadcastGroups(SenderEnd):
-    """Sender's end: the set of groups, kept as long as its members are the same.
+    """Sender's end: the set of groups, reused while its members are the same.
 
     Args:
         device: device of the receivers; it decides between sockets and NCCL.
@@ -222,8 +225,8 @@ class BroadcastGroups(SenderEnd):
     def __init__(self, device: torch.device) -> None:
         self.device, self._backend = device, backend_for(device)
         self.number = 0
-        self._source: Callable[[], WeightSource | None] = _nobody
-        self._layouts: Mapping[ReceiverLink, int] = {}
+        self._source: Callable[[], WeightSource | None] = _no_source
+        self._layout_of: Mapping[ReceiverLink, int] = {}
         self._ranks = 0
         self._transfer: Transfer | None = None
 
@@ -244,33 +247,35 @@ class BroadcastGroups(SenderEnd):
     def begin(self, transfer: Transfer) -> None:
         """See `SenderEnd`: new groups if the members have changed."""
         source = None if transfer.remote is None else transfer.remote.source
-        of = transfer.layouts.of
-        if not self._ranks or self._source() is not source or self._layouts != of:
+        layout_of = transfer.layouts.of
+        if not self._ranks or self._source() is not source or self._layout_of != layout_of:
             self.forget()
             self.number += 1
             os.close(create(marker(self._directory, self.number)))
             self._ranks = 1 if source is None else source.mesh.world_size
-            self._source = _nobody if source is None else weakref.ref(source)
-            self._layouts = dict(of)
+            self._source = _no_source if source is None else weakref.ref(source)
+            self._layout_of = dict(layout_of)
         self._transfer = transfer
 
     def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
         """Return the data for a receiver to join its groups."""
-        layout = self._layouts[receiver]
-        there = [other for other, held in self._layouts.items() if held == layout]
+        layout = self._layout_of[receiver]
+        members = [
+            other for other, other_layout in self._layout_of.items() if other_layout == layout
+        ]
         return {
             "groups": self.number,
             "names": [name_of(self.number, rank, layout) for rank in range(self._ranks)],
             "backend": self._backend,
-            "rank": there.index(receiver) + 1,
-            "size": len(there) + 1,
+            "rank": members.index(receiver) + 1,
+            "size": len(members) + 1,
         }, ()
 
     def open(self, rank: int, number: int, request: Request) -> Place:
         """Announce a request to its receivers, and return its group."""
         transfer, layout = self._transfer, request[0].layout
         assert transfer is not None
-        there = transfer.layouts.holders(layout, self._receivers.active)
+        receivers = transfer.layouts.holders(layout, self._receivers.active)
         message = {
             "kind": "coming",
             "transfer": transfer.number,
@@ -278,14 +283,14 @@ class BroadcastGroups(SenderEnd):
             "number": number,
             "blocks": [[route.param, route.target] for route in request],
         }
-        for receiver in there:
+        for receiver in receivers:
             self._receivers.send(receiver, message, transfer.deadline, ())
         _, extent = packed(request)
         return Place(
             self._directory,
             self.number,
             name_of(self.number, rank, layout),
-            len(there) + 1,
+            len(receivers) + 1,
             self._backend,
             transfer.deadline.remaining,
             extent,
@@ -305,7 +310,7 @@ class BroadcastGroups(SenderEnd):
         """Abandon the groups: sources stop waiting in them, the next transfer makes new ones."""
         if self._ranks:
             marker(self._directory, self.number).unlink(missing_ok=True)
-        self._ranks, self._layouts = 0, {}
+        self._ranks, self._layout_of = 0, {}
 
     def close(self) -> None:
         """See `SenderEnd`."""
@@ -316,7 +321,7 @@ class BroadcastGroups(SenderEnd):
         return os.path.dirname(self._receivers.address)
 
 
-def _nobody() -> None:
+def _no_source() -> None:
     """Return None, the source of this process's own values."""
 
 
@@ -326,7 +331,7 @@ def BroadcastTransferSender(  # noqa: N802 - named like a class
     verify: str = "crc32",
     skip_unchanged: bool = False,
 ) -> Sender:
-    """Make a sender to receivers with memory of their own: a broadcast a block.
+    """Make a sender to receivers with memory of their own: one broadcast for each block.
 
     Args:
         device: device to send from: ``cpu`` (sockets) or ``cuda:N`` (NCCL). Parameters elsewhere
@@ -365,7 +370,7 @@ class Arrivals(ReceiverEnd):
         self._number = 0
         self._invitation: Message = {}
         self._groups: dict[int, Future[BroadcastGroup]] = {}
-        self._coming: dict[int, Arrival] = {}
+        self._in_flight: dict[int, Arrival] = {}
 
     def stage(self, begin: Message, extent: int) -> Tensor | None:
         """See `ReceiverEnd`."""
@@ -381,19 +386,19 @@ class Arrivals(ReceiverEnd):
 
     def coming(self, staged: StagedVersion, message: Message, wait: Wait) -> None:
         """Begin to receive a request; the first one from a rank joins its group."""
-        group = self._joining(message["from"], staged.deadline)
+        group = self._join_group(message["from"], staged.deadline)
         while not group.done():
             wait(staged.deadline.remaining)
         targets = [staged.block(Block(*block)) for block in message["blocks"]]
-        runs = [self._room(target) for target in targets]
+        runs = [self._receive_buffer(target) for target in targets]
         works = [group.result().broadcast(run, staged.deadline, self._wake) for run in runs]
-        self._coming[message["number"]] = Arrival(targets, runs, works)
+        self._in_flight[message["number"]] = Arrival(targets, runs, works)
 
     def fetch(
         self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
     ) -> None:
         """See `ReceiverEnd`."""
-        arrival = self._coming.pop(message["number"])
+        arrival = self._in_flight.pop(message["number"])
         self._conclude(arrival.works, wait)
         for target, run in zip(arrival.targets, arrival.runs, strict=True):
             if not target.is_contiguous():
@@ -403,41 +408,44 @@ class Arrivals(ReceiverEnd):
         """Leave all groups, without waiting; requests in flight are lost."""
         for group in self._groups.values():
             let_go(group)
-        # the old groups may still write into buffers in flight: these are not used again
-        self._number, self._groups, self._coming = 0, {}, {}
+        # the old groups may still write into buffers in flight, which are not reused
+        self._number, self._groups, self._in_flight = 0, {}, {}
 
     def close(self) -> None:
         """See `ReceiverEnd`."""
         self.dropped()
         self._memory.close()
 
-    def _joining(self, rank: int, deadline: Deadline) -> Future[BroadcastGroup]:
+    def _join_group(self, rank: int, deadline: Deadline) -> Future[BroadcastGroup]:
+        """Join a source rank's group in the background, once."""
         if rank not in self._groups:
-            names, ours, size = (self._invitation[key] for key in ("names", "rank", "size"))
+            names, own_rank, size = (self._invitation[key] for key in ("names", "rank", "size"))
             directory, seconds = os.path.dirname(self._address), deadline.remaining
             self._groups[rank] = in_background(
-                lambda: join(self._device, directory, names[rank], ours, size, seconds),
+                lambda: join(self._device, directory, names[rank], own_rank, size, seconds),
                 self._wake,
             )
         return self._groups[rank]
 
-    def _room(self, target: Tensor) -> Tensor:
+    def _receive_buffer(self, target: Tensor) -> Tensor:
+        """Return the target's own bytes if contiguous, else a temporary buffer."""
         if target.is_contiguous():
             return as_bytes(target)
         return torch.empty(target.nbytes, dtype=torch.uint8, device=self._device)
 
     def _conclude(self, works: Sequence[Any], wait: Wait) -> None:
+        """Wait for the broadcasts of a request, and make their results usable."""
         # sockets wake this thread; a GPU does not, so it is polled
-        look = _LOOK_SECONDS if self._device.type == "cuda" else 1.0
+        interval = _LOOK_SECONDS if self._device.type == "cuda" else 1.0
         while not finished(works):
-            wait(look)
+            wait(interval)
         try:
             conclude(works, self._device)
         except RuntimeError:
             # another rank's failure is the cause, and the sender is about to name it
-            patience = Deadline(_FAILED_SECONDS)
-            while not patience.expired:
-                wait(patience.remaining)
+            deadline = Deadline(_BLAME_SECONDS)
+            while not deadline.expired:
+                wait(deadline.remaining)
             raise
 
 
@@ -458,6 +466,6 @@ def BroadcastTransferReceiver(  # noqa: N802 - named like a class
             as the sender's.
         mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
     """
-    layout = ReceiverLayout.asked(mesh, rank, placements)
+    layout = ReceiverLayout.from_arguments(mesh, rank, placements)
     end = Arrivals(torch.device(device))
     return Receiver(address, end, name=name, expect=expect, layout=layout)

@@ -1,9 +1,9 @@
 """Shared memory: blocks are copied into a memfd that every receiver of the host maps.
 
-There are two slots (double buffering), each with room for every layout of the receivers. Readers
-hold tensors in one while the other is filled, so a transfer is one copy for any number of receivers
-with the same layout. A slot is faulted in once and reused; it is written again only when no
-receiver holds a tensor in it.
+Double buffering: there are two slots, each with the bytes of every layout of the receivers. Readers
+use tensors in one while the other is filled, so a transfer is one copy for any number of receivers
+with the same layout. A slot is faulted in once and reused, but overwritten only when no receiver
+has a tensor there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """Shared memory: descriptor ``fd`` of process ``pid``, valid while it has this inode.
 
     Attributes:
-        offset, extent: part of the memory in which blocks may lie, in bytes.
+        offset, extent: range of the memory for blocks, in bytes.
     """
 
     pid: int
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 def place_of(arena: Arena, offset: int, extent: int) -> Place:
-    """Return the place by which another process of this user maps a part of an arena."""
+    """Return the `Place` of a range of an arena, for other processes of this user."""
     return Place(os.getpid(), arena.fd, os.fstat(arena.fd).st_ino, offset, extent)
 
 
@@ -55,9 +55,9 @@ def place_of(arena: Arena, offset: int, extent: int) -> Place:
 
 
 class SourceEnd:
-    """Senders' slots, mapped in this process and known by inode.
+    """Source's end: senders' slots, mapped in this process, by inode.
 
-    The number of a descriptor may be used again for a later slot.
+    Descriptor numbers are no keys: a later slot may reuse one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,41 +68,42 @@ class SourceEnd:
         return None
 
     def buffer(self, sender: str, place: Place) -> View:
-        """See `base.SourceEnd`."""
-        known = self._arenas.setdefault(sender, {})
-        if place.inode not in known:
+        """See `transport.SourceEnd`."""
+        slots = self._arenas.setdefault(sender, {})
+        if place.inode not in slots:
             arena = _attach(place)
-            known[place.inode] = arena, arena.view(place.offset, place.extent)
-        _, flat = known[place.inode]
+            slots[place.inode] = arena, arena.view(place.offset, place.extent)
+        _, flat = slots[place.inode]
 
-        def view(offset: int, nbytes: int) -> Tensor:
+        def view_at(offset: int, nbytes: int) -> Tensor:
             if not 0 <= offset <= offset + nbytes <= place.extent:
                 raise ProtocolError(f"a slot of {place.extent} bytes has no {nbytes} at {offset}")
             return flat[offset : offset + nbytes]
 
-        return view
+        return view_at
 
     def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
         """Return no handles: receivers map the same memory."""
         return ()
 
     def let_go(self, sender: str, live: Collection[int]) -> None:
-        """See `base.SourceEnd`."""
-        known = self._arenas.get(sender, {})
-        for gone in known.keys() - set(live):
-            arena, flat = known.pop(gone)
+        """See `transport.SourceEnd`."""
+        slots = self._arenas.get(sender, {})
+        for expired in slots.keys() - set(live):
+            arena, flat = slots.pop(expired)
             del flat
             arena.close()
-        if not known:
+        if not slots:
             self._arenas.pop(sender, None)
 
     def close(self) -> None:
-        """See `base.SourceEnd`."""
+        """See `transport.SourceEnd`."""
         for sender in list(self._arenas):
             self.let_go(sender, ())
 
 
 def _attach(place: Place) -> Arena:
+    """Map the memory of a place, after a check that the descriptor was not reused."""
     fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(fd).st_ino != place.inode:
         os.close(fd)
@@ -114,21 +115,21 @@ def _attach(place: Place) -> Arena:
 
 
 class VersionSlot:
-    """Memory for one version, in the sender.
+    """Memory of one version, in the sender.
 
     Attributes:
         place: the memory, for the source processes that copy into it.
-        known_to: receivers that have its descriptor.
-        transfer: number of the committed transfer that it holds; 0: none.
+        known_to: receivers that have the slot's descriptor.
+        transfer: number of the committed transfer in the slot; 0: none.
     """
 
     def __init__(self, number: int, extent: int) -> None:
         self.number, self.extent = number, extent
-        room = max(extent, ALIGNMENT)
-        self.arena = Arena.create(room)
-        self.offset = self.arena.allocate(room).offset
-        self.flat = self.arena.view(self.offset, room)
-        self.place = place_of(self.arena, self.offset, room)
+        nbytes = max(extent, ALIGNMENT)
+        self.arena = Arena.create(nbytes)
+        self.offset = self.arena.allocate(nbytes).offset
+        self.flat = self.arena.view(self.offset, nbytes)
+        self.place = place_of(self.arena, self.offset, nbytes)
         self.known_to: set[ReceiverLink] = set()
         self.transfer = 0
 
@@ -154,7 +155,7 @@ class SharedMemory(SenderEnd):
         self.slots: list[VersionSlot] = []
         self.target: VersionSlot | None = None
         self._current: VersionSlot | None = None
-        self._opened = 0
+        self._slot_count = 0
         self._transfer: Transfer | None = None
 
     def source_end(self) -> SourceEnd:
@@ -173,8 +174,8 @@ class SharedMemory(SenderEnd):
             self.forget()
         self.target = next((slot for slot in self.slots if slot is not self._current), None)
         if self.target is None:
-            self._opened += 1
-            self.target = VersionSlot(self._opened, extent)
+            self._slot_count += 1
+            self.target = VersionSlot(self._slot_count, extent)
             self.slots.append(self.target)
         for slot in self.slots:
             slot.known_to &= set(transfer.receivers)
@@ -182,32 +183,32 @@ class SharedMemory(SenderEnd):
 
     def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
         """See `SenderEnd`."""
-        slot, transfer = self._filled()
+        slot, transfer = self._open_transfer()
         fds = () if receiver in slot.known_to else (slot.arena.fd,)
         slot.known_to.add(receiver)
         layouts = transfer.layouts
         offset = slot.offset + layouts.bases[layouts.of[receiver]]
-        live = [kept.number for kept in self.slots]
+        live = [existing.number for existing in self.slots]
         return {"slot": slot.number, "offset": offset, "slots": live, "new": bool(fds)}, fds
 
     def open(self, rank: int, number: int, request: Request) -> Place:
         """See `SenderEnd`."""
-        return self._filled()[0].place
+        return self._open_transfer()[0].place
 
     def lay_out(self, request: Request) -> list[tuple[int, tuple[int, ...], Bounds]]:
         """See `SenderEnd`."""
-        layouts = self._filled()[1].layouts
-        placed = []
+        layouts = self._open_transfer()[1].layouts
+        destinations = []
         for route in request:
             manifest = layouts.manifests[route.layout]
             base = layouts.bases[route.layout]
             shape = manifest.params[route.param].shape
-            placed.append((base + manifest.places[route.param], shape, route.target))
-        return placed
+            destinations.append((base + manifest.places[route.param], shape, route.target))
+        return destinations
 
     def held(self, last: int) -> int:
         """See `SenderEnd`."""
-        return self._filled()[0].transfer
+        return self._open_transfer()[0].transfer
 
     def end(self, *, committed: bool, idle: bool) -> None:
         """See `SenderEnd`."""
@@ -219,7 +220,7 @@ class SharedMemory(SenderEnd):
         if committed:
             self._current = slot
         if not idle:
-            # a rank may still write into it, so it is abandoned and never used again
+            # a rank may still write into the slot, so the slot is abandoned
             self.slots.remove(slot)
             slot.close()
 
@@ -234,7 +235,8 @@ class SharedMemory(SenderEnd):
         """See `SenderEnd`."""
         self.forget()
 
-    def _filled(self) -> tuple[VersionSlot, Transfer]:
+    def _open_transfer(self) -> tuple[VersionSlot, Transfer]:
+        """Return the target slot and the running transfer."""
         assert self.target is not None
         assert self._transfer is not None
         return self.target, self._transfer
@@ -243,7 +245,7 @@ class SharedMemory(SenderEnd):
 def SharedMemoryTransferSender(  # noqa: N802 - named like a class
     *, threshold_gb: float = 1 / 16, verify: str = "crc32", skip_unchanged: bool = False
 ) -> Sender:
-    """Make a sender to receivers on the same host, without GPUs: one copy, which all map.
+    """Make a sender to receivers on the same host, without GPUs: one copy, mapped by all.
 
     Needs twice the model's bytes on the host (not per receiver), and no other memory.
 
@@ -266,23 +268,23 @@ class MappedSlots(ReceiverEnd):
 
     def __init__(self) -> None:
         self._slots: dict[int, Arena] = {}
-        self._held: set[int] = set()
+        self._in_use: set[int] = set()
         self._released: deque[int] = deque()
 
     def invited(self, begin: Message, take_fd: Callable[[], int]) -> None:
         """See `ReceiverEnd`."""
         if begin["new"]:
             self._slots[begin["slot"]] = Arena.attach(take_fd())
-        for gone in self._slots.keys() - set(begin["slots"]):
-            self._slots.pop(gone).close()  # its mapping ends with the last tensor in it
+        for expired in self._slots.keys() - set(begin["slots"]):
+            self._slots.pop(expired).close()  # the last tensor in the slot ends its mapping
 
     def stage(self, begin: Message, extent: int) -> Tensor | None:
         """See `ReceiverEnd`."""
         number = begin["slot"]
-        self._note_released()
-        if number in self._held:
+        self._collect_released()
+        if number in self._in_use:
             return None
-        self._held.add(number)
+        self._in_use.add(number)
         release = partial(_release, self._released, number, self._wake)
         return tensor_over(self._slots[number], begin["offset"], extent, release)
 
@@ -293,17 +295,18 @@ class MappedSlots(ReceiverEnd):
 
     def holds_memory(self) -> bool:
         """See `ReceiverEnd`."""
-        self._note_released()
-        return bool(self._held)
+        self._collect_released()
+        return bool(self._in_use)
 
     def close(self) -> None:
         """See `ReceiverEnd`."""
         while self._slots:
             self._slots.popitem()[1].close()
 
-    def _note_released(self) -> None:
+    def _collect_released(self) -> None:
+        """Mark the slots whose last tensor has died as free."""
         while self._released:
-            self._held.discard(self._released.popleft())
+            self._in_use.discard(self._released.popleft())
 
 
 def _release(released: deque[int], number: int, wake: Callable[..., None], offset: int) -> None:
@@ -323,10 +326,10 @@ def SharedMemoryTransferReceiver(  # noqa: N802 - named like a class
 ) -> Receiver:
     """Make a receiver for a `SharedMemoryTransferSender` on the same host; see `Receiver`.
 
-    Its parameters lie in memory shared with the other receivers: do not write to them.
+    Do not write to the parameters: their memory is shared with the other receivers.
 
     Args:
         mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
     """
-    layout = ReceiverLayout.asked(mesh, rank, placements)
+    layout = ReceiverLayout.from_arguments(mesh, rank, placements)
     return Receiver(address, MappedSlots(), name=name, expect=expect, layout=layout)

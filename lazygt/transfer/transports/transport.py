@@ -1,12 +1,12 @@
-"""The three ends of a transport, and the life of one request.
+"""Protocols of a transport: its three ends, and the steps of one request.
 
     1. sender    `open`      reserve the request's place
     2. source    `buffer`    map the memory that blocks are copied to
-    3. source    copies, casts and checksums them, without the transport
+    3. source    copies, casts and checksums the blocks, without the transport
     4. source    `deliver`   hand over the copies
     5. sender    `describe`  data for a receiver, beside the blocks and their checksums
     6. receiver  `fetch`     copy the blocks to the new version
-    7. receiver  verifies them, and answers
+    7. receiver  verifies the blocks, and answers
     8. sender    `is_free`   the place may be opened again
 
 A transport is one file: a `Place` (plain data), a `SourceEnd` with the device as its argument, a
@@ -24,7 +24,7 @@ from torch import Tensor
 from lazygt.runtime.arenas import Arena, tensor_over
 from lazygt.transfer.control import Message
 from lazygt.transfer.copy_request import CopyReply
-from lazygt.transfer.layout import Request, packed, shape_of, whole
+from lazygt.transfer.layout import Request, full_bounds, packed, shape_of
 
 if TYPE_CHECKING:
     from lazygt.transfer.layout import Bounds
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from lazygt.transfer.transaction import Transfer
     from lazygt.transfer.version import Block, StagedVersion
 
-# -- A receiver's own memory for new versions, freed when the last tensor in it has died -----------
+# -- receive buffers -------------------------------------------------------------------------------
 
 
 class ReceiveBuffers:
     """Allocator of flat uint8 buffers on one device; freed host memory is reused.
 
-    Fresh host memory takes twice as long to fill as memory that was used before. On a GPU torch's
-    own allocator reuses memory.
+    Newly mapped host memory takes twice as long to fill as reused memory. On a GPU torch's own
+    allocator reuses memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class ReceiveBuffers:
             arena.free(offset)
 
 
-# -- the three ends of a transport, and the life of one request ------------------------------------
+# -- the three ends --------------------------------------------------------------------------------
 
 View = Callable[[int, int], Tensor]
 Wait = Callable[[float], None]
@@ -81,16 +81,16 @@ class SourceEnd(Protocol):
     """Source's end of a transport, in a process that has blocks."""
 
     def borrows(self, place: Any) -> torch.device | None:
-        """Return the device on which `deliver` takes a value's own memory, without a copy.
+        """Return the device on which `deliver` sends a value's own memory, without a copy.
 
-        It does so for contiguous values that need no cast. None: everything is copied.
+        This holds for contiguous values that need no cast. None: everything is copied.
         """
 
     def buffer(self, sender: str, place: Any) -> View:
         """Return the function from (offset, bytes) of a place to flat uint8.
 
         Raises:
-            ProtocolError, OSError: the place is not there.
+            ProtocolError, OSError: the place does not exist.
         """
 
     def deliver(self, sender: str, place: Any, runs: Sequence[Tensor]) -> Sequence[Any]:
@@ -100,7 +100,7 @@ class SourceEnd(Protocol):
             runs: the bytes of each block.
 
         Raises:
-            TransferError: the receivers did not take the blocks.
+            TransferError: the receivers did not read the blocks.
         """
 
     def let_go(self, sender: str, live: Collection[int]) -> None:
@@ -114,12 +114,12 @@ class SenderEnd:
     """Sender's end of a transport, in the process with the `Sender`; used by one thread.
 
     Attributes:
-        strategy: name of the transport, by which receivers ask for it.
+        strategy: name of the transport; receivers must request the same one.
         kind: name of its file.
         in_place: True if blocks are copied to their final place, in memory that all receivers
-            share. Else each request is packed, for the receivers of one layout.
-        unit: a block's room in a request is rounded up to a multiple of so many bytes.
-        device: target device of this process's copies, when it has the values itself.
+            share. False: each request is packed, for the receivers of one layout.
+        unit: the space of a block in a request is rounded up to a multiple of so many bytes.
+        device: target device of this process's copies, when the values are in this process.
         threshold: bytes of a request; 0: each chunk is one.
     """
 
@@ -149,14 +149,14 @@ class SenderEnd:
         raise NotImplementedError
 
     def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
-        """Return the transport's part of ``begin``, and file descriptors to go with it."""
+        """Return the transport's fields of ``begin``, and the file descriptors to send along."""
         raise NotImplementedError
 
     def expect(self, largest: int) -> None:
         """Prepare for requests of at most ``largest`` packed bytes in this transfer."""
 
     def is_free(self, rank: int) -> bool:
-        """Return whether a rank may be given one more request now."""
+        """Return whether a rank can accept one more request now."""
         return True
 
     def open(self, rank: int, number: int, request: Request) -> Any:
@@ -172,7 +172,8 @@ class SenderEnd:
         offsets, _ = packed(request)
         shapes = [shape_of(route.target) for route in request]
         return [
-            (offset, shape, whole(shape)) for offset, shape in zip(offsets, shapes, strict=True)
+            (offset, shape, full_bounds(shape))
+            for offset, shape in zip(offsets, shapes, strict=True)
         ]
 
     def held(self, last: int) -> int:
@@ -187,7 +188,7 @@ class SenderEnd:
         """End a transfer; unless ``idle``, some rank may still be copying for it."""
 
     def forget(self) -> None:
-        """Abandon memory that a dropped receiver can see: it may be alive."""
+        """Abandon memory that is mapped by a dropped receiver, which may be alive."""
 
     def close(self) -> None:
         """Release all resources; called once."""
@@ -198,7 +199,7 @@ class ReceiverEnd:
 
     Attributes:
         strategy: name of the transport, the same as the sender's.
-        has_unchanged: True if blocks that were not sent are in place all the same.
+        has_unchanged: True if skipped blocks are in the staging buffer already.
     """
 
     strategy: ClassVar[str]
@@ -211,7 +212,7 @@ class ReceiverEnd:
         self._address, self._wake = address, wake
 
     def invited(self, begin: Message, take_fd: Callable[[], int]) -> None:
-        """Take in the transport's part of ``begin``, even if the transfer fails later."""
+        """Process the transport's fields of ``begin``, even if the transfer fails later."""
 
     def stage(self, begin: Message, extent: int) -> Tensor | None:
         """Return a flat uint8 buffer of ``extent`` bytes for the new version.
@@ -221,16 +222,16 @@ class ReceiverEnd:
         raise NotImplementedError
 
     def coming(self, staged: StagedVersion, message: Message, wait: Wait) -> None:
-        """Prepare for a request; may ``wait``, which raises when the transfer is given up."""
+        """Prepare for a request; may ``wait``, which raises when the transfer is aborted."""
 
     def fetch(
         self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
     ) -> None:
-        """Copy blocks to their places in the new version."""
+        """Copy blocks to their parameters in the new version."""
         raise NotImplementedError
 
     def dropped(self) -> None:
-        """Clean up after a staged version that was given up."""
+        """Clean up after an aborted staged version."""
 
     def holds_memory(self) -> bool:
         """Return whether tensors of this process may lie in the sender's memory."""
