@@ -230,7 +230,7 @@ class Submitter:
             recorded: as ``Recorded``, with step and call sites instead of provenance.
             fetch: the storage with the number.
             unsent: the buffers that are not sent yet.
-            told: the answers received so far.
+            told: the answer, if it has arrived.
         """
         with DEFER_INTERRUPT:
             seq, base, kept, step, call_sites, *rest = recorded

@@ -337,7 +337,7 @@ class Builder:
             SEND_RECV, (value, dim, sent), self._resized(value, {dim: received})
         )
 
-    def range_(self, value: Ref, move: RowExchange) -> Ref:
+    def rows(self, value: Ref, move: RowExchange) -> Ref:
         """Halo exchange: return the rows that this rank wants, both local and received ones."""
         dim, received = move.dim, value
         if move.sent:
