@@ -281,32 +281,32 @@ class Planner:
         self,
         recorded: Graph,
         steps: list[TrieNode],
-        given: list[Sharding | None],
+        input_shardings: list[Sharding | None],
         stages: list[tuple[str, Graph]] | None,
         decided: list[AxisStep],
     ) -> tuple[tuple[Plan, ...], tuple[Sharding | None, ...]]:
-        """The same, of a graph of which something is placed on the mesh.
+        """Build each rank's plan of a sharded graph, and the shardings of the outputs.
 
         Args:
-            given: how its inputs lie there.
+            input_shardings: the sharding of each input; None: replicated.
         """
         # why: the rules of every op take a while to load, and few sessions shard
         from lazygt.passes.sharding.gathers import gathers
         from lazygt.passes.sharding.programs import programs
 
         config, ranks = self._config, self._mesh.ranks
-        asked = config.bucket_cap_mb
+        bucket_cap = config.bucket_cap_mb
         backward = _backward(steps)
         ranked = programs(
             recorded,
             ranks,
-            given,
+            input_shardings,
             self._machine,
             config.check_passes,
             stages,
             decided,
             self._mesh if config.invariant else None,
-            bucket_bytes=None if asked is None else int(asked * (1 << 20)),
+            bucket_bytes=None if bucket_cap is None else int(bucket_cap * (1 << 20)),
             backward=backward,
         )
         self._warn_of_gathers(gathers(decided))
@@ -316,8 +316,10 @@ class Planner:
         plans = by_class(
             lambda graph: Plan(graph, mesh=workers).recorded(backward, flags), ranked.graphs
         )
-        whole = Sharding((Replicate(),) * len(workers.names))
-        shardings = tuple([None if each == whole else each for each in ranked.outputs])
+        replicated = Sharding((Replicate(),) * len(workers.names))
+        shardings = tuple(
+            [None if sharding == replicated else sharding for sharding in ranked.outputs]
+        )
         alike = len(classes(ranked.graphs)) == 1
         return tuple(plans[:1] if alike else plans), shardings
 

@@ -233,11 +233,11 @@ class Submitter:
             told: the answer, if it has arrived.
         """
         with DEFER_INTERRUPT:
-            seq, base, kept, step, call_sites, *rest = recorded
-            provenance = self._provenance(step, call_sites, kept)
-            entry = None if kept is None else kept.entry
+            seq, base, plan, step, call_sites, *rest = recorded
+            provenance = self._provenance(step, call_sites, plan)
+            entry = None if plan is None else plan.entry
             self._client.expect(seq, entry, provenance, base, 1)
-            self._record_run(Recorded(seq, base, kept, provenance, *rest))
+            self._record_run(Recorded(seq, base, plan, provenance, *rest))
             self._client.go_on(unsent, told, "item")
             if entry is not None:
                 self.ran(entry)
@@ -254,39 +254,39 @@ class Submitter:
         ops = trace.step.ops
         if not ops and fetch is None and self._client.idle:
             return None
-        history, kept, hit = self._history, None, False
+        history, plan, hit = self._history, None, False
         history.flushes[reason.split(":")[0]] += 1
         living = trace.alive()
         if ops:
             outputs = living.numbers
-            kept = trace.plan(outputs)
-            hit = kept is not None
-            if kept is None:
-                kept = self._planner.build(trace, outputs, reason)
+            plan = trace.plan(outputs)
+            hit = plan is not None
+            if plan is None:
+                plan = self._planner.build(trace, outputs, reason)
             history.plan_hits += hit
-            history.last_plan = kept.entry.plan
+            history.last_plan = plan.entry.plan
         # a new plan is sent as many small objects: pause the garbage collector
-        send = self._run if kept is None or hit else uncollected()(self._run)
-        run, values, regions = send(trace, kept, reason, fetch)
+        send = self._run if plan is None or hit else uncollected()(self._run)
+        run, values, regions = send(trace, plan, reason, fetch)
         forced_by = user_call_site(1) or self._recorder.backward_call_site
         history.recent.append(
             Flush(
                 reason,
                 forced_by if self.names_lines else None,
                 ops,
-                None if kept is None else kept.entry.plan.digest,
+                None if plan is None else plan.entry.plan.digest,
                 hit,
                 run.seq,
             )
         )
-        if kept is not None:
-            self.ran(kept.entry)
+        if plan is not None:
+            self.ran(plan.entry)
             if self._in_blocks:
-                values = kept.grouped(list(values))
-            trace.rebind(kept, living, values, self._recorder.backward_call_site)
+                values = plan.grouped(list(values))
+            trace.rebind(plan, living, values, self._recorder.backward_call_site)
         del values, living
         if self._client.observer is not None:
-            entry = None if kept is None else kept.entry
+            entry = None if plan is None else plan.entry
             self._client.observer.submitted(run.seq, entry, run.inputs, run.base)
         answer: Any = None
         if fetch is not None:
@@ -299,31 +299,31 @@ class Submitter:
         return answer
 
     def _run(
-        self, trace: Trace, kept: CachedPlan | None, reason: str, fetch: Storage | None
+        self, trace: Trace, plan: CachedPlan | None, reason: str, fetch: Storage | None
     ) -> tuple[Recorded, Iterable[RemoteValue], Regions | None]:
         """Send the run of a trace and begin a new trace, without waiting.
 
         Returns:
             The run, its outputs, and the regions of the fetched value's blocks by rank.
         """
-        entry = None if kept is None else kept.entry
-        wanted, regions = self._wanted(fetch, trace, kept)
+        entry = None if plan is None else plan.entry
+        wanted, regions = self._wanted(fetch, trace, plan)
         self._recorder.next_trace()
         inputs = trace.let_go_of_inputs()
-        provenance = self._provenance(trace.step, trace.call_sites, kept)
+        provenance = self._provenance(trace.step, trace.call_sites, plan)
         params, base = tuple(trace.params), self._client.next_output(0)
         seq, values = self._client.run(
             entry, inputs, params, wanted, provenance, reason, regions or (0,)
         )
         frees = self._client.last_frees
-        run = Recorded(seq, base, kept, provenance, params, inputs, frees, trace.shown)
+        run = Recorded(seq, base, plan, provenance, params, inputs, frees, trace.shown)
         self._record_run(run)
         return run, values, regions
 
     def _provenance(
-        self, step: TrieNode, call_sites: Sequence[CallSite | None], kept: CachedPlan | None
+        self, step: TrieNode, call_sites: Sequence[CallSite | None], plan: CachedPlan | None
     ) -> Provenance:
-        made_of = ((),) if kept is None else kept.origins
+        made_of = ((),) if plan is None else plan.origins
         return Provenance(step, call_sites, self._recorder.backward_call_site, made_of)
 
     def _record_run(self, run: Recorded) -> None:
@@ -335,7 +335,7 @@ class Submitter:
             self.rewind.forget_answered()
 
     def _wanted(
-        self, fetch: Storage | None, trace: Trace, kept: CachedPlan | None
+        self, fetch: Storage | None, trace: Trace, plan: CachedPlan | None
     ) -> tuple[tuple[int, ...], Regions | None]:
         """Return the ids of the fetched storage's blocks, and their regions by rank.
 
@@ -346,10 +346,10 @@ class Submitter:
         if fetch.remote is not None and not (fetch.serial == trace.serial and fetch.index >= 0):
             keys, sharding = fetch.remote.ids, fetch.remote.sharding
         else:
-            assert kept is not None
-            position = kept.positions[fetch.index]
-            keys = tuple([self._client.next_output(slot) for slot in kept.slots[position]])
-            sharding = kept.shardings[position]
+            assert plan is not None
+            position = plan.positions[fetch.index]
+            keys = tuple([self._client.next_output(slot) for slot in plan.slots[position]])
+            sharding = plan.shardings[position]
         if sharding is None or self._dry:
             return keys[:1], None
         return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
@@ -431,7 +431,7 @@ class Submitter:
         call_site = provenance.call_sites[-1]
         returned = [self._received(item, call_site) for item in reply.returned]
         return DataDependentReply(
-            returned, [self._adopted(made, call_site) for made in reply.written]
+            returned, [self._adopted(tensor, call_site) for tensor in reply.written]
         )
 
     def _received(self, item: Made | Several | Plain, call_site: CallSite | None) -> Any:

@@ -216,11 +216,11 @@ def _fsdp_values(step: AxisStep) -> set[int]:
 
 def _pinned(step: AxisStep) -> set[int]:
     """Return the values that are pinned along the axis, and views of them."""
-    at, stored = step.axis.at, step.axis.stored(step.graph)
+    axis_index, stored = step.axis.at, step.axis.stored(step.graph)
     pinned = {
         value
         for value, sharding in stored.items()
-        if sharding.pinned and not isinstance(sharding.placements[at], Unspecified)
+        if sharding.pinned and not isinstance(sharding.placements[axis_index], Unspecified)
     }
     for node, results in step.graph.numbered():
         if moves_elements(node) and pinned.issuperset(node.refs()):

@@ -313,69 +313,79 @@ def programs(
     bucket_bytes: int | None = None,
     backward: Collection[int] = (),
 ) -> PartitionedProgram:
-    """Return the graph of every rank, as the passes leave it; equal ones are one object.
+    """Run all passes; return the optimised graph of every rank. Equal graphs are one object.
 
     Args:
         graph: as recorded.
-        inputs: the sharding of each input; None: whole on every rank.
-        machine: its costs decide placements and the fusion of ops; None: ``cpu-generic``.
+        inputs: the sharding of each input; None: replicated.
+        machine: cost model of placements and of fusion; None: ``cpu-generic``.
         check: verify after every pass.
-        stages: gets (name of the pass, rank 0's graph after it) for each.
-        decided: gets the decisions on each axis, outermost first.
-        workers: the workers that stand for the ranks of ``mesh``, which are virtual ones then; the
-            graphs are the workers', with reductions in the order of the ranks. None: each rank is a
+        stages: list to which (name of the pass, rank 0's graph after it) is appended.
+        decided: list to which the decisions on each axis are appended, outermost first.
+        workers: the workers of the ranks of ``mesh``, which are virtual then; the result has the
+            graphs of the workers, with reductions in the order of the ranks. None: each rank is a
             worker.
-        bucket_bytes: so much travels in one collective, if that was asked for; a wrap unit may have
-            a limit of its own.
+        bucket_bytes: requested bytes of a bucket of collectives; the cap of a wrap unit takes
+            precedence.
         backward: numbers of the recorded ops of a backward pass; see ``fsdp``.
 
     Raises:
-        GraphError: a graph breaks its own rules; with ``check``, naming the pass.
-        ValueError: it has pipeline stages where it can't; see ``pipeline``.
+        GraphError: a graph is invalid; with ``check`` the error names the pass.
+        ValueError: pipeline stages are not possible; see ``pipeline``.
     """
-    whole = Sharding((R,) * len(mesh.names))
-    tidy = run_passes(graph, BEFORE_SHARDING, check, stages)
+    replicated = Sharding((R,) * len(mesh.names))
+    prepared = run_passes(graph, BEFORE_SHARDING, check, stages)
     machine = machine or default_machine("cpu")
-    shardings = [given or whole for given in inputs]
-    tidy = reshard_after_forward(tidy, stored_shardings(tidy, mesh, shardings), backward)
+    shardings = [sharding or replicated for sharding in inputs]
+    prepared = reshard_after_forward(
+        prepared, stored_shardings(prepared, mesh, shardings), backward
+    )
     cap = WORTH_KEEPING if bucket_bytes is None else bucket_bytes
-    tidy = gradients_in_blocks(tidy, mesh, stored_shardings(tidy, mesh, shardings), backward, cap)
-    axis = pipeline_axis(tidy, mesh, shardings, workers)
+    prepared = gradients_in_blocks(
+        prepared, mesh, stored_shardings(prepared, mesh, shardings), backward, cap
+    )
+    axis = pipeline_axis(prepared, mesh, shardings, workers)
     if axis is None:
-        program = shard(tidy, mesh, shardings, machine, decided)
+        program = shard(prepared, mesh, shardings, machine, decided)
     else:
-        program = shard_stages(tidy, mesh, axis, shardings, machine, decided)
+        program = shard_stages(prepared, mesh, axis, shardings, machine, decided)
     if workers is None:
         program = replace(program, graphs=tuple(reduced_once(program.graphs, backward)))
     if stages is not None:
         stages.append(("shard", program.graphs[0]))
     if workers is not None:
-        given = [sharding.placements for sharding in shardings]
-        kept = [output.placements for output in program.outputs]
-        program = replace(program, graphs=merged(program.graphs, given, kept, workers))
+        input_placements = [sharding.placements for sharding in shardings]
+        output_placements = [output.placements for output in program.outputs]
+        program = replace(
+            program, graphs=merged(program.graphs, input_placements, output_placements, workers)
+        )
         if stages is not None:
             stages.append(("merge", program.graphs[0]))
-    places = (workers or VirtualMesh(mesh, mesh)).slots(shardings)
+    slots_of_inputs = (workers or VirtualMesh(mesh, mesh)).slots(shardings)
     units = {
         number: stored.unit
-        for stored, numbers in zip(shardings, places, strict=True)
+        for stored, numbers in zip(shardings, slots_of_inputs, strict=True)
         if stored.unit is not None
         for number in numbers
     }
     caps = _bucket_caps(bucket_bytes, machine, units)
     graphs = classified(program.graphs)
-    apart = overlapped(graphs, mesh if workers is None else workers.workers, caps, backward)
+    overlapped_graphs = overlapped(
+        graphs, mesh if workers is None else workers.workers, caps, backward
+    )
     if stages is not None:
-        stages.append(("overlap", apart[0]))
+        stages.append(("overlap", overlapped_graphs[0]))
 
     passes = priced(AFTER_SHARDING, machine)
 
     def finished(graph: Graph) -> Graph:
-        whole = run_passes(graph, passes, check, stages if graph is apart[0] else None)
-        verify(whole)
-        return whole
+        optimised = run_passes(
+            graph, passes, check, stages if graph is overlapped_graphs[0] else None
+        )
+        verify(optimised)
+        return optimised
 
-    return replace(program, graphs=tuple(by_class(finished, apart)))
+    return replace(program, graphs=tuple(by_class(finished, overlapped_graphs)))
 
 
 def _bucket_caps(requested: int | None, machine: Machine, units: Mapping[int, FSDPUnit]) -> Caps:

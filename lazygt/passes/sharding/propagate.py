@@ -214,11 +214,14 @@ class _Propagation:
         chains, metas, annotations = self._chains, self._metas, self._annotations
         seeds = find_seeds(chains, metas, self._catalogue, annotations, self._reached, self._bits)
         self._seeds = seeds.results
-        for at in seeds.results:
-            self._seen[at] = None
+        for number in seeds.results:
+            self._seen[number] = None
         for value, placements in seeds.values.items():
             self._reached[value] |= reduce(or_, map(self._bits.cut, placements))
-        return {*seeds.results, *[at for value in seeds.values for at in self._users[value]]}
+        return {
+            *seeds.results,
+            *[number for value in seeds.values for number in self._users[value]],
+        }
 
     def _run_rounds(self, next_round: set[int]) -> None:
         """Visit nodes in rounds until nothing changes.
@@ -438,22 +441,22 @@ class _Propagation:
         result_shards = [shard_bit(placement) for placement in strategy.outputs]
         return not any(result_shards) or any(map(and_, result_shards, results))
 
-    def masks(self, at: int) -> Masks:
+    def masks(self, number: int) -> Masks:
         """Return the mask of each operand of a node; 0 for an operand gathered for the node."""
-        masks = tuple(map(self._reached.__getitem__, self._nodes[at][1]))
-        if at not in self._gathered:
+        masks = tuple(map(self._reached.__getitem__, self._nodes[number][1]))
+        if number not in self._gathered:
             return masks
-        gathered = self._gathered[at]
+        gathered = self._gathered[number]
         return tuple(
             [0 if is_gathered else mask for mask, is_gathered in zip(masks, gathered, strict=True)]
         )
 
-    def pins(self, at: int) -> Pins:
+    def pins(self, number: int) -> Pins:
         """Return the required placement of each operand; empty if there are no pins."""
-        refs, pinned, stored = self._nodes[at][1], self._pinned, self._stored
+        refs, pinned, stored = self._nodes[number][1], self._pinned, self._stored
         if self._pinned_or_stored.isdisjoint(refs):
             return ()
-        gathered = self._gathered.get(at) or (False,) * len(refs)
+        gathered = self._gathered.get(number) or (False,) * len(refs)
         return tuple([
             Replicate() if is_gathered else pinned.get(value) or stored.get(value)
             for value, is_gathered in zip(refs, gathered, strict=True)

@@ -209,12 +209,14 @@ def _forbid_moves(step: AxisStep, question: Question, value: int) -> Iterator[Fa
     """Yield infinite cost for every joint choice that moves a value between ranks."""
     variable, options = _maker(step, question, value)
     if value in question.kept:
-        kept, kept_options = question.kept[value]
+        own_variable, kept_options = question.kept[value]
         yield from _forbid_joint_moves(
-            variable, options, kept, tuple([option[:1] for option in kept_options])
+            variable, options, own_variable, tuple([option[:1] for option in kept_options])
         )
-        yield Factor((kept,), _forbidding([_needs_collective(o[:1], o[1:]) for o in kept_options]))
-        variable, options = kept, kept_options
+        yield Factor(
+            (own_variable,), _forbidding([_needs_collective(o[:1], o[1:]) for o in kept_options])
+        )
+        variable, options = own_variable, kept_options
     for number, node in enumerate(step.graph.nodes):
         positions = [position for position, ref in enumerate(node.refs()) if ref == value]
         if positions:
@@ -253,7 +255,9 @@ def _maker(step: AxisStep, question: Question, value: int) -> tuple[int | None, 
 
 def _forbid_joint_moves(a: int | None, have: Options, b: int, want: Options) -> Iterator[Factor]:
     """Yield infinite cost for the joint choices of two variables that need a collective."""
-    table = _forbidding([[_needs_collective(had, wanted) for wanted in want] for had in have])
+    table = _forbidding(
+        [[_needs_collective(available, wanted) for wanted in want] for available in have]
+    )
     if a is None:
         yield Factor((b,), table[0])
     elif a != b:
@@ -262,7 +266,7 @@ def _forbid_joint_moves(a: int | None, have: Options, b: int, want: Options) -> 
 
 def _needs_collective(have: Copies, want: Copies) -> bool:
     """Return whether a wanted placement needs a collective from all placements at hand."""
-    return any(all(reshard_kind(had, wanted) != "" for had in have) for wanted in want)
+    return any(all(reshard_kind(available, wanted) != "" for available in have) for wanted in want)
 
 
 def _free_output_options(have: Options) -> list[tuple[Placement, ...]]:
@@ -363,8 +367,10 @@ def _reason(step: AxisStep, group: Sequence[_Met], cost: float) -> CostReason:
 
 
 def _seconds(step: AxisStep, records: Iterable[Communication]) -> float:
-    machine, parts = step.axis.machine, step.axis.parts
-    return sum(collective_seconds(machine, record.kind, record.nbytes, parts) for record in records)
+    machine, axis_size = step.axis.machine, step.axis.parts
+    return sum(
+        collective_seconds(machine, record.kind, record.nbytes, axis_size) for record in records
+    )
 
 
 # -- collectives of a program ---------------------------------------------------------------------

@@ -84,18 +84,18 @@ class Bits:
 
 
 def union(
-    strategies: Sequence[Sequence[Placement]], places: int, bit: Callable[[Placement], int]
+    strategies: Sequence[Sequence[Placement]], count: int, bit: Callable[[Placement], int]
 ) -> list[int]:
     """Return for each position the mask of its placements over all strategies.
 
     Args:
         strategies: of each strategy the placements of its operands, or results.
-        places: number of positions.
+        count: number of positions.
         bit: gives the bit of a placement.
     """
     return [
-        reduce(or_, [bit(placements[place]) for placements in strategies], 0)
-        for place in range(places)
+        reduce(or_, [bit(placements[position]) for placements in strategies], 0)
+        for position in range(count)
     ]
 
 
@@ -236,10 +236,14 @@ class _Search:
     """
 
     def __init__(
-        self, chains: DefUse, metas: Metas, catalogue: StrategyCatalogue, cut: Mapping[int, Shard]
+        self,
+        chains: DefUse,
+        metas: Metas,
+        catalogue: StrategyCatalogue,
+        sharded: Mapping[int, Shard],
     ) -> None:
         self.found: dict[int, set[StridedShard]] = {}
-        self._chains, self._metas, self._catalogue, self._cut = chains, metas, catalogue, cut
+        self._chains, self._metas, self._catalogue, self._cut = chains, metas, catalogue, sharded
         self._seen: set[tuple[int, Cut]] = set()
 
     def back_beside(self, value: int, dim: int) -> None:
@@ -276,7 +280,7 @@ class _Search:
         number, result_index = producer
         node, refs, _ = self._chains.nodes[number]
         if node.op in views.RESHAPES:
-            result_shape, operand_shape = (self._shape(value_) for value_ in (value, refs[0]))
+            result_shape, operand_shape = (self._shape(either) for either in (value, refs[0]))
             source = views.viewed(placement, result_shape, operand_shape, self._catalogue.parts)
             if source is not None:
                 yield refs[0], source
@@ -296,7 +300,7 @@ class _Search:
 
 
 def _embedded_gradients(
-    nodes: Sequence[tuple[int, Node]], metas: Metas, parts: int
+    nodes: Sequence[tuple[int, Node]], metas: Metas, axis_size: int
 ) -> dict[int, StridedShard]:
     """Return the interleaved placements of gradients that are embedded in zeros of one shape.
 
@@ -305,7 +309,7 @@ def _embedded_gradients(
     borders: defaultdict[tuple[tuple[int, ...], int], set[int]] = defaultdict(set)
     embedded = []
     for node_number, node in nodes:
-        call = Call(node, metas, parts)
+        call = Call(node, metas, axis_size)
         if node.op in packed.PUTS_AMONG and type(call["start"]) is type(call["end"]) is int:
             shape = tuple(call["input_sizes"])
             dim = call.dim("dim", len(shape))

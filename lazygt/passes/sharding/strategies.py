@@ -30,7 +30,7 @@ from lazygt.passes.sharding.rules.strategy import Call, LocalLowering, Metas, St
 def strided_strategies(
     node: Node,
     metas: Metas,
-    parts: int,
+    axis_size: int,
     strategies: Sequence[Strategy],
     position: int,
     placement: StridedShard,
@@ -43,13 +43,13 @@ def strided_strategies(
         placement: of the operand.
     """
     if node.op in views.RESHAPES:
-        strategy = views.view_row(Call(node, metas, parts), placement)
+        strategy = views.view_row(Call(node, metas, axis_size), placement)
         return [] if strategy is None else [strategy]
-    if node.op in packed.TAKES_APART and packed.cut_dim(node, metas, parts) == placement.dim:
-        strategy = packed.taken_apart(Call(node, metas, parts), placement)
+    if node.op in packed.TAKES_APART and packed.cut_dim(node, metas, axis_size) == placement.dim:
+        strategy = packed.taken_apart(Call(node, metas, axis_size), placement)
         return [] if strategy is None else [strategy]
-    if node.op in packed.HALVES and packed.cut_dim(node, metas, parts) == placement.dim:
-        strategy = packed.halves(Call(node, metas, parts), placement)
+    if node.op in packed.HALVES and packed.cut_dim(node, metas, axis_size) == placement.dim:
+        strategy = packed.halves(Call(node, metas, axis_size), placement)
         return [] if strategy is None else [strategy]
     tensors = [metas[number] for number in node.refs()]
     candidates = (
