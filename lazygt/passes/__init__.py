@@ -11,18 +11,18 @@ from lazygt.passes.lifetime import Lifetime
 
 #: Passes on a program, for any number of ranks.
 BEFORE_SHARDING: tuple[Pass, ...] = (Fold(), CommonSubexpressions(), DeadCode())
-#: Passes on the program of one rank, be it the only one or not.
+#: Passes on one rank's program.
 _ON_ONE_RANK: tuple[Pass, ...] = (Foreach(), Lifetime(), Fuse())
 
 #: All passes on a program that one worker runs.
 PIPELINE = BEFORE_SHARDING + _ON_ONE_RANK
-#: Passes on each rank's program, once ``sharding`` has made one for each.
+#: Passes on each rank's program after ``sharding``.
 AFTER_SHARDING = (*_ON_ONE_RANK, Unpack())
 
 
 def priced(passes: tuple[Pass, ...], machine: Machine) -> tuple[Pass, ...]:
-    """Return the same passes; those that weigh costs use the machine's."""
-    return tuple([Fuse(machine) if each.name == Fuse.name else each for each in passes])
+    """Return the passes with the machine's cost model in ``Fuse``."""
+    return tuple([Fuse(machine) if step.name == Fuse.name else step for step in passes])
 
 
 __all__ = ["AFTER_SHARDING", "BEFORE_SHARDING", "PIPELINE", "Pass", "priced", "run_passes"]

@@ -1,7 +1,7 @@
 """Common base of passes: their contract, and the one way to rebuild a graph.
 
-A pass never edits a graph. It gives the nodes in their new order and the values that replace
-others, all in the numbers of the given graph; ``rebuild`` renumbers.
+A pass never edits a graph. A pass passes the nodes in their new order, and a map of replaced
+values, to ``rebuild``, which numbers all values anew.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class Pass(Protocol):
     """Protocol of a pass: a name and one method.
 
     A pass may compare sizes for equality; all other decisions by sizes go through
-    ``passes.questions``. It puts no computed size into a graph: it does not run again for a program
-    in other sizes, as long as its questions have the same answers.
+    ``passes.questions``. A pass puts no computed size into a graph, because its result is reused
+    for the same program in other sizes as long as its questions have the same answers.
     """
 
     name: str
 
     def run(self, graph: Graph) -> Graph:
-        """Return a graph with the same outputs for the same inputs; ``graph`` if it is best."""
+        """Return an equivalent graph; ``graph`` itself where nothing changes."""
 
 
 class Placed(NamedTuple):
-    """A node in its new place.
+    """Node of a new graph, described in the value numbers of the old graph.
 
     Attributes:
         node: with values numbered as in the old graph.
-        results: the old numbers of its results.
-        source: the old node that it comes from, which gives its line and origin.
+        results: the numbers of its results in the old graph.
+        source: the number of the old node that gives the source line and origin.
     """
 
     node: Node
@@ -58,7 +58,7 @@ def run_passes(
 
     Args:
         check: verify the graph after every pass.
-        stages: gets (name of the pass, the graph after it) for each.
+        stages: list to which (name of the pass, the graph after it) is appended.
 
     Raises:
         GraphError: with ``check``, naming the pass that broke a rule and those before it.
@@ -81,19 +81,21 @@ def run_passes(
 
 
 def placed(graph: Graph) -> list[Placed]:
-    """Return every node at its place."""
+    """Return every node in order, with the numbers of its results."""
     return [
         Placed(node, results, number) for number, (node, results) in enumerate(graph.numbered())
     ]
 
 
-def rebuild(graph: Graph, rows: Sequence[Placed], same: Mapping[int, int] | None = None) -> Graph:
-    """Return the graph with these nodes in this order.
+def rebuild(
+    graph: Graph, rows: Sequence[Placed], replaced: Mapping[int, int] | None = None
+) -> Graph:
+    """Return the graph with these nodes in this order, all values numbered anew.
 
     Args:
-        same: value -> the value that stands for it from now on.
+        replaced: replaced value -> the value that its readers use instead.
     """
-    numbers = _new_numbers(graph, rows, same or {})
+    numbers = _new_numbers(graph, rows, replaced or {})
     nodes = tuple([renumbered(row.node, numbers) for row in rows])
     outputs = tuple([numbers[value] for value in graph.outputs])
     lines = tuple([graph.line(row.source) for row in rows]) if graph.lines else ()
@@ -101,24 +103,27 @@ def rebuild(graph: Graph, rows: Sequence[Placed], same: Mapping[int, int] | None
     return Graph(graph.inputs, graph.params, nodes, outputs, lines, origins)
 
 
-def _new_numbers(graph: Graph, rows: Sequence[Placed], same: Mapping[int, int]) -> dict[int, int]:
+def _new_numbers(
+    graph: Graph, rows: Sequence[Placed], replaced: Mapping[int, int]
+) -> dict[int, int]:
+    """Return old number -> new number of every value; a replaced value gets its target's number."""
     numbers = {value: value for value in range(len(graph.inputs))}
     count = len(numbers)
     for row in rows:
         for value in row.results:
             numbers[value] = count
             count += 1
-    for value in same:
-        kept = value
-        while kept in same:
-            kept = same[kept]
-        if kept in numbers:  # else both are dead
-            numbers[value] = numbers[kept]
+    for value in replaced:
+        target = value
+        while target in replaced:
+            target = replaced[target]
+        if target in numbers:  # otherwise both are dead
+            numbers[value] = numbers[target]
     return numbers
 
 
 def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
-    """Return the node with other numbers for the values; itself when they are the same."""
+    """Return the node with its values renumbered; the same object if no number changes."""
     changed = False
     args: list[Arg] = []
     for arg in node.args:
@@ -151,6 +156,7 @@ def _renumbered_arg(arg: Arg, numbers: Mapping[int, int]) -> Arg:
 
 
 def _is(a: Arg, b: Arg) -> bool:
+    """Return whether two arguments are one object."""
     return a is b
 
 
@@ -167,8 +173,8 @@ def moving_views(graph: Graph) -> dict[int, int]:
     """Return the values at offsets that are known only when the graph runs.
 
     Returns:
-        Each with the view that begins there. Two such views may overlap although their metas
-        differ, and lie apart although their metas are equal.
+        Value -> the view that sets the offset. Two of these views may overlap although their metas
+        differ, and be disjoint although their metas are equal.
     """
     views: dict[int, int] = {}
     for node, results in graph.numbered():
@@ -185,9 +191,9 @@ def moving_views(graph: Graph) -> dict[int, int]:
 
 
 def written_through(graph: Graph) -> set[int]:
-    """Return the values that some node writes, and all the values that those are views of.
+    """Return the values that some node writes, with all bases of written views.
 
-    Replacing one of them would be right, but would turn a write in place into a copy.
+    Replacing such a value would be correct, but would turn a write in place into a copy.
     """
     sources: dict[int, int] = {}
     written: set[int] = set()
@@ -211,102 +217,106 @@ class Dependencies(NamedTuple):
     """Constraints on the order of a graph's nodes.
 
     Attributes:
-        before: for each node the numbers of the nodes that have to run before it: the makers of
-            its operands; for a write the earlier readers of that memory, so that a write in place
-            stays one; for a read of memory the last write to it, so that old and new versions
-            never meet in one node; for a node with an effect the last such before it.
-        memory: for each value the first value in the same memory.
+        before: for each node the numbers of its predecessors: the producers of its operands; for a
+            write the earlier readers of that memory (write after read); for a read the last write
+            to that memory (read after write); for a node with an effect the previous node with one.
+        memory: for each value the first value in the same memory, which identifies the memory.
     """
 
     before: list[set[int]]
     memory: list[int]
 
 
-def dependencies(graph: Graph, in_turn: Callable[[Node], bool] = has_effect) -> Dependencies:
+def dependencies(graph: Graph, is_ordered: Callable[[Node], bool] = has_effect) -> Dependencies:
     """Return the constraints on the order of the nodes; linear in their number.
 
     Args:
-        in_turn: the nodes that keep their order among each other.
+        is_ordered: predicate of the nodes that keep their order among each other.
     """
     count = len(graph.values)
-    maker = [-1] * count
-    home = list(range(count))
-    #: memory -> nodes that have read it since it was last written
-    readers: dict[int, list[int]] = {}
-    #: memory -> the node that wrote it last
-    writer: dict[int, int] = {}
-    last_effect = -1
+    producer = [-1] * count
+    memory_of = list(range(count))
+    #: memory -> nodes that read the memory since its last write
+    readers_of: dict[int, list[int]] = {}
+    #: memory -> the node of its last write
+    writer_of: dict[int, int] = {}
+    last_ordered = -1
     constraints = []
     for number, (node, results) in enumerate(graph.numbered()):
-        before = {maker[value] for value in node.refs()}
-        before.update(writer.get(home[value], -1) for value in node.refs())
-        for target in _targets(node):
-            before.add(maker[target])
-            before.update(readers.pop(home[target], ()))
-            writer[home[target]] = number
+        predecessors = {producer[value] for value in node.refs()}
+        predecessors.update(writer_of.get(memory_of[value], -1) for value in node.refs())
+        for target in _written_values(node):
+            predecessors.add(producer[target])
+            predecessors.update(readers_of.pop(memory_of[target], ()))
+            writer_of[memory_of[target]] = number
         for value in node.refs():
-            readers.setdefault(home[value], []).append(number)
-        if in_turn(node):
-            before.add(last_effect)
-            last_effect = number
-        for value, where in zip(results, _homes(node, results), strict=True):
-            maker[value], home[value] = number, home[where]
-        before.discard(-1)
-        before.discard(number)
-        constraints.append(before)
-    return Dependencies(constraints, home)
+            readers_of.setdefault(memory_of[value], []).append(number)
+        if is_ordered(node):
+            predecessors.add(last_ordered)
+            last_ordered = number
+        for value, alias in zip(results, _memory_aliases(node, results), strict=True):
+            producer[value], memory_of[value] = number, memory_of[alias]
+        predecessors.discard(-1)
+        predecessors.discard(number)
+        constraints.append(predecessors)
+    return Dependencies(constraints, memory_of)
 
 
-def _targets(node: Node) -> Sequence[int]:
+def _written_values(node: Node) -> Sequence[int]:
     return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
 
 
-def _homes(node: Node, results: range) -> list[int]:
-    """Return for each result a value in the same memory: its own number for new memory."""
+def _memory_aliases(node: Node, results: range) -> list[int]:
+    """Return for each result a value in the same memory: the result itself for new memory."""
     if node.op == WRITE_BACK:
         return [node.args[0].index]
     source = view_source(node)
     if source is not None:
         return [source] * len(results)
-    fresh = list(results[: len(node.fresh)])
-    return [*fresh, *node.writes] if not node.dynamic else fresh
+    new_outputs = list(results[: len(node.fresh)])
+    return [*new_outputs, *node.writes] if not node.dynamic else new_outputs
 
 
 def scheduled(before: Sequence[set[int]], groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return a topological order of all nodes, the members of a group side by side.
+    """Return a topological order (Kahn's algorithm) with the members of each group side by side.
 
-    A group stands where its last member stood, everything else as early as it did. No path may
-    lead from one member of a group to another by way of a node outside of it.
+    Each group is contracted to one unit, at the position of its last member. All other nodes keep
+    their order. No path may lead from one member of a group to another through a node outside of
+    the group.
+
+    Args:
+        before: for each node the numbers of its predecessors.
+        groups: lists of node numbers.
 
     Returns:
         The groups and single nodes, as lists of node numbers.
     """
-    unit = list(range(len(before)))
+    unit_of = list(range(len(before)))
     for group in groups:
         for member in group:
-            unit[member] = group[-1]
+            unit_of[member] = group[-1]
     members: dict[int, list[int]] = {}
-    for number, name in enumerate(unit):
-        members.setdefault(name, []).append(number)
-    waits: dict[int, set[int]] = {
-        name: {unit[other] for number in inside for other in before[number]} - {name}
-        for name, inside in members.items()
+    for number, unit in enumerate(unit_of):
+        members.setdefault(unit, []).append(number)
+    predecessors: dict[int, set[int]] = {
+        unit: {unit_of[other] for number in unit_members for other in before[number]} - {unit}
+        for unit, unit_members in members.items()
     }
-    followers: dict[int, list[int]] = {}
-    for name, others in waits.items():
+    successors: dict[int, list[int]] = {}
+    for unit, others in predecessors.items():
         for other in others:
-            followers.setdefault(other, []).append(name)
-    missing = {name: len(others) for name, others in waits.items()}
-    ready = [name for name, count in missing.items() if not count]
+            successors.setdefault(other, []).append(unit)
+    in_degree = {unit: len(others) for unit, others in predecessors.items()}
+    ready = [unit for unit, count in in_degree.items() if not count]
     heapq.heapify(ready)
     order = []
     while ready:
-        name = heapq.heappop(ready)
-        order.append(members[name])
-        for follower in followers.get(name, ()):
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(ready, follower)
+        unit = heapq.heappop(ready)
+        order.append(members[unit])
+        for successor in successors.get(unit, ()):
+            in_degree[successor] -= 1
+            if not in_degree[successor]:
+                heapq.heappush(ready, successor)
     assert len(order) == len(members), "groups depend on each other"
     return order
 
@@ -315,18 +325,21 @@ def scheduled(before: Sequence[set[int]], groups: Sequence[Sequence[int]]) -> li
 
 
 def is_uninitialized(node: Node) -> bool:
-    """Return whether a node makes uninitialised memory."""
+    """Return whether a node allocates uninitialised memory."""
     return ".empty" in node.op or ".new_empty" in node.op
 
 
 def uninitialized(meta: TensorMeta) -> Node:
-    """Return the node that makes such memory."""
+    """Return the node that allocates an uninitialised tensor of this meta."""
     kwargs = (("dtype", meta.dtype), ("device", DEVICE))
     return Node("aten.empty_strided.default", (meta.shape, meta.stride), kwargs, (meta,))
 
 
 def without_likenesses(graph: Graph) -> Graph:
-    """Return the graph with such memory made by its shape, not in the likeness of a value."""
+    """Return the graph with ``empty_like`` and the like replaced by ``empty_strided``.
+
+    The new nodes have no operands, so they depend on no other value.
+    """
     nodes = list(graph.nodes)
     for number, node in enumerate(nodes):
         if is_uninitialized(node) and node.refs() and (meta := node.fresh[0]) is not None:

@@ -1,6 +1,6 @@
-"""Classes of equal ranks: the program of all ranks of a class is made once.
+"""Equivalence classes of ranks with equal programs; each class is processed once.
 
-A class has one graph object, which stands at the place of each of its ranks.
+In a list of the ranks' graphs, all ranks of a class share one graph object.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ T = TypeVar("T")
 
 
 def classes(graphs: Sequence[Graph]) -> list[Graph]:
-    """Return the graph of each class, in the order of their first ranks."""
+    """Return the distinct graph objects, in the order of their first ranks."""
     return list({id(graph): graph for graph in graphs}.values())
 
 
 def by_class(change: Callable[[Graph], T], graphs: Sequence[Graph]) -> list[T]:
-    """Return a function's result for the graph of each rank, with one call a class."""
+    """Map a function over the ranks' graphs, with one call for each distinct graph object."""
     results = {id(graph): change(graph) for graph in classes(graphs)}
     return [results[id(graph)] for graph in graphs]
 
 
 def same(a: Graph, b: Graph) -> bool:
-    """Return whether two ranks run equal graphs, even if these are different objects."""
+    """Return whether two graphs are equal, even if they are different objects."""
     return a is b or (a.inputs == b.inputs and a == b)
 
 
 def classified(graphs: Sequence[Graph]) -> list[Graph]:
-    """Return the graphs, with one object for those that are the same."""
-    firsts: list[Graph] = []
+    """Return the graphs with equal ones replaced by one object."""
+    distinct: list[Graph] = []
 
-    def first(graph: Graph) -> Graph:
-        known = next((other for other in firsts if same(other, graph)), None)
-        if known is None:
-            firsts.append(graph)
-        return known or graph
+    def canonical(graph: Graph) -> Graph:
+        equal = next((candidate for candidate in distinct if same(candidate, graph)), None)
+        if equal is None:
+            distinct.append(graph)
+        return equal or graph
 
-    return by_class(first, graphs)
+    return by_class(canonical, graphs)

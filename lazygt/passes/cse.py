@@ -1,8 +1,8 @@
-"""cse: common subexpression elimination. Equal pure nodes become one.
+"""cse: common subexpression elimination; dce: dead code elimination.
 
-Bit for bit. Never merged: random ops, uninitialised memory, nodes that write or are written,
-fused nodes. A result is not kept alive for a later twin of its node either: a program that computes
-something twice to save memory (activation checkpointing) keeps that saving.
+Results do not change by a bit. Never merged: random ops, uninitialised memory, nodes that write or
+are written, fused nodes. A dead result is not kept alive for a later equal node either: a program
+that computes a value twice to save memory (activation checkpointing) keeps that saving.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from lazygt.passes.base import Placed, placed, rebuild, written_through
 from lazygt.passes.fold import is_view
 from lazygt.passes.questions import ask, fits
 
-# -- dce: dead code elimination. Values without readers are not computed ---------------------------
-# Bit for bit. Random ops stay even without readers: each draws from the one generator, and the
-# numbers of those after it must not depend on liveness.
+# -- dce: dead code elimination --------------------------------------------------------------------
+# Random ops stay even without readers: each advances the one generator, and the numbers of later
+# random ops must not depend on liveness.
 
 
 class DeadCode:
-    """Removal of nodes with unread results, from the last to the first."""
+    """Dead code elimination in one walk from the last node to the first."""
 
     name = "dce"
 
     def run(self, graph: Graph) -> Graph:
-        needed = set(graph.outputs)
-        kept = []
+        live = set(graph.outputs)
+        live_rows = []
         for row in reversed(placed(graph)):
-            if has_effect(row.node) or not needed.isdisjoint(row.results):
-                needed.update(row.node.refs())
-                needed.update(row.node.writes)
-                kept.append(row)
-        if len(kept) == len(graph.nodes):
+            if has_effect(row.node) or not live.isdisjoint(row.results):
+                live.update(row.node.refs())
+                live.update(row.node.writes)
+                live_rows.append(row)
+        if len(live_rows) == len(graph.nodes):
             return graph
-        kept.reverse()
-        return rebuild(graph, kept)
+        live_rows.reverse()
+        return rebuild(graph, live_rows)
 
 
-# -- cse: common subexpression elimination. Equal pure nodes become one ----------------------------
+# -- cse: common subexpression elimination ---------------------------------------------------------
 
-#: A result of so many bytes may live longer for the sake of a later twin.
+#: Most bytes of a dead result that is kept alive for a later equal node.
 _SMALL = 4096
 
 
@@ -55,29 +55,29 @@ class CommonSubexpressions:
         uses = last_uses(graph)
         written = written_through(graph)
         first: dict[Any, Placed] = {}
-        same: dict[int, int] = {}
+        merged: dict[int, int] = {}
         rows = []
         for row in placed(graph):
             if not may_merge(row, written):
                 rows.append(row)
                 continue
-            key = key_of(row.node, same)
+            key = key_of(row.node, merged)
             earlier = first.setdefault(key, row)
             if earlier is row or not _alive(earlier, row.source, uses):
                 first[key] = row
                 rows.append(row)
                 continue
-            for value, kept in zip(row.results, earlier.results, strict=True):
-                same[value] = kept
-                uses[kept] = max(uses[kept], uses[value])
-        return rebuild(graph, rows, same) if same else graph
+            for value, earlier_value in zip(row.results, earlier.results, strict=True):
+                merged[value] = earlier_value
+                uses[earlier_value] = max(uses[earlier_value], uses[value])
+        return rebuild(graph, rows, merged) if merged else graph
 
 
 def may_merge(row: Placed, written: set[int]) -> bool:
-    """Return whether a node's results may be those of an equal one.
+    """Return whether a node may be replaced by an equal earlier node.
 
     Args:
-        written: see ``written_through``.
+        written: values that some node writes; see ``written_through``.
     """
     node = row.node
     return not (
@@ -90,7 +90,7 @@ def may_merge(row: Placed, written: set[int]) -> bool:
 
 
 def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
-    """Return whether earlier results are alive at node ``number``, or cost next to nothing."""
+    """Return whether earlier results are alive at node ``number``, are views, or are small."""
     if is_view(earlier.node):
         return True
     return all(
@@ -99,21 +99,21 @@ def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
     )
 
 
-def key_of(node: Node, same: dict[int, int]) -> Any:
-    """Return a key that is equal for nodes that compute the same.
+def key_of(node: Node, merged: dict[int, int]) -> Any:
+    """Return a hashable key that is equal for nodes that compute the same.
 
     Args:
-        same: value -> the value that it is the same as.
+        merged: merged value -> the value that replaces it.
     """
-    kwargs = tuple([(name, _named(arg, same)) for name, arg in node.kwargs])
-    return node.op, tuple([_named(arg, same) for arg in node.args]), kwargs
+    kwargs = tuple([(name, _arg_key(arg, merged)) for name, arg in node.kwargs])
+    return node.op, tuple([_arg_key(arg, merged) for arg in node.args]), kwargs
 
 
-def _named(arg: Arg, same: dict[int, int]) -> Any:
-    """Return an argument as part of a key."""
+def _arg_key(arg: Arg, merged: dict[int, int]) -> Any:
+    """Return the hashable key of an argument."""
     kind = type(arg)
     if kind is Ref:
-        return Ref, same.get(arg.index, arg.index)
+        return Ref, merged.get(arg.index, arg.index)
     if kind is tuple:
-        return tuple([_named(item, same) for item in arg])
+        return tuple([_arg_key(item, merged) for item in arg])
     return exact(arg)

@@ -1,19 +1,19 @@
-"""fold: constant folding, and removal of ops that change nothing.
+"""fold: constant folding, and removal of ops without effect.
 
-Bit for bit, and therefore conservative: ``x + 0`` goes away for whole numbers, but not for floats,
-where it turns -0.0 into 0.0, and ``x * 1`` not for 16-bit floats, where it changes a NaN's bits.
-Python numbers are known only at run time, so only numbers that torch itself put into the program
-are folded (``ones_like`` at the start of a backward pass).
+Results do not change by a bit, so the rules are conservative: ``x + 0`` is removed for integers,
+but not for floats, where it turns -0.0 into 0.0, and ``x * 1`` not for 16-bit floats, where it
+changes a NaN's bits. Python numbers are known only at run time, so only numbers that torch itself
+put into the program are folded (``ones_like`` at the start of a backward pass).
 
 - a view equal to an earlier view in its chain: ``t(t(x))``, ``view(view(x))``
-- a view of a view of contiguous memory: one view
-- a write through a view of all of a value, as gradients are added up through ``t(t(x))``
-- ``x + 0``, ``x - 0``, ``x * 1``, ``x / 1``, ``-(-x)``, with a literal or a tensor of one number
-- a cast there and back, and a cast through a dtype that loses nothing; a copy that is never written
-- arithmetic on constants: a constant
+- a view of a view of contiguous memory, merged to one view
+- a write through a view of all of a value, as in gradient accumulation through ``t(t(x))``
+- ``x + 0``, ``x - 0``, ``x * 1``, ``x / 1``, ``-(-x)``, with a literal or a constant tensor
+- a cast and its inverse, and a cast through a wider dtype; a copy that is never written
+- arithmetic on constants, replaced by its result
 
-A value replaces a copy of it only if its memory is neither written nor larger than the copy: the
-copy may be there to free the larger memory.
+A value replaces a copy of itself only if its memory is neither written nor larger than the copy:
+the copy may be there to free the larger memory.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from lazygt.graph.ops import overload
 from lazygt.passes.base import Placed, placed, rebuild, view_source, written_through
 from lazygt.passes.questions import ask, row_major
 
-#: A value that stands for the node's result, a node in its stead, or None: leave it.
+#: The value that replaces the node's result, the node that replaces the node, or None: no change.
 Folded = int | Node | None
 Number = bool | int | float
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
-#: Views that their schema does not declare.
+#: Ops with results that are views although their schemas do not say so.
 _UNDECLARED_VIEWS = ("aten._unsafe_view.default", "aten._reshape_alias.default",
                      "aten.lift.default", "aten.lift_fresh.default")  # fmt: skip
-#: Dtypes with a kernel for all arithmetic. For any other the worker reports a missing kernel.
+#: Dtypes with a kernel for all arithmetic. Other dtypes are left to the worker, which reports a
+#: missing kernel.
 _COMPUTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
              torch.int16, torch.int8, torch.uint8, torch.bool)  # fmt: skip
 _FILLED = {"zeros": 0, "ones": 1, "zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
@@ -54,13 +55,13 @@ _WIDER = {
 
 
 def is_view(node: Node) -> bool:
-    """Return whether results surely lie in the operand's memory (in ``view_source`` maybe)."""
+    """Return whether a node's results are always views (for ``view_source``: possibly)."""
     f = op_facts(node)
     return f is not None and not node.writes and (f.views or node.op in _UNDECLARED_VIEWS)
 
 
 class Fold:
-    """One walk from the first node to the last; each rule sees its operands already folded."""
+    """Constant folding in one walk from the first node to the last; operands are folded first."""
 
     name = "fold"
 
@@ -69,16 +70,19 @@ class Fold:
 
 
 class _Fold:
+    """State of the walk: replaced values, and facts about values."""
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.metas = graph.values
         self.written = written_through(graph)
-        self.same: dict[int, int] = {}
-        #: value -> the node that makes it, with folded operands
+        #: folded value -> the value that replaces it
+        self.replaced: dict[int, int] = {}
+        #: value -> its producer, with folded operands
         self.makers: dict[int, Node] = {}
         #: view -> the first value of its chain
         self.roots: dict[int, int] = {}
-        #: value -> the common number of all its elements
+        #: constant value -> the number that all its elements have
         self.numbers: dict[int, Number] = {}
 
     def run(self) -> Graph:
@@ -87,18 +91,19 @@ class _Fold:
         for row in placed(self.graph):
             folded = self._folded(row)
             if type(folded) is int:
-                self.same[row.results[0]] = folded
+                self.replaced[row.results[0]] = folded
                 changed = True
                 continue
             node = folded if isinstance(folded, Node) else row.node
-            self._learn_root(node, row)
+            self._record_root(node, row)
             changed = changed or node is not row.node
             if len(row.results) == 1:
                 self.makers[row.results[0]] = node
             rows.append(Placed(node, row.results, row.source))
-        return rebuild(self.graph, rows, self.same) if changed else self.graph
+        return rebuild(self.graph, rows, self.replaced) if changed else self.graph
 
     def _folded(self, row: Placed) -> Folded:
+        """Apply the rules to a node."""
         node = row.node
         if len(row.results) != 1 or node.writes or node.dynamic or not node.fresh[0]:
             return None
@@ -109,66 +114,69 @@ class _Fold:
             return None
         if is_view(node):
             return self._view(node, result)
-        self._learn_number(node, result)
+        self._record_number(node, result)
         rule = _RULES.get(node.op)
         return rule(self, node, result) if rule is not None else None
 
     def value(self, arg: Arg) -> int | None:
-        """Return the value that an argument names, after folding; None if it is no tensor."""
-        return self.same.get(arg.index, arg.index) if type(arg) is Ref else None
+        """Return the number of an argument's value after folding; None if it is no tensor."""
+        return self.replaced.get(arg.index, arg.index) if type(arg) is Ref else None
 
     def number(self, arg: Arg) -> Number | None:
-        """Return the common number of all elements of an argument; None if it is not known."""
+        """Return the number that all elements of an argument have; None for other arguments."""
         if type(arg) in (bool, int, float):
             return arg  # type: ignore[no-any-return]
         value = self.value(arg)
         return None if value is None else self.numbers.get(value)
 
     def stands_for(self, value: int | None, result: int) -> int | None:
-        """Return ``value`` if it can replace ``result``, which has memory of its own; else None."""
+        """Return ``value`` if it can replace ``result``, a copy in other memory; else None."""
         if value is None or self.metas[value] != self.metas[result] or not self.may_stay(value):
             return None
         return value
 
     def may_stay(self, value: int) -> bool:
-        """Return whether a later read of ``value`` costs no copy at a write, and no memory."""
+        """Return whether keeping ``value`` alive costs neither a copy on write nor memory."""
         root = self.roots.get(value, value)
-        meta, whole = self.metas[value], self.metas[root]
-        if root in self.written or meta is None or whole is None:
+        meta, root_meta = self.metas[value], self.metas[root]
+        if root in self.written or meta is None or root_meta is None:
             return False
-        return whole is meta or ask(_no_larger, whole, meta)
+        return root_meta is meta or ask(_no_larger, root_meta, meta)
 
-    def _learn_root(self, node: Node, row: Placed) -> None:
+    def _record_root(self, node: Node, row: Placed) -> None:
+        """Record the base of a view's results."""
         source = view_source(node)
         if source is not None:
-            root = self.same.get(source, source)
+            root = self.replaced.get(source, source)
             self.roots.update(dict.fromkeys(row.results, self.roots.get(root, root)))
 
     def _write_back(self, node: Node) -> Folded:
-        """Return a view that shows all of its base in its layout: it is the base's new version."""
+        """Fold a write through a view with the meta of its base: the view replaces the base."""
         base, value = self.value(node.args[0]), self.value(node.args[1])
         assert base is not None
-        alike = value is not None and self.metas[base] == self.metas[value]
-        return value if alike and not params_in(node.args) else None
+        has_same_meta = value is not None and self.metas[base] == self.metas[value]
+        return value if has_same_meta and not params_in(node.args) else None
 
     # -- views ---------------------------------------------------------------------------
 
     def _view(self, node: Node, result: int) -> Folded:
+        """Fold a view that equals an earlier value of its chain, else a view of a view."""
         source = view_source(node)
         assert source is not None
-        source = self.same.get(source, source)
+        source = self.replaced.get(source, source)
         if source in self.numbers and _same_bits(self.metas[source], self.metas[result]):
             self.numbers[result] = self.numbers[source]
-        above: int | None = source
-        while above is not None:
-            if above not in self.written and self.metas[above] == self.metas[result]:
-                return above
-            maker = self.makers.get(above)
+        ancestor: int | None = source
+        while ancestor is not None:
+            if ancestor not in self.written and self.metas[ancestor] == self.metas[result]:
+                return ancestor
+            maker = self.makers.get(ancestor)
             parent = view_source(maker) if maker is not None and is_view(maker) else None
-            above = self.same.get(parent, parent) if parent is not None else None
+            ancestor = self.replaced.get(parent, parent) if parent is not None else None
         return self._view_of_view(node, source, result)
 
     def _view_of_view(self, node: Node, source: int, result: int) -> Folded:
+        """Fold a ``view`` of a ``view`` of contiguous memory to one ``view``."""
         maker = self.makers.get(source)
         if maker is None or node.op not in _VIEWS or maker.op not in _VIEWS:
             return None
@@ -182,7 +190,8 @@ class _Fold:
 
     # -- constants -----------------------------------------------------------------------
 
-    def _learn_number(self, node: Node, result: int) -> None:
+    def _record_number(self, node: Node, result: int) -> None:
+        """Record the number that fills the result of ``zeros``, ``ones``, ``full`` and the like."""
         name = node.op.split(".")[1]
         meta = self.metas[result]
         if name in _FILLED:
@@ -191,7 +200,7 @@ class _Fold:
             self.numbers[result] = torch.full((), node.args[1], dtype=meta.dtype).item()
 
     def constant(self, node: Node, result: int) -> Folded:
-        """Fold arithmetic on known operands: it is computed here, with torch's own kernel."""
+        """Fold arithmetic on constants; torch's own kernel computes the result."""
         meta = self.metas[result]
         assert meta is not None
         if not ask(row_major, meta) or meta.offset or meta.dtype not in _COMPUTED:
@@ -209,6 +218,7 @@ class _Fold:
                     (("dtype", meta.dtype), ("device", DEVICE)), node.fresh)  # fmt: skip
 
     def _constant_operand(self, arg: Arg) -> Any:
+        """Return an argument as a number or a tensor of one element; None if it is not constant."""
         if type(arg) in (bool, int, float):
             return arg
         value = self.value(arg)
@@ -216,7 +226,7 @@ class _Fold:
         meta = None if value is None else self.metas[value]
         if number is None or meta is None or meta.dtype not in _COMPUTED:
             return None
-        # one element, in as many dimensions: type promotion asks for them
+        # one element, in the same number of dimensions, on which type promotion depends
         return torch.full((1,) * len(meta.shape), number, dtype=meta.dtype, device="cpu")
 
 
@@ -226,7 +236,7 @@ def _no_larger(meta: TensorMeta, other: TensorMeta) -> bool:
 
 
 def _same_bits(a: TensorMeta | None, b: TensorMeta | None) -> bool:
-    """Return whether a view shows its base's numbers as they are."""
+    """Return whether a view reads its base's bits as the same numbers."""
     if a is None or b is None:
         return False
     return (a.dtype, a.conj, a.neg) == (b.dtype, b.conj, b.neg)
@@ -235,18 +245,23 @@ def _same_bits(a: TensorMeta | None, b: TensorMeta | None) -> bool:
 # -- the rules of single ops ----------------------------------------------------------------
 
 
-def _neutral(neutral: Callable[[Number, TensorMeta], bool], both: bool) -> Rule:
-    """Return a rule that drops an op with its neutral number, on the right or on either side."""
+def _identity_rule(is_identity: Callable[[Number, TensorMeta], bool], both: bool) -> Rule:
+    """Return a rule that removes an op with its identity element, and else folds constants.
+
+    Args:
+        is_identity: predicate of the identity element.
+        both: also look for the identity element on the left.
+    """
 
     def rule(fold: _Fold, node: Node, result: int) -> Folded:
         meta = fold.metas[result]
         assert meta is not None
         alpha = dict(node.kwargs).get("alpha", 1)
-        for kept, other in ((0, 1), (1, 0)) if both else ((0, 1),):
-            number = fold.number(node.args[other])
-            known = number is not None and not isinstance(alpha, Param) and alpha == 1
-            if known and neutral(number, meta):  # type: ignore[arg-type]
-                value = fold.stands_for(fold.value(node.args[kept]), result)
+        for operand, identity in ((0, 1), (1, 0)) if both else ((0, 1),):
+            number = fold.number(node.args[identity])
+            is_known = number is not None and not isinstance(alpha, Param) and alpha == 1
+            if is_known and is_identity(number, meta):  # type: ignore[arg-type]
+                value = fold.stands_for(fold.value(node.args[operand]), result)
                 if value is not None:
                     return value
         return fold.constant(node, result)
@@ -254,42 +269,44 @@ def _neutral(neutral: Callable[[Number, TensorMeta], bool], both: bool) -> Rule:
     return rule
 
 
-def _adds_nothing(number: Number, meta: TensorMeta) -> bool:
-    return number == 0 and (_whole(meta) or (_real(meta) and str(number) == "-0.0"))
+def _is_additive_identity(number: Number, meta: TensorMeta) -> bool:
+    return number == 0 and (_is_integer(meta) or (_is_exact(meta) and str(number) == "-0.0"))
 
 
-def _takes_nothing(number: Number, meta: TensorMeta) -> bool:
-    return number == 0 and _real(meta) and str(number) != "-0.0"
+def _is_subtractive_identity(number: Number, meta: TensorMeta) -> bool:
+    return number == 0 and _is_exact(meta) and str(number) != "-0.0"
 
 
-def _is_one(number: Number, meta: TensorMeta) -> bool:
-    return number == 1 and _real(meta)
+def _is_multiplicative_identity(number: Number, meta: TensorMeta) -> bool:
+    return number == 1 and _is_exact(meta)
 
 
-def _real(meta: TensorMeta) -> bool:
-    return not meta.dtype.is_complex and not _rounded(meta)
+def _is_exact(meta: TensorMeta) -> bool:
+    """Return whether an op with its identity element keeps every bit in this dtype."""
+    return not meta.dtype.is_complex and not _is_rounded(meta)
 
 
-def _rounded(meta: TensorMeta) -> bool:
-    """Return whether kernels compute in float32 and round: a NaN's bits then vary by kernel."""
+def _is_rounded(meta: TensorMeta) -> bool:
+    """Return whether kernels compute in float32 and round, so that a NaN's bits vary by kernel."""
     return meta.dtype.is_floating_point and meta.dtype.itemsize < 4
 
 
-def _whole(meta: TensorMeta) -> bool:
+def _is_integer(meta: TensorMeta) -> bool:
     return not (meta.dtype.is_complex or meta.dtype.is_floating_point)
 
 
 def _negation(fold: _Fold, node: Node, result: int) -> Folded:
+    """Fold a negation of a negation, or of a constant."""
     value = fold.value(node.args[0])
     maker = fold.makers.get(value) if value is not None else None
     meta = fold.metas[result]
-    if maker is None or maker.op != node.op or meta is None or _rounded(meta):
+    if maker is None or maker.op != node.op or meta is None or _is_rounded(meta):
         return fold.constant(node, result)
     return fold.stands_for(fold.value(maker.args[0]), result)
 
 
 def _cast(fold: _Fold, node: Node, result: int) -> Folded:
-    """Fold a cast to the operand's own dtype, or by way of a dtype that holds it exactly."""
+    """Fold a cast to the operand's own dtype, or two casts through a wider dtype."""
     if any(name not in ("dtype", "device", "layout", "memory_format") for name, _ in node.kwargs):
         return None
     value = fold.value(node.args[0])
@@ -305,10 +322,12 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
     before, between, after = fold.metas[root], fold.metas[value], fold.metas[result]
     if before is None or between is None or after is None or before.stride != between.stride:
         return None
-    # the result for a float out of a whole number's range depends on the route
-    if between.dtype not in _WIDER.get(before.dtype, ()) or (_whole(after) and not _whole(before)):
+    # the result for a float outside of an integer's range depends on the intermediate dtype
+    if between.dtype not in _WIDER.get(before.dtype, ()) or (
+        _is_integer(after) and not _is_integer(before)
+    ):
         return None
-    if _rounded(after) and not _whole(before):
+    if _is_rounded(after) and not _is_integer(before):
         return None
     source = fold.stands_for(root, result)
     if source is not None:
@@ -318,10 +337,10 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
 
 Rule = Callable[[_Fold, Node, int], Folded]
 _RULES: dict[str, Rule] = {
-    "aten.add.Tensor": _neutral(_adds_nothing, both=True),
-    "aten.sub.Tensor": _neutral(_takes_nothing, both=False),
-    "aten.mul.Tensor": _neutral(_is_one, both=True),
-    "aten.div.Tensor": _neutral(_is_one, both=False),
+    "aten.add.Tensor": _identity_rule(_is_additive_identity, both=True),
+    "aten.sub.Tensor": _identity_rule(_is_subtractive_identity, both=False),
+    "aten.mul.Tensor": _identity_rule(_is_multiplicative_identity, both=True),
+    "aten.div.Tensor": _identity_rule(_is_multiplicative_identity, both=False),
     "aten.neg.default": _negation,
     "aten._to_copy.default": _cast,
     "aten.clone.default": _cast,

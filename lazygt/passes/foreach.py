@@ -1,10 +1,10 @@
-"""foreach: one op on many small tensors, one tensor a node for large ones.
+"""foreach: merge of ops on small tensors to ``_foreach`` ops, and split of those on large tensors.
 
-Many small tensors (an optimizer's biases, gradients that are clipped) cost a launch each, so runs
-of the same op on them become one horizontal ``_foreach`` op. For large tensors a horizontal op
-saves nothing, and keeps a temporary for every tensor at once: it is split for them, which also lets
-them be fused op after op. Bit for bit on a CPU, where torch runs a horizontal op as the
-single ones; on CUDA its horizontal kernels compute the same formula.
+Many small tensors (an optimizer's biases, clipped gradients) cost a launch each, so runs of the
+same op on them become one horizontal ``_foreach`` op. For large tensors a horizontal op saves
+nothing, and keeps a temporary for every tensor at once. So large tensors get a node each, which can
+be fused with its neighbours. On a CPU results do not change by a bit, since torch runs a horizontal
+op as the single ones; on CUDA torch's horizontal kernels compute the same formula.
 """
 
 from __future__ import annotations
@@ -43,29 +43,30 @@ class Foreach:
 
 
 def _split(graph: Graph) -> Graph:
+    """Return the graph with horizontal ops on large tensors split by tensor."""
     if not any(node.op in SPLIT for node in graph.nodes):
         return graph
     metas, memory = graph.values, dependencies(graph).memory
-    rows = [part for row in placed(graph) for part in _parts(row, metas, memory)]
+    rows = [new_row for row in placed(graph) for new_row in _split_node(row, metas, memory)]
     return rebuild(graph, rows) if len(rows) != len(graph.nodes) else graph
 
 
-def _parts(row: Placed, metas: Metas, memory: Sequence[int]) -> Iterator[Placed]:
+def _split_node(row: Placed, metas: Metas, memory: Sequence[int]) -> Iterator[Placed]:
     """Yield the node, or a node for each of its large tensors and one for the small ones."""
     node = row.node
     form = SPLIT.get(node.op)
     if form is None or not form.is_plain(node) or _sees_own_writes(node, form, memory):
         yield row
         return
-    small = [which for which, arg in enumerate(node.args[0]) if _is_small(metas[arg.index])]
-    if len(small) == len(node.args[0]):
+    small_indices = [index for index, arg in enumerate(node.args[0]) if _is_small(metas[arg.index])]
+    if len(small_indices) == len(node.args[0]):
         yield row
         return
-    for which in range(len(node.args[0])):
-        if len(small) < 2 or which not in small:
-            yield _part(row, which)
-    if len(small) >= 2:
-        yield _rest(row, form, small)
+    for index in range(len(node.args[0])):
+        if len(small_indices) < 2 or index not in small_indices:
+            yield _single_tensor_node(row, index)
+    if len(small_indices) >= 2:
+        yield _small_tensors_node(row, form, small_indices)
 
 
 def _sees_own_writes(node: Node, form: ForeachForm, memory: Sequence[int]) -> bool:
@@ -73,105 +74,116 @@ def _sees_own_writes(node: Node, form: ForeachForm, memory: Sequence[int]) -> bo
 
     ``_foreach_add_([a, b], [b, a])`` adds the new ``a`` to ``b``.
     """
-    homes = Counter(
-        home
-        for which in range(len(node.writes))
-        for home in {memory[arg.index] for arg in form.narrow(node.args, which)[0]
+    readers = Counter(
+        tensor_memory
+        for index in range(len(node.writes))
+        for tensor_memory in {memory[arg.index] for arg in form.narrow(node.args, index)[0]
                      if type(arg) is Ref}
     )  # fmt: skip
-    return any(homes[memory[target]] > 1 for target in node.writes)
+    return any(readers[memory[target]] > 1 for target in node.writes)
 
 
 def _is_small(meta: TensorMeta | None) -> bool:
     return meta is None or ask(fits, meta, given=(SMALL,))
 
 
-def _part(row: Placed, which: int) -> Placed:
-    return Placed(part(row.node, which), row.results[which : which + 1], row.source)
+def _single_tensor_node(row: Placed, index: int) -> Placed:
+    """Return the node for tensor number ``index`` of a horizontal op."""
+    return Placed(part(row.node, index), row.results[index : index + 1], row.source)
 
 
-def _rest(row: Placed, form: ForeachForm, kept: list[int]) -> Placed:
-    """Return the horizontal node for some of its tensors only."""
+def _small_tensors_node(row: Placed, form: ForeachForm, indices: list[int]) -> Placed:
+    """Return the horizontal node restricted to the tensors at ``indices``."""
 
-    def of(items: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(items[which] for which in kept) if items else ()
+    def selected(items: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(items[index] for index in indices) if items else ()
 
     node = row.node
     args = tuple(
-        of(arg) if position < len(form.takes) and form.takes[position] is EACH else arg
+        selected(arg) if position < len(form.takes) and form.takes[position] is EACH else arg
         for position, arg in enumerate(node.args)
     )
-    rest = replace(node, args=args, fresh=of(node.fresh), writes=of(node.writes),
-                   written=of(node.written))  # fmt: skip
-    return Placed(rest, of(row.results), row.source)
+    merged = replace(node, args=args, fresh=selected(node.fresh),
+                     writes=selected(node.writes), written=selected(node.written))  # fmt: skip
+    return Placed(merged, selected(row.results), row.source)
 
 
 # -- small tensors: one node for many ----------------------------------------------------------
 
 
 def _merged(graph: Graph) -> Graph:
+    """Return the graph with runs of equal ops on small tensors merged to horizontal ops."""
     metas: Metas = graph.values
-    kinds = [_kind(node, metas) for node in graph.nodes]
-    if not _has_run(kinds):
+    keys = [_merge_key(node, metas) for node in graph.nodes]
+    if not _is_any_frequent(keys):
         return graph
     before = dependencies(graph).before
     runs: dict[Any, list[int]] = {}
-    for number, (kind, level) in enumerate(zip(kinds, _levels(kinds, before), strict=True)):
-        if kind is not None:
-            runs.setdefault((kind, level), []).append(number)
-    runs = {kind: members for kind, members in runs.items() if len(members) >= _FEWEST}
-    waited = _waited_for(graph, kinds, before) if runs else []
-    groups = [group for members in runs.values() for group in _in_time(members, waited)]
+    for number, (key, level) in enumerate(zip(keys, _levels(keys, before), strict=True)):
+        if key is not None:
+            runs.setdefault((key, level), []).append(number)
+    runs = {key: members for key, members in runs.items() if len(members) >= _FEWEST}
+    waiters = _first_waiters(graph, keys, before) if runs else []
+    groups = [group for members in runs.values() for group in _timely_groups(members, waiters)]
     if not groups:
         return graph
     rows = placed(graph)
-    return rebuild(graph, [_wide(rows, unit, kinds) for unit in scheduled(before, groups)])
+    return rebuild(graph, [_merged_node(rows, unit, keys) for unit in scheduled(before, groups)])
 
 
-def _waited_for(graph: Graph, kinds: list[Any], before: Sequence[set[int]]) -> list[int]:
-    """Return for each node the first that waits for it and cannot run later itself.
+def _first_waiters(graph: Graph, keys: list[Any], before: Sequence[set[int]]) -> list[int]:
+    """Return for each node the first node that waits for it and cannot be delayed.
 
-    Views can run later, and so can nodes with results that may all become part of a horizontal op.
+    Views can be delayed, and so can nodes that only produce operands of possible horizontal ops.
+
+    Args:
+        keys: for each node its merge key; None: it stays single.
+        before: for each node the numbers of its predecessors.
     """
-    small = {node.results[0] for node, kind in zip(graph.nodes, kinds, strict=True) if kind}
-    waited = [len(graph.nodes)] * len(graph.nodes)
+    small = {node.results[0] for node, key in zip(graph.nodes, keys, strict=True) if key}
+    waiters = [len(graph.nodes)] * len(graph.nodes)
     for number, node in reversed(list(enumerate(graph.nodes))):
-        later = node.op == WRITE_BACK or view_source(node) is not None
-        if not later and node.results and not node.dynamic and node.op not in COLLECTIVE_OPS:
-            later = small.issuperset(node.results)
-        first = waited[number] if later else number
+        is_delayable = node.op == WRITE_BACK or view_source(node) is not None
+        if not is_delayable and node.results and not node.dynamic and node.op not in COLLECTIVE_OPS:
+            is_delayable = small.issuperset(node.results)
+        waiter = waiters[number] if is_delayable else number
         for other in before[number]:
-            waited[other] = min(waited[other], first)
-    return waited
+            waiters[other] = min(waiters[other], waiter)
+    return waiters
 
 
-def _in_time(members: list[int], waited: Sequence[int]) -> list[list[int]]:
+def _timely_groups(members: list[int], waiters: Sequence[int]) -> list[list[int]]:
     """Return the members in groups, none of which delays another node.
 
-    A group stands where its last member stood. A backward that waited there for the next
+    A group runs at the position of its last member. A backward that waited there for the next
     microbatch's loss would keep the activations of both.
+
+    Args:
+        members: node numbers, in order.
+        waiters: for each node the first node that waits for it.
     """
     groups: list[list[int]] = []
-    until = -1
+    deadline = -1
     for number in members:
-        if number >= until:
+        if number >= deadline:
             groups.append([])
-            until = len(waited)
+            deadline = len(waiters)
         groups[-1].append(number)
-        until = min(until, waited[number])
+        deadline = min(deadline, waiters[number])
     return [group for group in groups if len(group) >= _FEWEST]
 
 
-def _has_run(kinds: list[Any]) -> bool:
+def _is_any_frequent(keys: list[Any]) -> bool:
+    """Return whether enough nodes to merge have one key."""
     counts: dict[Any, int] = {}
-    for kind in kinds:
-        counts[kind] = counts.get(kind, 0) + 1
+    for key in keys:
+        counts[key] = counts.get(key, 0) + 1
     counts.pop(None, None)
     return max(counts.values(), default=0) >= _FEWEST
 
 
-def _kind(node: Node, metas: Metas) -> tuple[Any, ...] | None:
-    """Return the common key of nodes that may be merged; None for a node that stays as it is."""
+def _merge_key(node: Node, metas: Metas) -> tuple[Any, ...] | None:
+    """Return the key of nodes that may be merged with each other; None: the node stays single."""
     if len(node.results) != 1 or node.dynamic or not node.args:
         return None
     numbers = type(node.args[-1]) is not Ref or any(name == "value" for name, _ in node.kwargs)
@@ -182,35 +194,35 @@ def _kind(node: Node, metas: Metas) -> tuple[Any, ...] | None:
     scalars = form.wide.endswith(".ScalarList")
     if len(tensors) != len(form.takes) - scalars or not all(_is_small(metas[t]) for t in tensors):
         return None
-    rest = () if form.keyword else node.kwargs
-    if rest and (scalars or any(type(arg) is Param for _, arg in rest)):
+    shared_kwargs = () if form.keyword else node.kwargs
+    if shared_kwargs and (scalars or any(type(arg) is Param for _, arg in shared_kwargs)):
         return None
     result = node.results[0]
     assert result is not None
     dtypes = tuple(str(metas[t].dtype) for t in tensors)  # type: ignore[union-attr]
-    return form.wide, exact(rest), dtypes, str(result.dtype)
+    return form.wide, exact(shared_kwargs), dtypes, str(result.dtype)
 
 
-def _levels(kinds: list[Any], before: Sequence[set[int]]) -> list[int]:
-    """Return the number of merging nodes on the longest path to each node, itself included.
+def _levels(keys: list[Any], before: Sequence[set[int]]) -> list[int]:
+    """Return for each node the number of mergeable nodes on the longest path to and with the node.
 
-    Nodes of the same level can't depend on each other, nor can the groups they form.
+    Nodes of the same level cannot depend on each other, nor can their groups.
     """
     levels: list[int] = []
-    for kind, others in zip(kinds, before, strict=True):
-        above = max((levels[other] for other in others), default=0)
-        levels.append(above + (kind is not None))
+    for key, others in zip(keys, before, strict=True):
+        depth = max((levels[other] for other in others), default=0)
+        levels.append(depth + (key is not None))
     return levels
 
 
-def _wide(rows: list[Placed], unit: list[int], kinds: list[Any]) -> Placed:
-    """Return one row for the nodes of a unit."""
+def _merged_node(rows: list[Placed], unit: list[int], keys: list[Any]) -> Placed:
+    """Return the horizontal node for the nodes of a unit; a single node as it is."""
     if len(unit) == 1:
         return rows[unit[0]]
     nodes = [rows[number].node for number in unit]
-    form = SPLIT[kinds[unit[0]][0]]
+    form = SPLIT[keys[unit[0]][0]]
     args, kwargs = form.widen([(node.args, node.kwargs) for node in nodes])
-    wide = Node(
+    merged = Node(
         form.wide,
         args,
         kwargs,
@@ -218,4 +230,4 @@ def _wide(rows: list[Placed], unit: list[int], kinds: list[Any]) -> Placed:
         tuple(value for node in nodes for value in node.writes),
         tuple(meta for node in nodes for meta in node.written),
     )
-    return Placed(wide, [rows[number].results[0] for number in unit], unit[0])
+    return Placed(merged, [rows[number].results[0] for number in unit], unit[0])

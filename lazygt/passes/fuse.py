@@ -1,14 +1,14 @@
-"""fuse: groups of pointwise ops and reductions become one node with its members inside.
+"""fuse: operator fusion. Groups of pointwise ops and reductions become one ``lazygt.fused`` node.
 
-Horizontal ops that feed each other tensor by tensor are groups, too, of their own kind.
+Horizontal (``_foreach``) ops that feed each other tensor by tensor form groups of their own kind.
 
-Bit for bit as long as the members are run one by one. A group that the compiler takes over keeps
-its temporaries in registers, and rounds as the compiler does.
+Results do not change by a bit as long as the members are run one by one. A compiled group keeps its
+temporaries in registers, and rounds as the compiler does.
 
-A group grows along its dependences, from the first node to the last. It is closed when a node
-that can't be a member needs it, and stands where its last member stood. So it does not grow over
-other work where that would keep large operands alive, such as gradients of several microbatches
-that are added up. A group without gain is not fused: see ``worth``.
+Grouping is greedy, in one walk along the dependences. A group is closed when a node that cannot be
+a member depends on it, and runs at the position of its last member. A group does not grow over
+other work where that would keep large operands alive, as in gradient accumulation. A group without
+gain is not fused: see ``worth``.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from lazygt.passes.base import (
 from lazygt.passes.foreach import SMALL
 from lazygt.passes.questions import ask, fits, row_major
 
-#: Members of a group at most: compile time grows with them.
+#: Most members of a group: compile time grows with them.
 MOST_MEMBERS = 256
-#: The same of a group of horizontal ops, since several of its lanes are compiled together.
+#: Most members of a group of horizontal ops, since code for several tensors is compiled together.
 MOST_HORIZONTAL = 16
 
 
 class Prices(NamedTuple):
-    """Seconds that fusing weighs.
+    """Cost model of fusion, in seconds.
 
     Attributes:
-        call: of compiled code.
-        launch: of one op.
-        byte: on its way from or to memory.
+        call: of a call of compiled code.
+        launch: of the launch of one op.
+        byte: of a byte that is read from or written to memory.
     """
 
     call: float
@@ -65,7 +65,7 @@ class Prices(NamedTuple):
 
 
 class Fuse:
-    """Fusion of the groups that are worth it into ``lazygt.fused`` nodes.
+    """Fusion of the groups with a gain into ``lazygt.fused`` nodes.
 
     Args:
         machine: gives the prices; None: ``cpu-generic``.
@@ -82,23 +82,29 @@ class Fuse:
         return Prices.of(self._machine or default_machine("cpu"))
 
     def run(self, graph: Graph) -> Graph:
-        order, around = dependencies(graph), Surroundings(graph)
-        found = [group.members for group in _Groups(graph, around.metas, order).found()]
+        order, context = dependencies(graph), Surroundings(graph)
+        candidate_groups = [
+            group.members for group in _Groups(graph, context.metas, order).all_groups()
+        ]
         prices = self.prices
-        groups = [each for each in found if len(each) > 1 and _fits(around, each, prices)]
+        groups = [
+            group
+            for group in candidate_groups
+            if len(group) > 1 and _is_profitable(context, group, prices)
+        ]
         if not groups:
             return graph
         units = scheduled(order.before, groups)
-        return rebuild(graph, [_unit(around, unit) for unit in units])
+        return rebuild(graph, [_fused(context, unit) for unit in units])
 
 
 class Candidate(NamedTuple):
-    """Nodes that belong together, worth fusing or not; often one alone.
+    """Group of nodes that could be fused; often a single node.
 
     Attributes:
-        members: their numbers.
-        gain: see ``worth``; they are fused when it is above 0.
-        closed: the reason for the group's end; empty: the graph ended.
+        members: node numbers.
+        gain: seconds saved, see ``worth``; the group is fused when the gain is above 0.
+        closed: the reason why the group does not grow further; empty: the graph ended.
     """
 
     members: list[int]
@@ -107,20 +113,23 @@ class Candidate(NamedTuple):
 
 
 def candidates(graph: Graph, prices: Prices) -> list[Candidate]:
-    """Return the groups that the pass finds in a graph, with their gains."""
-    around = Surroundings(graph)
-    groups = _Groups(graph, around.metas, dependencies(graph)).found()
-    return [Candidate(g.members, worth(around, g.members, prices), g.closed) for g in groups]
+    """Return the groups of a graph that could be fused, with their gains."""
+    context = Surroundings(graph)
+    groups = _Groups(graph, context.metas, dependencies(graph)).all_groups()
+    return [
+        Candidate(group.members, worth(context, group.members, prices), group.closed)
+        for group in groups
+    ]
 
 
 class Surroundings:
-    """A graph with tables for repeated queries.
+    """Graph with tables for repeated queries.
 
     Attributes:
         metas: of every value.
         rows: the nodes with the numbers of their results.
         readers: for each value the nodes that read or write it.
-        kept: values that outlive the graph.
+        kept: the graph's outputs.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -134,7 +143,7 @@ class Surroundings:
         self.kept = set(graph.outputs)
 
     def escaping(self, group: Sequence[int]) -> list[int]:
-        """Return the results of a group's members that are needed outside of it."""
+        """Return the results of a group's members that are read outside of the group."""
         members = set(group)
         return [
             value
@@ -144,7 +153,7 @@ class Surroundings:
         ]
 
     def written(self, group: Sequence[int]) -> dict[int, int]:
-        """Return the operands that a group's members write, with their last versions."""
+        """Return operand -> last version, for the operands that a group's members write."""
         latest: dict[int, int] = {}
         origin = {value: value for value in self.operands(group)}  # version -> its operand
         for row in (self.rows[number] for number in group):
@@ -156,62 +165,67 @@ class Surroundings:
         return latest
 
     def operands(self, group: Sequence[int]) -> list[int]:
-        """Return the values that a group's members take from elsewhere, in order of use."""
+        """Return the values that a group's members read from outside, in order of use."""
         inner = {value for number in group for value in self.rows[number].results}
-        taken: dict[int, None] = {}
+        outer: dict[int, None] = {}
         for number in group:
             node = self.rows[number].node
-            taken.update(dict.fromkeys(v for v in (*node.refs(), *node.writes) if v not in inner))
-        return list(taken)
+            outer.update(dict.fromkeys(v for v in (*node.refs(), *node.writes) if v not in inner))
+        return list(outer)
 
 
-def worth(around: Surroundings, group: Sequence[int], prices: Prices) -> float:
-    """Return the seconds that compiling a group saves a run; at most 0: it is not worth it.
+def worth(context: Surroundings, group: Sequence[int], prices: Prices) -> float:
+    """Return the seconds that compiling a group saves per run; at most 0: no gain.
 
-    One by one, each member is launched, reads its operands and writes its results. Compiled,
-    there is one call, and values between members never travel to memory.
+    Without fusion each member is launched, reads its operands and writes its results. A compiled
+    group is one call, and values between members stay in registers.
     """
     if len(group) == 1:
         return -prices.call
-    return _gain(prices, *_launches(around, group), saved_bytes(around, group))
+    return _gain(prices, *_launches(context, group), saved_bytes(context, group))
 
 
-def _launches(around: Surroundings, group: Sequence[int]) -> tuple[int, int]:
-    """Return a group's number of launches one by one, and of calls when compiled."""
-    lanes = lane_count(around.rows[group[0]].node)
-    return len(group) * max(lanes, 1), max(math.ceil(lanes / LANES), 1)
+def _launches(context: Surroundings, group: Sequence[int]) -> tuple[int, int]:
+    """Return the number of launches without fusion, and of calls of compiled code."""
+    tensors = lane_count(context.rows[group[0]].node)
+    return len(group) * max(tensors, 1), max(math.ceil(tensors / LANES), 1)
 
 
 def _gain(prices: Prices, launches: int, calls: int, saved: int) -> float:
+    """Return the seconds that a compiled group saves.
+
+    Args:
+        saved: bytes that are neither read nor written.
+    """
     return (launches - calls) * prices.launch + saved * prices.byte - calls * prices.call
 
 
-def saved_bytes(around: Surroundings, group: Sequence[int]) -> int:
-    """Return the bytes that do not travel when a group is compiled."""
-    return sum(times * meta.nbytes for meta, times in _saved(around, group))
+def saved_bytes(context: Surroundings, group: Sequence[int]) -> int:
+    """Return the bytes of memory traffic that a compiled group saves."""
+    return sum(times * meta.nbytes for meta, times in _saved(context, group))
 
 
-def _saved(around: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta, int]]:
-    """Return each tensor that travels less when a group is compiled, and the times saved."""
+def _saved(context: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta, int]]:
+    """Return (meta, number of reads and writes that a compiled group saves) for each tensor."""
     times: Counter[int] = Counter()
     for number in group:
-        times.update({*around.rows[number].node.refs()})
-        times.update(around.rows[number].results)
-    times.subtract(around.operands(group))
-    times.subtract({*around.escaping(group), *around.written(group).values()})
-    metas = ((around.metas[value], count) for value, count in times.items() if count)
+        times.update({*context.rows[number].node.refs()})
+        times.update(context.rows[number].results)
+    times.subtract(context.operands(group))
+    times.subtract({*context.escaping(group), *context.written(group).values()})
+    metas = ((context.metas[value], count) for value, count in times.items() if count)
     return [(meta, count) for meta, count in metas if meta is not None]
 
 
-def _fits(around: Surroundings, group: Sequence[int], prices: Prices) -> bool:
-    """Return whether a group is worth it, and can be compiled."""
-    saved = _saved(around, group)
-    given = (prices, *_launches(around, group), tuple([times for _, times in saved]))
+def _is_profitable(context: Surroundings, group: Sequence[int], prices: Prices) -> bool:
+    """Return whether a group has a gain, and can be compiled."""
+    saved = _saved(context, group)
+    given = (prices, *_launches(context, group), tuple([times for _, times in saved]))
     if not ask(_gains, *[meta for meta, _ in saved], given=given):
         return False
-    if not lane_count(around.rows[group[0]].node):
+    if not lane_count(context.rows[group[0]].node):
         return True
-    body = _unit(around, list(group)).node.body
+    body = _fused(context, list(group)).node.body
     assert body is not None
     return lanes_of(body, lambda meta: ask(row_major, meta)) is not None
 
@@ -219,7 +233,7 @@ def _fits(around: Surroundings, group: Sequence[int], prices: Prices) -> bool:
 def _gains(
     prices: Prices, launches: int, calls: int, times: tuple[int, ...], *metas: TensorMeta
 ) -> bool:
-    """Return whether compiling saves time, if the tensors travel ``times`` less often."""
+    """Return whether compiling saves time, if each tensor is moved ``times`` less often."""
     saved = sum(count * meta.nbytes for count, meta in zip(times, metas, strict=True))
     return _gain(prices, launches, calls, saved) > 0
 
@@ -229,76 +243,78 @@ def _gains(
 
 @dataclass(slots=True)
 class _Group:
-    #: has as many elements as its widest member walks over; None: of horizontal ops
+    #: iteration space: the meta of the largest member; None: a group of horizontal ops
     space: TensorMeta | None
     members: list[int] = field(default_factory=list)
-    #: memory -> the parts of it that members read or write, as far as they can be told apart
-    shown: dict[int, set[tuple[TensorMeta | None, int | None]]] = field(default_factory=dict)
+    #: memory -> the (meta, offset) views of it that members read or write
+    views: dict[int, set[tuple[TensorMeta | None, int | None]]] = field(default_factory=dict)
     #: memory that members write
     written: set[int] = field(default_factory=set)
-    #: of horizontal ops: the number of tensors of each, and memory -> position of its tensor
-    lanes: int = 0
-    lane_of: dict[int, int] = field(default_factory=dict)
+    #: of horizontal ops: the number of tensors, and memory -> index of its tensor in the lists
+    tensor_count: int = 0
+    list_index: dict[int, int] = field(default_factory=dict)
     closed: str = ""
 
     def clashes(self, other: _Group) -> bool:
-        """Return whether one writes memory that the other sees in another shape or place.
+        """Return whether one group writes memory that the two groups access through several views.
 
-        A fused node writes its operands at its end, so of the memory it writes it may take no
-        two different parts.
+        A fused node writes its operands at its end, so all accesses to written memory must be
+        through the same view.
         """
         return any(
-            len(self.shown.get(home, set()) | other.shown.get(home, set())) > 1
+            len(self.views.get(home, set()) | other.views.get(home, set())) > 1
             for home in self.written | other.written
         )
 
     def crosses(self, other: _Group) -> bool:
-        """Return whether the two use a memory in different lanes."""
-        return any(other.lane_of.get(home, lane) != lane for home, lane in self.lane_of.items())
+        """Return whether the two groups use a memory for tensors at different list indices."""
+        return any(
+            other.list_index.get(home, index) != index for home, index in self.list_index.items()
+        )
 
     def absorb(self, other: _Group) -> None:
-        """Take over everything that the other group has."""
+        """Move all members of the other group into this one."""
         self.members += other.members
-        self.lane_of |= other.lane_of
+        self.list_index |= other.list_index
         self.written |= other.written
-        for home, shapes in other.shown.items():
-            self.shown.setdefault(home, set()).update(shapes)
+        for home, views in other.views.items():
+            self.views.setdefault(home, set()).update(views)
         other.members = []
 
 
 class _Groups:
-    """Search for the groups in one walk over the nodes."""
+    """Greedy grouping in one walk over the nodes."""
 
     def __init__(self, graph: Graph, metas: Metas, order: Dependencies) -> None:
         self.graph, self.metas, self.order = graph, metas, order
-        self.moving = moving_views(graph)
+        self.moving_views_of = moving_views(graph)
         self.results = [results for _, results in graph.numbered()]
         self.uses = last_uses(graph)
         #: node -> the open group that it is in
         self.open: dict[int, _Group] = {}
         self.all: list[_Group] = []
-        #: the last node that computes and can't be a member
-        self.work = -1
+        #: the last computing node that cannot be a member
+        self.last_barrier = -1
 
-    def found(self) -> list[_Group]:
+    def all_groups(self) -> list[_Group]:
         """Return the groups, with their members in order."""
         for number, node in enumerate(self.graph.nodes):
             needed = self._open_before(number)
-            alone = self._member(number, node)
-            if alone is not None:
-                self._place(alone, needed)
+            single = self._as_group(number, node)
+            if single is not None:
+                self._add(single, needed)
             else:
                 for group in needed:
                     self._close(group, f"{node.op} needs it")
                 if view_source(node) is None:
-                    self.work = number
+                    self.last_barrier = number
         groups = [group for group in self.all if group.members]
         for group in groups:
             group.members.sort()
         return groups
 
     def _open_before(self, number: int) -> list[_Group]:
-        """Return the open groups that a node needs, the largest first."""
+        """Return the open groups on which a node depends, the largest first."""
         groups = {
             id(group): group
             for other in self.order.before[number]
@@ -306,78 +322,91 @@ class _Groups:
         }
         return sorted(groups.values(), key=lambda group: (-len(group.members), group.members[0]))
 
-    def _member(self, number: int, node: Node) -> _Group | None:
-        """Return the node as a group of its own; None if it can't be in one."""
-        lanes = lane_count(node)
-        if not lanes:
-            return self._alone(number, node) if is_fusible(node, self.metas) else None
+    def _as_group(self, number: int, node: Node) -> _Group | None:
+        """Return the node as a group of one member; None if the node cannot be fused."""
+        tensor_count = lane_count(node)
+        if not tensor_count:
+            return self._new_group(number, node) if is_fusible(node, self.metas) else None
         results = self.results[number]
-        group = _Group(None, [number], lanes=lanes)
-        for which in range(lanes):
-            for value in (*part(node, which).refs(), results[which]):
-                home = self.order.memory[value]
-                if group.lane_of.setdefault(home, which) != which:
+        group = _Group(None, [number], tensor_count=tensor_count)
+        for index in range(tensor_count):
+            for value in (*part(node, index).refs(), results[index]):
+                memory = self.order.memory[value]
+                if group.list_index.setdefault(memory, index) != index:
                     return None
-                group.shown.setdefault(home, set()).add((self.metas[value], self.moving.get(value)))
+                group.views.setdefault(memory, set()).add(
+                    (self.metas[value], self.moving_views_of.get(value))
+                )
         group.written.update(self.order.memory[target] for target in node.writes)
         return group
 
-    def _alone(self, number: int, node: Node) -> _Group:
+    def _new_group(self, number: int, node: Node) -> _Group:
+        """Return a group of one pointwise op or reduction."""
         memory = self.order.memory
         tensors = [self.metas[value] for value in node.refs()] + list(node.results)
         metas = list(dict.fromkeys(meta for meta in tensors if meta is not None))
         group = _Group(metas[ask(_widest, *metas) if len(metas) > 1 else 0], [number])
         for value in (*node.refs(), *node.writes):
-            part = self.metas[value], self.moving.get(value)
-            group.shown.setdefault(memory[value], set()).add(part)
+            view = self.metas[value], self.moving_views_of.get(value)
+            group.views.setdefault(memory[value], set()).add(view)
         group.written.update(memory[target] for target in node.writes)
         return group
 
-    def _place(self, alone: _Group, needed: list[_Group]) -> None:
-        """Put a node into the groups that it needs, which become one; or into a new one."""
-        home: _Group | None = None
+    def _add(self, single: _Group, needed: list[_Group]) -> None:
+        """Merge a node with the groups on which it depends, or make it a new group.
+
+        Args:
+            single: the node as a group of one member.
+            needed: the groups on which it depends; those that cannot be merged are closed.
+        """
+        target: _Group | None = None
         for group in needed:
-            clash = self._clash(home, group, alone) or self._hoards(group)
-            if clash:
-                self._close(group, clash)
-            elif home is None:
-                home = group
+            reason = self._conflict(target, group, single) or self._keeps_operands_alive(group)
+            if reason:
+                self._close(group, reason)
+            elif target is None:
+                target = group
             else:
-                self.open.update(dict.fromkeys(group.members, home))
-                home.absorb(group)
-        if home is None:
-            home = alone
-            self.all.append(home)
-            self.open[alone.members[0]] = home
+                self.open.update(dict.fromkeys(group.members, target))
+                target.absorb(group)
+        if target is None:
+            target = single
+            self.all.append(target)
+            self.open[single.members[0]] = target
         else:
-            self.open[alone.members[0]] = home
-            home.absorb(alone)
+            self.open[single.members[0]] = target
+            target.absorb(single)
 
     @staticmethod
-    def _clash(home: _Group | None, group: _Group, alone: _Group) -> str:
-        """Return the reason why the three may not be one group; empty: they may."""
-        if alone.lanes != group.lanes:
+    def _conflict(target: _Group | None, group: _Group, single: _Group) -> str:
+        """Return the reason why the three groups cannot be merged; empty: they can."""
+        if single.tensor_count != group.tensor_count:
             return "an op on one tensor and an op on many need each other"
-        if group.crosses(alone) or (home is not None and home.crosses(group)):
+        if group.crosses(single) or (target is not None and target.crosses(group)):
             return "it meets what is computed for another tensor"
-        space, other = alone.space, group.space
-        if space is not None and other is not None and space is not other \
-                and ask(_wider, space, other):  # fmt: skip
+        space, group_space = single.space, group.space
+        if space is not None and group_space is not None and space is not group_space \
+                and ask(_wider, space, group_space):  # fmt: skip
             return "a larger op needs it"
-        most = MOST_HORIZONTAL if alone.lanes else MOST_MEMBERS
-        if len(group.members) + 1 + (len(home.members) if home is not None else 0) > most:
+        most = MOST_HORIZONTAL if single.tensor_count else MOST_MEMBERS
+        if len(group.members) + 1 + (len(target.members) if target is not None else 0) > most:
             return f"it would have more than {most} members"
-        if group.clashes(alone) or (home is not None and home.clashes(group)):
+        if group.clashes(single) or (target is not None and target.clashes(group)):
             return "an op writes memory that another sees in another shape"
         return ""
 
-    def _hoards(self, group: _Group) -> str:
-        """Return the reason why a group may not wait for its next member; empty: it may."""
-        if group.space is None or max(group.members) > self.work:
+    def _keeps_operands_alive(self, group: _Group) -> str:
+        """Return the reason why a group must not grow; empty: it may.
+
+        A group that grows over other work keeps its operands alive meanwhile.
+        """
+        if group.space is None or max(group.members) > self.last_barrier:
             return ""
         nodes = [self.graph.nodes[number] for number in group.members]
         written = {self.order.memory[target] for node in nodes for target in node.writes}
-        taken = {value for node in nodes for value in node.refs() if self._is_last(value, group)}
+        last_read = {
+            value for node in nodes for value in node.refs() if self._is_last(value, group)
+        }
         results = {
             value
             for node, number in zip(nodes, group.members, strict=True)
@@ -385,28 +414,28 @@ class _Groups:
             if self.uses[value] > number and self.uses[value] not in group.members
         }
         inner = {value for number in group.members for value in self.results[number]}
-        dying = [v for v in taken - inner if self.order.memory[v] not in written]
+        dying = [v for v in last_read - inner if self.order.memory[v] not in written]
         large = [self._is_large(value, group.space) for value in dying]
         if sum(large) > sum(self.metas[value] == group.space for value in results):
             return "its operands would be kept until the next op that takes its result"
         return ""
 
     def _is_last(self, value: int, group: _Group) -> bool:
-        """Return whether the last reader of a value is in a group."""
+        """Return whether the last reader of a value is a member of a group."""
         return self.uses[value] in group.members
 
     def _is_large(self, value: int, space: TensorMeta) -> bool:
-        """Return whether a value fills a group's space, and the space is not small."""
+        """Return whether a value fills a group's iteration space, and that is not small."""
         return self.metas[value] == space and not ask(fits, space, given=(SMALL,))
 
-    def _close(self, group: _Group, why: str) -> None:
-        group.closed = why
+    def _close(self, group: _Group, reason: str) -> None:
+        group.closed = reason
         for member in group.members:
             self.open.pop(member, None)
 
 
 def _widest(*metas: TensorMeta) -> int:
-    """Return the position of the tensor with the most elements."""
+    """Return the index of the tensor with the most elements."""
     return max(range(len(metas)), key=lambda which: metas[which].numel)
 
 
@@ -415,35 +444,39 @@ def _wider(meta: TensorMeta, other: TensorMeta) -> bool:
     return meta.numel > other.numel
 
 
-# -- the node ------------------------------------------------------------------------------------
+# -- the fused node ------------------------------------------------------------------------------
 
 
-def _unit(around: Surroundings, unit: list[int]) -> Placed:
-    """Return the row of a single node, or of the fused node of a group."""
-    rows = [around.rows[number] for number in unit]
+def _fused(context: Surroundings, unit: list[int]) -> Placed:
+    """Return the fused node of a group; a single node as it is."""
+    rows = [context.rows[number] for number in unit]
     if len(rows) == 1:
         return rows[0]
-    operands, written = around.operands(unit), around.written(unit)
-    final = list(written.values())
-    fresh = [value for value in around.escaping(unit) if value not in final]
-    body, params = _body(around, rows, operands, [*fresh, *final])
-    metas = around.metas
+    operands, written = context.operands(unit), context.written(unit)
+    last_versions = list(written.values())
+    new_outputs = [value for value in context.escaping(unit) if value not in last_versions]
+    body, params = _body(context, rows, operands, [*new_outputs, *last_versions])
+    metas = context.metas
     node = Node(
         FUSED,
         (*map(ref, operands), *params),
         (),
-        tuple(metas[value] for value in fresh),
+        tuple(metas[value] for value in new_outputs),
         tuple(written),
-        tuple(meta for value in final if (meta := metas[value]) is not None),
+        tuple(meta for value in last_versions if (meta := metas[value]) is not None),
         body=body,
     )
-    return Placed(node, [*fresh, *final], unit[0])
+    return Placed(node, [*new_outputs, *last_versions], unit[0])
 
 
 def _body(
-    around: Surroundings, rows: list[Placed], operands: list[int], outputs: list[int]
+    context: Surroundings, rows: list[Placed], operands: list[int], outputs: list[int]
 ) -> tuple[Graph, list[Param]]:
-    """Return the members as a graph of their own, and the run-time numbers that they take."""
+    """Return the members as a subgraph, and the run-time numbers that they use.
+
+    Args:
+        operands, outputs: the subgraph's inputs and outputs, as values of the full graph.
+    """
     numbers = {value: inner for inner, value in enumerate(operands)}
     params: dict[int, int] = {}
 
@@ -466,8 +499,8 @@ def _body(
         for value in row.results:
             numbers[value] = count
             count += 1
-    graph = around.graph
-    inputs = tuple(meta for value in operands if (meta := around.metas[value]) is not None)
+    graph = context.graph
+    inputs = tuple(meta for value in operands if (meta := context.metas[value]) is not None)
     body = Graph(
         inputs,
         tuple(graph.params[index] for index in params),

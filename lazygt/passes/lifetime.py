@@ -1,9 +1,9 @@
-"""lifetime: a result is written over an operand that dies.
+"""lifetime: buffer reuse. A pointwise op writes its result over an operand that dies.
 
-Bit for bit: the same kernel writes to other memory. Only pointwise ops are changed, which read each
-element before they write it, and only memory of the run's own is overwritten. The run message
-donates inputs (see ``graph.alias``), and the plan's schedule has the deaths of values
-(``runtime.plan``).
+Results do not change by a bit: the same kernel writes to other memory. Only pointwise ops are
+changed, which read each element before they write it, and only memory that belongs to the run is
+overwritten. The run message donates inputs (see ``graph.alias``); the plan's schedule lists the
+deaths of values (``runtime.plan``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lazygt.graph.ops import overload
 from lazygt.passes.base import placed, rebuild
 from lazygt.passes.questions import ask
 
-#: Their CPU kernel rounds complex64 otherwise if it writes over an operand.
+#: Ops with CPU kernels that round complex64 differently when they write over an operand.
 _ROUNDED_IN_PLACE = frozenset({"aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor"})
 
 
@@ -38,10 +38,10 @@ class Lifetime:
         for number, row in enumerate(rows):
             aliases.visit(number, row.node, row.results)  # type: ignore[arg-type]
             target = _target(row.node, number, aliases, metas)
-            written = None if target is None else _writing(row.node, target)
-            if target is None or written is None:
+            in_place = None if target is None else _in_place_node(row.node, target)
+            if target is None or in_place is None:
                 continue
-            rows[number] = row._replace(node=written)
+            rows[number] = row._replace(node=in_place)
             aliases.share(row.results[0], target)
             changed = True
         return rebuild(graph, rows) if changed else graph
@@ -50,13 +50,13 @@ class Lifetime:
 def _target(
     node: Node, number: int, aliases: Aliases, metas: Sequence[TensorMeta | None]
 ) -> int | None:
-    """Return the operand that the node may overwrite; None if there is none."""
+    """Return a dying operand with the result's meta that the node may overwrite; else None."""
     if len(node.fresh) != 1 or node.writes or node.dynamic or node.body is not None:
         return None
     result = node.fresh[0]
     if (
         result is None
-        or _overwriting(node.op) is None
+        or _in_place_overloads(node.op) is None
         or result.offset
         or result.conj
         or result.neg
@@ -68,37 +68,37 @@ def _target(
         if type(arg) is not Ref or metas[arg.index] != result:
             continue
         value = arg.index
-        if aliases.uses[value] == number and _is_whole(value, aliases, metas):
-            alone = all(
+        if aliases.uses[value] == number and _fills_its_memory(value, aliases, metas):
+            is_only_alias = all(
                 other == value or aliases.memory[other] != aliases.memory[value]
                 for other in node.refs()
             )
-            if alone and aliases.dies(value):
+            if is_only_alias and aliases.dies(value):
                 return value
     return None
 
 
 def _rounds_in_place(op: str, result: TensorMeta) -> bool:
-    """Return whether the bits depend on the memory that the result is written to."""
+    """Return whether the result's bits depend on being written over an operand."""
     return result.dtype == torch.complex64 and op in _ROUNDED_IN_PLACE
 
 
-def _is_whole(value: int, aliases: Aliases, metas: Sequence[TensorMeta | None]) -> bool:
-    """Return whether a value fills its memory, so that a write keeps nothing larger alive."""
-    meta, home = metas[value], metas[aliases.memory[value]]
-    if meta is None or home is None or meta.dtype != home.dtype:
+def _fills_its_memory(value: int, aliases: Aliases, metas: Sequence[TensorMeta | None]) -> bool:
+    """Return whether a value fills its memory, so that reuse keeps no larger memory alive."""
+    meta, base = metas[value], metas[aliases.memory[value]]
+    if meta is None or base is None or meta.dtype != base.dtype:
         return False
-    return ask(_fills, meta, home)
+    return ask(_fills, meta, base)
 
 
-def _fills(meta: TensorMeta, home: TensorMeta) -> bool:
-    """Return whether a tensor has no gaps, and as many elements as the first in its memory."""
-    return meta.extent == meta.numel == home.numel
+def _fills(meta: TensorMeta, base: TensorMeta) -> bool:
+    """Return whether a tensor is dense, with as many elements as the base of its memory."""
+    return meta.extent == meta.numel == base.numel
 
 
-def _writing(node: Node, target: int) -> Node | None:
-    """Return the node that writes its result over ``target``; None if no overload does."""
-    forms = _overwriting(node.op)
+def _in_place_node(node: Node, target: int) -> Node | None:
+    """Return the node that writes its result over ``target``; None if there is no such overload."""
+    forms = _in_place_overloads(node.op)
     result = node.fresh[0]
     assert forms is not None
     assert result is not None
@@ -112,23 +112,27 @@ def _writing(node: Node, target: int) -> Node | None:
 
 
 @lru_cache(maxsize=4096)
-def _overwriting(op: str) -> tuple[str, str, str] | None:
-    """Return the overloads of a pointwise op that write in place and to a given tensor.
+def _in_place_overloads(op: str) -> tuple[str, str, str] | None:
+    """Return the in-place and out overloads of a pointwise op.
 
     Returns:
-        (in-place overload or "", out overload or "", its keyword), or None for other ops.
+        (in-place overload or "", out overload or "", its keyword); None: there is neither.
     """
     f = op_facts(Node(op, ()))
     if f is None or not f.pointwise or f.random or f.outputs != ("f",) or f.aliases or f.dynamic:
         return None
-    namespace, name, which = op.split(".")
-    wanted = [(a.name, str(a.type)) for a in f.func._schema.arguments]
-    in_place = f"{namespace}.{name}_.{which}"
-    in_place = in_place if _takes(in_place, wanted) else ""
-    for other in _overloads(namespace, name):
-        last = overload(other)._schema.arguments[-1]
-        if last.kwarg_only and last.alias_info is not None and _takes(other, wanted, last.name):
-            return in_place, other, last.name
+    namespace, name, overload_name = op.split(".")
+    arguments = [(a.name, str(a.type)) for a in f.func._schema.arguments]
+    in_place = f"{namespace}.{name}_.{overload_name}"
+    in_place = in_place if _has_arguments(in_place, arguments) else ""
+    for out_overload in _overloads(namespace, name):
+        last = overload(out_overload)._schema.arguments[-1]
+        if (
+            last.kwarg_only
+            and last.alias_info is not None
+            and _has_arguments(out_overload, arguments, last.name)
+        ):
+            return in_place, out_overload, last.name
     return (in_place, "", "") if in_place else None
 
 
@@ -137,11 +141,11 @@ def _overloads(namespace: str, name: str) -> Iterable[str]:
     return [f"{namespace}.{name}.{which}" for which in packet.overloads()]
 
 
-def _takes(op: str, wanted: list[tuple[str, str]], out: str = "") -> bool:
-    """Return whether an overload of this name takes these arguments (and ``out``)."""
+def _has_arguments(op: str, arguments: list[tuple[str, str]], out: str = "") -> bool:
+    """Return whether there is an overload of this name with these arguments (and ``out``)."""
     try:
         function = overload(op)
     except KeyError:
         return False
-    have = [(a.name, str(a.type)) for a in function._schema.arguments if a.name != out]
-    return have == wanted
+    actual = [(a.name, str(a.type)) for a in function._schema.arguments if a.name != out]
+    return actual == arguments

@@ -1,12 +1,12 @@
-"""Templates: optimised programs, reused in other sizes.
+"""Templates: optimised programs, reused in other sizes (symbolic shapes).
 
-Sizes change from step to step (a batch that is smaller, a sequence that is longer), the program
-does not. So a recorded graph is read with a symbol in the place of every size: graphs that then
-read the same get the same decisions from every pass. The optimised first graph, with other sizes
-put in, is the optimised next one.
+Sizes change from step to step (a smaller batch, a longer sequence), the program does not. So a
+recorded graph is keyed by its symbolic form, with a symbol instead of every size. Graphs with equal
+keys get the same decisions from every pass, so the optimised graph of the first one, with other
+sizes substituted, is the optimised graph of the others.
 
-That holds as long as the passes' questions about the first's sizes (``passes.questions``) have the
-same answers for the next's, which is checked every time.
+That holds as long as the passes' questions about sizes (``passes.questions``) have the same answers
+in the other sizes, which is checked every time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lazygt.graph.sizes import LEAST, Resize, Sizes, sized
 from lazygt.passes.base import Pass, run_passes
 from lazygt.passes.questions import Asked, noted, told_apart
 
-# -- skeletons: graphs read with symbols for their sizes -------------------------------------------
-# Graphs that read the same are one program in several sizes. 0, 1 and negative numbers stand for
-# themselves, and equal sizes have the same symbol.
+# -- skeletons: symbolic graphs --------------------------------------------------------------------
+# Graphs with equal keys are one program in several sizes. 0, 1 and negative numbers are not
+# replaced by symbols, and equal sizes have the same symbol.
 
 
 class Skeleton(NamedTuple):
-    """A graph read with symbols for its sizes.
+    """Symbolic form of a graph.
 
     Attributes:
-        key: everything but the sizes.
-        sizes: the numbers of the symbols, in order of appearance; all different.
+        key: the graph with symbols instead of sizes.
+        sizes: the size of each symbol, in order of appearance; all different.
     """
 
     key: tuple[Any, ...]
@@ -39,17 +39,18 @@ class Skeleton(NamedTuple):
 
 
 def skeleton(graph: Graph) -> Skeleton:
-    """Return the skeleton of a recorded graph; linear in its size."""
+    """Return the symbolic form of a recorded graph, in linear time."""
     reader = _Reader()
     reader.read(graph)
     return Skeleton(tuple(reader.key), tuple(reader.symbols))
 
 
 class _Reader:
-    """Serialization of a graph to one flat, self-delimiting list."""
+    """Serialization of a symbolic graph to one flat, self-delimiting list."""
 
     def __init__(self) -> None:
         self.key: list[Any] = []
+        #: size -> its symbol
         self.symbols: dict[int, int] = {}
         #: id of a meta -> its number among all metas
         self.metas: dict[int, int] = {}
@@ -64,20 +65,25 @@ class _Reader:
 
     def _node(self, node: Node) -> None:
         """Add one node, with its members, to the key."""
-        places = sized(node.op)
+        sized_arguments = sized(node.op)
         self.key += (node.op, len(node.args), len(node.kwargs), len(node.fresh), node.writes,
                      len(node.written), node.dynamic)  # fmt: skip
-        for place, arg in enumerate(node.args):
-            self._arg(arg, place in places)
+        for position, arg in enumerate(node.args):
+            self._arg(arg, position in sized_arguments)
         for name, arg in node.kwargs:
             self.key.append(name)
-            self._arg(arg, name in places)
+            self._arg(arg, name in sized_arguments)
         for meta in node.results:
             self._meta(meta)
         if node.body is not None:
             self.read(node.body)
 
     def _arg(self, arg: Arg, sized: bool) -> None:
+        """Add an argument to the key.
+
+        Args:
+            sized: whether integers in the argument are sizes.
+        """
         kind = type(arg)
         if kind is Ref or kind is Param:
             self.key += (kind, arg.index)
@@ -91,19 +97,21 @@ class _Reader:
             self.key += exact(arg)
 
     def _size(self, size: int) -> None:
+        """Add a size to the key, as a symbol unless it is 0, 1 or negative."""
         if size >= LEAST:
             self.key += ("size", self.symbols.setdefault(size, len(self.symbols)))
         else:
             self.key.append(size)
 
     def _meta(self, meta: TensorMeta | None) -> None:
+        """Add a meta to the key; a repeated one by its number."""
         if meta is None:
             self.key.append(None)
             return
-        known = len(self.metas)
-        number = self.metas.setdefault(id(meta), known)
+        count = len(self.metas)
+        number = self.metas.setdefault(id(meta), count)
         self.key.append(number)
-        if number < known:
+        if number < count:
             return
         self.key += (meta.dtype, len(meta.shape), meta.conj, meta.neg)
         for size in (*meta.shape, *meta.stride, meta.offset):
@@ -112,7 +120,7 @@ class _Reader:
 
 # -- templates: optimised programs, reused in other sizes ------------------------------------------
 
-#: Most plans that are kept of a program, each for other decisions of the passes.
+#: Most cached plans of a program, each for other decisions of the passes.
 _MOST_VARIANTS = 8
 #: Approximate Python memory of a word of a template's key, and words of a question.
 _BYTES_A_WORD, _WORDS_A_QUESTION = 16, 30
@@ -121,19 +129,19 @@ Stages = list[tuple[str, Graph]]
 
 
 class Resizable(Protocol):
-    """Plan of a graph that can be made in other sizes."""
+    """Plan of a graph that can be converted to other sizes."""
 
     @property
     def graph(self) -> Graph:
-        """The graph."""
+        """Optimised graph."""
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes that it is in."""
+        """Sizes of the graph."""
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory of it."""
+        """Approximate memory of the plan."""
 
     def resized(self, sizes: Sizes) -> Self:
         """Return the same plan in other sizes."""
@@ -147,7 +155,8 @@ class Optimised(NamedTuple, Generic[P]):
 
     Attributes:
         plan: of the optimised graph.
-        template, sizes: its program, and the sizes that the graph has.
+        template: the cached plans of the same program.
+        sizes: the sizes of the recorded graph.
     """
 
     plan: P
@@ -156,7 +165,7 @@ class Optimised(NamedTuple, Generic[P]):
 
 
 class Templates(Generic[P]):
-    """The passes, with a cache for programs that differ only in sizes.
+    """Pipeline of passes with an LRU cache for programs that differ only in sizes.
 
     Args:
         passes: in their order.
@@ -164,48 +173,48 @@ class Templates(Generic[P]):
         make: builds the plan of an optimised graph.
 
     Attributes:
-        resized: the number of graphs that needed no pass.
+        resized: the number of graphs that were served from the cache.
     """
 
     def __init__(
         self, passes: Sequence[Pass], most: int, most_bytes: int, make: Callable[[Graph], P]
     ) -> None:
         self._passes, self._make = passes, make
-        self._kept: Recent[tuple[Any, ...], Template[P]] = Recent(most, most_bytes)
+        self._cache: Recent[tuple[Any, ...], Template[P]] = Recent(most, most_bytes)
         self.resized = 0
 
     def optimised(
         self, graph: Graph, check: bool = False, stages: Stages | None = None
     ) -> Optimised[P]:
-        """Return the optimised form of a recorded graph; it keeps the rules of ``graph.verify``.
+        """Return the optimised form of a recorded graph, from the cache or by running the passes.
 
         Args:
-            check: verify after every pass, and a plan that comes out of a template.
-            stages: gets the result of every pass, so every pass is run.
+            check: verify the graph after every pass, and a plan from the cache.
+            stages: list to which every pass appends its result; every pass is run then.
 
         Raises:
-            GraphError: when the graph breaks its own rules; with ``check``, naming the pass.
+            GraphError: the optimised graph is invalid; with ``check`` the error names the pass.
         """
-        read = skeleton(graph)
-        template = self._kept.get(read.key)
+        symbolic = skeleton(graph)
+        template = self._cache.get(symbolic.key)
         if stages is None and template is not None:
-            plan = self.resize(template, read.sizes, check)
+            plan = self.resize(template, symbolic.sizes, check)
             if plan is not None:
-                return Optimised(plan, template, read.sizes)
+                return Optimised(plan, template, symbolic.sizes)
         with noted() as asked:
             optimised = run_passes(graph, self._passes, check, stages)
         verify(optimised)
         plan = self._make(optimised)
-        template = Template(len(read.key)) if template is None else template
-        template.keep(read.sizes, asked, plan)
-        self._kept.keep(read.key, template, template.nbytes)
-        return Optimised(plan, template, read.sizes)
+        template = Template(len(symbolic.key)) if template is None else template
+        template.keep(symbolic.sizes, asked, plan)
+        self._cache.keep(symbolic.key, template, template.nbytes)
+        return Optimised(plan, template, symbolic.sizes)
 
     def resize(self, template: Template[P], sizes: Sizes, check: bool = False) -> P | None:
-        """Return the plan of a template's program in these sizes; None: not known.
+        """Return a template's plan in these sizes; None if no cached plan is valid for them.
 
         Args:
-            check: verify it.
+            check: verify the plan.
         """
         plan = template.resized(sizes)
         if plan is not None:
@@ -216,61 +225,63 @@ class Templates(Generic[P]):
 
 
 class Template(Generic[P]):
-    """Plans of one program, by the decisions that its sizes lead to.
+    """Cached plans of one program: one for each set of decisions of the passes.
 
     Args:
-        words: of its key.
+        words: length of the program's key.
     """
 
     def __init__(self, words: int) -> None:
         self._words = words
-        #: used last first
+        #: most recently used first
         self._variants: list[_Variant[P]] = []
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory of it."""
-        words = self._words + sum(len(each.asked) * _WORDS_A_QUESTION for each in self._variants)
-        return _BYTES_A_WORD * words + sum(each.plan.nbytes for each in self._variants)
+        """Approximate memory of the plans and their key."""
+        words = self._words + sum(
+            len(variant.asked) * _WORDS_A_QUESTION for variant in self._variants
+        )
+        return _BYTES_A_WORD * words + sum(variant.plan.nbytes for variant in self._variants)
 
     def keep(self, sizes: Sizes, asked: Asked, plan: P) -> None:
-        """Add the plan of sizes for which ``resized`` had none.
+        """Add a plan for sizes for which ``resized`` returned None.
 
-        A plan with a computed size, one that is none of the program's, is not kept.
+        A plan with a computed size, one that is not a size of the program, is not cached.
         """
         if set(plan.sizes) <= set(sizes):
-            places = tuple([sizes.index(size) for size in plan.sizes])
-            self._variants.insert(0, _Variant(sizes, asked, plan, places))
+            positions = tuple([sizes.index(size) for size in plan.sizes])
+            self._variants.insert(0, _Variant(sizes, asked, plan, positions))
             del self._variants[_MOST_VARIANTS:]
 
     def resized(self, sizes: Sizes) -> P | None:
-        """Return the plan in these sizes; None when it is not known."""
-        for place, variant in enumerate(self._variants):
+        """Return the plan in these sizes; None if no cached plan is valid for them."""
+        for position, variant in enumerate(self._variants):
             if variant.asked.hold(Resize(variant.sizes, sizes)):
-                if place:
-                    self._variants.insert(0, self._variants.pop(place))
-                plan = variant.plan.resized(tuple([sizes[place] for place in variant.places]))
+                if position:
+                    self._variants.insert(0, self._variants.pop(position))
+                plan = variant.plan.resized(tuple([sizes[index] for index in variant.positions]))
                 if len(set(plan.sizes)) == len(plan.sizes) or _alike(variant.plan, plan):
                     return plan
         return None
 
 
 def _alike(plan: Resizable, other: Resizable) -> bool:
-    """Return whether two plans differ in sizes only, although some have become equal."""
-    counts = [told_apart(each.graph.inputs, each.graph.nodes) for each in (plan, other)]
+    """Return whether two plans differ in sizes only, although some sizes have become equal."""
+    counts = [told_apart(either.graph.inputs, either.graph.nodes) for either in (plan, other)]
     return counts[0] == counts[1]
 
 
 class _Variant(NamedTuple, Generic[P]):
-    """Plan of a program by one set of answers.
+    """Plan of a program for one set of answers to the passes' questions.
 
     Attributes:
-        sizes: of the program then.
-        asked: the questions of the passes.
-        places: for each size of the plan its position in ``sizes``.
+        sizes: of the program when the passes ran.
+        asked: the questions of the passes, with their answers.
+        positions: for each size of the plan its position in ``sizes``.
     """
 
     sizes: Sizes
     asked: Asked
     plan: P
-    places: tuple[int, ...]
+    positions: tuple[int, ...]

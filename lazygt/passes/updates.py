@@ -1,4 +1,4 @@
-"""Parameters by gradient: for a gradient, the parameter that an optimizer writes with it."""
+"""Gradient to parameter: for each gradient, the parameter that an optimizer updates with it."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ T = TypeVar("T")
 
 
 def updated_with(graph: Graph, known: Mapping[int, T]) -> dict[int, T]:
-    """Return for each value the ``known`` entry of the input that it, or a result, updates.
+    """Return for each value the ``known`` entry of the input that is updated with the value.
 
-    The search goes through ops on values of its shape, as the moments of an optimizer have. A
-    horizontal op writes each tensor of a list with those at its place in other lists.
+    The backward dataflow search follows ops on values of one shape, as in an optimizer's moments.
+    In a horizontal op the tensors at one index of the lists belong together.
 
     Args:
-        known: by number of an input.
+        known: input -> its entry, for example its sharding.
     """
-    homes, metas = dependencies(graph).memory, graph.values
-    known_of: dict[int, T] = {}
+    memory, metas = dependencies(graph).memory, graph.values
+    entry_of: dict[int, T] = {}
     for node, results in reversed(list(graph.numbered())):
-        for refs, outcome in _lanes(node, results):
-            inputs = [known[homes[v]] for v in refs if v in written(node) and homes[v] in known]
-            later = [known_of[value] for value in outcome if value in known_of]
-            home = next(iter([*inputs, *later]), None)
-            if home is None:
+        for refs, outputs in _tensor_slices(node, results):
+            inputs = [known[memory[v]] for v in refs if v in written(node) and memory[v] in known]
+            later = [entry_of[value] for value in outputs if value in entry_of]
+            entry = next(iter([*inputs, *later]), None)
+            if entry is None:
                 continue
-            shapes = {meta.shape for value in outcome if (meta := metas[value]) is not None}
+            shapes = {meta.shape for value in outputs if (meta := metas[value]) is not None}
             for value in refs:
                 meta = metas[value]
                 if meta is not None and meta.shape in shapes:
-                    known_of.setdefault(value, home)
-    return known_of
+                    entry_of.setdefault(value, entry)
+    return entry_of
 
 
 def written(node: Node) -> tuple[int, ...]:
@@ -45,34 +45,31 @@ def written(node: Node) -> tuple[int, ...]:
     return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
 
 
-def _lanes(node: Node, results: range) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Return the operands that belong together, with their results.
-
-    In a horizontal op those at one place of its lists belong together.
-    """
+def _tensor_slices(node: Node, results: range) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Return (operands, results) of a node; for a horizontal op one pair for each tensor."""
     lists = [arg for arg in node.args if type(arg) is tuple and arg and type(arg[0]) is Ref]
     if not lists:
         return [(node.refs(), results)]
     versions = dict(zip(node.writes, results[len(node.fresh) :], strict=True))
-    lanes: list[tuple[Sequence[int], Sequence[int]]] = []
-    for which in range(len(lists[0])):
-        refs = [arg[which].index for arg in lists if which < len(arg)]
+    slices: list[tuple[Sequence[int], Sequence[int]]] = []
+    for index in range(len(lists[0])):
+        refs = [arg[index].index for arg in lists if index < len(arg)]
         written = [versions[value] for value in refs if value in versions]
-        lanes.append((refs, written or results[which : which + 1]))
-    return lanes
+        slices.append((refs, written or results[index : index + 1]))
+    return slices
 
 
-# -- wrap units of reduced gradients: each has that of the parameter that it updates ---------------
+# -- wrap units of reduced gradients ---------------------------------------------------------------
 
 
 def reduced_units(graph: Graph, units: Mapping[int, FSDPUnit]) -> dict[int, FSDPUnit]:
-    """Return the unit of each reduce-scatter of a rank's program, by number of the node.
+    """Return the wrap unit of each reduce-scatter of a rank's program, by number of the node.
 
-    A reduce-scatter that updates no parameter of this program is of the first unit that stores
-    blocks of its shape.
+    The unit is that of the parameter that is updated with the reduced gradient, else the first unit
+    with a parameter block of the same shape.
 
     Args:
-        units: by number of the input.
+        units: input -> its wrap unit.
     """
     scatters = {
         number: results.start
@@ -93,7 +90,7 @@ def reduced_units(graph: Graph, units: Mapping[int, FSDPUnit]) -> dict[int, FSDP
     for number, result in scatters.items():
         meta = metas[result]
         unit_of_shape = shapes.get(meta.shape) if meta is not None else None
-        home = updates.get(result, unit_of_shape)
-        if home is not None:
-            reduced[number] = home
+        reduced_unit = updates.get(result, unit_of_shape)
+        if reduced_unit is not None:
+            reduced[number] = reduced_unit
     return reduced

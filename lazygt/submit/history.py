@@ -1,6 +1,6 @@
 """History of a session: flushes, plan misses and gathers.
 
-It notes little while the session runs (call sites and steps of the trie); texts are made on
+While the session runs only call sites and steps of the trie are recorded; texts are built on
 request.
 """
 
@@ -26,21 +26,21 @@ from lazygt.runtime.plan import Plan
 if TYPE_CHECKING:
     from lazygt.passes.sharding.gathers import Gather
 
-_KEPT_MISSES = 256
-_KEPT_FLUSHES = 1_000
-#: Known steps, or values, that a miss names at most; a loop over many shapes has many.
-_NAMED = 8
+_MAX_MISSES = 256
+_MAX_FLUSHES = 1_000
+#: Most known steps, or values, in the report of a miss; a loop over many shapes has many.
+_MAX_NAMED = 8
 
 
 class Flush(NamedTuple):
-    """One flush.
+    """One flush of recorded ops to the workers.
 
     Attributes:
         reason: the sync point, for example ``backward`` or ``to cpu``.
-        call_site: the user's line that forced it.
-        ops: the number of ops recorded.
-        digest: the plan's name; None when there was nothing to run.
-        hit: True if the plan was there already.
+        call_site: the user's line that forced the flush.
+        ops: the number of recorded ops.
+        digest: of the plan; None when there was nothing to run.
+        hit: True if the plan was cached.
         run: the number of the run.
     """
 
@@ -53,7 +53,7 @@ class Flush(NamedTuple):
 
 
 class FirstMiss(NamedTuple):
-    """The first step of a trace that was not in the trie, as the recorder notes it."""
+    """First step of a trace that was not in the trie, as recorded."""
 
     step: TrieNode
     key: Any
@@ -68,12 +68,12 @@ class Miss:
     Attributes:
         flush: the reason of the flush.
         first: the first new step; None when every step was known.
-        known: the steps that had followed the same beginning before, newest last.
-        ended: True if an earlier trace with the same steps had ended at the same place.
-        alive: values that had not been outputs then, each as ``op meta  line``.
-        line_of: finds the user's line of a step that was recorded earlier, or ``"?"``.
-        resized: the program was known in other sizes, so that no pass had to run.
-        digest, seconds: the plan, and the time of its passes.
+        known: earlier steps after the same prefix, newest last.
+        ended: True if an earlier trace with the same steps ended at the same step.
+        alive: outputs that the earlier trace did not have, each as ``op meta  line``.
+        line_of: returns the user's line of an earlier step, or ``"?"``.
+        resized: the program was cached in other sizes, so that no pass had to run.
+        digest, seconds: the plan, and the time to build it.
     """
 
     flush: str
@@ -88,15 +88,15 @@ class Miss:
 
     @staticmethod
     def at(flush: str, noted: tuple[Any, ...], line_of: Callable[[TrieNode], str]) -> Miss:
-        """Build the miss that began at the step that the recorder noted."""
+        """Build the miss that began at the step that the recorder reported."""
         first = FirstMiss(*noted)
         new = first.step.children.get(first.key)
         known = [step for step in first.step.children.values() if step is not new]
-        return Miss(flush, first, tuple(known[-_NAMED:]), line_of=line_of)
+        return Miss(flush, first, tuple(known[-_MAX_NAMED:]), line_of=line_of)
 
     @cached_property
     def op(self) -> str | None:
-        """The first new op (or input)."""
+        """Name of the first new op, or the new input."""
         if self.first is None:
             return None
         if isinstance(self.first.key, TensorMeta):
@@ -105,19 +105,19 @@ class Miss:
 
     @cached_property
     def line(self) -> str:
-        """The user's line of the first new op."""
+        """Line of the user's program that called the first new op."""
         return "?" if self.first is None else expand(self.first.call_site)
 
     @cached_property
     def before(self) -> TrieNode | None:
-        """The known step that the new one is most like."""
+        """Known step that is most similar to the new one."""
         if not self.known:
             return None
         return max(reversed(self.known), key=lambda step: (_name(step) == self.op, _is_input(step)))
 
     @cached_property
     def reason(self) -> str:
-        """One sentence."""
+        """Cause of the miss, in one phrase."""
         if self.first is None:
             if self.ended:
                 return "another set of values is alive"
@@ -130,11 +130,11 @@ class Miss:
         return f"{self.op} where {name} was before"
 
     def summary(self) -> dict[str, Any]:
-        """Plain data, as ``stats()`` shows it."""
+        """Return the miss as plain data, for ``stats()``."""
         return {"reason": self.reason, "op": self.op, "line": self.line, "flush": self.flush}
 
     def rows(self) -> list[str]:
-        """The text of the miss."""
+        """Return the lines of the report of the miss."""
         rows = [f"plan {self.digest.hex()[:12]}, built in {self.seconds * 1e3:.1f} ms, "
                 f"flush {self.flush!r}: {self.reason}"]  # fmt: skip
         if self.first is not None:
@@ -148,51 +148,51 @@ class Miss:
 
 
 class Probe(Protocol):
-    """Observer that draws a session's work from ``attach`` to ``detach``."""
+    """Profiler of a session's work from ``attach`` to ``detach``."""
 
     def attach(self) -> None:
         """Begin."""
 
     def detach(self, compiles: Iterable[Compile]) -> None:
-        """Leave the session as it was.
+        """End, and remove everything that was added to the session.
 
         Args:
-            compiles: all that the session asked for.
+            compiles: all compilations that the session requested.
         """
 
     def flush(self, flushes: deque[Flush]) -> AbstractContextManager[None]:
-        """Return the context of a flush, drawn if ``flushes`` has one more at its end."""
+        """Return the context of a flush; recorded if ``flushes`` has one more at its end."""
 
     def did(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
-        """Something within a flush, from ``begin`` to now."""
+        """Record an event within a flush, from ``begin`` to now."""
 
 
 class History:
-    """Flushes, plan misses and gathers; while a profile is taken, they are drawn as well.
+    """Flushes, plan misses and gathers of a session; a profiler records them as well.
 
     Attributes:
         flushes: reason -> count.
-        recent, misses: the last ones, oldest first.
-        resized: the last plans that are known programs in other sizes, oldest first.
-        gathers: (op, line) -> the first time that its sharded operands were gathered.
-        plans_built, plan_hits: numbers of flushes with a new plan, and with a cached one.
-        plans_resized: number of the new ones that were known programs in other sizes.
-        last_plan: of the last flush that had one.
-        probe: draws; None: no profile is being taken.
+        recent, misses: the last flushes and misses, oldest first.
+        resized: the last new plans of cached programs in other sizes, oldest first.
+        gathers: (op, line) -> the first gather of sharded operands.
+        plans_built, plan_hits: number of flushes with a new plan, and with a cached one.
+        plans_resized: number of new plans of cached programs in other sizes.
+        last_plan: of the last flush with a plan.
+        probe: the profiler; None: no profile is being recorded.
     """
 
     def __init__(self) -> None:
         self.flushes: Counter[str] = Counter()
-        self.recent: deque[Flush] = deque(maxlen=_KEPT_FLUSHES)
-        self.misses: deque[Miss] = deque(maxlen=_KEPT_MISSES)
+        self.recent: deque[Flush] = deque(maxlen=_MAX_FLUSHES)
+        self.misses: deque[Miss] = deque(maxlen=_MAX_MISSES)
         self.gathers: dict[tuple[str, str], Gather] = {}
-        self.resized: deque[Miss] = deque(maxlen=_KEPT_MISSES)
+        self.resized: deque[Miss] = deque(maxlen=_MAX_MISSES)
         self.plans_built = self.plan_hits = self.plans_resized = 0
         self.last_plan: Plan | None = None
         self.probe: Probe | None = None
 
     def missed(self, miss: Miss, plan: Plan, begin: int) -> None:
-        """Note a new plan, made since ``begin``: a miss, or a known program in other sizes."""
+        """Record a new plan, built since ``begin``: a miss, or a cached program in other sizes."""
         miss.digest, miss.seconds = plan.digest, (time.monotonic_ns() - begin) / 1e9
         (self.resized if miss.resized else self.misses).append(miss)
         self.plans_resized += miss.resized
@@ -201,11 +201,11 @@ class History:
             self.probe.did(what, begin, miss.summary())
 
 
-# -- words ----------------------------------------------------------------------------
+# -- texts ----------------------------------------------------------------------------
 
 
 def shown(step: TrieNode) -> str:
-    """A step as the user would know it: the op with its inputs' metas and its numbers."""
+    """Format a step as a call: the op with the metas of its inputs and its numbers."""
     if step.node is None:
         return f"input {_text(step.input)}"
     assert step.parent is not None
@@ -223,26 +223,27 @@ def shown(step: TrieNode) -> str:
             return f"[{', '.join(map(show, arg, keys))}]"
         return "device" if arg is DEVICE else str(arg)
 
-    parts = [show(arg, next(keys, None)) for arg in step.node.args]
+    arguments = [show(arg, next(keys, None)) for arg in step.node.args]
     for name, arg in step.node.kwargs:
         next(keys, None)  # its name
-        parts.append(f"{name}={show(arg, next(keys, None))}")
-    return f"{step.node.op}({', '.join(parts)})"
+        arguments.append(f"{name}={show(arg, next(keys, None))}")
+    return f"{step.node.op}({', '.join(arguments)})"
 
 
 def _metas(step: TrieNode) -> tuple[list[TensorMeta | None], list[TensorMeta | None]]:
-    """The metas of the inputs and of the results on the way to a step."""
+    """Return the metas of the inputs, and of the results, on the path to a step."""
     inputs: list[TensorMeta | None] = []
     values: list[TensorMeta | None] = []
-    for passed in step.path():
-        if passed.node is None:
-            inputs.append(passed.input)
+    for path_step in step.path():
+        if path_step.node is None:
+            inputs.append(path_step.input)
         else:
-            values.extend(passed.node.results)
+            values.extend(path_step.node.results)
     return inputs, values
 
 
 def _name(step: TrieNode) -> str:
+    """Return the name of a step's op, or its input."""
     if step.facts is not None:
         return step.facts.name
     return f"input {_text(step.input)}" if step.node is None else step.node.op
@@ -259,17 +260,18 @@ def _is_input(step: TrieNode) -> bool:
 def newly_alive(
     graph: Graph, outputs: tuple[int, ...], others: Collection[tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """The outputs that the most similar of ``others`` lacks, each as ``op meta  line``.
+    """Return the outputs that the most similar of ``others`` lacks, each as ``op meta  line``.
 
-    Both number the results of nodes from 0, without the inputs.
+    Args:
+        outputs, others: numbers of results of nodes, from 0, without the inputs.
     """
-    needed = set(outputs)
-    similar = max(others, key=lambda other: len(needed.intersection(other)), default=())
-    missing = needed.difference(similar)
-    shift = len(graph.inputs)
+    wanted = set(outputs)
+    similar = max(others, key=lambda other: len(wanted.intersection(other)), default=())
+    missing = wanted.difference(similar)
+    input_count = len(graph.inputs)
     return tuple(
         f"{node.op} {_text(meta)}  {graph.line(number)}"
         for number, (node, results) in enumerate(graph.numbered())
         for index, meta in zip(results, node.results, strict=True)
-        if index - shift in missing
-    )[:_NAMED]
+        if index - input_count in missing
+    )[:_MAX_NAMED]

@@ -1,4 +1,4 @@
-"""Report of ``s.memory()``: the memory of each worker, as measured there."""
+"""Report of ``s.memory()``: the memory of each worker, as measured by the worker."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from lazygt.record.tensor import Storage, is_lazy, storage_of
 from lazygt.runtime.values import RemoteValue
 from lazygt.tables import Printed, plain_table
 
-# -- memory categories of the workers' values, as far as the client knows --------------------------
+# -- memory categories of the workers' values ------------------------------------------------------
 
 PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "other"
 
 
 class Kinds:
-    """Parameters, gradients and optimizer states among a session's values.
+    """Memory categories of a session's values: parameters, gradients and optimizer states.
 
-    Optimizers tell of their parameters once they step. Those that no optimizer has are looked for
-    among all that Python has: no list of them is kept, which every session would pay for.
+    An optimizer is registered at its first step. Parameters without an optimizer are searched among
+    all Python objects on request, since a list of them would cost every session time.
 
     Args:
-        recorder: of the session whose values are meant.
+        recorder: of the session.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        #: identity -> an optimizer that has stepped; no callback, in which a Ctrl-C would be lost
+        #: id -> an optimizer that has stepped; without a callback, which would swallow a Ctrl-C
         self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        #: parameters that no optimizer may have, as they were last looked for
-        self._others: list[weakref.ref[torch.Tensor]] = []
+        #: all parameters at the last search
+        self._all_parameters_found: list[weakref.ref[torch.Tensor]] = []
 
     @property
     def trains(self) -> bool:
@@ -50,37 +50,36 @@ class Kinds:
         return bool(self.optimizers)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped for the first time; those that are no more are forgotten."""
+        """Register an optimizer at its first step; remove those that no longer exist."""
         alive = {key: other for key, other in self.optimizers.items() if other() is not None}
         self.optimizers = {**alive, id(optimizer): weakref.ref(optimizer)}
 
     def by_id(self, everywhere: bool = True) -> dict[int, str]:
-        """The kinds of values that handles show, by id; of all others nothing is known.
+        """Return id -> category of the values of tensors; other values have no category.
 
         Args:
-            everywhere: look for parameters that no optimizer has, too; else those count that were
-                there when they were last looked for.
+            everywhere: search for parameters without an optimizer; else use the last search.
         """
         if everywhere:
-            self._others = [weakref.ref(parameter) for parameter in _all_parameters()]
+            self._all_parameters_found = [weakref.ref(parameter) for parameter in _all_parameters()]
         kinds: dict[int, str] = {}
-        for storage, kind in self._known():
+        for storage, kind in self._categorised():
             assert storage.remote is not None
             for key in storage.remote.ids:
                 kinds.setdefault(key, kind)
         return kinds
 
     def sizes(self, ranks: Mesh) -> dict[str, int]:
-        """Return the bytes of each category on the first rank, of the values of handles.
+        """Return the bytes of each category on the first rank, of the values of tensors.
 
-        Parameters that no optimizer has count where they were looked for before.
+        Parameters without an optimizer count if the last search included them.
 
         Args:
-            ranks: that plans are made for.
+            ranks: the mesh for which plans are built.
         """
         sizes = dict.fromkeys((PARAMETERS, GRADIENTS, OPTIMIZER), 0)
         seen: set[int] = set()
-        for storage, kind in self._known():
+        for storage, kind in self._categorised():
             remote = storage.remote
             assert remote is not None
             if remote.id not in seen:
@@ -88,22 +87,26 @@ class Kinds:
                 seen.add(remote.id)
         return sizes
 
-    def _known(self) -> Iterator[tuple[Storage, str]]:
-        """Yield the storages of handles that the workers have, with their categories."""
-        others = [parameter for other in self._others if (parameter := other()) is not None]
+    def _categorised(self) -> Iterator[tuple[Storage, str]]:
+        """Yield the storages with a value on the workers, with their categories."""
+        other_parameters = [
+            parameter for other in self._all_parameters_found if (parameter := other()) is not None
+        ]
         optimizers = [
-            optimizer for known in self.optimizers.values() if (optimizer := known()) is not None
+            optimizer
+            for reference in self.optimizers.values()
+            if (optimizer := reference()) is not None
         ]
         parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
-        for parameter in [*parameters, *others]:
-            yield from self._remote(parameter, PARAMETERS)
-            yield from self._remote(parameter.grad, GRADIENTS)
+        for parameter in [*parameters, *other_parameters]:
+            yield from self._owned_storage(parameter, PARAMETERS)
+            yield from self._owned_storage(parameter.grad, GRADIENTS)
         for optimizer in optimizers:
             for value in _state(optimizer):
-                yield from self._remote(value, OPTIMIZER)
+                yield from self._owned_storage(value, OPTIMIZER)
 
-    def _remote(self, t: object, kind: str) -> Iterator[tuple[Storage, str]]:
-        """Yield the storage of a handle, if the workers have it."""
+    def _owned_storage(self, t: object, kind: str) -> Iterator[tuple[Storage, str]]:
+        """Yield the storage of a tensor of this session, if its value is on the workers."""
         if is_lazy(t):
             storage = storage_of(t)
             if storage.owner is self._recorder and storage.remote is not None:
@@ -117,12 +120,12 @@ def _bytes_on_first(meta: TensorMeta, remote: RemoteValue, ranks: Mesh) -> int:
     if not has_any(ranks, remote.sharding.placements, 0):
         return 0
     block = region(ranks, remote.sharding.placements, meta.shape, 0)
-    elements: int = math.prod(part.stop - part.start for part in block)
+    elements: int = math.prod(dim_range.stop - dim_range.start for dim_range in block)
     return elements * meta.dtype.itemsize * len(remote.ids)
 
 
 def by_kind(kinds: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ids of each kind that is known."""
+    """Return category -> ids of its values."""
     groups: dict[str, list[int]] = {PARAMETERS: [], GRADIENTS: [], OPTIMIZER: []}
     for key, kind in kinds.items():
         groups[kind].append(key)
@@ -135,31 +138,34 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[object]:
+    """Yield the values of an optimizer's state."""
     for values in optimizer.state.values():
         if isinstance(values, dict):
             yield from values.values()
 
 
 def _all_parameters() -> Iterable[torch.Tensor]:
-    """Those that Python's garbage collector knows, which has all but those of other languages."""
-    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    """Return all parameters that Python's garbage collector tracks."""
+    tensors = (
+        candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.Tensor)
+    )
     return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
 
-# -- report of ``s.memory()``: the memory of each worker, as measured there ------------------------
+# -- report of ``s.memory()`` ----------------------------------------------------------------------
 
 
 class RankMemory(NamedTuple):
     """A worker's memory in bytes.
 
     Attributes:
-        kinds: of the values that it holds: ``parameters`` (of optimizers that have stepped, and
-            other ``nn.Parameter``\\ s), their ``gradients``, the state of ``optimizer``\\ s, and
-            ``other``; memory that several values share counts once.
-        allocated: memory that torch's allocator has handed out on a GPU. On CPUs malloc's, of the
-            whole process; where malloc does not say (it is not glibc's), ``living``.
-        peak: on a GPU the most that was allocated; on CPUs the most that was resident, ever.
-        resident: of the process in the host's memory.
+        kinds: category -> bytes of the worker's values: ``parameters`` (of optimizers that have
+            stepped, and other ``nn.Parameter``\\ s), their ``gradients``, the state of
+            ``optimizer``\\ s, and ``other``; memory shared by several values counts once.
+        allocated: on a GPU the memory allocated by torch's allocator. On CPUs the memory allocated
+            by malloc in the process; without glibc's malloc, ``living``.
+        peak: on a GPU the peak of allocated memory; on CPUs the peak of resident memory.
+        resident: resident memory of the process on the host.
     """
 
     rank: int
@@ -170,7 +176,7 @@ class RankMemory(NamedTuple):
 
     @property
     def living(self) -> int:
-        """Of all values that it holds."""
+        """Bytes of all values of the worker."""
         return sum(self.kinds.values())
 
 
@@ -179,20 +185,20 @@ class SessionMemory(Printed):
     """The memory of a session's workers. Prints as a table.
 
     Attributes:
-        ranks: by rank. With ``launcher="inline"`` the one there is is this process, and in a dry
-            session values have their sizes, but no memory.
+        ranks: by rank. With ``launcher="inline"`` the only worker is this process; in a dry session
+            values have sizes, but no memory.
     """
 
     ranks: Sequence[RankMemory]
 
     @property
     def living(self) -> int:
-        """Bytes of the values that all workers hold."""
+        """Bytes of the values of all workers."""
         return sum(memory.living for memory in self.ranks)
 
     @property
     def peak(self) -> int:
-        """Of the worker that needed the most."""
+        """Largest peak over the workers."""
         return max(memory.peak for memory in self.ranks)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

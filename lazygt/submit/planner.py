@@ -1,4 +1,4 @@
-"""Planner: from a recorded trace to the plans that the ranks run, once for each new trace."""
+"""Planner: builds the plans of the ranks from a recorded trace, once for each new trace."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ Stages = tuple[tuple[str, Graph], ...]
 #: The user's frame of each op.
 Sites = tuple[CallSite | None, ...]
 
-#: Of traces with the same ops so many are kept that differ in more than sizes.
+#: Most cached traces with the same ops that differ in more than sizes.
 _MOST_ALIKE = 4
 
 
 class CachedPlan(NamedTuple):
-    """A plan as the trie keeps it.
+    """Plans of a trace, as cached in the trie.
 
     Attributes:
+        entry: the plan of each rank, or the one plan of all.
         positions: number of a value of the trace -> position among the outputs.
         origins: for each plan of the entry, step -> recorded op (empty: the same numbers).
         makers: output -> recorded op.
         shardings: the sharding of each output; None: replicated.
-        slots: of each output the places of its blocks among those of the plans.
-        shown: the native recorder's part of this.
-        stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless asked for.
+        slots: for each output the positions of its blocks among the outputs of the plans.
+        shown: the data that the native recorder needs.
+        stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless requested.
     """
 
     entry: PlanRecord
@@ -69,18 +70,20 @@ class CachedPlan(NamedTuple):
     decided: tuple[AxisStep, ...]
 
     def grouped(self, blocks: list[RemoteValue]) -> list[RemoteValue]:
-        """The first block of each output, which keeps the others."""
+        """Group blocks by output; return each output's first block, which refers to the others."""
         for slot in self.slots:
             blocks[slot.start].rest = blocks[slot.start + 1 : slot.stop]
         return [blocks[slot.start] for slot in self.slots]
 
 
 class _Earlier(NamedTuple):
-    """A trace that was planned, for others that are it in other sizes.
+    """Planned trace, from which plans of the same program in other sizes are derived.
 
     Attributes:
+        outline: the shape-polymorphic form of the trace.
         template, sizes: the result of the passes.
         sites, lines: of its ops.
+        kept: its plan.
     """
 
     outline: Outline
@@ -92,17 +95,17 @@ class _Earlier(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its memory in bytes, about."""
+        """Approximate memory in bytes."""
         return self.kept.entry.nbytes + self.template.nbytes
 
 
 class Planner:
-    """Runs the passes on a trace that has no plan yet.
+    """Planner of a session: runs the passes on traces without a plan.
 
     Args:
-        mesh: the ranks that plans are made for, on the workers there are.
+        mesh: the ranks for which plans are built, and the workers.
         machine: the cost model of a rank.
-        history: gets misses and gathers.
+        history: records misses and gathers.
     """
 
     def __init__(
@@ -118,16 +121,16 @@ class Planner:
         self.templates = Templates(
             priced(PIPELINE, machine), config.max_plans, config.max_plan_bytes, Plan
         )
-        self._outlines: Recent[tuple[Any, ...], tuple[_Earlier, ...]] = Recent(
+        self._planned_traces: Recent[tuple[Any, ...], tuple[_Earlier, ...]] = Recent(
             config.max_plans, config.max_plan_bytes
         )
         self._config, self._mesh, self._machine = config, mesh, machine
         self._recorder, self._client, self._tiers = recorder, client, tiers
         self._history = history
-        self._told_of_turns = False
+        self._warned_in_order = False
 
     def build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> CachedPlan:
-        """The plan of a trace that needs ``outputs``, from now on in the trie."""
+        """Build the plan of a trace with these outputs, and add it to the trie."""
         plan = self._build(trace, outputs, reason)
         dropped = self._recorder.trie.keep(trace.step, outputs, plan, plan.entry.nbytes)
         self.forget(dropped)
@@ -140,38 +143,39 @@ class Planner:
         sites: Sites,
         kinds: tuple[str, ...],
     ) -> CachedPlan:
-        """The plan of some steps that the trie does not keep; ``forget`` it afterwards."""
+        """Build the plan of some steps outside of the trie; ``forget`` it afterwards."""
         return self._planned(steps, outputs, sites, kinds)
 
     def forget(self, dropped: Sequence[CachedPlan]) -> None:
-        """Forget plans that the trie has dropped, unless another node of it has them."""
+        """Remove plans that the trie has dropped, unless another node of the trie has them."""
         if dropped:
             used = {id(plan.entry) for plan in self.kept()}
             entries = [plan.entry for plan in dropped if id(plan.entry) not in used]
             self._client.entries.forget(entries)
 
     def kept(self) -> list[CachedPlan]:
-        """The plans there are, least recently used first."""
+        """Return all cached plans, least recently used first."""
         return self._recorder.trie.kept()
 
     # -- a new plan ----------------------------------------------------------------------
 
     def _build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> CachedPlan:
+        """Build a plan, by resizing a cached one if possible, and record the miss."""
         begin = time.monotonic_ns()
         steps = trace.step.path()
         sites = sites_of(steps, trace.call_sites, self._recorder.backward_call_site)
         kinds = tuple(type(value).__name__ for value in trace.params)
-        kept = self._resized(steps, outputs, sites, kinds)
-        resized = kept is not None
-        if kept is None:
-            kept = self._planned(steps, outputs, sites, kinds)
+        plan = self._resized(steps, outputs, sites, kinds)
+        resized = plan is not None
+        if plan is None:
+            plan = self._planned(steps, outputs, sites, kinds)
         miss = self._why_missed(trace, outputs, sites, reason)
         miss.resized = resized
-        self._history.missed(miss, kept.entry.plan, begin)
-        if not kept.entry.sent:
+        self._history.missed(miss, plan.entry.plan, begin)
+        if not plan.entry.sent:
             self._history.plans_built += 1
-        self._tiers.built(kept.entry)
-        return kept
+        self._tiers.built(plan.entry)
+        return plan
 
     def _resized(
         self,
@@ -180,16 +184,16 @@ class Planner:
         sites: Sites,
         kinds: tuple[str, ...],
     ) -> CachedPlan | None:
-        """The plan of a trace that is an earlier one in other sizes; None: it is not."""
+        """Return a plan derived from a cached one of the same program in other sizes, or None."""
         if self._config.keep_stages or steps[-1].placed:
             return None
-        for earlier in self._outlines.get((outputs, kinds, outline_key(steps))) or ():
+        for earlier in self._planned_traces.get((outputs, kinds, outline_key(steps))) or ():
             if sites != earlier.sites and list(map(expand, sites)) != earlier.lines:
                 continue
-            new = earlier.outline.resized(steps)
-            if new is None:
+            new_size_of = earlier.outline.resized(steps)
+            if new_size_of is None:
                 continue
-            sizes = tuple([new[size] for size in earlier.sizes])
+            sizes = tuple([new_size_of[size] for size in earlier.sizes])
             plan = self.templates.resize(earlier.template, sizes, self._config.check_passes)
             if plan is not None:
                 plan = plan.recorded(earlier.kept.entry.plan.backward, flags_of(steps))
@@ -205,7 +209,7 @@ class Planner:
         sites: Sites,
         kinds: tuple[str, ...],
     ) -> CachedPlan:
-        """The plan of a trace, as the passes make it."""
+        """Build a plan by running the passes."""
         lines = tuple(map(expand, sites))
         recorded = build_graph(steps, outputs, lines, kinds)
         keep = self._config.keep_stages
@@ -214,7 +218,7 @@ class Planner:
         plans, shardings, optimised = self._plans(recorded, steps, stages, decided)
         makers_of = makers(steps)
         made_by = tuple([makers_of[index] for index in outputs])
-        kept = CachedPlan(
+        cached = CachedPlan(
             self._client.entries.of(plans),
             positions={index: position for position, index in enumerate(outputs)},
             origins=tuple([plan.origins for plan in plans]),
@@ -227,16 +231,16 @@ class Planner:
         )
         if optimised is not None and not steps[-1].placed:
             outline = Outline(steps)
-            self._note(
+            self._cache_for_resizing(
                 (outputs, kinds, outline_key(steps)),
-                _Earlier(outline, optimised.template, optimised.sizes, sites, list(lines), kept),
+                _Earlier(outline, optimised.template, optimised.sizes, sites, list(lines), cached),
             )
-        return kept
+        return cached
 
-    def _note(self, key: tuple[Any, ...], earlier: _Earlier) -> None:
-        """Keep a trace for others that are it in other sizes."""
-        known = (earlier, *(self._outlines.get(key) or ()))[:_MOST_ALIKE]
-        self._outlines.keep(key, known, sum(each.nbytes for each in known))
+    def _cache_for_resizing(self, key: tuple[Any, ...], earlier: _Earlier) -> None:
+        """Cache a planned trace for the same program in other sizes (LRU)."""
+        traces = (earlier, *(self._planned_traces.get(key) or ()))[:_MOST_ALIKE]
+        self._planned_traces.keep(key, traces, sum(trace.nbytes for trace in traces))
 
     def _why_missed(
         self, trace: Trace, outputs: tuple[int, ...], sites: Sites, reason: str
@@ -259,15 +263,15 @@ class Planner:
         The third result is the template for other sizes, unless the plan depends on the mesh.
 
         Args:
-            steps: that the graph was recorded in.
-            stages: gets the graph after each pass, if it is a list.
-            decided: gets how each axis of the mesh was decided.
+            steps: the steps of the recorded graph.
+            stages: list to which the graph after each pass is appended; None: not requested.
+            decided: list to which the decisions on each axis of the mesh are appended.
         """
-        given = [stored(step) for step in steps if step.input is not None]
-        marked = any(node.op in MARKS for node in recorded.nodes)
-        if self._mesh.ranks.world_size > 1 and (marked or any(given)):
-            return *self._sharded(recorded, steps, given, stages, decided), None
-        if marked:
+        input_shardings = [stored(step) for step in steps if step.input is not None]
+        has_marks = any(node.op in MARKS for node in recorded.nodes)
+        if self._mesh.ranks.world_size > 1 and (has_marks or any(input_shardings)):
+            return *self._sharded(recorded, steps, input_shardings, stages, decided), None
+        if has_marks:
             recorded = without_places(recorded, MARKS)
         optimised = self.templates.optimised(recorded, self._config.check_passes, stages)
         plan = optimised.plan.recorded(_backward(steps), flags_of(steps))
@@ -277,61 +281,63 @@ class Planner:
         self,
         recorded: Graph,
         steps: list[TrieNode],
-        given: list[Sharding | None],
+        input_shardings: list[Sharding | None],
         stages: list[tuple[str, Graph]] | None,
         decided: list[AxisStep],
     ) -> tuple[tuple[Plan, ...], tuple[Sharding | None, ...]]:
-        """The same, of a graph of which something is placed on the mesh.
+        """Build each rank's plan of a sharded graph, and the shardings of the outputs.
 
         Args:
-            given: how its inputs lie there.
+            input_shardings: the sharding of each input; None: replicated.
         """
         # why: the rules of every op take a while to load, and few sessions shard
         from lazygt.passes.sharding.gathers import gathers
         from lazygt.passes.sharding.programs import programs
 
         config, ranks = self._config, self._mesh.ranks
-        asked = config.bucket_cap_mb
+        bucket_cap = config.bucket_cap_mb
         backward = _backward(steps)
         ranked = programs(
             recorded,
             ranks,
-            given,
+            input_shardings,
             self._machine,
             config.check_passes,
             stages,
             decided,
             self._mesh if config.invariant else None,
-            bucket_bytes=None if asked is None else int(asked * (1 << 20)),
+            bucket_bytes=None if bucket_cap is None else int(bucket_cap * (1 << 20)),
             backward=backward,
         )
-        self._gathered(gathers(decided))
-        self._in_turn(ranked.why_in_turn)
+        self._warn_of_gathers(gathers(decided))
+        self._warn_in_order(ranked.why_in_turn)
         workers = self._mesh.workers
         flags = flags_of(steps)
         plans = by_class(
             lambda graph: Plan(graph, mesh=workers).recorded(backward, flags), ranked.graphs
         )
-        whole = Sharding((Replicate(),) * len(workers.names))
-        shardings = tuple([None if each == whole else each for each in ranked.outputs])
+        replicated = Sharding((Replicate(),) * len(workers.names))
+        shardings = tuple(
+            [None if sharding == replicated else sharding for sharding in ranked.outputs]
+        )
         alike = len(classes(ranked.graphs)) == 1
         return tuple(plans[:1] if alike else plans), shardings
 
-    def _gathered(self, gathers: Sequence[Gather]) -> None:
-        """Warn once for each op and line whose sharded operands were gathered."""
+    def _warn_of_gathers(self, gathers: Sequence[Gather]) -> None:
+        """Warn once for each op and line with an unrequested gather."""
         for gather in gathers:
             key = gather.op, gather.line
             if key not in self._history.gathers:
                 self._history.gathers[key] = gather
-                told = f"{gather}. The numbers are right. {gather.instead}"
+                message = f"{gather}. The numbers are right. {gather.instead}"
                 file, _, number = gather.line.rpartition(":")
                 line = int(number) if number.isdigit() else 1
-                warnings.warn_explicit(told, GatherWarning, file or "<unknown>", line)
+                warnings.warn_explicit(message, GatherWarning, file or "<unknown>", line)
 
-    def _in_turn(self, why: str) -> None:
-        """Say once that the stages of a pipeline wait for each other."""
-        if why and not self._told_of_turns:
-            self._told_of_turns = True
+    def _warn_in_order(self, why: str) -> None:
+        """Warn once that the stages of a pipeline wait for each other."""
+        if why and not self._warned_in_order:
+            self._warned_in_order = True
             warnings.warn(
                 f"the stages of this pipeline take one microbatch after the other, and each waits "
                 f"while the others work, since {why}. The numbers are right.",
@@ -341,12 +347,12 @@ class Planner:
 
 
 def _backward(steps: Sequence[TrieNode]) -> frozenset[int]:
-    """The ops that autograd ran, by number."""
+    """Return the numbers of the ops that autograd ran."""
     ops = [step for step in steps if step.node is not None]
     return frozenset(number for number, step in enumerate(ops) if step.backward)
 
 
 def stored(step: TrieNode) -> Sharding | None:
-    """Return the sharding of the input that enters at a step; see ``Trace.enter``."""
+    """Return the sharding of the input of a step; see ``Trace.enter``."""
     sharding: Sharding | None = step.key[1] if type(step.key) is tuple else None
     return sharding

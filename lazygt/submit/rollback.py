@@ -1,9 +1,9 @@
 """Rollback of a failed step: storages get back the values from before the failed op.
 
-Ops fail on workers when the program is already further on. Eager torch would have stopped before
-the op. So the workers go back to before the run in which the op failed, the part of the run that
-came before the op is done again, and storages get its results or their earlier values. Tensors made
-since stay as they are: failed where they depend on the op.
+An op fails on a worker when the client's program has already continued; eager torch would have
+stopped at the op. So the workers are rolled back to the state before the run of the failed op, the
+ops of that run before the failed one are run again, and storages get their results or their earlier
+values. Tensors created later stay: failed where they depend on the op.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lazygt.record.trie import Provenance, TrieNode, makers, sites_of
 from lazygt.runtime.client import Client
 from lazygt.submit.planner import CachedPlan, Planner, stored
 
-# -- optimizers' state in the client: saved before a step, for when that is undone -----------------
+# -- optimizers' state in the client, saved before each step ---------------------------------------
 # Steps are counted in CPU tensors (Adam's ``step``), and a first step creates a parameter's
-# state. Workers know of neither.
+# state. Both exist in the client only.
 
 
 class Stepped(NamedTuple):
-    """Optimizer's state before a step.
+    """Optimizer's state in the client before a step.
 
     Attributes:
-        numbers, values: the optimizer's CPU tensors, and copies of them, stacked where all are
-            alike.
-        known: the parameters that had a state; None: all had.
+        numbers: the optimizer's CPU tensors.
+        values: copies of them, stacked where all have one shape and dtype.
+        known: the parameters with a state; None: all had one.
     """
 
     optimizer: weakref.ref[torch.optim.Optimizer]
@@ -61,10 +61,10 @@ class Stepped(NamedTuple):
 
 
 class Watched:
-    """Optimizers that step, with their tensors in the client."""
+    """Cache of the CPU tensors of optimizers that step."""
 
     def __init__(self) -> None:
-        #: optimizer -> its state's identity and length, and the CPU tensors in it
+        #: optimizer -> (id of its state, length of its state, CPU tensors, whether stackable)
         self._numbers: weakref.WeakKeyDictionary[
             torch.optim.Optimizer, tuple[int, int, list[torch.Tensor], bool]
         ] = weakref.WeakKeyDictionary()
@@ -73,18 +73,18 @@ class Watched:
         """Save the state in the client that a step may change."""
         state: dict[Any, Any] = optimizer.state
         total = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = list(state) if len(state) < total else None
-        numbers, alike = self._numbers_of(optimizer, state)
+        with_state = list(state) if len(state) < total else None
+        numbers, is_stackable = self._numbers_of(optimizer, state)
         with torch.no_grad():
-            values = torch.stack(numbers) if alike else [t.clone() for t in numbers]
-        return Stepped(weakref.ref(optimizer), numbers, values, known)
+            values = torch.stack(numbers) if is_stackable else [t.clone() for t in numbers]
+        return Stepped(weakref.ref(optimizer), numbers, values, with_state)
 
     def _numbers_of(
         self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]
     ) -> tuple[list[torch.Tensor], bool]:
         """Return the CPU tensors, and True if there are any, all of one shape and dtype."""
-        identity, length, numbers, alike = self._numbers.get(optimizer, (0, 0, [], False))
-        if (identity, length) != (id(state), len(state)):
+        state_id, length, numbers, is_stackable = self._numbers.get(optimizer, (0, 0, [], False))
+        if (state_id, length) != (id(state), len(state)):
             numbers = [
                 value
                 for values in state.values()
@@ -92,27 +92,27 @@ class Watched:
                 for value in values.values()
                 if isinstance(value, torch.Tensor) and value.device.type == "cpu"
             ]
-            alike = len({(t.shape, t.dtype) for t in numbers}) == 1
-            self._numbers[optimizer] = id(state), len(state), numbers, alike
-        return numbers, alike
+            is_stackable = len({(t.shape, t.dtype) for t in numbers}) == 1
+            self._numbers[optimizer] = id(state), len(state), numbers, is_stackable
+        return numbers, is_stackable
 
 
-# -- rollback of a failed step: storages get back the values from before the failed op -------------
+# -- rollback of a failed step ---------------------------------------------------------------------
 
-#: Runs that are remembered beyond those that may be unanswered.
+#: Runs that are retained in addition to those that may be unanswered.
 _SPARE = 64
 
 
 class Recorded(NamedTuple):
-    """A run as it was recorded; the extension makes such tuples, too.
+    """Recorded run; the C++ extension builds these tuples, too.
 
     Attributes:
-        seq, base: its number, and the id of its first output.
-        kept: its plan; None: it had none.
+        seq, base: the number of the run, and the id of its first output.
+        kept: its plan; None for a run without ops.
         provenance: its ops.
-        params: its numbers.
-        inputs, frees: ids.
-        shown: the storages that have shown its values.
+        params: its run-time numbers.
+        inputs, frees: ids of its inputs, and of the values that it frees.
+        shown: the storages of its inputs and values.
     """
 
     seq: int
@@ -126,19 +126,19 @@ class Recorded(NamedTuple):
 
     @property
     def promised(self) -> range:
-        """The ids of its outputs."""
+        """Ids of the outputs."""
         return range(self.base, self.base + (0 if self.kept is None else self.kept.entry.outputs))
 
 
 class Position(NamedTuple):
-    """A place in the program: an op of a run."""
+    """Position in the program: an op of a run."""
 
     seq: int
     op: int
 
 
 class Overwritten(NamedTuple):
-    """A storage that got another value by no op of a trace, with both values."""
+    """Change of a storage's value by something other than a recorded op."""
 
     at: Position
     storage: weakref.ref[Storage]
@@ -148,13 +148,13 @@ class Overwritten(NamedTuple):
 
 @dataclass
 class _Undone:
-    """Values to bring back when all from an op on is undone.
+    """Values to restore in a rollback to the state before an op.
 
     Attributes:
-        again: storages with values of the run's part before the op -> number of the value.
-        held: storages -> their other earlier values.
-        written: True if anything was written, or drawn, since.
-        seeded: the workers were handed the random stream since.
+        again: storage -> number of its value among the results of the ops that are run again.
+        held: storage -> its earlier value, for other storages.
+        written: True if any storage was written, or a random number drawn, since.
+        seeded: True if the random stream was sent to the workers since.
     """
 
     again: dict[Storage, int]
@@ -164,28 +164,28 @@ class _Undone:
 
 
 class Rewind:
-    """Remembers runs with answers outstanding, and undoes the ops after a failed one.
+    """Rollback: retains runs with outstanding answers, and undoes the ops after a failed one.
 
     Args:
-        max_ahead: runs that may be unanswered.
+        max_ahead: most runs that may be unanswered.
     """
 
     def __init__(
         self, recorder: Recorder, client: Client, planner: Planner, max_ahead: int
     ) -> None:
         self._recorder, self._client, self._planner = recorder, client, planner
-        #: those that were sent, oldest first
+        #: sent runs, oldest first
         self.runs: deque[Recorded] = deque(maxlen=max_ahead + _SPARE)
         self._watched = Watched()
-        #: where optimizers have stepped since the oldest of those runs, and storages got values
+        #: optimizers' steps, and overwritten storages, since the oldest of those runs
         self._steps: deque[tuple[Position, Stepped]] = deque(maxlen=max_ahead + _SPARE)
         self._overwritten: deque[Overwritten] = deque()
-        recorder.on_overwritten = self._note_overwritten
+        recorder.on_overwritten = self._record_overwritten
 
-    # -- what is remembered --------------------------------------------------------------
+    # -- retained runs -------------------------------------------------------------------
 
     def forget_answered(self) -> None:
-        """Forget runs that all ranks have done well: they are not undone."""
+        """Drop the runs that have succeeded on all ranks: they are never undone."""
         oldest = self._client.oldest_open
         while self.runs and self.runs[0].seq < oldest:
             self.runs.popleft()
@@ -194,33 +194,33 @@ class Rewind:
                 notes.popleft()
 
     def before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
+        """Save the state of an optimizer that is about to step."""
         if self._client.recovery is None or not self._has_parameters_of(optimizer):
             return
-        self._steps.append((self._here, self._watched.before_step(optimizer)))
+        self._steps.append((self._current_position, self._watched.before_step(optimizer)))
 
-    def _note_overwritten(self, storage: Storage, before: Held) -> None:
-        row = Overwritten(self._here, weakref.ref(storage), before, Held.of(storage))
-        self._overwritten.append(row)
+    def _record_overwritten(self, storage: Storage, before: Held) -> None:
+        change = Overwritten(self._current_position, weakref.ref(storage), before, Held.of(storage))
+        self._overwritten.append(change)
 
     @property
-    def _here(self) -> Position:
+    def _current_position(self) -> Position:
         return Position(self._client.next_run, self._recorder.trace.step.ops)
 
     def _has_parameters_of(self, optimizer: Any) -> bool:
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         return is_lazy(first) and storage_of(first).owner is self._recorder
 
-    # -- an op has failed ----------------------------------------------------------------
+    # -- rollback after a failed op ------------------------------------------------------
 
     def undo(self) -> ExecutionError | None:
-        """An error is about to be raised: have all as it was before the op that failed first.
+        """Roll back to the state before the first failed op, before its error is raised.
 
         Returns:
-            That op's error; None: there is nothing to undo, or no way back.
+            That op's error; None: there is nothing to undo, or a rollback is impossible.
 
         Raises:
-            WorkerDied, WorkerFrozen: a worker is gone, and can't be replaced.
+            WorkerDied, WorkerFrozen: a worker has died or hangs, and cannot be replaced.
         """
         if self._recorder.trace.step.depth:
             self._recorder.flush("an op has failed")
@@ -236,28 +236,34 @@ class Rewind:
             ((provenance.op_of(node, rank), (rank, node, error))
              for rank, node, error in first.nodes), key=itemgetter(0)
         )  # fmt: skip
-        before = _before(provenance.step.path(), op)
-        place = Position(first.seq, op)
-        overwritten = [row for row in self._overwritten if row.at.seq >= first.seq]
-        undone = _undone(runs, before, overwritten)
+        before = _steps_before(provenance.step.path(), op)
+        position = Position(first.seq, op)
+        overwritten = [change for change in self._overwritten if change.at.seq >= first.seq]
+        undone = _values_to_restore(runs, before, overwritten)
         if not undone.written:
             return None
         ids = [key for run in runs for key in run.promised]
         if not self._client.rewind(first.seq, ids, *failed):
             return None
-        self._show(runs, before, op, undone)
-        self._restore_client(place, undone)
+        self._restore_storages(runs, before, op, undone)
+        self._restore_client(position, undone)
         self.runs.clear()
         self._overwritten.clear()
         return failed[2]
 
-    def _show(
+    def _restore_storages(
         self, runs: Sequence[Recorded], before: list[TrieNode], op: int, undone: _Undone
     ) -> None:
-        """Run the part before the op again, and give storages back their values of then."""
-        back = {held.key for held in undone.held.values() if held.key is not None}
+        """Run the ops before the failed op again, and restore the values of storages.
+
+        Args:
+            runs: the run with the failed op, and all later runs.
+            before: the steps before the failed op.
+            op: its number in the run.
+        """
+        ids = {held.key for held in undone.held.values() if held.key is not None}
         freed = {key for run in runs for key in run.frees}
-        values = self._client.revive(back, freed)
+        values = self._client.revive(ids, freed)
         numbers = tuple(sorted(set(undone.again.values())))
         if numbers or any(has_effect(step.node) for step in before if step.node is not None):
             self._run_again(runs[0], before, op, undone, numbers)
@@ -276,26 +282,27 @@ class Rewind:
         undone: _Undone,
         numbers: tuple[int, ...],
     ) -> None:
+        """Run the steps before the failed op again, with the values ``numbers`` as outputs."""
         last, sites = before[-1], list(run.provenance.call_sites)[:op]
         params = tuple(run.params[: last.params])
         backward = run.provenance.backward
         kinds = tuple(type(value).__name__ for value in params)
-        kept = self._planner.once(before, numbers, sites_of(before, sites, backward), kinds)
-        provenance = Provenance(last, sites, backward, kept.origins)
+        plan = self._planner.once(before, numbers, sites_of(before, sites, backward), kinds)
+        provenance = Provenance(last, sites, backward, plan.origins)
         inputs = list(run.inputs)[: last.inputs]
         _, outputs = self._client.run(
-            kept.entry, inputs, params, (), provenance, "an op has failed"
+            plan.entry, inputs, params, (), provenance, "an op has failed"
         )
         values = dict(zip(numbers, outputs, strict=True))
         for storage, number in undone.again.items():
-            place = kept.positions[number]
-            values[number].sharding = kept.shardings[place]
-            values[number].call_site = sites[kept.makers[place]] or backward
+            position = plan.positions[number]
+            values[number].sharding = plan.shardings[position]
+            values[number].call_site = sites[plan.makers[position]] or backward
             storage.set_remote(values[number])
-        self._planner.forget([kept])
+        self._planner.forget([plan])
 
     def _restore_client(self, first: Position, undone: _Undone) -> None:
-        """Have optimizers, and the random stream, as they were."""
+        """Restore the optimizers' state in the client, and the random stream."""
         for position, stepped in reversed(self._steps):
             if position > first:
                 stepped.restore()
@@ -304,29 +311,39 @@ class Rewind:
             self._recorder.generator.take_back()
 
 
-def _before(steps: list[TrieNode], op: int) -> list[TrieNode]:
-    """The steps before the one of an op."""
-    at = next(at for at, step in enumerate(steps) if step.node is not None and step.ops == op + 1)
-    return steps[:at]
+def _steps_before(steps: list[TrieNode], op: int) -> list[TrieNode]:
+    """Return the steps before the step of an op."""
+    index = next(
+        index for index, step in enumerate(steps) if step.node is not None and step.ops == op + 1
+    )
+    return steps[:index]
 
 
-def _undone(
+def _values_to_restore(
     runs: Sequence[Recorded], before: list[TrieNode], overwritten: Sequence[Overwritten]
 ) -> _Undone:
-    """Find the values to bring back when all after some steps of the first run is undone.
+    """Find the values to restore when all steps of the runs after ``before`` are undone.
 
-    A storage gets back the value that it had last before the op: one of the trace, or another one.
-    If it got none in that run, it gets the value with which it first entered a run since, or the
-    one that was overwritten.
+    A storage gets the last value that it had before the failed op. If it got no value in the first
+    run, that is the value with which it first entered a run, or the value before an overwrite.
+
+    Args:
+        runs: the run with the failed op, and all later runs.
+        before: the steps of the first run before the failed op.
+        overwritten: changes of storages by something other than an op.
     """
-    place = Position(runs[0].seq, before[-1].ops if before else 0)
-    rows = [(storage, row) for row in overwritten if (storage := row.storage()) is not None]
-    later = [(storage, row) for storage, row in rows if row.at > place]
-    again, held = _got(runs[0], before, [pair for pair in rows if pair[1].at <= place])
+    position = Position(runs[0].seq, before[-1].ops if before else 0)
+    changes = [
+        (storage, change) for change in overwritten if (storage := change.storage()) is not None
+    ]
+    later = [(storage, change) for storage, change in changes if change.at > position]
+    again, held = _last_values(
+        runs[0], before, [pair for pair in changes if pair[1].at <= position]
+    )
     promised = {key for run in runs for key in run.promised}
-    for storage, showed in _showed(runs, later):
-        if storage not in again and showed.key not in promised and showed.known:
-            held.setdefault(storage, showed)
+    for storage, value in _earlier_values(runs, later):
+        if storage not in again and value.key not in promised and value.known:
+            held.setdefault(storage, value)
     first = before[-1].values if before else 0
     changed = *runs[0].shown.values[first:], *(s for run in runs[1:] for s in run.shown.values)
     written = {storage for storage in changed if storage is not None}.union(s for s, _ in later)
@@ -334,45 +351,53 @@ def _undone(
     draws = any(step.facts is not None and step.facts.random for step in steps)
     return _Undone(
         again,
-        {storage: showed for storage, showed in held.items() if storage in written},
+        {storage: value for storage, value in held.items() if storage in written},
         written=draws or not written.isdisjoint({*again, *held}),
-        seeded=any(map(_seeds, steps)),
+        seeded=any(map(_sends_seed, steps)),
     )
 
 
-def _got(
+def _last_values(
     run: Recorded, before: list[TrieNode], overwritten: Iterable[tuple[Storage, Overwritten]]
 ) -> tuple[dict[Storage, int], dict[Storage, Held]]:
-    """Find the last values of storages before the op: of the trace, and others."""
-    got = {
+    """Find the last value of each storage before the op, in the run of the failed op.
+
+    Returns:
+        storage -> number of a result of an op; storage -> a value from an overwrite.
+    """
+    last = {
         storage: (op, number)
         for number, (storage, op) in enumerate(zip(run.shown.values, makers(before), strict=False))
         if storage is not None
     }
     held = {}
-    for storage, row in overwritten:
-        if row.at.op > got.get(storage, (-1, 0))[0]:
-            got.pop(storage, None)
-            held[storage] = row.after
-    return {storage: number for storage, (_, number) in got.items()}, held
+    for storage, change in overwritten:
+        if change.at.op > last.get(storage, (-1, 0))[0]:
+            last.pop(storage, None)
+            held[storage] = change.after
+    return {storage: number for storage, (_, number) in last.items()}, held
 
 
-def _showed(
+def _earlier_values(
     runs: Sequence[Recorded], overwritten: Iterable[tuple[Storage, Overwritten]]
 ) -> Iterable[tuple[Storage, Held]]:
-    """List the values of storages as they entered a run or were overwritten, in order."""
-    rows = [(row.at, 0, storage, row.before) for storage, row in overwritten]
-    rows += [(at, 1, storage, held) for run in runs for at, storage, held in _entered(run)]
-    return [(storage, held) for _, _, storage, held in sorted(rows, key=itemgetter(0, 1))]
+    """List the values of storages when they entered a run or were overwritten, in order."""
+    events = [(change.at, 0, storage, change.before) for storage, change in overwritten]
+    events += [
+        (position, 1, storage, held)
+        for run in runs
+        for position, storage, held in _input_values(run)
+    ]
+    return [(storage, held) for _, _, storage, held in sorted(events, key=itemgetter(0, 1))]
 
 
-def _entered(run: Recorded) -> Iterable[tuple[Position, Storage, Held]]:
-    """Yield the storages that were inputs of a run: position, storage and value."""
+def _input_values(run: Recorded) -> Iterable[tuple[Position, Storage, Held]]:
+    """Yield (position, storage, value) of the inputs of a run."""
     steps = [step for step in run.provenance.step.path() if step.input is not None]
     for storage, key, step in zip(run.shown.inputs, run.inputs, steps, strict=True):
         if storage is not None:
             yield Position(run.seq, step.ops), storage, Held(key, stored(step), None)
 
 
-def _seeds(step: TrieNode) -> bool:
+def _sends_seed(step: TrieNode) -> bool:
     return step.node is not None and step.node.op in SEEDS

@@ -1,7 +1,7 @@
 """Status page of the client, for observers of the session such as ``lazygt top``.
 
-A thread writes it, a few times a second, from counts that are kept anyway, so it costs a flush
-nothing. Memory categories are determined only while there is an observer.
+A thread writes the page a few times a second from existing counters, so that flushes take no
+longer. Memory categories are measured only while there is an observer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lazygt.runtime.launch.status_file import MOST_RANKS, ClientPage, StatusFile
 from lazygt.submit.history import History
 from lazygt.submit.submission import Submitter
 
-_RATES_OVER = 3.0  # seconds
-_WEIGH_EVERY = 2.0  # seconds, at the least
-_WEIGH_SHARE = 500  # so many times longer than it takes is until it is done again
+_RATE_WINDOW = 3.0  # seconds
+_MEASURE_EVERY = 2.0  # seconds, at least
+_MEASURE_SHARE = 500  # the interval between measurements, as a multiple of their duration
 _MOST_TEXT = 240  # characters
 
 
@@ -47,12 +47,12 @@ class Parts(Protocol):
 
 
 class StatusWriter(threading.Thread):
-    """Writes the page of a session's client.
+    """Thread that writes the status page of a session's client.
 
     Args:
-        session: not kept alive by this.
-        file: of its workers.
-        name: of its directory.
+        session: held by a weak reference.
+        file: the status file of the session's workers.
+        name: of the session's directory.
     """
 
     def __init__(self, session: Parts, file: StatusFile, name: str) -> None:
@@ -60,9 +60,9 @@ class StatusWriter(threading.Thread):
         self._session = weakref.ref(session)
         self._file = file
         self._ended = threading.Event()
-        #: (when, runs, steps), the oldest first
-        self._counts: deque[tuple[float, int, int]] = deque(maxlen=int(_RATES_OVER / EVERY))
-        self._weigher = Weigher(session._submitter)
+        #: (time, runs, steps), the oldest first
+        self._counts: deque[tuple[float, int, int]] = deque(maxlen=int(_RATE_WINDOW / EVERY))
+        self._memory_sampler = Weigher(session._submitter)
         mesh = session.mesh
         self._first = ClientPage(
             name, os.getpid(), mesh.world_size, session.device_type, str(mesh), time.time()
@@ -70,7 +70,7 @@ class StatusWriter(threading.Thread):
         file.write(0, self._first)
 
     def close(self) -> None:
-        """End it, say so, and wait until it does not write any more."""
+        """Stop the thread, wait for its end, and mark the page as ended."""
         self._ended.set()
         if threading.current_thread() is not self:
             self.join()
@@ -81,18 +81,20 @@ class StatusWriter(threading.Thread):
             session = self._session()
             if session is None:
                 return
-            self._look(session)
+            self._update(session)
             del session
 
-    def _look(self, session: Parts) -> None:
+    def _update(self, session: Parts) -> None:
+        """Write the current page, and check the link to the workers."""
         client, submitter = session._client, session._submitter
         self._counts.append((time.monotonic(), client.next_run - 1, submitter.steps))
         if self._file.watched:
-            self._weigher.begin(submitter)
+            self._memory_sampler.begin(submitter)
         self._file.write(0, self._page(session))
         session._link.look()
 
     def _page(self, session: Parts) -> ClientPage:
+        """Return the current page."""
         client, history = session._client, session._history
         flush = history.recent[-1] if history.recent else None
         miss = history.misses[-1] if history.misses else None
@@ -122,33 +124,33 @@ class StatusWriter(threading.Thread):
             snapshots=client.snapshots,
             recoveries=len(recoveries),
             recovery=str(recoveries[-1])[:_MOST_TEXT] if recoveries else "",
-            kinds=tuple(self._weigher.kinds.items()),
+            kinds=tuple(self._memory_sampler.kinds.items()),
         )
 
 
 class Weigher:
-    """Periodic account of a rank's memory by category, as far as the client knows.
+    """Periodic measurement of rank 0's memory by category.
 
-    It reads gradients, which only the program's own thread may do, as torch may be freeing one. So
-    it runs when an optimizer steps; the first time with or without an observer.
+    The measurement reads gradients, which is safe only on the program's own thread, since torch may
+    be freeing one. So it runs when an optimizer steps; the first time also without an observer.
 
     Attributes:
-        kinds: bytes on rank 0, by kind.
+        kinds: category -> bytes on rank 0.
     """
 
     def __init__(self, submitter: Submitter) -> None:
         self.kinds: Mapping[str, int] = {}
-        self._at = 0.0
-        submitter.at_step = self._weigh
+        self._next_time = 0.0
+        submitter.at_step = self._measure
 
     def begin(self, submitter: Submitter) -> None:
-        """Have it found out at the next step, unless that was done a moment ago."""
-        if time.monotonic() >= self._at:
-            submitter.at_step = self._weigh
+        """Request a measurement at the next step, unless the last one was a moment ago."""
+        if time.monotonic() >= self._next_time:
+            submitter.at_step = self._measure
 
-    def _weigh(self, submitter: Submitter) -> None:
+    def _measure(self, submitter: Submitter) -> None:
         begin = time.monotonic()
         sizes = submitter.kinds.sizes(submitter.ranks)
-        if any(sizes.values()):  # else it is the first step, and nothing has been sent yet
+        if any(sizes.values()):  # at the first step nothing has been sent yet
             self.kinds, submitter.at_step = sizes, None
-        self._at = begin + max(_WEIGH_EVERY, _WEIGH_SHARE * (time.monotonic() - begin))
+        self._next_time = begin + max(_MEASURE_EVERY, _MEASURE_SHARE * (time.monotonic() - begin))

@@ -1,4 +1,4 @@
-"""Submission of a recorded trace: plan, run on the workers, and fetched values."""
+"""Submission of recorded traces: planning, runs on the workers, and fetched values."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from lazygt.submit.memory import Kinds
 from lazygt.submit.planner import CachedPlan, Planner
 from lazygt.submit.rollback import Recorded, Rewind
 
-#: What torch's own ops raise: a call that waits for its op raises no other class.
-_TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
+#: Exception classes of torch's own ops; a call that waits for its op raises no other class.
+_TORCH_ERRORS: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
                                 NotImplementedError, torch.OutOfMemoryError)  # fmt: skip
-#: So often it is looked which runs need not be remembered for a rewind any more.
+#: Every so many runs, answered runs are dropped from the rollback.
 _FORGET_EVERY = 8
 _RUN_TAG = Run.__struct_config__.tag
 
@@ -52,17 +52,17 @@ class DataDependentReply(NamedTuple):
 
 
 class Submitter:
-    """Submits one trace after another: the sink of a session's recorder.
+    """Sink of a session's recorder: submits one trace after another to the workers.
 
     Args:
-        virtual_mesh: the ranks that plans are made for, on the workers there are.
-        history: gets the flushes.
+        virtual_mesh: the ranks for which plans are built, and the workers.
+        history: records the flushes.
 
     Attributes:
         mesh: the workers.
-        ranks: that plans are made for.
-        names_lines: whether flushes are told with the user's line that forces them.
-        steps: how many steps optimizers have made.
+        ranks: the ranks for which plans are built.
+        names_lines: whether flushes are recorded with the user's line that forces them.
+        steps: number of optimizer steps.
     """
 
     def __init__(
@@ -85,38 +85,39 @@ class Submitter:
         self._in_blocks = bool(config.invariant)
         self._flushes_on_backward = config.flush_on_backward
         self._process = os.getpid()
-        #: what undoes a failed step; None: nothing does
+        #: rollback of failed steps; None: not available
         self.rewind: Rewind | None = None
         if client.recovery is not None and not self._in_blocks:
             self.rewind = Rewind(recorder, client, planner, config.max_ahead)
             client.undo = self.rewind.undo
         self._may_shard = virtual_mesh.ranks.world_size > 1
-        #: what the workers' values are to the program
+        #: memory categories of the workers' values
         self.kinds = Kinds(recorder)
-        #: what is to be done on the program's thread when an optimizer steps; None: nothing
+        #: callback on the program's thread when an optimizer steps
         self.at_step: Callable[[Submitter], object] | None = None
-        #: who looks at which optimizers step, until that is clear
+        #: watcher of optimizers' steps, until it has its result
         self.idle: Idle | None = None
         recorder.sink = self
-        #: C++'s way to numbers, which it has as long as this is here
+        #: native fetcher of numbers; active as long as this reference exists
         self._fetcher = self._native_fetcher()
-        client.on_recovery.append(self._know_new_worker)
+        client.on_recovery.append(self._renew_fetcher)
 
-    def _know_new_worker(self, record: RecoveryRecord) -> None:
-        """C++'s way leads to a worker that has died."""
-        self._fetcher = None  # the recorder has one at a time
+    def _renew_fetcher(self, record: RecoveryRecord) -> None:
+        """Replace the native fetcher after the recovery of a worker."""
+        self._fetcher = None  # the recorder has at most one
         self._fetcher = self._native_fetcher()
 
     def _native_fetcher(self) -> Any:
+        """Return the C++ fetcher of numbers; None where it is not available."""
         if NATIVE is None or self._dry or self._in_blocks or self._client.numbers is None:
             return None
-        whose = self._recorder.native, self, Flush, self._client.numbers, _RUN_TAG
-        return self._client.link.native_fetcher(NATIVE.Fetcher, *whose)
+        arguments = self._recorder.native, self, Flush, self._client.numbers, _RUN_TAG
+        return self._client.link.native_fetcher(NATIVE.Fetcher, *arguments)
 
-    # -- what the recorder asks for --------------------------------------------------------
+    # -- interface of the recorder's sink --------------------------------------------------
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
-        """Take a copy of a CPU tensor for the workers."""
+        """Upload a copy of a CPU tensor to the workers."""
         value = self._client.upload(source, meta)
         value.call_site = user_call_site(1)
         return value
@@ -124,10 +125,12 @@ class Submitter:
     def submit(
         self, trace: Trace, reason: str, fetch: Storage | None, ask: bool, as_number: bool = False
     ) -> Any:
-        """Turn the trace into a run and begin a new one.
+        """Submit a trace as a run, and begin a new trace.
 
         Args:
-            as_number: of a single number no tensor need be made.
+            fetch: the storage with the value to return.
+            ask: return the reply to a data-dependent op.
+            as_number: return a single number without a tensor.
 
         Returns:
             The fetched CPU tensor, the reply to a data-dependent op, or None.
@@ -144,15 +147,15 @@ class Submitter:
                 return self._submit(trace, reason, fetch, ask, as_number)
 
     def after_backward(self) -> None:
-        """The sync point at the end of ``.backward()``.
+        """Sync point at the end of ``.backward()``.
 
-        A sharded step is submitted after its update: the reduction and sharding of gradients are
-        decided together with their use by the optimizer.
+        A sharded step is submitted after its update instead, so that the reduction and sharding of
+        gradients are planned together with their use by the optimizer.
         """
         self._flush_after("backward", sharded=False)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Give an optimizer's loaded state the placements of its parameters before its step."""
+        """Give an optimizer's loaded state the placements of its parameters, before a step."""
         if self.rewind is not None:
             self.rewind.before_step(optimizer)
         if self.at_step is not None and not self._step_is_sharded:
@@ -172,7 +175,7 @@ class Submitter:
             restore_sharding(value, stored_now(parameter)._replace(pinned=False, unit=None))
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped: for sharded programs this is a sync point."""
+        """Register an optimizer's step; for sharded programs this is a sync point."""
         self.steps += 1
         known = self.kinds.optimizers.get(id(optimizer))
         if known is None or known() is not optimizer:  # only its first step, not every one
@@ -187,27 +190,28 @@ class Submitter:
 
     @property
     def _step_is_sharded(self) -> bool:
-        """True if a step is submitted after its update, and not before."""
+        """True if a step is submitted after its update, not after its backward."""
         return self._may_shard and self._recorder.trace.step.placed
 
     def _flush_after(self, reason: str, sharded: bool) -> None:
+        """Flush at a sync point of sharded, or of other, steps."""
         recorder = self._recorder
         if not self._flushes_on_backward or recorder.closed or os.getpid() != self._process:
             return
         if self._step_is_sharded == sharded:
             recorder.flush(reason)
 
-    # -- what C++ asks for, which gets numbers by known plans -------------------------------
+    # -- interface of the native fetcher, which fetches numbers with cached plans -----------
 
     @property
     def plain(self) -> bool:
-        """True if the extension can submit a run by itself."""
+        """True if the native fetcher may submit a run on its own."""
         untouched: bool = self._recorder.trace.untouched
         ordinary = untouched and self._history.probe is None
         return ordinary and self._client.plain and DEFER_INTERRUPT.adopted
 
     def ran(self, entry: PlanRecord) -> None:
-        """A plan has run."""
+        """Count a run of a plan."""
         if self._tiers.busy or entry.runs <= self._tiers.settled:
             self._tiers.ran(entry)
 
@@ -218,23 +222,27 @@ class Submitter:
         unsent: list[Buffer] | None,
         told: list[memoryview] | None,
     ) -> Any:
-        """The number of a run that C++ has made ready: it can't send it, the answer takes a while,
-        or there is more to it.
+        """Continue a run that the native fetcher began, and return its number.
+
+        The fetcher hands over where it cannot send, the answer takes long, or there are reports.
 
         Args:
-            recorded: as ``Recorded``, but for a step and call sites where that has provenance.
+            recorded: as ``Recorded``, with step and call sites instead of provenance.
+            fetch: the storage with the number.
+            unsent: the buffers that are not sent yet.
+            told: the answer, if it has arrived.
         """
         with DEFER_INTERRUPT:
-            seq, base, kept, step, call_sites, *rest = recorded
-            provenance = self._provenance(step, call_sites, kept)
-            entry = None if kept is None else kept.entry
+            seq, base, plan, step, call_sites, *rest = recorded
+            provenance = self._provenance(step, call_sites, plan)
+            entry = None if plan is None else plan.entry
             self._client.expect(seq, entry, provenance, base, 1)
-            self._note(Recorded(seq, base, kept, provenance, *rest))
+            self._record_run(Recorded(seq, base, plan, provenance, *rest))
             self._client.go_on(unsent, told, "item")
             if entry is not None:
                 self.ran(entry)
             answer = self._fetched(seq, fetch, None, True)
-            self._heed()
+            self._handle_reports()
             return answer
 
     # -- one run -------------------------------------------------------------------------
@@ -242,82 +250,84 @@ class Submitter:
     def _submit(
         self, trace: Trace, reason: str, fetch: Storage | None, ask: bool, as_number: bool
     ) -> Any:
+        """Submit a trace; see ``submit``."""
         ops = trace.step.ops
         if not ops and fetch is None and self._client.idle:
             return None
-        history, kept, hit = self._history, None, False
+        history, plan, hit = self._history, None, False
         history.flushes[reason.split(":")[0]] += 1
         living = trace.alive()
         if ops:
             outputs = living.numbers
-            kept = trace.plan(outputs)
-            hit = kept is not None
-            if kept is None:
-                kept = self._planner.build(trace, outputs, reason)
+            plan = trace.plan(outputs)
+            hit = plan is not None
+            if plan is None:
+                plan = self._planner.build(trace, outputs, reason)
             history.plan_hits += hit
-            history.last_plan = kept.entry.plan
-        # a new plan is many small objects in the messages that bring it, too
-        send = self._run if kept is None or hit else gc_paused()(self._run)
-        run, values, regions = send(trace, kept, reason, fetch)
+            history.last_plan = plan.entry.plan
+        # a new plan is sent as many small objects: pause the garbage collector
+        send = self._run if plan is None or hit else gc_paused()(self._run)
+        run, values, regions = send(trace, plan, reason, fetch)
         forced_by = user_call_site(1) or self._recorder.backward_call_site
         history.recent.append(
             Flush(
                 reason,
                 forced_by if self.names_lines else None,
                 ops,
-                None if kept is None else kept.entry.plan.digest,
+                None if plan is None else plan.entry.plan.digest,
                 hit,
                 run.seq,
             )
         )
-        if kept is not None:
-            self.ran(kept.entry)
+        if plan is not None:
+            self.ran(plan.entry)
             if self._in_blocks:
-                values = kept.grouped(list(values))
-            trace.rebind(kept, living, values, self._recorder.backward_call_site)
+                values = plan.grouped(list(values))
+            trace.rebind(plan, living, values, self._recorder.backward_call_site)
         del values, living
         if self._client.observer is not None:
-            entry = None if kept is None else kept.entry
+            entry = None if plan is None else plan.entry
             self._client.observer.submitted(run.seq, entry, run.inputs, run.base)
         answer: Any = None
         if fetch is not None:
             answer = self._fetched(run.seq, fetch, regions, as_number)
         elif ask:
-            answer = self._asked(run.seq, run.provenance)
+            answer = self._data_dependent_reply(run.seq, run.provenance)
         else:
             self._client.hold_back()
-        self._heed()
+        self._handle_reports()
         return answer
 
     def _run(
-        self, trace: Trace, kept: CachedPlan | None, reason: str, fetch: Storage | None
+        self, trace: Trace, plan: CachedPlan | None, reason: str, fetch: Storage | None
     ) -> tuple[Recorded, Iterable[RemoteValue], Regions | None]:
-        """Send the run of a trace and begin a new one; does not wait.
+        """Send the run of a trace and begin a new trace, without waiting.
 
         Returns:
-            The run, its outputs, and where the blocks of the fetched value lie.
+            The run, its outputs, and the regions of the fetched value's blocks by rank.
         """
-        entry = None if kept is None else kept.entry
-        wanted, regions = self._wanted(fetch, trace, kept)
+        entry = None if plan is None else plan.entry
+        wanted, regions = self._wanted(fetch, trace, plan)
         self._recorder.next_trace()
         inputs = trace.release_inputs()
-        provenance = self._provenance(trace.step, trace.call_sites, kept)
+        provenance = self._provenance(trace.step, trace.call_sites, plan)
         params, base = tuple(trace.params), self._client.next_output(0)
         seq, values = self._client.run(
             entry, inputs, params, wanted, provenance, reason, regions or (0,)
         )
         frees = self._client.last_frees
-        run = Recorded(seq, base, kept, provenance, params, inputs, frees, trace.shown)
-        self._note(run)
+        run = Recorded(seq, base, plan, provenance, params, inputs, frees, trace.shown)
+        self._record_run(run)
         return run, values, regions
 
     def _provenance(
-        self, step: TrieNode, call_sites: Sequence[CallSite | None], kept: CachedPlan | None
+        self, step: TrieNode, call_sites: Sequence[CallSite | None], plan: CachedPlan | None
     ) -> Provenance:
-        made_of = ((),) if kept is None else kept.origins
+        made_of = ((),) if plan is None else plan.origins
         return Provenance(step, call_sites, self._recorder.backward_call_site, made_of)
 
-    def _note(self, run: Recorded) -> None:
+    def _record_run(self, run: Recorded) -> None:
+        """Retain a run for a rollback."""
         if self.rewind is None:
             return
         self.rewind.runs.append(run)
@@ -325,34 +335,34 @@ class Submitter:
             self.rewind.forget_answered()
 
     def _wanted(
-        self, fetch: Storage | None, trace: Trace, kept: CachedPlan | None
+        self, fetch: Storage | None, trace: Trace, plan: CachedPlan | None
     ) -> tuple[tuple[int, ...], Regions | None]:
         """Return the ids of the fetched storage's blocks, and their regions by rank.
 
-        No regions: rank 0 has all of it.
+        Regions are None if rank 0 has the full value.
         """
         if fetch is None:
             return (), None
         if fetch.remote is not None and not (fetch.serial == trace.serial and fetch.index >= 0):
             keys, sharding = fetch.remote.ids, fetch.remote.sharding
         else:
-            assert kept is not None
-            position = kept.positions[fetch.index]
-            keys = tuple([self._client.next_output(slot) for slot in kept.slots[position]])
-            sharding = kept.shardings[position]
+            assert plan is not None
+            position = plan.positions[fetch.index]
+            keys = tuple([self._client.next_output(slot) for slot in plan.slots[position]])
+            sharding = plan.shardings[position]
         if sharding is None or self._dry:
             return keys[:1], None
         return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
 
-    def _heed(self) -> None:
-        """Act on the workers' reports about layouts and captures."""
+    def _handle_reports(self) -> None:
+        """Process the workers' reports about layouts and CUDA graph captures."""
         if self._client.relaid:
             self._learn_layouts()
         if self._client.capture_errors:
             self._warn_of_captures()
 
     def _learn_layouts(self) -> None:
-        """Take in the strides that kernels gave their results, where others were inferred."""
+        """Correct inferred strides by the workers' reports, and drop plans with wrong ones."""
         reports, self._client.relaid = self._client.relaid, []
         dropped = learn(self._recorder.inference, self._recorder.trie, reports)
         self._planner.forget(dropped)
@@ -367,10 +377,10 @@ class Submitter:
             stacklevel=2,
         )
 
-    # -- what comes back -----------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------
 
     def _wait(self, seq: int) -> dict[int, Answer]:
-        """The answers to a run, of the ranks that were asked."""
+        """Wait for a run; return the answers by rank."""
         probe = self._history.probe
         if probe is None:
             answers: dict[int, Answer] = self._client.wait(seq)
@@ -381,6 +391,7 @@ class Submitter:
         return answers
 
     def _fetched(self, seq: int, storage: Storage, regions: Regions | None, as_number: bool) -> Any:
+        """Wait for a run; return the fetched value of a storage."""
         client = self._client
         if as_number and regions is None and self._history.probe is None:
             answers = client.wait(seq, as_number=True)
@@ -397,12 +408,12 @@ class Submitter:
             return torch.zeros(storage.meta.shape, dtype=value.dtype, device="cpu")
         return value
 
-    def _asked(self, seq: int, provenance: Provenance) -> DataDependentReply:
+    def _data_dependent_reply(self, seq: int, provenance: Provenance) -> DataDependentReply:
         """Return the reply to a run that ends with a data-dependent op.
 
         Raises:
-            ExecutionError: an earlier op had failed.
-            Exception: torch's own, when this one did.
+            ExecutionError: an earlier op failed.
+            Exception: torch's own, if the data-dependent op failed.
         """
         done, _ = self._wait(seq)[0]
         reply = done.reply
@@ -411,8 +422,8 @@ class Submitter:
         failure = reply.failure
         if failure is not None:
             eager = exception_class(failure.kind)
-            earlier = failure.seq != seq or not provenance.is_last(failure.node)
-            if earlier or eager is None or eager not in _TORCHS_OWN:
+            is_earlier_op = failure.seq != seq or not provenance.is_last(failure.node)
+            if is_earlier_op or eager is None or eager not in _TORCH_ERRORS:
                 self._client.raise_for(0, failure)
             self._client.drop_failure(0, failure)
             raise eager(failure.detail)
@@ -420,19 +431,21 @@ class Submitter:
         call_site = provenance.call_sites[-1]
         returned = [self._received(item, call_site) for item in reply.returned]
         return DataDependentReply(
-            returned, [self._adopted(made, call_site) for made in reply.written]
+            returned, [self._adopted(tensor, call_site) for tensor in reply.written]
         )
 
     def _received(self, item: Made | Several | Plain, call_site: CallSite | None) -> Any:
+        """Return a returned value: plain data, or (meta, remote value) of a tensor."""
         match item:
             case Several():
-                return [self._received(one, call_site) for one in item.items]
+                return [self._received(element, call_site) for element in item.items]
             case Plain():
                 return item.value
             case Made():
                 return self._adopted(item, call_site)
 
     def _adopted(self, tensor: Made, call_site: CallSite | None) -> tuple[TensorMeta, RemoteValue]:
+        """Return the meta and the remote value of a tensor that a worker created."""
         value = self._client.adopt(tensor.id)
         value.call_site = call_site
         return tensor.meta, value

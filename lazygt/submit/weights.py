@@ -1,4 +1,4 @@
-"""A session's workers as the source of a transfer: they copy their own blocks, when asked."""
+"""Session as the source of a weight transfer: its workers copy their own blocks on request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lazygt.transfer.copy_request import CopyReply, CopyRequest, TensorLocation
 
 
 class SessionSource:
-    """The workers of one session.
+    """Workers of one session, as the source of a transfer.
 
     Args:
         lock: of the session; held while its client is used.
-        settle: has tensors computed, and tells where their values are.
+        settle: computes tensors, and returns their values on the workers.
     """
 
     def __init__(
@@ -37,31 +37,31 @@ class SessionSource:
         self._client, self._lock, self._settle = client, lock, settle
 
     def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
-        """See `RemoteSource`."""
-        everywhere = (Replicate(),) * len(self.mesh.names)
+        """Return the location of each tensor; see `RemoteSource`."""
+        replicated = (Replicate(),) * len(self.mesh.names)
         return [
             TensorLocation(
-                value.id, everywhere if value.sharding is None else value.sharding.placements, value
+                value.id, replicated if value.sharding is None else value.sharding.placements, value
             )
             for value in self._settle(tensors)
         ]
 
     def request(self, rank: int, number: int, request: CopyRequest) -> None:
-        """See `WeightSource`."""
+        """Send a copy request to a worker; see `WeightSource`."""
         with self._lock, DEFER_INTERRUPT:
             self._client.write(rank, number, request.packed)
 
     def replies(self, seconds: float) -> list[CopyReply]:
-        """See `WeightSource`."""
+        """Return the replies that arrive within ``seconds``; see `WeightSource`."""
         with self._lock, DEFER_INTERRUPT:
             return [CopyReply(*fields) for fields in self._client.written(seconds)]
 
     def let_go(self, sender: str) -> None:
-        """See `RemoteSource`."""
-        nothing = CopyRequest(sender, ())
+        """Release the workers' memory mappings of a sender; see `RemoteSource`."""
+        empty_request = CopyRequest(sender, ())
         with self._lock, DEFER_INTERRUPT:
             for rank in range(self.mesh.world_size):
                 try:
-                    self._client.write(rank, 0, nothing.packed)
+                    self._client.write(rank, 0, empty_request.packed)
                 except LazyGTError:
                     continue  # the session or the worker has ended, and its mappings with it

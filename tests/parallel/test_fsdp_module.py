@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 import lazygt
-from lazygt.parallel.fsdp_module import _REFUSED, as_fsdp_module
+from lazygt.parallel.fsdp_module import _UNSUPPORTED, as_fsdp_module
 from lazygt.record.tensor import storage_of
 
 LAYERS, WIDTH = 3, 512
@@ -101,7 +101,7 @@ def test_invalid_calls_are_refused(session: lazygt.Session) -> None:
         model.set_modules_to_forward_prefetch([model[0]])
     with pytest.raises(NotImplementedError, match="call set_reshard_after_forward\\(False\\)"):
         model.set_reshard_after_backward(False)
-    for name, why in _REFUSED.items():
+    for name, why in _UNSUPPORTED.items():
         with pytest.raises(NotImplementedError, match=f"{name}\\(\\) has no meaning") as error:
             getattr(model, name)(1)
         assert why in str(error.value)

@@ -16,7 +16,7 @@ import torch
 from lazygt.graph import Graph, Ref
 from lazygt.graph.fusion import REDUCTIONS
 from lazygt.graph.node import Node, map_arg, verify
-from lazygt.passes.lifetime import Lifetime, _overwriting, _rounds_in_place
+from lazygt.passes.lifetime import Lifetime, _in_place_overloads, _rounds_in_place
 from tests.graph.pointwise import POINTWISE, has_a_functional_form
 from tests.passes.overloads import graphs, inputs_for, that
 from tests.passes.tools import same_numbers
@@ -29,7 +29,7 @@ from tests.runtime.compiling.lowering import (
 
 LIFETIME = Lifetime()
 #: What lifetime may write over an operand.
-OVERWRITING = frozenset(that(_overwriting))
+OVERWRITING = frozenset(that(_in_place_overloads))
 MEMBERS = frozenset([*POINTWISE, *REDUCTIONS])
 NUMBERS = (2, 0.5, -0.5, 0.0, -3.25, 1)
 
@@ -48,7 +48,7 @@ def dying(graph: Graph) -> Iterator[Graph]:
 
 def written_form_computes_the_same_bits(op: str) -> None:
     """Whichever operand dies."""
-    in_place, out, _ = _overwriting(op) or ("", "", "")
+    in_place, out, _ = _in_place_overloads(op) or ("", "", "")
     tried = 0
     for graph in (one for drawn in graphs(op) for one in dying(drawn)):
         made = LIFETIME.run(graph)

@@ -10,7 +10,11 @@ import torch
 import lazygt
 from lazygt.transfer import CudaIpcTransferReceiver, CudaIpcTransferSender
 from lazygt.transfer.sender import GIB
-from lazygt.transfer.transports.cuda_ipc import THRESHOLD_VARIABLE, plain_segments, threshold_asked
+from lazygt.transfer.transports.cuda_ipc import (
+    THRESHOLD_VARIABLE,
+    plain_segments,
+    threshold_setting,
+)
 from tests.transfer.child import SENDERS, CountingDevice, checksums, weights
 
 pytestmark = pytest.mark.timeout(60)
@@ -87,13 +91,13 @@ def test_a_bigger_model_gets_bigger_buffers() -> None:
 
 
 def test_the_threshold_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert threshold_asked(None) == GIB
+    assert threshold_setting(None) == GIB
     monkeypatch.setenv(THRESHOLD_VARIABLE, "0.5")
-    assert threshold_asked(None) == GIB // 2
-    assert threshold_asked(2.0) == 2 * GIB
+    assert threshold_setting(None) == GIB // 2
+    assert threshold_setting(2.0) == 2 * GIB
     monkeypatch.setenv(THRESHOLD_VARIABLE, "half")
     with pytest.raises(ValueError, match="weight_transfer_threshold_cuda_ipc_GB='half'"):
-        threshold_asked(None)
+        threshold_setting(None)
 
 
 @pytest.mark.parametrize("wrong", [-1.0, 1e-9, float("nan"), float("inf"), "half"])

@@ -1,12 +1,13 @@
 """Buckets of collectives, and the order of their launches.
 
-Buckets are decided once for all ranks that meet, from all their programs: blocks and even programs
-of ranks differ, the order in which they meet may not. So two collectives share a bucket only when
-neither needs the other on any rank, and sizes are those of the rank with the most.
+Buckets are decided once for all ranks that communicate, from the programs of all of them. Shard
+sizes and even programs may differ between ranks, but the order of collectives must not. So two
+collectives share a bucket only when neither depends on the other on any rank, and the size of a
+bucket is the largest over the ranks.
 
-Reductions, and gathers of computed values, go in the order in which their operands are ready:
-gradients from the last layer to the first. Gathers of stored parameters go in the order in which
-they are needed, a wrap unit at a time.
+Reductions, and gathers of computed values, are ordered by the time at which their operands are
+ready: gradients from the last layer to the first. Gathers of stored parameters are ordered by
+first use, one wrap unit at a time.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from lazygt.passes.updates import reduced_units
 
 # -- the collectives of one program: dependences, earliest start, first reader ---------------------
 
-#: Between a stored parameter and its gather there may be views and these.
+#: Ops, besides views, that may stand between a stored parameter and its gather.
 _CASTS = frozenset({"aten._to_copy.default", "aten.clone.default"})
-#: The op by which a backward adds a gradient to an earlier one's.
+#: The op that accumulates a gradient over microbatches.
 _SUM = "aten.add_.Tensor"
-#: Read nothing of their operand but its shape.
+#: Ops that read only the shape of their operand.
 _LIKENESSES = frozenset({
     f"aten.{name}_like.default" for name in ("ones", "zeros", "empty", "full")
 })  # fmt: skip
-#: Most bytes of an op's operands and results together for it to run later than it is written: it
-#: takes no longer than its launch, and keeps hardly any memory alive.
+#: Most bytes of operands and results of an op that may be delayed. The op takes no longer than its
+#: launch, and keeps hardly any memory alive.
 SMALL = 4 << 10
 #: kind -> position of the reduce op among its arguments
 _REDUCE_OP = {ALL_REDUCE: 1, REDUCE_SCATTER: 2}
@@ -65,11 +66,11 @@ class CollectiveInfo(NamedTuple):
         move: its arguments between the value and the op.
         nbytes: payload of this rank.
         ready: the node that makes its operand; -1 for an input.
-        used: the first node that has to wait for its result and can't run later itself, as
-            views, writes back, collectives and small pure ops can; the number of nodes if none
-            has to. Of a stored parameter the first that computes with it, be it small or not.
+        used: the first node that has to wait for its result; the number of nodes if there is none.
+            Views, writes back, collectives and small pure ops do not count, since they can be
+            delayed. For a gather of a stored parameter small ops count.
         stored: the input that it gathers; None for a computed value.
-        above: the collectives that it depends on, as bits.
+        above: bit mask of the collectives that it depends on.
     """
 
     node: int
@@ -86,15 +87,16 @@ class CollectiveInfo(NamedTuple):
 
     @property
     def signature(self) -> tuple[str, str | None, str, torch.dtype]:
-        """The attributes that are equal on all ranks that meet; sizes of blocks are not."""
+        """Attributes that are equal on all ranks of a collective; shard sizes are not."""
         return self.kind, self.op, self.axis, self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveAnalysis:
-    """A graph, its collectives, and its dependences without the order among collectives.
+    """Graph with its collectives, and its dependences without the order among collectives.
 
     Attributes:
+        before: for each node the numbers of its predecessors.
         turns: for each node the number of changes between forward and backward before it.
     """
 
@@ -104,12 +106,14 @@ class CollectiveAnalysis:
     turns: Sequence[int]
 
     def end_of_turn(self, node: int) -> int:
-        """Return the first node after this one that is of another forward or backward."""
+        """Return the number of the first node of the next forward or backward pass."""
         return bisect_right(self.turns, self.turns[max(node, 0)])
 
 
 def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> CollectiveAnalysis:
-    """Analyse a rank's program; linear in its size, times its collectives / 64.
+    """Collect a rank's collectives with their dependences, earliest starts and first readers.
+
+    The time is linear in the size of the program, times its collectives / 64.
 
     Args:
         backward: the recorded ops of a backward pass, by number.
@@ -120,13 +124,13 @@ def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> Collect
     numbers = [n for n, node in enumerate(graph.nodes) if node.op in COLLECTIVES]
     if not numbers:
         return CollectiveAnalysis(graph, (), before, ())
-    above, makers, values = _above(graph, before), _makers(graph), graph.values
-    computed = _uses(graph, before, _passes_on)
-    reduced = _reduced(graph)
-    uses = _uses(
+    ancestors, producers, values = _ancestor_masks(graph, before), _producers(graph), graph.values
+    computing_waiters = _first_waiters(graph, before, _is_movable)
+    blocks = _scattered_blocks(graph)
+    waiters = _first_waiters(
         graph,
         before,
-        lambda node: _passes_on(node) or _adds_up(node, reduced) or _is_small(node, values),
+        lambda node: _is_movable(node) or _is_gradient_sum(node, blocks) or _is_small(node, values),
     )
     collectives = []
     for number in numbers:
@@ -135,34 +139,34 @@ def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> Collect
         meta = values[operand]
         assert meta is not None
         assert result is not None
-        place = _REDUCE_OP.get(node.op)
-        stored = _stored(graph, operand, makers) if node.op == ALL_GATHER else None
+        op_position = _REDUCE_OP.get(node.op)
+        input_number = _gathered_input(graph, operand, producers) if node.op == ALL_GATHER else None
         collectives.append(
             CollectiveInfo(
                 number,
                 node.op,
-                None if place is None else node.args[place],
+                None if op_position is None else node.args[op_position],
                 node.args[-1],
                 meta.dtype,
-                tuple([arg for arg in node.args[1 : place or -1] if type(arg) is not Ref]),
+                tuple([arg for arg in node.args[1 : op_position or -1] if type(arg) is not Ref]),
                 result.nbytes if node.op == ALL_GATHER else meta.nbytes,
-                max([makers[value] for value in node.refs()]),
-                uses[number] if stored is None else computed[number],
-                stored,
-                above[number],
+                max([producers[value] for value in node.refs()]),
+                waiters[number] if input_number is None else computing_waiters[number],
+                input_number,
+                ancestors[number],
             )
         )
     return CollectiveAnalysis(graph, tuple(collectives), before, turns(graph, backward))
 
 
-def unhooked(graph: Graph) -> Graph:
-    """Return the graph with likenesses of reduced values made from the unreduced ones.
+def detach_likenesses(graph: Graph) -> Graph:
+    """Make ``ones_like`` and the like of an all-reduced value read the value before the reduction.
 
-    A backward begins with ones in the shape of the loss; the loss before its reduction has that
-    shape too, and needs no wait.
+    A backward begins with ones in the shape of the loss. The loss before its reduction has the same
+    shape, and needs no wait.
     """
     values = graph.values
-    reduced = {
+    unreduced = {
         results[0]: node.args[0].index
         for node, results in graph.numbered()
         if node.op == ALL_REDUCE and values[node.args[0].index] == values[results[0]]
@@ -171,19 +175,19 @@ def unhooked(graph: Graph) -> Graph:
     changed = False
     for number, row in enumerate(rows):
         args = row.node.args
-        if row.node.op in _LIKENESSES and type(args[0]) is Ref and args[0].index in reduced:
-            other = replace(row.node, args=(ref(reduced[args[0].index]), *args[1:]))
-            rows[number], changed = row._replace(node=other), True
+        if row.node.op in _LIKENESSES and type(args[0]) is Ref and args[0].index in unreduced:
+            replacement = replace(row.node, args=(ref(unreduced[args[0].index]), *args[1:]))
+            rows[number], changed = row._replace(node=replacement), True
     return rebuild(graph, rows) if changed else graph
 
 
-def moves_alone(collective: CollectiveInfo) -> bool:
-    """Return whether a collective never shares its buffer with others."""
+def is_never_bucketed(collective: CollectiveInfo) -> bool:
+    """Return whether a collective never shares a bucket with others."""
     return collective.kind in EXCHANGES_OF_ROWS | {ALL_TO_ALL, SEND_RECV}
 
 
-def _above(graph: Graph, before: Sequence[set[int]]) -> list[int]:
-    """Return for each node the collectives that it depends on, as bits."""
+def _ancestor_masks(graph: Graph, before: Sequence[set[int]]) -> list[int]:
+    """Return for each node the bit mask of the collectives that it depends on."""
     masks: list[int] = []
     bits: dict[int, int] = {}
     for number, node in enumerate(graph.nodes):
@@ -196,58 +200,66 @@ def _above(graph: Graph, before: Sequence[set[int]]) -> list[int]:
     return masks
 
 
-def _makers(graph: Graph) -> list[int]:
-    """Return the node that makes each value; -1 for inputs."""
-    makers = [-1] * len(graph.inputs)
+def _producers(graph: Graph) -> list[int]:
+    """Return the number of the node that produces each value; -1 for inputs."""
+    producers = [-1] * len(graph.inputs)
     for number, node in enumerate(graph.nodes):
-        makers += [number] * len(node.results)
-    return makers
+        producers += [number] * len(node.results)
+    return producers
 
 
-def _uses(graph: Graph, before: Sequence[set[int]], passes_on: Callable[[Node], bool]) -> list[int]:
-    """Return for each node the first that waits for it, except nodes that ``passes_on``."""
-    uses = [len(graph.nodes)] * len(graph.nodes)
+def _first_waiters(
+    graph: Graph, before: Sequence[set[int]], is_movable: Callable[[Node], bool]
+) -> list[int]:
+    """Return for each node the first node that waits for it.
+
+    Nodes for which ``is_movable`` is true do not wait; the nodes that wait for them count instead.
+    """
+    waiters = [len(graph.nodes)] * len(graph.nodes)
     for number in reversed(range(len(graph.nodes))):
-        use = uses[number] if passes_on(graph.nodes[number]) else number
+        waiter = waiters[number] if is_movable(graph.nodes[number]) else number
         for other in before[number]:
-            uses[other] = min(uses[other], use)
-    return uses
+            waiters[other] = min(waiters[other], waiter)
+    return waiters
 
 
-def _passes_on(node: Node) -> bool:
-    """Return whether a node does not compute, but only views, moves or copies values."""
+def _is_movable(node: Node) -> bool:
+    """Return whether a node is a view, a collective or a write back, which can be delayed."""
     return view_source(node) is not None or node.op in COLLECTIVES or node.op == WRITE_BACK
 
 
-def _reduced(graph: Graph) -> set[int]:
-    """Return the blocks that reduce-scatters make, and views of them."""
-    reduced: set[int] = set()
+def _scattered_blocks(graph: Graph) -> set[int]:
+    """Return the results of reduce-scatters, and views of them."""
+    blocks: set[int] = set()
     for node, results in graph.numbered():
-        if node.op == REDUCE_SCATTER or (view_source(node) in reduced):
-            reduced.update(results)
-    return reduced
+        if node.op == REDUCE_SCATTER or (view_source(node) in blocks):
+            blocks.update(results)
+    return blocks
 
 
-def _adds_up(node: Node, reduced: Set[int]) -> bool:
-    """Return whether a node adds a reduced block to an earlier one, as for microbatches.
+def _is_gradient_sum(node: Node, reduced: Set[int]) -> bool:
+    """Return whether a node accumulates a reduce-scattered block over microbatches.
 
-    It may run as late as the sum is read.
+    The node can be delayed until the sum is read.
+
+    Args:
+        reduced: results of reduce-scatters.
     """
     return node.op == _SUM and not reduced.isdisjoint(node.refs()[1:])
 
 
 def _is_small(node: Node, values: Sequence[TensorMeta | None]) -> bool:
-    """Return whether a node may run later: it only computes its results, and next to nothing."""
+    """Return whether a node is pure and small, so that it can be delayed."""
     if node.writes or node.op == WRITE_BACK or has_effect(node):
         return False
     metas = (*(values[value] for value in node.refs()), *node.results)
     return sum(meta.nbytes for meta in metas if meta is not None) <= SMALL
 
 
-def _stored(graph: Graph, value: int, makers: Sequence[int]) -> int | None:
-    """Return the input that a value is a view or cast of; None if it is computed."""
-    while makers[value] >= 0:
-        node: Node = graph.nodes[makers[value]]
+def _gathered_input(graph: Graph, value: int, producers: Sequence[int]) -> int | None:
+    """Return the input of which a value is a view or cast; None if the value is computed."""
+    while producers[value] >= 0:
+        node: Node = graph.nodes[producers[value]]
         if node.writes or (view_source(node) is None and node.op not in _CASTS):
             return None
         value = node.refs()[0]
@@ -258,20 +270,20 @@ def _stored(graph: Graph, value: int, makers: Sequence[int]) -> int | None:
 
 #: Bytes of a bucket, as in torch's DistributedDataParallel.
 CAP = 25 << 20
-#: The same of one with reductions of several wrap units: one unit's gradients are not kept alive
-#: for another's, except where a launch takes longer.
+#: Bytes of a bucket with reductions of several wrap units. The cap is small, so that one unit's
+#: gradients are not kept alive for another's.
 MIXED = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Limits of buckets. A unit with a cap of its own packs all values smaller than that.
+    """Size limits of buckets. The cap of a wrap unit, where there is one, replaces both limits.
 
     Attributes:
         bucket: bytes of a bucket.
         alone: bytes from which a value is not packed with others: on a CPU packing takes longer
             than a launch.
-        units: input -> the wrap unit that it belongs to.
+        units: input -> its wrap unit.
     """
 
     bucket: int = CAP
@@ -279,7 +291,7 @@ class Caps:
     units: Mapping[int, FSDPUnit] = field(default_factory=dict)
 
     def bucket_of(self, unit: FSDPUnit | None) -> int:
-        """Return the bytes of a bucket of a unit's values."""
+        """Return the most bytes of a bucket of a unit's values."""
         return self.bucket if unit is None or unit.cap_bytes is None else unit.cap_bytes
 
     def alone_of(self, unit: FSDPUnit | None) -> int:
@@ -289,12 +301,13 @@ class Caps:
 
 @dataclass(slots=True)
 class Bucket:
-    """Collectives that are launched as one, by their places in a program's order.
+    """Collectives that are launched as one.
 
     Attributes:
-        nbytes: together, on the rank with the most.
-        unit: the wrap unit of gathered parameters, or of the first gradient that is reduced.
-        stored: the inputs that it gathers; empty for everything else.
+        members: positions among the program's collectives.
+        nbytes: payload of all members, on the rank with the largest.
+        unit: the wrap unit of gathered parameters, or of the first reduced gradient.
+        stored: the gathered inputs; empty for all other collectives.
     """
 
     members: list[int]
@@ -304,182 +317,198 @@ class Bucket:
 
     @property
     def limited(self) -> bool:
-        """True if it waits for others of its kind that are under way."""
+        """True if its launch waits for earlier collectives of its kind in flight."""
         return self.unit is None or self.unit.limit_all_gathers
 
 
-def agree(analyses: Sequence[CollectiveAnalysis]) -> bool:
-    """Return whether all ranks meet in the same collectives in the same order."""
-    return len({tuple([m.signature for m in one.collectives]) for one in analyses}) == 1
+def have_same_collectives(analyses: Sequence[CollectiveAnalysis]) -> bool:
+    """Return whether all ranks run the same collectives in the same order."""
+    return len({tuple([m.signature for m in analysis.collectives]) for analysis in analyses}) == 1
 
 
 def buckets(analyses: Sequence[CollectiveAnalysis], caps: Caps) -> list[Bucket]:
-    """Return the buckets in the order of launch, for ranks that ``agree``."""
-    finder = _Buckets(analyses, caps)
-    for place in _in_order(finder.above, finder.wanted):
-        finder.add(place)
-    return finder.ordered()
+    """Return the buckets in launch order, for ranks that ``have_same_collectives``."""
+    search = _Buckets(analyses, caps)
+    for position in _topological_order(search.above, search.wanted):
+        search.add(position)
+    return search.ordered()
 
 
-def one_each(analysis: CollectiveAnalysis) -> list[Bucket]:
-    """Return one bucket a collective, in the order of the program."""
-    return [_alone(place, collective) for place, collective in enumerate(analysis.collectives)]
+def unbucketed(analysis: CollectiveAnalysis) -> list[Bucket]:
+    """Return one bucket for each collective, in program order."""
+    return [
+        _single_bucket(position, collective)
+        for position, collective in enumerate(analysis.collectives)
+    ]
 
 
-def _alone(place: int, collective: CollectiveInfo) -> Bucket:
+def _single_bucket(position: int, collective: CollectiveInfo) -> Bucket:
     stored = set() if collective.stored is None else {collective.stored}
-    return Bucket([place], collective.nbytes, None, stored)
+    return Bucket([position], collective.nbytes, None, stored)
 
 
 class _Buckets:
-    """Search for the buckets in one walk over the collectives."""
+    """Greedy bucketing in one walk over the collectives."""
 
     def __init__(self, analyses: Sequence[CollectiveAnalysis], caps: Caps) -> None:
         self.analyses, self.caps = analyses, caps
         self.collectives = analyses[0].collectives
-        #: for each collective those that it depends on, on any rank
+        #: for each collective the positions of those that it depends on, on any rank
         self.above = [
-            sorted({place for collective in same for place in _bits(collective.above)})
-            for same in zip(*(one.collectives for one in analyses), strict=True)
+            sorted({position for per_rank in of_ranks for position in _bits(per_rank.above)})
+            for of_ranks in zip(*(analysis.collectives for analysis in analyses), strict=True)
         ]
-        #: the same as bits
+        #: the same as bit masks
         self.masks = [
-            reduce(or_, [collective.above for collective in same])
-            for same in zip(*(one.collectives for one in analyses), strict=True)
+            reduce(or_, [per_rank.above for per_rank in of_ranks])
+            for of_ranks in zip(*(analysis.collectives for analysis in analyses), strict=True)
         ]
-        self.wanted = [m.ready if m.stored is None else m.used for m in self.collectives]
+        self.wanted = [
+            info.ready if info.stored is None else info.used for info in self.collectives
+        ]
         self.reduced = reduced_units(analyses[0].graph, caps.units)
         self.home: dict[int, Bucket] = {}
         self.open: dict[object, Bucket] = {}
         self.all: list[Bucket] = []
 
-    def add(self, place: int) -> None:
-        """Put the next collective into the bucket that is open for its like, or into a new one."""
-        collective = self.collectives[place]
-        alone = self._alone(place)
+    def add(self, position: int) -> None:
+        """Put the next collective into the open bucket of its signature, or into a new one."""
+        collective = self.collectives[position]
+        single = self._single_bucket(position)
         key = (collective.signature, collective.stored is None)
         bucket = self.open.get(key)
-        if bucket is not None and self._fits(bucket, alone, place):
-            bucket.members.append(place)
-            bucket.nbytes += alone.nbytes
-            bucket.stored |= alone.stored
-            self.home[place] = bucket
+        if bucket is not None and self._fits(bucket, single, position):
+            bucket.members.append(position)
+            bucket.nbytes += single.nbytes
+            bucket.stored |= single.stored
+            self.home[position] = bucket
             return
-        self.home[place] = alone
-        self.all.append(alone)
-        if not moves_alone(collective) and alone.nbytes < self.caps.alone_of(alone.unit):
-            self.open[key] = alone
+        self.home[position] = single
+        self.all.append(single)
+        if not is_never_bucketed(collective) and single.nbytes < self.caps.alone_of(single.unit):
+            self.open[key] = single
 
     def ordered(self) -> list[Bucket]:
         """Return the buckets in the order of launch."""
         index = {id(bucket): number for number, bucket in enumerate(self.all)}
         above = [
-            [index[id(other)] for other in self._directly(bucket)] for bucket in self.all
+            [index[id(other)] for other in self._direct_predecessors(bucket)] for bucket in self.all
         ]  # fmt: skip
-        return [self.all[number] for number in _in_order(above, self._begins(above))]
+        return [self.all[number] for number in _topological_order(above, self._start_nodes(above))]
 
-    def _alone(self, place: int) -> Bucket:
-        bucket = _alone(place, self.collectives[place])
-        bucket.nbytes = max(one.collectives[place].nbytes for one in self.analyses)
-        bucket.unit = self.reduced.get(self.collectives[place].node)
+    def _single_bucket(self, position: int) -> Bucket:
+        bucket = _single_bucket(position, self.collectives[position])
+        bucket.nbytes = max(analysis.collectives[position].nbytes for analysis in self.analyses)
+        bucket.unit = self.reduced.get(self.collectives[position].node)
         for number in bucket.stored:
             bucket.unit = self.caps.units.get(number)
         return bucket
 
-    def _fits(self, bucket: Bucket, alone: Bucket, place: int) -> bool:
-        units = bucket.unit, alone.unit
+    def _fits(self, bucket: Bucket, single: Bucket, position: int) -> bool:
+        """Return whether a collective, alone in the bucket ``single``, may join a bucket."""
+        units = bucket.unit, single.unit
         return (
-            bucket.nbytes + alone.nbytes <= min(map(self.caps.bucket_of, units))
-            and alone.nbytes < min(map(self.caps.alone_of, units))
-            and (bucket.unit == alone.unit or self._may_mix(bucket, alone))
-            and self._turn(bucket.members[0]) == self._turn(place)
-            and bucket.stored.isdisjoint(alone.stored)
-            and not self._delays(bucket, place)
-            and not self._needs(place, bucket)
+            bucket.nbytes + single.nbytes <= min(map(self.caps.bucket_of, units))
+            and single.nbytes < min(map(self.caps.alone_of, units))
+            and (bucket.unit == single.unit or self._may_mix(bucket, single))
+            and self._pass_number(bucket.members[0]) == self._pass_number(position)
+            and bucket.stored.isdisjoint(single.stored)
+            and not self._would_delay_reader(bucket, position)
+            and not self._depends_on(position, bucket)
         )
 
-    def _may_mix(self, bucket: Bucket, alone: Bucket) -> bool:
-        """Return whether collectives of different units may travel together."""
-        return not bucket.stored and bucket.nbytes + alone.nbytes <= MIXED
+    def _may_mix(self, bucket: Bucket, single: Bucket) -> bool:
+        """Return whether collectives of different wrap units may share a bucket."""
+        return not bucket.stored and bucket.nbytes + single.nbytes <= MIXED
 
-    def _turn(self, place: int) -> int:
-        """Return the number of the forward or backward of a reduce-scatter; 0 for others."""
-        collective = self.collectives[place]
+    def _pass_number(self, position: int) -> int:
+        """Return the number of the forward or backward pass of a reduce-scatter; 0 for others."""
+        collective = self.collectives[position]
         if collective.kind != REDUCE_SCATTER:
             return 0
         return self.analyses[0].turns[max(collective.ready, 0)]
 
-    def _delays(self, bucket: Bucket, place: int) -> bool:
-        """Return whether a reader of the bucket would wait until the collective can begin."""
+    def _would_delay_reader(self, bucket: Bucket, position: int) -> bool:
+        """Return whether a reader of the bucket would have to wait for the collective's operand."""
         return any(
-            one.collectives[place].stored is None
-            and min(one.collectives[member].used for member in bucket.members)
-            <= one.collectives[place].ready
-            for one in self.analyses
+            analysis.collectives[position].stored is None
+            and min(analysis.collectives[member].used for member in bucket.members)
+            <= analysis.collectives[position].ready
+            for analysis in self.analyses
         )
 
-    def _needs(self, place: int, wanted: Bucket) -> bool:
-        """Return whether a collective depends on a bucket, directly or by way of others."""
-        sought = self._places(wanted)
-        seen, todo = 0, self.masks[place]
-        while todo and not todo & sought:
+    def _depends_on(self, position: int, target: Bucket) -> bool:
+        """Return whether a collective depends on a bucket, directly or through other buckets."""
+        target_mask = self._member_mask(target)
+        seen, todo = 0, self.masks[position]
+        while todo and not todo & target_mask:
             bucket = self.home[todo.bit_length() - 1]
-            seen |= self._places(bucket)
+            seen |= self._member_mask(bucket)
             for member in bucket.members:
                 todo |= self.masks[member]
             todo &= ~seen
         return bool(todo)
 
-    def _places(self, bucket: Bucket) -> int:
-        """Return the members of a bucket as bits."""
+    def _member_mask(self, bucket: Bucket) -> int:
+        """Return the members of a bucket as a bit mask."""
         return sum(1 << member for member in bucket.members)
 
-    def _directly(self, bucket: Bucket) -> list[Bucket]:
-        """Return the other buckets that one directly depends on."""
+    def _direct_predecessors(self, bucket: Bucket) -> list[Bucket]:
+        """Return the buckets on which a bucket directly depends."""
         return [self.home[other] for member in bucket.members for other in self.above[member]]
 
-    def _begins(self, above: Sequence[Sequence[int]]) -> list[int]:
-        """Return for each bucket the node at which it is wanted to begin.
+    def _start_nodes(self, predecessors: Sequence[Sequence[int]]) -> list[int]:
+        """Return for each bucket the number of the node before which it should be launched.
 
-        No bucket begins before those above it have been waited for: later buckets in the order of
-        launch would wait for them too.
+        No bucket is launched before the first uses of its predecessors: the buckets after it in
+        launch order would have to wait for them too.
+
+        Args:
+            predecessors: for each bucket its predecessors.
         """
-        begins = [
+        starts = [
             max(*(self.wanted[member] for member in bucket.members),
-                *(self._needed(self.all[other]) for other in others), -1)
-            for bucket, others in zip(self.all, above, strict=True)
+                *(self._first_use(self.all[other]) for other in others), -1)
+            for bucket, others in zip(self.all, predecessors, strict=True)
         ]  # fmt: skip
-        needed = [number for number, bucket in enumerate(self.all) if bucket.stored]
-        needed.sort(key=lambda number: self._needed(self.all[number]))
-        for number, former in zip(needed, [None, *needed], strict=False):
-            begins[number] = -1 if former is None else self._needed(self.all[former]) - 1
-        return begins
+        gathers = [number for number, bucket in enumerate(self.all) if bucket.stored]
+        gathers.sort(key=lambda number: self._first_use(self.all[number]))
+        for number, previous in zip(gathers, [None, *gathers], strict=False):
+            starts[number] = -1 if previous is None else self._first_use(self.all[previous]) - 1
+        return starts
 
-    def _needed(self, bucket: Bucket) -> int:
+    def _first_use(self, bucket: Bucket) -> int:
+        """Return the first node that has to wait for a member of the bucket."""
         return min(self.collectives[member].used for member in bucket.members)
 
 
-def _in_order(above: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[int]:
-    """Return a topological order; of ready items the one that is wanted first comes first."""
-    waits = [set(others) for others in above]
-    followers: list[list[int]] = [[] for _ in above]
-    for number, others in enumerate(waits):
+def _topological_order(before: Sequence[Sequence[int]], priority: Sequence[int]) -> list[int]:
+    """Return a topological order (Kahn's algorithm); ready items are taken by ``priority``.
+
+    Args:
+        before: for each item its predecessors.
+        priority: for each item its priority; the smallest goes first.
+    """
+    predecessors = [set(others) for others in before]
+    successors: list[list[int]] = [[] for _ in before]
+    for number, others in enumerate(predecessors):
         for other in others:
-            followers[other].append(number)
-    missing = [len(others) for others in waits]
-    ready = [(wanted[number], number) for number, count in enumerate(missing) if not count]
+            successors[other].append(number)
+    in_degree = [len(others) for others in predecessors]
+    ready = [(priority[number], number) for number, count in enumerate(in_degree) if not count]
     heapq.heapify(ready)
     order = []
     while ready:
         _, number = heapq.heappop(ready)
         order.append(number)
-        for follower in followers[number]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(ready, (wanted[follower], follower))
-    assert len(order) == len(missing), "buckets depend on each other"
+        for successor in successors[number]:
+            in_degree[successor] -= 1
+            if not in_degree[successor]:
+                heapq.heappush(ready, (priority[successor], successor))
+    assert len(order) == len(in_degree), "buckets depend on each other"
     return order
 
 
 def _bits(mask: int) -> list[int]:
-    return [place for place in range(mask.bit_length()) if mask >> place & 1]
+    """Return the positions of the set bits."""
+    return [position for position in range(mask.bit_length()) if mask >> position & 1]

@@ -1,14 +1,14 @@
 """Overlap of collectives with computation.
 
-Every bucket becomes a launch, which does not block, and a wait. A launch stands as early as its
-operands are there, a wait right before the first node that computes with a result; everything else
-keeps its order. A gather of stored parameters is launched when the one before it is waited for, so
-two are under way at most, or right after it, where its weights are copied out of their buffer. A
-reduce-scatter is launched when the one before it has been waited for, and is waited for before its
-backward ends: unreduced gradients die as a backward goes, and only their blocks remain.
+Every bucket becomes a launch, which does not block, and a wait. A launch is scheduled as early as
+its operands are ready, a wait right before the first node that computes with a result; all other
+nodes keep their order. A gather of stored parameters is launched at the wait for the previous
+gather, so at most two are in flight, or right after that wait, where the weights are copied out of
+their buffer. A reduce-scatter is launched after the wait for the previous one, and is waited for
+before its backward ends, so that unreduced gradients are freed during the backward.
 
 There is no deadlock: all ranks launch the same collectives in the same order and wait only for
-launched ones, so the first one that is not complete always can be.
+launched collectives, so the first incomplete collective can always complete.
 """
 
 from __future__ import annotations
@@ -36,88 +36,97 @@ from lazygt.passes.collectives.bucket import (
     Bucket,
     Caps,
     CollectiveAnalysis,
-    agree,
     analyse_collectives,
     buckets,
-    one_each,
-    unhooked,
+    detach_likenesses,
+    have_same_collectives,
+    unbucketed,
 )
 
-#: Gathers of stored parameters under way at most; PyTorch's FSDP has found no use for more.
+#: Most gathers of stored parameters in flight, as in PyTorch's FSDP.
 MOST_GATHERS = 2
 
 
 def overlapped(
     graphs: Sequence[Graph], mesh: Mesh, caps: Caps, backward: Collection[int] = ()
 ) -> tuple[Graph, ...]:
-    """Return each rank's program, collectives bucketed, launched early, waited for late.
+    """Return each rank's program with collectives bucketed, launched early and waited for late.
 
     Args:
-        graphs: of each rank; equal programs are one object, here and in the result.
+        graphs: of each rank; equal programs are one object, in the argument and in the result.
         backward: the recorded ops of a backward pass, by number.
     """
-    known: dict[tuple[int, ...], dict[int, Graph]] = {}
+    done: dict[tuple[int, ...], dict[int, Graph]] = {}
     programs: list[Graph] = list(graphs)
-    for ranks in _connected(graphs, mesh):
+    for ranks in _connected_components(graphs, mesh):
         distinct = {id(graphs[rank]): graphs[rank] for rank in ranks}
-        together = known.get(tuple(distinct))
-        if together is None:
-            together = known[tuple(distinct)] = _together(distinct, mesh, caps, backward)
+        component = done.get(tuple(distinct))
+        if component is None:
+            component = done[tuple(distinct)] = _overlap_component(distinct, mesh, caps, backward)
         for rank in ranks:
-            programs[rank] = together[id(graphs[rank])]
+            programs[rank] = component[id(graphs[rank])]
     return tuple(programs)
 
 
-def _together(
+def _overlap_component(
     graphs: dict[int, Graph], mesh: Mesh, caps: Caps, backward: Collection[int]
 ) -> dict[int, Graph]:
-    """Return the new programs of ranks that meet each other."""
+    """Return the new programs, by key, of ranks that communicate with each other."""
     analyses = {
-        key: analyse_collectives(unhooked(graph), backward) for key, graph in graphs.items()
+        key: analyse_collectives(detach_likenesses(graph), backward)
+        for key, graph in graphs.items()
     }
-    if not any(one.collectives for one in analyses.values()):
+    if not any(analysis.collectives for analysis in analyses.values()):
         return graphs
-    alike = list(analyses.values())
-    # programs that meet in different collectives have blocks of different sizes on two axes
-    shared = buckets(alike, caps) if agree(alike) else None
-    return {key: launched(one, shared or one_each(one), mesh) for key, one in analyses.items()}
+    all_analyses = list(analyses.values())
+    # programs with different collectives are not bucketed: their shard sizes differ on two axes
+    shared_buckets = buckets(all_analyses, caps) if have_same_collectives(all_analyses) else None
+    return {
+        key: launched(analysis, shared_buckets or unbucketed(analysis), mesh)
+        for key, analysis in analyses.items()
+    }
 
 
-def _connected(graphs: Sequence[Graph], mesh: Mesh) -> list[list[int]]:
-    """Return the connected components of ranks that meet."""
-    group = {rank: [rank] for rank in range(len(graphs))}
-    axes = by_class(_axes, graphs)
+def _connected_components(graphs: Sequence[Graph], mesh: Mesh) -> list[list[int]]:
+    """Return the connected components of ranks that communicate."""
+    component = {rank: [rank] for rank in range(len(graphs))}
+    axes_of = by_class(_used_axes, graphs)
     for axis in mesh.names:
-        for line in mesh.lines(axis):
-            for rank in line[1:]:
-                if axis in axes[rank] and group[rank] is not group[line[0]]:
-                    group[line[0]] += group[rank]
-                    for other in group[rank]:
-                        group[other] = group[line[0]]
-    return list({id(ranks): sorted(ranks) for ranks in group.values()}.values())
+        for axis_group in mesh.lines(axis):
+            for rank in axis_group[1:]:
+                if axis in axes_of[rank] and component[rank] is not component[axis_group[0]]:
+                    component[axis_group[0]] += component[rank]
+                    for other in component[rank]:
+                        component[other] = component[axis_group[0]]
+    return list({id(ranks): sorted(ranks) for ranks in component.values()}.values())
 
 
-def _axes(graph: Graph) -> set[str]:
+def _used_axes(graph: Graph) -> set[str]:
+    """Return the mesh axes on which a program has collectives."""
     return {node.args[-1] for node in graph.nodes if node.op in COLLECTIVES}
 
 
-# -- one rank's program --------------------------------------------------------------------------
+# -- program of one rank: list scheduling of launches and waits ----------------------------------
 
 
 class _Key(NamedTuple):
-    """Place at which a node is wanted, by an old node.
+    """Scheduling priority of a unit: a position relative to an old node.
 
     Attributes:
+        position: number of the old node.
         side: 0: before the old node and its waits; 1: one of its waits; 2: after its waits; 3: the
-            old node; 4: after it.
+            old node; 4: after the old node.
     """
 
-    place: int
+    position: int
     side: int
 
 
 def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) -> Graph:
-    """Return a rank's program with the buckets launched in this order."""
+    """Return a rank's program with the buckets launched in this order.
+
+    Launches and waits are placed by list scheduling; see ``_Units``.
+    """
     units = _Units(analysis, order)
     metas = analysis.graph.values
     rows: list[Placed] = []
@@ -126,124 +135,131 @@ def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) 
         if unit < len(old):
             rows.append(old[unit])
             continue
-        number, second = divmod(unit - len(old), 2)
-        members = [old[analysis.collectives[place].node] for place in order[number].members]
-        flying = len(metas) + number
-        halves = _halves(members, analysis, order[number], flying, mesh, metas)
-        rows.append(halves[second])
+        number, half = divmod(unit - len(old), 2)
+        members = [old[analysis.collectives[position].node] for position in order[number].members]
+        in_flight = len(metas) + number
+        halves = _launch_and_wait(members, analysis, order[number], in_flight, mesh, metas)
+        rows.append(halves[half])
     return rebuild(analysis.graph, rows)
 
 
 class _Units:
-    """A program's nodes, launches and waits, with their dependences and wanted places.
+    """Units of the list scheduling: nodes, launches and waits, with dependences and priorities.
 
-    Units are numbered: old nodes by their own numbers, then launch and wait of each bucket.
+    Old nodes keep their numbers; the launch and the wait of each bucket follow.
     """
 
     def __init__(self, analysis: CollectiveAnalysis, order: Sequence[Bucket]) -> None:
         self.analysis, self.order = analysis, order
         nodes = analysis.graph.nodes
         self.count = len(nodes)
-        #: a data-dependent node stays the last
+        #: position of the data-dependent node, which stays the last
         self.end = self.count - (nodes[-1].dynamic if nodes else 0)
         #: collective's node -> number of its bucket
         self.home = {
-            analysis.collectives[place].node: number
+            analysis.collectives[position].node: number
             for number, bucket in enumerate(order)
-            for place in bucket.members
+            for position in bucket.members
         }
         self.readers = _readers(analysis.graph)
-        #: nodes that parameters go through before they are gathered
+        #: views and casts of parameters that were moved to the launch of the gather
         self.pulled: set[int] = set()
         self.before: dict[int, set[int]] = {}
         self.keys: dict[int, _Key] = {}
         for node in range(self.count):
             if node not in self.home:
-                self.before[node] = self._mapped(node)
+                self.before[node] = self._predecessors_of(node)
                 self.keys[node] = _Key(node, 3)
         gathers: list[int] = []
         scatters: dict[str, int] = {}
         for number, bucket in enumerate(order):
-            self._bucket(number, bucket, gathers)
-            self._follow(number, bucket, scatters)
+            self._add_bucket(number, bucket, gathers)
+            self._order_scatter(number, bucket, scatters)
 
     def launch(self, number: int) -> int:
+        """Return the unit that launches bucket ``number``."""
         return self.count + 2 * number
 
     def wait(self, number: int) -> int:
+        """Return the unit that waits for bucket ``number``."""
         return self.count + 2 * number + 1
 
-    def _mapped(self, node: int) -> set[int]:
-        """Return the dependences of a node; a collective is replaced by its wait."""
+    def _predecessors_of(self, node: int) -> set[int]:
+        """Return the predecessors of a node, with each collective replaced by its wait."""
         return {
             self.wait(self.home[other]) if other in self.home else other
             for other in self.analysis.before[node]
         }
 
-    def _bucket(self, number: int, bucket: Bucket, gathers: list[int]) -> None:
-        """Add a bucket's launch, in turn, and its wait.
+    def _add_bucket(self, number: int, bucket: Bucket, gathers: list[int]) -> None:
+        """Add the launch and the wait of a bucket; launches keep the order of the buckets.
 
         Args:
-            gathers: the buckets of stored parameters so far.
+            gathers: the buckets of stored parameters so far; this one is appended.
         """
-        collectives = [self.analysis.collectives[place] for place in bucket.members]
-        before = {other for collective in collectives for other in self._mapped(collective.node)}
+        collectives = [self.analysis.collectives[position] for position in bucket.members]
+        before = {
+            other for collective in collectives for other in self._predecessors_of(collective.node)
+        }
         if number:
             before.add(self.launch(number - 1))
-        needed = min(self.end, *(collective.used for collective in collectives))
-        wanted = _Key(max(collective.ready for collective in collectives), 4)
+        first_use = min(self.end, *(collective.used for collective in collectives))
+        launch_key = _Key(max(collective.ready for collective in collectives), 4)
         if bucket.stored:
-            wanted = _Key(-1, 0)
+            launch_key = _Key(-1, 0)
             if gathers and bucket.limited:
-                former = self.wait(gathers[-1])
-                wanted = _Key(self.keys[former].place, 2 if self._copies(gathers[-1]) else 0)
-                before |= {former} if self._copies(gathers[-1]) else set()
-            if len(gathers) >= MOST_GATHERS and wanted.place >= 0:
+                previous_wait = self.wait(gathers[-1])
+                launch_key = _Key(
+                    self.keys[previous_wait].position, 2 if self._copies(gathers[-1]) else 0
+                )
+                before |= {previous_wait} if self._copies(gathers[-1]) else set()
+            if len(gathers) >= MOST_GATHERS and launch_key.position >= 0:
                 before.add(self.wait(gathers[-MOST_GATHERS]))
             gathers.append(number)
-            self._pull(before, wanted)
+            self._pull_to(before, launch_key)
         self.before[self.launch(number)] = before
         self.before[self.wait(number)] = {self.launch(number)}
-        self.keys[self.launch(number)] = wanted
-        self.keys[self.wait(number)] = _Key(needed, 1)
+        self.keys[self.launch(number)] = launch_key
+        self.keys[self.wait(number)] = _Key(first_use, 1)
 
     def _copies(self, number: int) -> bool:
-        """Return whether weights are copied from their buffer at the wait, so that both live."""
+        """Return whether the wait copies weights out of a buffer, so that both use memory."""
         return len(self.order[number].members) > 1
 
-    def _follow(self, number: int, bucket: Bucket, scatters: dict[str, int]) -> None:
-        """Order a reduce-scatter after the end of the one before it on its axis.
+    def _order_scatter(self, number: int, bucket: Bucket, scatters: dict[str, int]) -> None:
+        """Order a reduce-scatter after the wait for the previous reduce-scatter on its axis.
 
         Args:
-            scatters: the last one of each axis so far.
+            scatters: axis -> the bucket of the last reduce-scatter so far.
         """
         first = self.analysis.collectives[bucket.members[0]]
         if first.kind != REDUCE_SCATTER:
             return
         if bucket.limited:
             wait = self.wait(number)
-            ready = max(self.analysis.collectives[place].ready for place in bucket.members)
+            ready = max(self.analysis.collectives[position].ready for position in bucket.members)
             self.keys[wait] = min(self.keys[wait], _Key(self.analysis.end_of_turn(ready), 0))
-        former = scatters.get(first.axis)
+        previous = scatters.get(first.axis)
         scatters[first.axis] = number
-        if former is not None and bucket.limited:
-            launch, wait = self.launch(number), self.wait(former)
+        if previous is not None and bucket.limited:
+            launch, wait = self.launch(number), self.wait(previous)
             self.before[launch].add(wait)
             self.keys[wait] = min(self.keys[wait], self.keys[launch])
 
-    def _pull(self, units: set[int], wanted: _Key) -> None:
-        """Move the nodes that a parameter goes through before its gather to the gather's place.
+    def _pull_to(self, units: set[int], key: _Key) -> None:
+        """Move the views and casts of a parameter before its gather to the launch of the gather.
 
-        None is wanted later; nodes for gathers alone, such as a cast, are wanted no earlier either.
+        No such node is scheduled later than ``key``. Nodes that only gathers read, such as a
+        cast, are not scheduled earlier either.
         """
         for unit in units:
-            if unit < self.count and (self.keys[unit] > wanted or self._is_for_gathers(unit)):
+            if unit < self.count and (self.keys[unit] > key or self._is_for_gathers(unit)):
                 self.pulled.add(unit)
-                self.keys[unit] = wanted
-                self._pull(self.before[unit], wanted)
+                self.keys[unit] = key
+                self._pull_to(self.before[unit], key)
 
     def _is_for_gathers(self, node: int) -> bool:
-        """Return whether a node, not yet pulled, is read by gathers and pulled nodes alone."""
+        """Return whether only gathers and pulled nodes read a node that is not pulled yet."""
         readers = self.readers[node]
         return (
             bool(readers)
@@ -255,54 +271,55 @@ class _Units:
         return node in self.home and bool(self.order[self.home[node]].stored)
 
     def in_order(self) -> Iterator[int]:
-        """Yield units in a topological order; of ready ones the one that is wanted first."""
-        followers: dict[int, list[int]] = {}
+        """Yield the units in topological order (Kahn's algorithm), ready ones by their keys."""
+        successors: dict[int, list[int]] = {}
         for unit, others in self.before.items():
             for other in others:
-                followers.setdefault(other, []).append(unit)
-        missing = {unit: len(others) for unit, others in self.before.items()}
-        ready = [(self.keys[unit], unit) for unit, count in missing.items() if not count]
+                successors.setdefault(other, []).append(unit)
+        in_degree = {unit: len(others) for unit, others in self.before.items()}
+        ready = [(self.keys[unit], unit) for unit, count in in_degree.items() if not count]
         heapq.heapify(ready)
         while ready:
             _, unit = heapq.heappop(ready)
             yield unit
-            for follower in followers.get(unit, ()):
-                missing[follower] -= 1
-                if not missing[follower]:
-                    heapq.heappush(ready, (self.keys[follower], follower))
-        assert not any(missing.values()), "collectives wait for each other"
+            for successor in successors.get(unit, ()):
+                in_degree[successor] -= 1
+                if not in_degree[successor]:
+                    heapq.heappush(ready, (self.keys[successor], successor))
+        assert not any(in_degree.values()), "collectives wait for each other"
 
 
 def _readers(graph: Graph) -> list[list[int]]:
-    """Return for each node those that take its results."""
-    makers = [-1] * len(graph.inputs)
+    """Return for each node the numbers of the nodes that read its results."""
+    producers = [-1] * len(graph.inputs)
     readers: list[list[int]] = [[] for _ in graph.nodes]
     for number, node in enumerate(graph.nodes):
         for value in node.refs():
-            if makers[value] >= 0:
-                readers[makers[value]].append(number)
-        makers += [number] * len(node.results)
+            if producers[value] >= 0:
+                readers[producers[value]].append(number)
+        producers += [number] * len(node.results)
     return readers
 
 
-# -- the nodes -----------------------------------------------------------------------------------
+# -- nodes of launches and waits -----------------------------------------------------------------
 
 
-def _halves(
+def _launch_and_wait(
     members: Sequence[Placed],
     analysis: CollectiveAnalysis,
     bucket: Bucket,
-    flying: int,
+    in_flight: int,
     mesh: Mesh,
     metas: Sequence[TensorMeta | None],
 ) -> tuple[Placed, Placed]:
     """Return the launch and the wait of a bucket.
 
     Args:
-        flying: the number of the launch's result.
+        members: the collectives of the bucket.
+        in_flight: the value number of the launch's result.
         metas: of the values of the graph.
     """
-    collectives = [analysis.collectives[place] for place in bucket.members]
+    collectives = [analysis.collectives[position] for position in bucket.members]
     first = collectives[0]
     values = [arg for row in members for arg in row.node.args if type(arg) is Ref]
     kind = first.kind.removeprefix("lazygt.")
@@ -314,22 +331,23 @@ def _halves(
     source = members[0].source
     if first.kind == ALL_REDUCE and len(members) == 1 and operands[0] == received[0]:
         target, meta = values[0].index, operands[0]
-        begin = Node(LAUNCH_, args, (), (), (target,), (meta,))
-        end = Node(WAIT, (ref(flying), (), (), first.axis), (), (), (flying,), (meta,))
+        launch = Node(LAUNCH_, args, (), (), (target,), (meta,))
+        wait = Node(WAIT, (ref(in_flight), (), (), first.axis), (), (), (in_flight,), (meta,))
     else:
-        held = tuple(values) if _sends_from_there(first.kind, len(members)) else ()
+        kept_alive = tuple(values) if _sends_in_place(first.kind, len(members)) else ()
         length = _length(kind, operands, moves, mesh.size(first.axis), received)
-        begin = Node(LAUNCH, args, (), (intern((length,), (1,), first.dtype),))
-        end = Node(WAIT, (ref(flying), held, (), first.axis), (), received)
-    return Placed(begin, [flying], source), Placed(end, results, source)
+        launch = Node(LAUNCH, args, (), (intern((length,), (1,), first.dtype),))
+        wait = Node(WAIT, (ref(in_flight), kept_alive, (), first.axis), (), received)
+    return Placed(launch, [in_flight], source), Placed(wait, results, source)
 
 
 def _known(meta: TensorMeta | None) -> TensorMeta:
+    """Return a meta that is not None."""
     assert meta is not None
     return meta
 
 
-def _sends_from_there(kind: str, count: int) -> bool:
+def _sends_in_place(kind: str, count: int) -> bool:
     """Return whether a launch may send its operand without a copy."""
     return count == 1 and kind in (ALL_GATHER, REDUCE_SCATTER)
 
@@ -338,7 +356,7 @@ def _length(
     kind: str,
     operands: Sequence[TensorMeta],
     moves: Sequence[Sequence[int]],
-    parts: int,
+    axis_size: int,
     metas: Sequence[TensorMeta | None],
 ) -> int:
     """Return the number of elements of the buffer that a launch receives into."""
@@ -346,5 +364,5 @@ def _length(
         assert metas[0] is not None
         return metas[0].numel
     shapes = [meta.shape for meta in operands]
-    where = slots(kind, shapes, moves, parts, operands[0].dtype.itemsize)
-    return buffer_length(kind, parts, where.total, len(shapes))
+    layout = slots(kind, shapes, moves, axis_size, operands[0].dtype.itemsize)
+    return buffer_length(kind, axis_size, layout.total, len(shapes))

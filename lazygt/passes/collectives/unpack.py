@@ -1,12 +1,12 @@
-"""Memory of a launch's results: its buffer, its operand's memory, or memory of their own.
+"""Memory of a launch's results: the launch's buffer, the operand's memory, or new memory.
 
-Results of a bucketed collective are used where they lie in its buffer, which is freed when the
-last of them dies. One that outlives the run would keep all of it, so it is copied out. Packed
-values that are scattered come back in the pack, which has room for all ranks' blocks: a result is
-copied out of it if it lives until the next launch.
+Results of a bucketed collective are views of its buffer, which is freed when the last of them dies.
+A result that outlives the run would keep the full buffer alive, so it is copied out. The buffer of
+a reduce-scatter of several values has the size of all ranks' blocks, so a result is copied out if
+it lives until the next launch.
 
-A gradient that travels alone, and is read by its collective only, has its block written over it, if
-the block dies as soon: it is added to the block of an earlier microbatch.
+A reduce-scatter of a single gradient writes its block over the gradient, if only the collective
+reads the gradient, and the block dies before the next launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lazygt.passes.base import Placed, placed, rebuild
 
 
 class Unpack:
-    """Choice of that memory for each wait; runs when all other writes are decided."""
+    """Choice of the memory of each wait's results; runs after all other passes that add writes."""
 
     name = "unpack"
 
@@ -36,21 +36,25 @@ class Unpack:
         rows = placed(graph)
         for pair in pairs:
             launch, wait = rows[pair.launch], rows[pair.wait]
-            brief = [aliases.lives_until(value) < pair.following for value in wait.results]
-            kept = [place for place, value in enumerate(wait.results) if value in outlive]
+            short_lived = [aliases.lives_until(value) < pair.following for value in wait.results]
+            copied = [position for position, value in enumerate(wait.results) if value in outlive]
             if _packs(launch.node):
-                kept = [place for place, short in enumerate(brief) if not short]
-            elif _scatters(launch.node) and all(brief) and _is_free(launch, pair, aliases):
+                copied = [position for position, is_short in enumerate(short_lived) if not is_short]
+            elif (
+                _scatters(launch.node)
+                and all(short_lived)
+                and _may_overwrite_operand(launch, pair, aliases)
+            ):
                 rows[pair.launch] = launch._replace(node=_over_operand(launch.node, graph))
                 wait = wait._replace(node=_waiting(wait.node, ()))
             if len(wait.results) > 1:
-                wait = wait._replace(node=_waiting(wait.node, wait.node.args[1], tuple(kept)))
+                wait = wait._replace(node=_waiting(wait.node, wait.node.args[1], tuple(copied)))
             rows[pair.wait] = wait
         return rebuild(graph, rows)
 
 
 class _Pair(NamedTuple):
-    """A launch, its wait, and the first launch after it; the wait itself if there is none."""
+    """Numbers of a launch, its wait, and the first launch after the wait (else the wait)."""
 
     launch: int
     wait: int
@@ -58,7 +62,7 @@ class _Pair(NamedTuple):
 
 
 def _pairs(graph: Graph) -> Iterator[_Pair]:
-    """Yield the launches with results that may lie in their buffers."""
+    """Yield the launches with results that may be views of their buffers, with their waits."""
     launches: dict[int, int] = {}
     waits: list[tuple[int, int]] = []
     for number, (node, results) in enumerate(graph.numbered()):
@@ -75,34 +79,35 @@ def _pairs(graph: Graph) -> Iterator[_Pair]:
 
 
 def _scatters(launch: Node) -> bool:
+    """Return whether a launch is a reduce-scatter."""
     return bool(launch.args[0] == "reduce_scatter")
 
 
 def _packs(launch: Node) -> bool:
-    """Return whether a launch scatters several values, in one buffer."""
+    """Return whether a launch reduce-scatters several values in one buffer."""
     return _scatters(launch) and len(launch.args[1]) > 1
 
 
-def _is_free(launch: Placed, pair: _Pair, aliases: Aliases) -> bool:
+def _may_overwrite_operand(launch: Placed, pair: _Pair, aliases: Aliases) -> bool:
     """Return whether the block may be written over the operand.
 
-    The operand's memory is the run's own, has the layout that is sent, and only the collective
-    reads it from the launch on.
+    That requires memory that belongs to the run, in the layout that is sent, and no other reader
+    from the launch on.
     """
     (operand,), ((dim,),) = launch.node.args[1:3]
     value, graph = operand.index, aliases.graph
     meta = graph.values[value]
-    home = aliases.memory[value]
-    ours = home >= len(graph.inputs) or home in aliases.owned
-    others = [each for each in aliases.members[home] if each != value]
+    memory = aliases.memory[value]
+    is_owned = memory >= len(graph.inputs) or memory in aliases.owned
+    others = [alias for alias in aliases.members[memory] if alias != value]
     between = graph.nodes[pair.launch + 1 : pair.wait]
     return (
-        ours
+        is_owned
         and dim == 0
         and meta is not None
         and meta.plain
         and aliases.uses[value] == pair.wait
-        and all(aliases.uses[each] <= pair.launch for each in others)
+        and all(aliases.uses[alias] <= pair.launch for alias in others)
         and not any(value in node.refs() for node in between)
     )
 
@@ -115,6 +120,12 @@ def _over_operand(launch: Node, graph: Graph) -> Node:
     return replace(launch, op=LAUNCH_, fresh=(), writes=(operand.index,), written=(meta,))
 
 
-def _waiting(node: Node, held: tuple[Ref, ...], kept: tuple[int, ...] = ()) -> Node:
-    flying, _, _, axis = node.args
-    return replace(node, args=(flying, held, kept, axis))
+def _waiting(node: Node, kept_alive: tuple[Ref, ...], copied: tuple[int, ...] = ()) -> Node:
+    """Return the wait with other arguments.
+
+    Args:
+        kept_alive: operands that the launch reads until the wait.
+        copied: positions of the results that are copied out of the buffer.
+    """
+    in_flight, _, _, axis = node.args
+    return replace(node, args=(in_flight, kept_alive, copied, axis))

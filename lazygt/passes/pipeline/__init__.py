@@ -1,8 +1,8 @@
-"""Pipeline stages on one axis of the mesh: found, cut, put in order.
+"""Pipeline parallelism on one axis of the mesh: stage assignment, schedule and split.
 
-The other axes come first. So placements on them are chosen for the whole program at once, and the
-values that stages exchange have the same placements on both sides; then each rank's program is cut
-into stages.
+The other axes of the mesh are sharded first, for the full program, so that the values exchanged
+between stages have the same placements on both sides. Then each rank's program is split into
+stages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pipeline_axis(
     """Return the mesh axis along which a program has stages; None if it has none.
 
     Raises:
-        ValueError: it has stages along two axes, or ``workers`` stand for the ranks.
+        ValueError: the program has stages along two axes, or virtual ranks (``workers``).
     """
     axes = {node.args[2] for node in graph.nodes if node.op in (ENTER, LEAVE)}
     for sharding in inputs:
@@ -51,69 +51,77 @@ def shard_stages(
     machine: Machine | None = None,
     decided: list[AxisStep] | None = None,
 ) -> PartitionedProgram:
-    """Return the local programs of a graph with stages along ``axis``; else as ``shard``.
+    """Return each rank's program of a graph with pipeline stages along ``axis``.
+
+    The other arguments are those of ``shard``.
 
     Raises:
         ValueError: a value is sharded along the axis of the stages.
     """
-    at = mesh.names.index(axis)
-    homes = [_home(sharding.placements[at], axis) for sharding in inputs]
-    others = [
-        sharding._replace(placements=_without(sharding.placements, at)) for sharding in inputs
+    axis_index = mesh.names.index(axis)
+    input_stages = [
+        _stage_of_placement(sharding.placements[axis_index], axis) for sharding in inputs
     ]
-    rest = Mesh(_without(mesh.names, at), _without(mesh.sizes, at))
-    local = shard(_without_axis(graph, at, axis), rest, others, machine, decided)
-    stages = mesh.sizes[at]
+    other_inputs = [
+        sharding._replace(placements=_drop_item(sharding.placements, axis_index))
+        for sharding in inputs
+    ]
+    other_axes = Mesh(_drop_item(mesh.names, axis_index), _drop_item(mesh.sizes, axis_index))
+    local = shard(_drop_axis(graph, axis_index, axis), other_axes, other_inputs, machine, decided)
+    stages = mesh.sizes[axis_index]
 
-    def cut(whole: Graph) -> tuple[list[Graph], list[Placement], str]:
-        # so that a dropout's mask, which all ranks draw, is of no stage
-        program = without_likenesses(whole)
-        assigned = assign(program, homes)
-        order, why = ordered(program, assigned, stages)
-        return *split(program, assigned, order, axis, stages), why
+    def split_graph(full_graph: Graph) -> tuple[list[Graph], list[Placement], str]:
+        # the dropout mask, which all ranks draw, then belongs to no stage
+        program = without_likenesses(full_graph)
+        assigned = assign(program, input_stages)
+        order, in_order_reason = ordered(program, assigned, stages)
+        return *split(program, assigned, order, axis, stages), in_order_reason
 
-    cuts = by_class(cut, local.graphs)
+    splits = by_class(split_graph, local.graphs)
     graphs: list[Graph] = [graph] * mesh.world_size
-    for line, (parts, _, _) in zip(mesh.lines(axis), cuts, strict=True):
-        for rank, part in zip(line, parts, strict=True):
-            graphs[rank] = part
-    _, placements, why = cuts[-1]
+    for axis_group, (stage_graphs, _, _) in zip(mesh.lines(axis), splits, strict=True):
+        for rank, stage_graph in zip(axis_group, stage_graphs, strict=True):
+            graphs[rank] = stage_graph
+    _, placements, in_order_reason = splits[-1]
     outputs = [
-        output._replace(placements=(*output.placements[:at], placement, *output.placements[at:]))
+        output._replace(
+            placements=(*output.placements[:axis_index], placement, *output.placements[axis_index:])
+        )
         for output, placement in zip(local.outputs, placements, strict=True)
     ]
-    return PartitionedProgram(tuple(graphs), tuple(outputs), why)
+    return PartitionedProgram(tuple(graphs), tuple(outputs), in_order_reason)
 
 
-def _home(placement: Placement, axis: str) -> int | None:
+def _stage_of_placement(placement: Placement, axis: str) -> int | None:
+    """Return the stage that has a value; None: every stage has it."""
     if isinstance(placement, SingleRank):
         return placement.rank
     if placement != Replicate():
-        raise _is_cut(axis)
+        raise _sharded_error(axis)
     return None
 
 
-def _is_cut(axis: str) -> ValueError:
+def _sharded_error(axis: str) -> ValueError:
     return ValueError(
         f"a value is cut along axis {axis!r} of the mesh, along which the program has stages; "
         f"place it as Replicate() there"
     )
 
 
-def _without(items: tuple[Any, ...], at: int) -> tuple[Any, ...]:
-    return (*items[:at], *items[at + 1 :])
+def _drop_item(items: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    return (*items[:index], *items[index + 1 :])
 
 
-def _without_axis(graph: Graph, at: int, axis: str) -> Graph:
-    """Return the graph with placements on the other axes only."""
+def _drop_axis(graph: Graph, index: int, axis: str) -> Graph:
+    """Return the graph without the placements on axis number ``index``."""
 
     def other(node: Node) -> Node:
         if node.op != PLACE:
             return node
-        value, placements, *more = node.args
-        if placements[at].startswith("S"):
-            raise _is_cut(axis)
-        return replace(node, args=(value, _without(placements, at), *more))
+        operand, placements, *more = node.args
+        if placements[index].startswith("S"):
+            raise _sharded_error(axis)
+        return replace(node, args=(operand, _drop_item(placements, index), *more))
 
     if all(node.op != PLACE for node in graph.nodes):
         return graph

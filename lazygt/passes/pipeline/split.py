@@ -1,8 +1,8 @@
 """Split of a program with stages into one program for each stage.
 
-A stage runs its own nodes, and of those without a stage the ones with results that it needs. It
-receives a value of another stage just before its first use, each value once, and sends its own
-values as soon as it has them.
+A stage runs its own nodes, and those nodes without a stage on which its results depend. Each value
+of another stage is received once, right before its first use; values for other stages are sent as
+soon as they are computed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,30 @@ from lazygt.passes.pipeline.stages import EVERY, Stages, written
 def split(
     graph: Graph, assigned: Stages, order: Sequence[int], axis: str, stages: int
 ) -> tuple[list[Graph], list[Placement]]:
-    """Return each stage's graph, and the stage of each output.
+    """Return each stage's graph, and the placement of each output along the axis.
 
-    A stage has a tensor of no elements for each input and output that only another one has.
+    A stage has an empty tensor for each input and output that only another stage has.
 
     Args:
-        order: the nodes that have a stage, as ``schedule.ordered`` gives them.
+        assigned: the stage of each node and value.
+        order: the nodes that have a stage, in the order of ``stages.ordered``.
+        axis: the mesh axis of the stages.
+        stages: their number.
     """
-    whole = Whole(graph, assigned, order, stages)
-    parts = [StageProgram(whole, stage) for stage in range(stages)]
-    homes = [assigned.values[value] for value in graph.outputs]
+    program = Whole(graph, assigned, order, stages)
+    stage_programs = [StageProgram(program, stage) for stage in range(stages)]
+    output_stages = [assigned.values[value] for value in graph.outputs]
     placements: list[Placement] = [
-        Replicate() if home is None else SingleRank(home) for home in homes
+        Replicate() if output_stage is None else SingleRank(output_stage)
+        for output_stage in output_stages
     ]
     return [
-        _Writer(whole, parts, stage, axis).graph(placements) for stage in range(stages)
+        _Writer(program, stage_programs, stage, axis).graph(placements) for stage in range(stages)
     ], placements
 
 
 class Whole:
-    """Program, assignment and order that all stages share.
+    """Full program with the stage assignment and the order that all stages share.
 
     Attributes:
         order: the nodes that have a stage, in the order that all ranks keep.
@@ -52,25 +56,25 @@ class Whole:
     def __init__(self, graph: Graph, assigned: Stages, order: Sequence[int], stages: int) -> None:
         self.graph, self.assigned, self.stages = graph, assigned, stages
         self.metas, self.rows = graph.values, placed(graph)
-        self.asks = bool(order) and graph.nodes[order[-1]].dynamic
-        self.order = order[:-1] if self.asks else order
+        self.ends_dynamic = bool(order) and graph.nodes[order[-1]].dynamic
+        self.order = order[:-1] if self.ends_dynamic else order
 
     @cached_property
     def effects(self) -> list[int]:
-        """Nodes without a stage that all ranks run, needed or not."""
+        """Nodes with an effect and without a stage; all ranks run them."""
         nodes = enumerate(self.graph.nodes)
         return [n for n, node in nodes if self.assigned.nodes[n] is None and has_effect(node)]
 
     @cached_property
     def earlier_draw(self) -> dict[int, int]:
-        """Random op -> the one before it: all ranks draw alike, in recorded order."""
+        """Random op -> the previous random op: all ranks draw alike, in recorded order."""
         drawing = [number for number, node in enumerate(self.graph.nodes) if draws(node)]
         return dict(zip(drawing[1:], drawing, strict=False))
 
     def is_cheap_view(self, number: int) -> bool:
-        """Return whether a node is a view of all its operand's elements.
+        """Return whether a node is a view of all elements of its operand.
 
-        Then the operand is sent in its place.
+        Then the operand is sent instead, and the receiver runs the view.
         """
         node = self.graph.nodes[number]
         source = view_source(node)
@@ -81,156 +85,171 @@ class Whole:
 
 
 class StageProgram:
-    """Program of one stage: nodes by number, and ``~value`` for a value that it receives."""
+    """Tasks of one stage, in order: ``number`` runs a node, ``~value`` receives a value."""
 
-    def __init__(self, whole: Whole, stage: int) -> None:
-        self._whole, self._assigned, self.stage = whole, whole.assigned, stage
+    def __init__(self, program: Whole, stage: int) -> None:
+        self._program, self._assigned, self.stage = program, program.assigned, stage
         self.tasks: dict[int, None] = {}
-        graph, here = whole.graph, (stage, EVERY)
-        for number in whole.order:
-            if self._assigned.nodes[number] in here:
-                self._do(number)
+        graph, local_stages = program.graph, (stage, EVERY)
+        for number in program.order:
+            if self._assigned.nodes[number] in local_stages:
+                self._add_task(number)
         for value in graph.outputs:
             if self._assigned.values[value] in (None, stage):
-                self._do(self._task(value))
-        for number in whole.effects:
-            self._do(number)
-        if whole.asks:
-            self._do(len(graph.nodes) - 1)
+                self._add_task(self._task_of(value))
+        for number in program.effects:
+            self._add_task(number)
+        if program.ends_dynamic:
+            self._add_task(len(graph.nodes) - 1)
 
     def received(self) -> Iterator[int]:
-        """Yield the values that come from other stages."""
+        """Return the values that are received from other stages."""
         return (~task for task in self.tasks if task < 0)
 
-    def _task(self, value: int) -> int | None:
-        """Return the task that makes or receives a value; None: it is there."""
+    def _task_of(self, value: int) -> int | None:
+        """Return the task that computes or receives a value; None for an input of the stage."""
         value = self._assigned.named(value)
-        maker, home = self._assigned.makers[value], self._assigned.values[value]
-        if home is None or home == self.stage:
-            return None if maker < 0 else maker
-        if maker >= 0 and self._whole.is_cheap_view(maker):
-            return maker
+        producer, owner = self._assigned.makers[value], self._assigned.values[value]
+        if owner is None or owner == self.stage:
+            return None if producer < 0 else producer
+        if producer >= 0 and self._program.is_cheap_view(producer):
+            return producer
         return ~value
 
-    def _do(self, task: int | None) -> None:
-        """Do a task after its dependencies, depth first; iterative, since chains are long."""
+    def _add_task(self, task: int | None) -> None:
+        """Add a task after its dependencies, by iterative depth-first search."""
         stack = [] if task is None else [task]
         while stack:
             if stack[-1] in self.tasks:
                 stack.pop()
                 continue
-            missing = [one for one in self._needs(stack[-1]) if one not in self.tasks]
+            missing = [
+                dependency
+                for dependency in self._dependencies_of(stack[-1])
+                if dependency not in self.tasks
+            ]
             if missing:
                 stack += reversed(missing)
             else:
                 self.tasks[stack.pop()] = None
 
-    def _needs(self, task: int) -> list[int]:
+    def _dependencies_of(self, task: int) -> list[int]:
+        """Return the tasks that have to run before a task."""
         if task < 0:
             return []
-        node = self._whole.graph.nodes[task]
+        node = self._program.graph.nodes[task]
         values = (*node.refs(), *written(node))
-        needs = [need for value in values if (need := self._task(value)) is not None]
-        earlier = self._whole.earlier_draw.get(task)
-        return needs if earlier is None else [earlier, *needs]
+        dependencies = [
+            dependency for value in values if (dependency := self._task_of(value)) is not None
+        ]
+        earlier_draw = self._program.earlier_draw.get(task)
+        return dependencies if earlier_draw is None else [earlier_draw, *dependencies]
 
 
 class _Writer:
-    """Writer of one stage's graph."""
+    """Builder of one stage's graph, with sends and receives."""
 
-    def __init__(self, whole: Whole, parts: Sequence[StageProgram], stage: int, axis: str) -> None:
-        self._whole, self._parts, self._stage, self._axis = whole, parts, stage, axis
+    def __init__(
+        self, program: Whole, stage_programs: Sequence[StageProgram], stage: int, axis: str
+    ) -> None:
+        self._program, self._stage_programs = program, stage_programs
+        self._stage, self._axis = stage, axis
         self._rows: list[Placed] = []
         #: value -> the stages that it is sent to
         self._targets: dict[int, list[int]] = {}
-        for part in parts:
-            for value in part.received():
-                if whole.assigned.values[value] == stage:
-                    self._targets.setdefault(value, []).append(part.stage)
-        self._arriving = {
-            other: _sent(part, whole, parts[stage]) for other, part in enumerate(parts)
+        for stage_program in stage_programs:
+            for value in stage_program.received():
+                if program.assigned.values[value] == stage:
+                    self._targets.setdefault(value, []).append(stage_program.stage)
+        self._pending_receives = {
+            other: _sent(stage_program, program, stage_programs[stage])
+            for other, stage_program in enumerate(stage_programs)
         }
 
     def graph(self, placements: Sequence[Placement]) -> Graph:
         """Return the stage's graph.
 
         Args:
-            placements: of the whole program's outputs.
+            placements: of the full program's outputs.
         """
-        whole, assigned, count = self._whole, self._whole.assigned, self._whole.stages
-        blanks = self._blanks(placements)
-        for value in range(len(whole.graph.inputs)):
+        program, assigned, count = self._program, self._program.assigned, self._program.stages
+        empty_tensors = self._empty_tensors(placements)
+        for value in range(len(program.graph.inputs)):
             self._send(value, 0)
-        for task in self._parts[self._stage].tasks:
+        for task in self._stage_programs[self._stage].tasks:
             if task < 0:
                 self._receive(~task)
                 continue
-            self._rows.append(whole.rows[task])
-            for value in whole.rows[task].results:
+            self._rows.append(program.rows[task])
+            for value in program.rows[task].results:
                 self._send(value, task)
-        homes = [assigned.values[value] for value in range(len(whole.graph.inputs))]
+        input_stages = [assigned.values[value] for value in range(len(program.graph.inputs))]
         inputs = tuple([
-            meta if home is None else local_meta(meta, SingleRank(home), count, self._stage)
-            for meta, home in zip(whole.graph.inputs, homes, strict=True)
+            meta if stage is None else local_meta(meta, SingleRank(stage), count, self._stage)
+            for meta, stage in zip(program.graph.inputs, input_stages, strict=True)
         ])  # fmt: skip
         outputs = tuple([
             value
             if placement in (Replicate(), SingleRank(self._stage))
-            else blanks[self._dtype(value)]
-            for value, placement in zip(whole.graph.outputs, placements, strict=True)
+            else empty_tensors[self._dtype(value)]
+            for value, placement in zip(program.graph.outputs, placements, strict=True)
         ])  # fmt: skip
         return rebuild(
-            replace(whole.graph, inputs=inputs, outputs=outputs), self._rows, assigned.same
+            replace(program.graph, inputs=inputs, outputs=outputs), self._rows, assigned.same
         )
 
     def _dtype(self, value: int) -> torch.dtype:
-        meta = self._whole.metas[value]
+        meta = self._program.metas[value]
         assert meta is not None
         return meta.dtype
 
-    def _blanks(self, placements: Sequence[Placement]) -> dict[torch.dtype, int]:
-        """Make a tensor of no elements for each dtype of the outputs that other stages have."""
+    def _empty_tensors(self, placements: Sequence[Placement]) -> dict[torch.dtype, int]:
+        """Add an empty tensor for each dtype of the outputs that other stages have."""
         values: dict[torch.dtype, int] = {}
-        for value, placement in zip(self._whole.graph.outputs, placements, strict=True):
+        for value, placement in zip(self._program.graph.outputs, placements, strict=True):
             dtype = self._dtype(value)
             if placement not in (Replicate(), SingleRank(self._stage)) and dtype not in values:
-                number = values[dtype] = len(self._whole.metas) + len(values)
+                number = values[dtype] = len(self._program.metas) + len(values)
                 node = uninitialized(intern((0,), (1,), dtype))
                 self._rows.append(Placed(node, (number,), 0))
         return values
 
     def _send(self, value: int, source: int) -> None:
+        """Add the sends of a value to all stages that receive it."""
         for peer in self._targets.get(value, ()):
             node = Node(SEND, (ref(value), peer, self._axis))
             self._rows.append(Placed(node, (), source))
 
     def _receive(self, value: int) -> None:
-        """Receive a value and those sent before it: both ranks of a pair keep one order."""
-        home = self._whole.assigned.values[value]
-        assert home is not None
-        arriving = self._arriving[home]
-        if value not in arriving:
-            return  # with an earlier one
-        while arriving:
-            first = arriving.pop(0)
-            meta = _arrived(self._whole.metas[first])
-            args = (home, meta.shape, meta.dtype, DEVICE, self._axis)
-            source = max(self._whole.assigned.makers[first], 0)
+        """Add the receives of a value and of all values that its sender sends before it.
+
+        Sends and receives between two ranks are matched by their order.
+        """
+        sender = self._program.assigned.values[value]
+        assert sender is not None
+        pending = self._pending_receives[sender]
+        if value not in pending:
+            return  # received with an earlier value
+        while pending:
+            first = pending.pop(0)
+            meta = _received_meta(self._program.metas[first])
+            args = (sender, meta.shape, meta.dtype, DEVICE, self._axis)
+            source = max(self._program.assigned.makers[first], 0)
             self._rows.append(Placed(Node(RECV, args, (), (meta,)), (first,), source))
             if first == value:
                 return
 
 
-def _sent(sender: StageProgram, whole: Whole, receiver: StageProgram) -> list[int]:
-    """Return the values that one stage receives of another, in the order of the sends."""
-    wanted = {v for v in receiver.received() if whole.assigned.values[v] == sender.stage}
-    inputs = [value for value in sorted(wanted) if whole.assigned.makers[value] < 0]
-    values = [value for task in sender.tasks if task >= 0 for value in whole.rows[task].results]
+def _sent(sender: StageProgram, program: Whole, receiver: StageProgram) -> list[int]:
+    """Return the values that one stage receives from another, in the order of the sends."""
+    wanted = {v for v in receiver.received() if program.assigned.values[v] == sender.stage}
+    inputs = [value for value in sorted(wanted) if program.assigned.makers[value] < 0]
+    values = [value for task in sender.tasks if task >= 0 for value in program.rows[task].results]
     return inputs + [value for value in values if value in wanted]
 
 
-def _arrived(meta: TensorMeta | None) -> TensorMeta:
-    """Return the meta of a received value: with the sender's strides, if no elements overlap."""
+def _received_meta(meta: TensorMeta | None) -> TensorMeta:
+    """Return the meta of a received value: the sender's if dense, else a contiguous one."""
     assert meta is not None
     dense = meta.extent - meta.offset == meta.numel
     stride = meta.stride if dense else contiguous_stride(meta.shape)

@@ -1,8 +1,8 @@
-"""Effect of a value's annotation on the values made of it, and on its users.
+"""User annotations of values, and their propagation to derived values and to users.
 
-A pin holds for the whole step: a view or a cast of a pinned value is pinned to the placement that
-it has then. A value that is computed elementwise from stored values alone (a cast, the sum of two
-weights) is stored itself: it is computed on the blocks, and gathered to be used.
+A pin holds for the full step: a view or a cast of a pinned value is pinned, to the placement that
+follows from the operand's. A value computed elementwise from stored values only (a cast, the sum of
+two weights) is stored, too: it is computed on the shards, and gathered for its users.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from lazygt.graph.placement import (
 from lazygt.passes.base import view_source
 from lazygt.passes.sharding.builder import Builder
 from lazygt.passes.sharding.def_use import DefUse
-from lazygt.passes.sharding.marks import ENTER, PLACE, REDUCE_AS, reduce_as_node, stored_by
+from lazygt.passes.sharding.marks import ENTER, PLACE, REDUCE_AS, reduce_as_node, sharding_of_mark
 from lazygt.passes.sharding.rules import pointwise
 from lazygt.passes.sharding.rules.strategy import Metas, Strategy, Values, shardable_dims
 from lazygt.passes.sharding.rules.views import PARTIALS
 from lazygt.passes.sharding.strategies import StrategySet
 
-#: Give their operand's elements in memory of their own.
+#: Ops with results that have their operand's elements, in new memory.
 COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Placement of a value, as annotated.
+    """Annotated placement of a value.
 
     Attributes:
         kind: of an input, **given**: it is stored so, and may be moved at its cost; **stored**: the
-            same, but ops that ``takes_whole`` names gather it (FSDP); **free**: it is not stored
+            same, but ``gathers_operand`` ops gather it (FSDP); **free**: it is not stored
             yet, the placement is preferred where others cost the same. **pinned**: it is stored, or
             made, and used so and not otherwise. For a value that an op makes, given and free are
             wishes: they open strategies.
@@ -59,9 +59,10 @@ def infer_annotations(
     numbers: Sequence[int],
     annotations: Mapping[int, Annotation],
 ) -> dict[int, Annotation]:
-    """Return the annotations, and those that follow from them.
+    """Return the annotations with those of derived values, in one forward pass.
 
     Args:
+        annotations: value -> the user's annotation.
         entries: the strategies of each kind of node.
         numbers: the kind of each node.
     """
@@ -69,8 +70,8 @@ def infer_annotations(
     for (node, refs, results), number in zip(chains.nodes, numbers, strict=True):
         if inferred.keys().isdisjoint(refs) or not results or node.dynamic:
             continue
-        of_results = _inferred(node, metas, entries[number], inferred)
-        for value, annotation in zip(results, of_results, strict=False):
+        result_annotations = _inferred(node, metas, entries[number], inferred)
+        for value, annotation in zip(results, result_annotations, strict=False):
             inferred.setdefault(value, annotation)
     return inferred
 
@@ -78,7 +79,7 @@ def infer_annotations(
 def _inferred(
     node: Node, metas: Metas, entry: StrategySet, known: Mapping[int, Annotation]
 ) -> Sequence[Annotation]:
-    """Return the annotations of a node's results; none where nothing follows."""
+    """Return the annotations of a node's results; empty where nothing follows."""
     first = known.get(node.refs()[0])
     if first is not None and first.kind == "pinned" and moves_elements(node):
         strategies = {
@@ -87,26 +88,30 @@ def _inferred(
             if strategy.inputs == (first.placement,) and not strategy.comm
         }
         placements = strategies.pop() if len(strategies) == 1 else ()
-        interleaved = any(isinstance(placement, StridedShard) for placement in placements)
-        return () if interleaved else [Annotation(placement, "pinned") for placement in placements]
+        is_interleaved = any(isinstance(placement, StridedShard) for placement in placements)
+        return (
+            () if is_interleaved else [Annotation(placement, "pinned") for placement in placements]
+        )
     if is_elementwise(node, metas):
-        said = [known.get(value) for value in node.refs() if not _is_number(metas, value)]
-        annotation = said[0] if said else None
+        operand_annotations = [
+            known.get(value) for value in node.refs() if not _is_number(metas, value)
+        ]
+        annotation = operand_annotations[0] if operand_annotations else None
         if annotation is None or annotation.kind != "stored":
             return ()
-        return (annotation,) if all(one == annotation for one in said) else ()
+        return (annotation,) if all(other == annotation for other in operand_annotations) else ()
     return ()
 
 
 def moves_elements(node: Node) -> bool:
-    """Return whether a node gives its one operand's elements, in any order or dtype."""
+    """Return whether a node is a view, copy or collective of its only operand."""
     if len(node.refs()) != 1 or node.op == PLACE:
         return False
     return node.op in COPIES or node.op in COLLECTIVE_OPS or view_source(node) is not None
 
 
 def is_elementwise(node: Node, metas: Metas) -> bool:
-    """Return whether a pure node computes each element from the elements at the same place.
+    """Return whether a pure node is elementwise, without broadcasting.
 
     Operands have the shape of the result, or a single element.
     """
@@ -121,10 +126,11 @@ def is_elementwise(node: Node, metas: Metas) -> bool:
     )
 
 
-def takes_whole(node: Node, value: int, metas: Metas) -> bool:
-    """Return whether a stored operand is gathered for a node.
+def gathers_operand(node: Node, value: int, metas: Metas) -> bool:
+    """Return whether a stored operand is all-gathered for a node (FSDP).
 
-    A node that writes it (an optimizer), or computes elementwise or from it alone, takes blocks.
+    A node that writes the operand (an optimizer), that is elementwise, or that has no other operand
+    runs on shards.
     """
     if value in node.writes or node.op in (PLACE, WRITE_BACK) or is_elementwise(node, metas):
         return False
@@ -136,26 +142,26 @@ def _is_number(metas: Metas, value: int) -> bool:
     return meta is not None and meta.numel == 1
 
 
-# -- where the values of a program are stored, as placements and inputs tell -----------------------
+# -- shardings of the stored values of a program ---------------------------------------------------
 
 R, P = Replicate(), Partial("sum")
 
 
 def stored_shardings(graph: Graph, mesh: Mesh, inputs: Sequence[Sharding]) -> dict[int, Sharding]:
-    """Return the values with a place of their own.
+    """Return value -> sharding of the stored values of a program.
 
-    These are inputs, placed values, results of nodes without operands (a weight before its first
-    values), and new versions of all these.
+    Stored values are inputs, placed values, results of nodes without operands (a weight before its
+    initialisation), and new versions of all these.
     """
     shardings = dict(enumerate(inputs))
-    whole = Sharding((R,) * len(mesh.names))
+    replicated = Sharding((R,) * len(mesh.names))
     for node, results in graph.numbered():
         if node.op == PLACE:
-            shardings[results[0]] = stored_by(node)
+            shardings[results[0]] = sharding_of_mark(node)
         elif node.op == ENTER and node.args[0].index in shardings:
             shardings[results[0]] = shardings[node.args[0].index]
         elif not node.refs():
-            shardings.update(dict.fromkeys(results, whole))
+            shardings.update(dict.fromkeys(results, replicated))
         if node.op == WRITE_BACK:
             versions = zip((node.args[0].index,), results, strict=False)
         elif node.writes:
@@ -169,53 +175,65 @@ def stored_shardings(graph: Graph, mesh: Mesh, inputs: Sequence[Sharding]) -> di
 
 
 def annotations_of(
-    graph: Graph, kept: Mapping[int, Sharding], mesh: Mesh, at: int
+    graph: Graph, shardings: Mapping[int, Sharding], mesh: Mesh, axis_index: int
 ) -> dict[int, Annotation]:
-    """Return the user's annotations of a graph's values, for one axis."""
+    """Return the user's annotations of a graph's values, for one mesh axis.
+
+    Args:
+        shardings: the sharding of each stored value.
+        axis_index: number of the mesh axis.
+    """
     annotations = {}
-    for value, sharding in kept.items():
-        placement = sharding.placements[at]
+    for value, sharding in shardings.items():
+        placement = sharding.placements[axis_index]
         if isinstance(placement, Unspecified):
             continue
-        if sharding.unit is not None and sharding.unit.axis == mesh.names[at] and placement != R:
+        if (
+            sharding.unit is not None
+            and sharding.unit.axis == mesh.names[axis_index]
+            and placement != R
+        ):
             annotations[value] = Annotation(placement, "stored")
         elif sharding.pinned:
             annotations[value] = Annotation(placement, "pinned")
         elif value < len(graph.inputs) and placement != R:
             annotations[value] = Annotation(placement)
     for node, results in graph.numbered():
-        placement = kept[results[0]].placements[at] if node.op == PLACE else Unspecified()
+        placement = (
+            shardings[results[0]].placements[axis_index] if node.op == PLACE else Unspecified()
+        )
         if not isinstance(placement, Unspecified):
             annotations.setdefault(results[0], Annotation(placement, "free"))
     return annotations
 
 
-def mark_strategies(node: Node, at: int) -> Sequence[Strategy]:
-    """Return the strategies of a mark on axis number ``at``.
+def mark_strategies(node: Node, axis_index: int) -> Sequence[Strategy]:
+    """Return the strategies of a mark (``place`` or ``reduce_as``) on one mesh axis.
 
-    The mark is a placement, or a gradient to be reduced. A value in blocks is made right here:
-    later nodes can then cut the blocks again on another axis.
+    A shard is computed at the mark, so that later nodes can shard it again on another axis.
     """
     (meta,) = node.fresh
     assert meta is not None
     if node.op == REDUCE_AS:
-        anywhere: list[Placement] = [R, P, *map(Shard, shardable_dims(meta.shape))]
-        return [Strategy((placement,), (placement,), _cast_here) for placement in anywhere]
-    wanted = stored_by(node).placements[at]
+        all_placements: list[Placement] = [R, P, *map(Shard, shardable_dims(meta.shape))]
+        return [
+            Strategy((placement,), (placement,), _lower_reduce_as) for placement in all_placements
+        ]
+    marked = sharding_of_mark(node).placements[axis_index]
     placements: list[Placement] = [R, *(Shard(dim) for dim in shardable_dims(meta.shape))]
-    if isinstance(wanted, Shard):
-        placements = [wanted]
-    elif isinstance(wanted, Unspecified):
+    if isinstance(marked, Shard):
+        placements = [marked]
+    elif isinstance(marked, Unspecified):
         placements += PARTIALS
-    return [Strategy((placement,), (placement,), _place_here) for placement in placements]
+    return [Strategy((placement,), (placement,), _lower_place) for placement in placements]
 
 
-def _cast_here(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _lower_reduce_as(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     (value,), (meta,) = operands, node.fresh
     assert meta is not None
     return build.add(reduce_as_node(value.index, build.meta(value), meta.dtype))
 
 
-def _place_here(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _lower_place(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     (value,) = operands
     return build.add(Node(PLACE, (value, *node.args[1:]), (), (build.meta(value),)))

@@ -1,8 +1,9 @@
-"""Sharding: the whole program and the user's annotations in, each rank's program out.
+"""Sharding (SPMD partitioning): from a program with annotations to each rank's program.
 
-One mesh axis after another, outermost first: the strategies of every op, the exact choice among
-them, the local programs. Annotations are nodes of the graph (``lazygt.place``), so that they
-outlive the renumbering of values from axis to axis; the last step drops them.
+Mesh axes are sharded one after another, outermost first. For each axis: list the strategies of
+every op, choose among them exactly, write the local programs. Annotations are nodes of the graph
+(``lazygt.place``), so that they survive the renumbering of values from axis to axis; the last step
+removes them.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from lazygt.passes.sharding.rules.horizontal import SplitForeach
 from lazygt.passes.sharding.rules.strategy import Strategy, lower_strategy, shardable_dims
 from lazygt.passes.sharding.solver import Solution, solve
 
-# -- lowering of the whole program to each rank's: blocks of values, and collectives ---------------
-# One mesh axis at a time. Every rank of the axis gets a graph of its own, since blocks may differ
-# in size; all of them meet in the same collectives in the same order, because they are written by
-# the same walk over the same global graph. A collective stands where a placement changes.
+# -- lowering of the global program to local programs ----------------------------------------------
+# One mesh axis at a time. Every rank of the axis gets a graph of its own, since shards may differ
+# in size. All ranks run the same collectives in the same order, because their graphs are written by
+# the same walk over the same global graph. A collective is inserted where a placement changes.
 
 R = Replicate()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Strategies and placements that were chosen for a graph on one axis.
+    """Chosen strategies and placements of a graph on one axis.
 
     Attributes:
         strategies: of each node.
-        kept: value -> the placements that its users find, in the order to make them; a value that
-            is not here is used as it was made.
-        inputs: the placement that each input comes with.
-        gradients: shape -> the placement of an output of that shape that would be partial, as the
-            gradient of a parameter that is stored in blocks is; others are reduced whole.
+        kept: value -> the placements provided for its users, in order of conversion; any other
+            value is used with the placement that it was produced with.
+        inputs: the placement of each input.
+        gradients: shape -> the placement for partial outputs of that shape, such as gradients of
+            sharded parameters; other partial outputs are all-reduced.
     """
 
     strategies: Sequence[Strategy]
@@ -67,10 +68,10 @@ class LocalProgram:
     """Local program of one rank of an axis, with the placement of each of its outputs.
 
     Attributes:
-        values: for each value of the whole program: placement -> number of the local value that has
-            it; the placement that it was made with is the first.
+        values: for each value of the global program: placement -> number of the local value with
+            that placement; the placement that it was produced with is the first.
         alike: whether every rank of the axis has the same program.
-        settled: whether it would be the same program if ``outputs`` were wanted.
+        settled: whether requesting ``outputs`` as the wanted placements gives the same program.
     """
 
     graph: Graph
@@ -84,29 +85,32 @@ def partition(
     graph: Graph,
     choice: Choice,
     axis: str,
-    parts: int,
+    axis_size: int,
     index: int,
     wanted: Mapping[int, Placement] | None = None,
 ) -> LocalProgram:
-    """Return the program of rank ``index`` of ``parts`` on ``axis``.
+    """Return the program of rank ``index`` of ``axis_size`` on ``axis``.
 
     Args:
-        wanted: output value -> the placement that it must have. Others have the placement that they
-            were made with; a partial sum is reduced, see ``Choice.gradients``.
+        wanted: output value -> its required placement. Other outputs have the placement that they
+            were produced with; partial ones are reduced, see ``Choice.gradients``.
     """
-    return _Partitioner(graph, choice, axis, parts, index).run(wanted or {})
+    return _Partitioner(graph, choice, axis, axis_size, index).run(wanted or {})
 
 
 class _Partitioner:
-    def __init__(self, graph: Graph, choice: Choice, axis: str, parts: int, index: int) -> None:
+    """Writer of the local graph of one rank, in one walk over the global graph."""
+
+    def __init__(self, graph: Graph, choice: Choice, axis: str, axis_size: int, index: int) -> None:
         self.graph, self.choice, self.values = graph, choice, graph.values
-        placed = list(zip(graph.inputs, choice.inputs, strict=True))
-        metas = [local_meta(meta, placement, parts, index) for meta, placement in placed]
-        self.build = Builder(metas, graph.params, axis=axis, parts=parts, index=index)
-        for meta, placement in placed:  # the builder notes where ranks have blocks of other sizes
+        placed_inputs = list(zip(graph.inputs, choice.inputs, strict=True))
+        metas = [local_meta(meta, placement, axis_size, index) for meta, placement in placed_inputs]
+        self.build = Builder(metas, graph.params, axis=axis, parts=axis_size, index=index)
+        # the builder records whether shard sizes differ between ranks
+        for meta, placement in placed_inputs:
             self.build.local(meta.shape, placement)
         #: value -> placement -> the local value
-        self.have: list[dict[Placement, Ref]] = [
+        self.local_values: list[dict[Placement, Ref]] = [
             {placement: ref(number)} for number, placement in enumerate(choice.inputs)
         ]
         self.lines: list[str] = []
@@ -114,120 +118,139 @@ class _Partitioner:
         self.settled = False
 
     def run(self, wanted: Mapping[int, Placement]) -> LocalProgram:
+        """Return the local program; ``wanted`` as in ``partition``."""
         placements: tuple[Placement, ...] = ()
         outputs: list[Ref] = []
         for number, (node, strategy) in enumerate(
             zip(self.graph.nodes, self.choice.strategies, strict=True)
         ):
-            if node.dynamic:  # it stays the last node, and nothing else is made of its results
+            if node.dynamic:  # stays the last node, so all outputs are converted before it
                 placements, outputs = self._outputs(wanted)
             operands = [
                 self.get(v, placement)
                 for v, placement in zip(node.refs(), strategy.inputs, strict=True)
             ]
-            results = self._node(node, strategy, operands)
+            results = self._add_node(node, strategy, operands)
             for result, placement in zip(results, strategy.outputs, strict=True):
-                self.have.append({} if result is None else {placement: result})
-            self._from(number)
+                self.local_values.append({} if result is None else {placement: result})
+            self._set_source_lines(number)
         if len(placements) < len(self.graph.outputs):
             placements, outputs = self._outputs(wanted)
-        self._from(max(len(self.graph.nodes) - 1, 0))
-        whole = self.build.graph(outputs)
-        lined = replace(whole, lines=tuple(self.lines), origins=tuple(self.origins))
+        self._set_source_lines(max(len(self.graph.nodes) - 1, 0))
+        local_graph = self.build.graph(outputs)
+        graph = replace(local_graph, lines=tuple(self.lines), origins=tuple(self.origins))
         alike = not self.build.differs
-        return LocalProgram(lined, placements, self._numbers(), alike, self.settled)
+        return LocalProgram(graph, placements, self._value_numbers(), alike, self.settled)
 
-    def _numbers(self) -> tuple[Mapping[Placement, int], ...]:
+    def _value_numbers(self) -> tuple[Mapping[Placement, int], ...]:
         return tuple(
-            [{placement: at.index for placement, at in have.items()} for have in self.have]
+            [
+                {placement: local.index for placement, local in placements.items()}
+                for placements in self.local_values
+            ]
         )
 
-    def _node(
+    def _add_node(
         self, node: Node, strategy: Strategy, operands: Sequence[Ref]
     ) -> Sequence[Ref | None]:
         if strategy.lower is None and (node.op.startswith("lazygt.") or node.dynamic):
-            return self._as_it_is(node, operands)
+            return self._add_unsharded(node, operands)
         return lower_strategy(self.build, strategy, node, operands)
 
-    def _as_it_is(self, node: Node, operands: Sequence[Ref]) -> Sequence[Ref | None]:
-        """Add a node that runs on whole operands: without a schema, or with dynamic results."""
-        renamed = dict(zip(node.refs(), operands, strict=True))
-        args = map_arg(node.args, lambda arg: renamed[arg.index] if type(arg) is Ref else arg)
-        kwargs = tuple(
-            (k, map_arg(a, lambda arg: renamed[arg.index] if type(arg) is Ref else arg))
-            for k, a in node.kwargs
+    def _add_unsharded(self, node: Node, operands: Sequence[Ref]) -> Sequence[Ref | None]:
+        """Add a node without a schema, or with dynamic results, on replicated operands."""
+        local_operands = dict(zip(node.refs(), operands, strict=True))
+        args = map_arg(
+            node.args, lambda arg: local_operands[arg.index] if type(arg) is Ref else arg
         )
-        writes = tuple(renamed[value].index for value in node.writes)
+        kwargs = tuple(
+            (
+                name,
+                map_arg(kwarg, lambda arg: local_operands[arg.index] if type(arg) is Ref else arg),
+            )
+            for name, kwarg in node.kwargs
+        )
+        writes = tuple(local_operands[value].index for value in node.writes)
         return self.build.add(
             Node(node.op, args, kwargs, node.fresh, writes, node.written, node.dynamic)
         )
 
     def get(self, value: int, placement: Placement) -> Ref:
-        """Return a value with a placement, moved there if it is not."""
-        have = self.have[value]
-        local = have.get(placement)
+        """Return a value with a placement; convert it if needed."""
+        converted = self.local_values[value]
+        local = converted.get(placement)
         if local is not None:
             return local
-        base = self._base(value)
-        source = R if R in have else base
+        base = self._base_placement(value)
+        source = R if R in converted else base
         meta = self.values[value]
         assert meta is not None
-        local = self.build.convert(have[source], meta.shape, source, placement)
-        have[placement] = local
+        local = self.build.convert(converted[source], meta.shape, source, placement)
+        converted[placement] = local
         return local
 
-    def _base(self, value: int) -> Placement:
-        """Return the placement that a value is kept with; convert the value to it if needed."""
-        have = self.have[value]
-        first = next(iter(have))
-        kept = self.choice.kept.get(value)
-        if kept and kept[0] not in have:
+    def _base_placement(self, value: int) -> Placement:
+        """Return the first placement provided for a value's users; convert the value if needed."""
+        converted = self.local_values[value]
+        produced = next(iter(converted))
+        provided = self.choice.kept.get(value)
+        if provided and provided[0] not in converted:
             meta = self.values[value]
             assert meta is not None
-            have[kept[0]] = self.build.convert(have[first], meta.shape, first, kept[0])
-        return kept[0] if kept else first
+            converted[provided[0]] = self.build.convert(
+                converted[produced], meta.shape, produced, provided[0]
+            )
+        return provided[0] if provided else produced
 
     def _outputs(self, wanted: Mapping[int, Placement]) -> tuple[tuple[Placement, ...], list[Ref]]:
-        """Return the placements of the graph's outputs, and the values that have them."""
+        """Return the placements of the graph's outputs, and the local output values."""
         before = len(self.build.nodes)
-        placements = tuple([self._final(value, wanted) for value in self.graph.outputs])
+        placements = tuple([self._output_placement(value, wanted) for value in self.graph.outputs])
         self.settled = len(self.build.nodes) == before
         return placements, [
-            self._stored(v, la) for v, la in zip(self.graph.outputs, placements, strict=True)
+            self._restrided_output(value, placement)
+            for value, placement in zip(self.graph.outputs, placements, strict=True)
         ]
 
-    def _stored(self, value: int, placement: Placement) -> Ref:
-        """Return an output with the strides that its readers expect: see ``local_meta``."""
+    def _restrided_output(self, value: int, placement: Placement) -> Ref:
+        """Return an output with the strides that its readers expect; see ``local_meta``."""
         local = self.get(value, placement)
-        whole, have = self.values[value], self.build.meta(local)
-        assert whole is not None
-        stride = contiguous_stride(have.shape) if isinstance(placement, Cut) else whole.stride
-        if len(stride) != len(have.shape) or have.conj or have.neg or have.lies_as(stride):
+        global_meta, actual = self.values[value], self.build.meta(local)
+        assert global_meta is not None
+        stride = (
+            contiguous_stride(actual.shape) if isinstance(placement, Cut) else global_meta.stride
+        )
+        if len(stride) != len(actual.shape) or actual.conj or actual.neg or actual.lies_as(stride):
             return local
         return self.build.restrided(local, stride)
 
-    def _final(self, value: int, wanted: Mapping[int, Placement]) -> Placement:
+    def _output_placement(self, value: int, wanted: Mapping[int, Placement]) -> Placement:
+        """Return the placement of an output: neither partial nor interleaved."""
         if value in wanted:
             return wanted[value]
-        if next(iter(self.have[value])) == R:
-            return R  # it is whole at no cost: blocks would lead where nobody asked for them
-        base = self._base(value)
+        if next(iter(self.local_values[value])) == R:
+            return R  # replicated at no cost: no reason to shard
+        base = self._base_placement(value)
         if not isinstance(base, Partial | StridedShard):
             return base
-        candidates = (la for la in self.have[value] if not isinstance(la, Partial | StridedShard))
+        candidates = (
+            placement
+            for placement in self.local_values[value]
+            if not isinstance(placement, Partial | StridedShard)
+        )
         meta = self.values[value]
         assert meta is not None
-        home = R if isinstance(base, StridedShard) else self.choice.gradients.get(meta.shape, R)
-        return next(candidates, home)
+        fallback = R if isinstance(base, StridedShard) else self.choice.gradients.get(meta.shape, R)
+        return next(candidates, fallback)
 
-    def _from(self, number: int) -> None:
+    def _set_source_lines(self, number: int) -> None:
         """Give the nodes added since the last call the source line of node ``number``."""
         added = len(self.build.nodes) - len(self.origins)
         self.origins += [self.graph.origin(number)] * added
         self.lines += [self.graph.line(number)] * added
 
 
-# -- sharding: the whole program and the user's annotations in, each rank's program out ------------
+# -- sharding along all mesh axes ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +258,7 @@ class PartitionedProgram:
     """Programs of all ranks, and the placement of each output.
 
     Attributes:
-        why_in_turn: the reason for which the stages of a pipeline take one microbatch after the
-            other, and not in 1F1B order; empty where they do not.
+        why_in_turn: the reason why pipeline stages run the recorded order, not 1F1B; else empty.
     """
 
     graphs: tuple[Graph, ...]
@@ -251,64 +273,80 @@ def shard(
     machine: Machine | None = None,
     decided: list[AxisStep] | None = None,
 ) -> PartitionedProgram:
-    """Return the local programs of a graph, with its inputs on the mesh as ``inputs`` says.
+    """Return the local programs of a graph.
 
-    An input that is written keeps its placement; so does a value that was placed. Horizontal ops
-    are taken apart first, so that each of their tensors may have its own placement.
+    A written input keeps its placement, and so does a placed value. Horizontal ops are split first,
+    so that each of their tensors may have its own placement.
 
     Args:
-        machine: placements are chosen by its costs; None: ``cpu-generic``.
-        decided: gets the decisions on each axis, outermost first.
+        inputs: the sharding of each input.
+        machine: cost model of the choice of placements; None: ``cpu-generic``.
+        decided: list to which the decisions on each axis are appended, outermost first.
     """
     graph, machine = SplitForeach().run(graph), machine or default_machine("cpu")
-    kept = stored_shardings(graph, mesh, inputs)
-    homes = [kept.get(value) for value in graph.outputs]
+    stored = stored_shardings(graph, mesh, inputs)
+    output_shardings = [stored.get(value) for value in graph.outputs]
     graphs = [graph]
     placements: list[Placements] = [() for _ in graph.outputs]
-    for at in range(len(mesh.names)):
-        wanted = [_wanted(home, at) for home in homes]
-        chosen: Sequence[Placement] = [R if home is None else home for home in wanted]
-        if mesh.sizes[at] > 1:  # else each block is the whole value
-            axis = _Axis(mesh, at, inputs, machine.along(mesh.names[at]))
-            apart = classes(graphs)
-            programs = _agreed(axis, apart, wanted, decided)
-            ranks = {id(graph): locals_ for graph, locals_ in zip(apart, programs, strict=True)}
-            graphs = classified([local.graph for graph in graphs for local in ranks[id(graph)]])
+    for axis_index in range(len(mesh.names)):
+        wanted = [_wanted(sharding, axis_index) for sharding in output_shardings]
+        chosen: Sequence[Placement] = [R if sharding is None else sharding for sharding in wanted]
+        if mesh.sizes[axis_index] > 1:  # on an axis of one rank nothing is sharded
+            axis = _Axis(mesh, axis_index, inputs, machine.along(mesh.names[axis_index]))
+            distinct = classes(graphs)
+            programs = _consistent_programs(axis, distinct, wanted, decided)
+            rank_programs = {
+                id(graph): locals_ for graph, locals_ in zip(distinct, programs, strict=True)
+            }
+            graphs = classified(
+                [local.graph for graph in graphs for local in rank_programs[id(graph)]]
+            )
             chosen = programs[0][0].outputs
-        placements = [(*had, placement) for had, placement in zip(placements, chosen, strict=True)]
+        placements = [
+            (*placed, placement) for placed, placement in zip(placements, chosen, strict=True)
+        ]
     outputs = tuple([
-        Sharding(had) if home is None else home._replace(placements=had)
-        for had, home in zip(placements, homes, strict=True)
+        Sharding(placed) if sharding is None else sharding._replace(placements=placed)
+        for placed, sharding in zip(placements, output_shardings, strict=True)
     ])  # fmt: skip
     return PartitionedProgram(tuple(by_class(without_places, graphs)), outputs)
 
 
-def _agreed(
+def _consistent_programs(
     axis: _Axis,
     graphs: Sequence[Graph],
     wanted: Sequence[Placement | None],
     decided: list[AxisStep] | None = None,
 ) -> list[list[LocalProgram]]:
-    """Return the programs of each class's ranks along an axis.
+    """Return the programs of the ranks of an axis, for each distinct graph.
 
-    Graphs of ranks that meet on an earlier axis must agree on the placements of the values that
-    they exchange there. Their blocks may differ in size, so they may not; then they exchange whole
-    values.
+    Graphs of ranks that communicate on an earlier axis must have the same placements for the values
+    that they exchange there. Since shard sizes differ, the choices may differ; then the values are
+    exchanged replicated.
+
+    Args:
+        graphs: the distinct graphs after the earlier axes.
+        wanted: for each output its required placement; None: any.
+        decided: list to which the decisions on the axis are appended.
     """
     choices, first = _choices(axis, graphs, wanted)
-    exchanged = {_exchanged(graph, choice) for graph, choice in zip(graphs, choices, strict=True)}
-    if len(exchanged) > 1:
+    exchanged_placements = {
+        _exchanged_placements(graph, choice) for graph, choice in zip(graphs, choices, strict=True)
+    }
+    if len(exchanged_placements) > 1:
         choices, first = _choices(axis, graphs, wanted, exchange_whole=True)
-    known: list[LocalProgram | None] = [first if first.settled else None]
-    known += [None] * (len(graphs) - 1)
+    known_first: list[LocalProgram | None] = [first if first.settled else None]
+    known_first += [None] * (len(graphs) - 1)
     programs = [
         axis.partitioned(graph, choice, first.outputs, local)
-        for graph, choice, local in zip(graphs, choices, known, strict=True)
+        for graph, choice, local in zip(graphs, choices, known_first, strict=True)
     ]
     if decided is not None:
         strategies, local = choices[0].strategies, programs[0][0]
         decided.append(
-            AxisStep(axis, graphs[0], tuple(wanted), len(exchanged) > 1, local, strategies)
+            AxisStep(
+                axis, graphs[0], tuple(wanted), len(exchanged_placements) > 1, local, strategies
+            )
         )
     return programs
 
@@ -319,9 +357,9 @@ def _choices(
     wanted: Sequence[Placement | None],
     exchange_whole: bool = False,
 ) -> tuple[list[Choice], LocalProgram]:
-    """Return the choice for each graph, and a program of the first one.
+    """Return the choice for each graph, and the program of the first graph on rank 0.
 
-    The placements of its outputs are those of the outputs of all.
+    All graphs have the output placements of that program.
     """
     first = axis.choice(graphs[0], wanted, exchange_whole)
     local = axis.local(graphs[0], first, wanted, 0)
@@ -329,7 +367,7 @@ def _choices(
     return [first, *others], local
 
 
-def _exchanged(graph: Graph, choice: Choice) -> tuple[tuple[Placement, ...], ...]:
+def _exchanged_placements(graph: Graph, choice: Choice) -> tuple[tuple[Placement, ...], ...]:
     """Return the placements of the values that a graph exchanges on earlier axes, in order."""
     strategies = zip(graph.nodes, choice.strategies, strict=True)
     return tuple(
@@ -343,14 +381,16 @@ def _exchanged(graph: Graph, choice: Choice) -> tuple[tuple[Placement, ...], ...
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Axis number ``at`` of a mesh, with all that is the same for the graphs cut along it."""
+    """Mesh axis number ``at``, with everything that the graphs sharded along it share."""
 
     mesh: Mesh
     at: int
     inputs: Sequence[Sharding]
     machine: Machine
-    #: the last graph that was asked for, with its values that have a place
-    _known: list[tuple[Graph, dict[int, Sharding]]] = field(default_factory=list, compare=False)
+    #: the last graph, with the shardings of its stored values
+    _last_stored: list[tuple[Graph, dict[int, Sharding]]] = field(
+        default_factory=list, compare=False
+    )
 
     @property
     def parts(self) -> int:
@@ -358,15 +398,15 @@ class _Axis:
         return self.mesh.sizes[self.at]
 
     def stored(self, graph: Graph) -> dict[int, Sharding]:
-        """Return the values that have a place of their own."""
-        if not self._known or self._known[0][0] is not graph:
-            self._known[:] = [(graph, stored_shardings(graph, self.mesh, self.inputs))]
-        return self._known[0][1]
+        """Return value -> sharding of a graph's stored values, cached for the last graph."""
+        if not self._last_stored or self._last_stored[0][0] is not graph:
+            self._last_stored[:] = [(graph, stored_shardings(graph, self.mesh, self.inputs))]
+        return self._last_stored[0][1]
 
     def choice(
         self, graph: Graph, wanted: Sequence[Placement | None], exchange_whole: bool
     ) -> Choice:
-        """Return the strategies and placements that take the least time."""
+        """Return the strategies and placements that take the least estimated time."""
         question = self.question(graph, wanted, exchange_whole)
         return self.chosen(graph, question, solve(question.problem))
 
@@ -377,16 +417,16 @@ class _Axis:
         exchange_whole: bool,
         whole: Collection[int] = (),
     ) -> Question:
-        """Return the problem of choosing placements.
+        """Return the optimisation problem of choosing placements.
 
         Args:
-            wanted: for each output the placement that it must have; None: whole or in blocks.
-            exchange_whole: collectives of earlier axes are done with whole values.
-            whole: nodes that every rank may do all of in any case, but for pins.
+            wanted: for each output its required placement; None: replicated or sharded.
+            exchange_whole: run the collectives of earlier axes on replicated values.
+            whole: nodes that may run replicated in any case, unless a pin forbids it.
         """
         metas = graph.values
         allowed = [
-            _whole_or_sharded(metas[value]) if placement is None else [placement]
+            _replicated_or_sharded(metas[value]) if placement is None else [placement]
             for value, placement in zip(graph.outputs, wanted, strict=True)
         ]
 
@@ -404,18 +444,21 @@ class _Axis:
 
     def chosen(self, graph: Graph, question: Question, solution: Solution) -> Choice:
         """Return the strategies and placements of a solution."""
-        given = [each.placements[self.at] for each in self.inputs]
+        input_placements = [sharding.placements[self.at] for sharding in self.inputs]
         axis, values = self.mesh.names[self.at], graph.values
         gradients = {
-            meta.shape: each.placements[self.at]
-            for value, each in self.stored(graph).items()
-            if each.unit is not None
-            and each.unit.axis == axis
+            meta.shape: sharding.placements[self.at]
+            for value, sharding in self.stored(graph).items()
+            if sharding.unit is not None
+            and sharding.unit.axis == axis
             and (meta := values[value]) is not None
-            and isinstance(each.placements[self.at], Shard)
+            and isinstance(sharding.placements[self.at], Shard)
         }
         return Choice(
-            question.strategies(solution), question.placements(solution), given, gradients
+            question.strategies(solution),
+            question.placements(solution),
+            input_placements,
+            gradients,
         )
 
     def partitioned(
@@ -425,10 +468,10 @@ class _Axis:
         wanted: Sequence[Placement | None],
         first: LocalProgram | None = None,
     ) -> list[LocalProgram]:
-        """Return the program of each rank; one object where all have the same.
+        """Return the program of each rank; one object where all programs are equal.
 
         Args:
-            first: that of the first rank, where it is there already.
+            first: the program of the first rank, if it exists already.
         """
         first = first or self.local(graph, choice, wanted, 0)
         if first.alike:
@@ -439,9 +482,9 @@ class _Axis:
         self, graph: Graph, choice: Choice, wanted: Sequence[Placement | None], index: int
     ) -> LocalProgram:
         """Return the program of one rank."""
-        homes = zip(graph.outputs, wanted, strict=True)
-        known = {value: placement for value, placement in homes if placement is not None}
-        return partition(graph, choice, self.mesh.names[self.at], self.parts, index, known)
+        wanted_of = zip(graph.outputs, wanted, strict=True)
+        required = {value: placement for value, placement in wanted_of if placement is not None}
+        return partition(graph, choice, self.mesh.names[self.at], self.parts, index, required)
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,9 +492,9 @@ class AxisStep:
     """Decisions on one axis, as rank 0 has them.
 
     Attributes:
-        graph, local: before and after.
-        wanted: for each output the placement that it must have; None: whole or in blocks.
-        exchange_whole: collectives of earlier axes are done with whole values.
+        graph, local: the program before and after.
+        wanted: for each output its required placement; None: replicated or sharded.
+        exchange_whole: the collectives of earlier axes run on replicated values.
         strategies: of each node.
     """
 
@@ -468,7 +511,7 @@ class AxisStep:
         return self.axis.mesh.names[self.axis.at]
 
     def question(self, whole: Collection[int] = ()) -> Question:
-        """Return the problem of this step; every rank may also do all of the nodes in ``whole``."""
+        """Return the problem of this step; the nodes in ``whole`` may also run replicated."""
         return self.axis.question(self.graph, self.wanted, self.exchange_whole, whole)
 
     def other(self, question: Question, solution: Solution) -> LocalProgram:
@@ -477,12 +520,13 @@ class AxisStep:
         return self.axis.local(self.graph, choice, self.wanted, 0)
 
 
-def _wanted(home: Sharding | None, at: int) -> Placement | None:
-    """Return the placement that an output must have on an axis; None: any."""
-    placement = None if home is None else home.placements[at]
+def _wanted(sharding: Sharding | None, axis_index: int) -> Placement | None:
+    """Return the required placement of an output on an axis; None: any."""
+    placement = None if sharding is None else sharding.placements[axis_index]
     return None if isinstance(placement, Unspecified) else placement
 
 
-def _whole_or_sharded(meta: TensorMeta | None) -> list[Placement]:
+def _replicated_or_sharded(meta: TensorMeta | None) -> list[Placement]:
+    """Return the placements of an output without a required placement."""
     assert meta is not None
     return [R, *(Shard(dim) for dim in shardable_dims(meta.shape))]

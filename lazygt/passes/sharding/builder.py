@@ -1,6 +1,6 @@
-"""Builder: one rank's graph, written node by node; every result's meta is inferred.
+"""Builder of one rank's graph, node by node, with shape inference.
 
-Ranks of an axis get graphs of their own, since their blocks may differ in size. They meet in the
+Ranks of an axis get graphs of their own, since their shards may differ in size. All ranks run the
 same collectives in the same order.
 """
 
@@ -44,7 +44,7 @@ from lazygt.graph.shapes.meta_run import run_on_metas
 from lazygt.graph.shapes.rules import Results
 from lazygt.passes.sharding.halo import RowExchange, rows_between
 
-# -- a node's arguments: by name, with other operands, with some changed ---------------------------
+# -- arguments of nodes ----------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
@@ -61,7 +61,7 @@ def _frozen(value: Any) -> Any:
 
 
 def bound(node: Node) -> dict[str, Arg]:
-    """Return arguments by name, those given first and in the node's order, as in refs()."""
+    """Return all arguments by name: the node's, in the order of ``refs()``, then the defaults."""
     arguments = schema(node.op)
     named = {name: arg for (name, _, _), arg in zip(arguments, node.args, strict=False)}
     named.update(node.kwargs)
@@ -71,12 +71,12 @@ def bound(node: Node) -> dict[str, Arg]:
 
 
 def tuples(arg: Any) -> Arg:
-    """Return lists as tuples, as nodes hold them."""
+    """Convert nested lists to tuples, as in nodes."""
     return tuple(map(tuples, arg)) if isinstance(arg, (list, tuple)) else arg
 
 
 def numbers(arg: Arg) -> list[int]:
-    """Return the numbers of the values inside an argument, in order, with repeats."""
+    """Return the value numbers in an argument, in order, with repeats."""
     if type(arg) is Ref:
         return [arg.index]
     return [n for item in arg for n in numbers(item)] if type(arg) is tuple else []
@@ -85,7 +85,7 @@ def numbers(arg: Arg) -> list[int]:
 def written_by(
     f: OpFacts, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
 ) -> tuple[int, ...]:
-    """Return the numbers of the values that a call writes."""
+    """Return the value numbers of the operands that a call writes."""
     named = dict(kwargs)
     targets = [args[i] for i in f.writes if i < len(args)]
     targets += [named[name] for name in f.writes_named if name in named]
@@ -95,7 +95,7 @@ def written_by(
 def with_operands(
     node: Node, operands: Sequence[Ref]
 ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """Return the arguments and keywords of ``node`` with other values, in order of refs()."""
+    """Return the arguments and keywords of ``node`` with other operands, in order of ``refs()``."""
     rest = iter(operands)
 
     def leaf(arg: Arg) -> Arg:
@@ -111,25 +111,25 @@ def changed(
     kwargs: tuple[tuple[str, Arg], ...],
     changes: Mapping[str, Any],
 ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """Replace arguments by name; those left out before them get their defaults."""
-    places, named = list(args), dict(kwargs)
+    """Replace arguments by name; omitted positional arguments before them get their defaults."""
+    positional, named = list(args), dict(kwargs)
     for number, (name, keyword_only, default) in enumerate(schema(op)):
         if keyword_only:
             if name in changes:
                 named[name] = tuples(changes[name])
-        elif number < len(places):
-            places[number] = tuples(changes.get(name, places[number]))
+        elif number < len(positional):
+            positional[number] = tuples(changes.get(name, positional[number]))
         elif any(later in changes for later, only, _ in schema(op)[number:] if not only):
-            places.append(tuples(changes.get(name, default)))
-    return tuple(places), tuple(named.items())
+            positional.append(tuples(changes.get(name, default)))
+    return tuple(positional), tuple(named.items())
 
 
 # -- one rank's graph ------------------------------------------------------------------------------
 
 #: A run-time number of each kind: metas depend on the kind alone.
 _SAMPLES: dict[str, Any] = {"float": 1.0, "int": 1, "bool": True, "complex": 1j}
-_LIMIT = 20_000
-_seen: OrderedDict[Any, Results | None] = OrderedDict()
+_MOST_INFERRED = 20_000
+_inferred: OrderedDict[Any, Results | None] = OrderedDict()
 _shapes = Shapes()
 
 
@@ -139,8 +139,8 @@ class Builder:
     Attributes:
         nodes: written so far.
         metas: the meta of every value so far.
-        differs: whether another rank of the axis may get another graph: it has a block of another
-            size, or ``index`` was read.
+        differs: whether another rank of the axis may have another graph, because shard sizes differ
+            or ``index`` was read.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class Builder:
 
     @property
     def rank(self) -> tuple[str, int, int]:
-        """(axis, ranks of it, number of this rank): a cache key."""
+        """Cache key of the rank: (axis, number of ranks, index of the rank)."""
         return self.axis, self.parts, self._index
 
     def beside(self, inputs: Sequence[TensorMeta], params: Sequence[str] = ()) -> Builder:
-        """Return another graph of the same rank, with nothing in it."""
+        """Return an empty builder for the same rank."""
         return Builder(inputs, params, axis=self.axis, parts=self.parts, index=self._index,
                        device_type=self._device_type)  # fmt: skip
 
@@ -204,11 +204,11 @@ class Builder:
         return self.bounds(size)[0]
 
     def block(self, size: int) -> int:
-        """Return the number of elements of this rank's block of a dim of global ``size``."""
+        """Return the length of this rank's block of a dim of global ``size``."""
         return block_size(size, self.parts, self.index if size % self.parts else 0)
 
     def local(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a value of global ``shape``."""
+        """Return the local shape on this rank of a value of global ``shape``."""
         if not isinstance(placement, Cut):
             return shape
         size = shape[placement.dim]
@@ -222,10 +222,10 @@ class Builder:
     # aten ops
 
     def op(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Add a node; return its result, or a tuple of them when the op gives several.
+        """Add a node; return its result, or a tuple of several results.
 
         Raises:
-            Exception: torch's own, when the op does not take such arguments.
+            Exception: torch's own, for invalid arguments.
         """
         values = self.node(name, tuples(args), tuple((k, tuples(v)) for k, v in kwargs.items()))
         return values[0] if len(values) == 1 else values
@@ -276,7 +276,7 @@ class Builder:
         return filled
 
     def zero_like(self, number: Arg) -> bool | int | float | complex:
-        """Return 0 of the kind of a number, written down or given at run time."""
+        """Return 0 of the type of a number: a literal or a run-time parameter."""
         kind = self.params[number.index] if type(number) is Param else type(number).__name__
         zero: bool | int | float | complex = type(_SAMPLES[kind])(0)
         return zero
@@ -285,7 +285,7 @@ class Builder:
         """Return ``value`` in another shape: a view where its strides allow one."""
         try:
             viewed: Ref = self.op("aten.view.default", value, tuple(shape))
-        except (RuntimeError, ValueError):  # torch's way to say that the strides do not fit
+        except (RuntimeError, ValueError):  # the strides allow no view
             viewed = self.op("aten._unsafe_view.default", self.contiguous(value), tuple(shape))
         return viewed
 
@@ -297,7 +297,7 @@ class Builder:
         return self.restrided(value, contiguous_stride(meta.shape))
 
     def restrided(self, value: Ref, stride: Sequence[int]) -> Ref:
-        """Return a copy of ``value`` in memory laid out as ``stride`` says."""
+        """Return a copy of ``value`` with these strides."""
         meta = self.meta(value)
         memory = self.op("aten.empty_strided.default", meta.shape, tuple(stride),
                        dtype=meta.dtype, device=DEVICE)  # fmt: skip
@@ -307,71 +307,91 @@ class Builder:
     # collectives; see graph.placement
 
     def all_reduce(self, value: Ref, op: str = "sum") -> Ref:
-        """Reduce the values of all ranks."""
+        """All-reduce: return the reduction of the values of all ranks."""
         return self._collective(ALL_REDUCE, (value, op), self._resized(value, {}))
 
     def all_gather(self, value: Ref, dim: int, size: int) -> Ref:
-        """Gather the blocks of all ranks, of ``size`` together along ``dim``."""
+        """All-gather the blocks of all ranks along ``dim``, of global ``size``."""
         return self._collective(ALL_GATHER, (value, dim, size), self._resized(value, {dim: size}))
 
     def reduce_scatter(self, value: Ref, dim: int, op: str = "sum") -> Ref:
-        """Return this rank's block along ``dim`` of the reduced values."""
+        """Reduce-scatter: return this rank's block along ``dim`` of the reduced values."""
         meta = self._resized(value, {dim: self.block(self.shape(value)[dim])})
         return self._collective(REDUCE_SCATTER, (value, dim, op), meta)
 
     def all_to_all(self, value: Ref, split: int, concat: int, size: int) -> Ref:
-        """Exchange blocks along ``concat``, of ``size`` together, for blocks along ``split``."""
+        """All-to-all: trade blocks along ``concat``, of global ``size``, for ``split`` blocks."""
         sizes = {split: self.block(self.shape(value)[split]), concat: size}
         meta = self._resized(value, sizes)
         return self._collective(ALL_TO_ALL, (value, split, concat, size), meta)
 
     def send_recv(self, value: Ref, dim: int, sent: tuple[tuple[int, int, int], ...]) -> Ref:
-        """Exchange rows along ``dim`` with other ranks; return the received ones."""
-        got = sum(count for _, target, count in sent if target == self.index)
-        return self._collective(SEND_RECV, (value, dim, sent), self._resized(value, {dim: got}))
+        """Send rows along ``dim`` to other ranks; return the received rows.
+
+        Args:
+            value: the rows that this rank sends, in the order of ``sent``.
+            sent: (source, target, number of rows) of all sends on the axis.
+        """
+        received = sum(count for _, target, count in sent if target == self.index)
+        return self._collective(
+            SEND_RECV, (value, dim, sent), self._resized(value, {dim: received})
+        )
 
     def rows(self, value: Ref, move: RowExchange) -> Ref:
-        """Return the rows that this rank is to have, of its own and of those that others send."""
-        dim, come = move.dim, value
+        """Halo exchange: return the rows that this rank wants, both local and received ones."""
+        dim, received = move.dim, value
         if move.sent:
-            given = [self.slice(value, dim, *rows) for rows in move.given(self.index) or [(0, 0)]]
-            come = self.send_recv(self.joined(given, dim), dim, move.sent)
+            outgoing = [
+                self.slice(value, dim, *range_) for range_ in move.given(self.index) or [(0, 0)]
+            ]
+            received = self.send_recv(self.joined(outgoing, dim), dim, move.sent)
         pieces = [
-            self.slice(value if is_here else come, dim, start, count)
-            for is_here, start, count in move.places(self.index)
+            self.slice(value if is_local else received, dim, start, count)
+            for is_local, start, count in move.places(self.index)
         ]
         return self.joined(pieces or [self.slice(value, dim, 0, 0)], dim)
 
     def slice(self, value: Ref, dim: int, start: int, count: int) -> Ref:
-        """Return some rows of this rank's value."""
+        """Return ``count`` rows of this rank's value along ``dim``, from ``start``."""
         if (start, count) == (0, self.shape(value)[dim]):
             return value
         rows: Ref = self.op("aten.slice.Tensor", value, dim, start, start + count)
         return rows
 
     def joined(self, pieces: Sequence[Ref], dim: int) -> Ref:
-        """Concatenate pieces; return a single one as it is."""
+        """Concatenate pieces along ``dim``; return a single piece as it is."""
         if len(pieces) == 1:
             return pieces[0]
-        whole: Ref = self.op("aten.cat.default", tuple(pieces), dim)
-        return whole
+        concatenated: Ref = self.op("aten.cat.default", tuple(pieces), dim)
+        return concatenated
 
     def take_rows(self, value: Ref, index: Ref, rows: int, size: int) -> Ref:
-        """Take rows of all blocks of a value, by a flat index; see ``graph.placement``."""
+        """Index-select rows of a value sharded along dim 0; see ``TAKE_ROWS``.
+
+        Args:
+            index: row numbers in the global value.
+            rows: number of rows of the first rank's block.
+            size: global number of rows.
+        """
         meta = self.meta(value)
         shape = (self.meta(index).numel, *meta.shape[1:])
-        picked = intern(shape, contiguous_stride(shape), meta.dtype)
-        return self._collective(TAKE_ROWS, (value, index, rows, size), picked)
+        meta_of_rows = intern(shape, contiguous_stride(shape), meta.dtype)
+        return self._collective(TAKE_ROWS, (value, index, rows, size), meta_of_rows)
 
     def put_rows(
         self, value: Ref, index: Ref, given: Ref, rows: int, size: int, added: bool
     ) -> Ref:
-        """Put, or add, all ranks' rows where a flat index says, into a value in blocks."""
+        """Index-put, or add, all ranks' rows into a value sharded along dim 0; see ``PUT_ROWS``.
+
+        Args:
+            index: row numbers in the global value.
+            given: the rows of this rank.
+        """
         args = value, index, given, rows, size, added
         return self._collective(PUT_ROWS, args, self._resized(value, {}))
 
     def shard(self, value: Ref, dim: int) -> Ref:
-        """Return this rank's block along ``dim`` of a value that every rank has."""
+        """Return this rank's block along ``dim`` of a replicated value."""
         meta = self._resized(value, {dim: self.block(self.shape(value)[dim])})
         return self._collective(SHARD, (value, dim), meta)
 
@@ -380,10 +400,10 @@ class Builder:
         return self._collective(REPLICATE_TO_PARTIAL, (value,), self._resized(value, {}))
 
     def convert(self, value: Ref, shape: Sequence[int], have: Placement, want: Placement) -> Ref:
-        """Return ``value`` of global ``shape`` with another placement.
+        """Redistribute ``value`` of global ``shape`` from placement ``have`` to ``want``.
 
         Raises:
-            GraphError: there is no way from the one to the other.
+            GraphError: no conversion exists.
         """
         if have == want:
             return value
@@ -392,10 +412,10 @@ class Builder:
         match have, want:
             case (StridedShard(), Replicate()) | (Replicate() | Partial(), StridedShard()):
                 return self._reshard_strided(value, tuple(shape), have, want)
-            case (StridedShard() as cut, (Shard() | StridedShard()) as wanted):
-                return self._exchange_strided(value, tuple(shape), cut, wanted)
-            case (Shard() as cut, StridedShard() as wanted):
-                return self._exchange_strided(value, tuple(shape), cut, wanted)
+            case (StridedShard() as source, (Shard() | StridedShard()) as target):
+                return self._exchange_strided(value, tuple(shape), source, target)
+            case (Shard() as source, StridedShard() as target):
+                return self._exchange_strided(value, tuple(shape), source, target)
             case StridedShard(), _:
                 return self.convert(self.convert(value, shape, have, Replicate()), shape,
                                     Replicate(), want)  # fmt: skip
@@ -421,71 +441,80 @@ class Builder:
     ) -> Ref:
         """Convert where either placement has groups of several sizes.
 
-        Group by group, unless both cut the same dim.
+        Each group is converted on its own, unless both placements shard the same dim.
         """
         if isinstance(have, Cut) and isinstance(want, Cut) and have.dim == want.dim:
             return self._exchange_strided(value, shape, have, want)
-        cut = have if uneven(have) else want
-        assert isinstance(cut, StridedShard)
-        source, target = (Shard(cut.dim) if one == cut else one for one in (have, want))
-        pieces, at = [], 0
-        for size in group_sizes(cut, shape[cut.dim]):
-            whole = (*shape[: cut.dim], size, *shape[cut.dim + 1 :])
-            count = self.local(whole, source)[cut.dim]
-            piece = self.slice(value, cut.dim, at, count)
-            pieces.append(self.convert(piece, whole, source, target))
-            at += count
-        return self.joined(pieces, cut.dim)
+        interleaved = have if uneven(have) else want
+        assert isinstance(interleaved, StridedShard)
+        source, target = (
+            Shard(interleaved.dim) if placement == interleaved else placement
+            for placement in (have, want)
+        )
+        pieces, offset = [], 0
+        for size in group_sizes(interleaved, shape[interleaved.dim]):
+            group_shape = (*shape[: interleaved.dim], size, *shape[interleaved.dim + 1 :])
+            count = self.local(group_shape, source)[interleaved.dim]
+            piece = self.slice(value, interleaved.dim, offset, count)
+            pieces.append(self.convert(piece, group_shape, source, target))
+            offset += count
+        return self.joined(pieces, interleaved.dim)
 
     def _reshard_strided(
         self, value: Ref, shape: tuple[int, ...], have: Placement, want: Placement
     ) -> Ref:
         """Convert where either placement is interleaved.
 
-        Its dim is viewed as three, one of them in blocks.
+        The interleaved dim is viewed as three dims, of which the middle one is sharded.
         """
         placement = have if isinstance(have, StridedShard) else want
         assert isinstance(placement, StridedShard)
         dim, (outer, inner) = placement.dim, around(placement)
         size = shape[dim] // groups(placement)
         grouped = (*shape[:dim], outer, size, inner, *shape[dim + 1 :])
-        source, target = (Shard(dim + 1) if one == placement else one for one in (have, want))
-        seen = self.reshape(value, self.local(grouped, source))
-        moved = self.convert(seen, grouped, source, target)
+        source, target = (Shard(dim + 1) if end == placement else end for end in (have, want))
+        viewed = self.reshape(value, self.local(grouped, source))
+        moved = self.convert(viewed, grouped, source, target)
         return self.reshape(moved, self.local(shape, want))
 
     def _exchange_strided(self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut) -> Ref:
-        """Convert between two cuts, one of them interleaved.
+        """Convert between two sharded placements, at least one of them interleaved.
 
-        Each rank is sent the rows that it lacks. Where those are in many pieces, it goes by way of
-        another dim, or of the whole if there is none.
+        Each rank receives the rows that it lacks. Where those are in many pieces, the value is
+        converted through a shard of another dim, or replicated if there is none.
         """
-        strided = [cut for cut in (have, want) if isinstance(cut, StridedShard)]
+        strided = [placement for placement in (have, want) if isinstance(placement, StridedShard)]
         if len(strided) == 1 and (have.dim != want.dim or whole_groups(strided[0], self.parts)):
-            return self._exchanged(value, shape, have, want)
+            return self._convert_by_all_to_all(value, shape, have, want)
         if have.dim == want.dim:
             move = rows_between(have, want, shape[have.dim], self.parts)
             if move is not None:
                 return self.rows(value, move)
-        others = [d for d, size in enumerate(shape) if size > 1 and d not in (have.dim, want.dim)]
+        others = [
+            other_dim
+            for other_dim, size in enumerate(shape)
+            if size > 1 and other_dim not in (have.dim, want.dim)
+        ]
         if not others:
-            whole = self.convert(value, shape, have, Replicate())
-            return self.convert(whole, shape, Replicate(), want)
+            replicated = self.convert(value, shape, have, Replicate())
+            return self.convert(replicated, shape, Replicate(), want)
         between = Shard(max(others, key=lambda dim: shape[dim]))
         value = self.convert(value, shape, have, between)
         return self.convert(value, shape, between, want)
 
-    def _exchanged(self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut) -> Ref:
-        """Convert by one all-to-all, of an interleaved dim viewed as three."""
+    def _convert_by_all_to_all(
+        self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut
+    ) -> Ref:
+        """Convert by one all-to-all, with the interleaved dim viewed as three dims."""
         placement = have if isinstance(have, StridedShard) else want
         dim, (outer, inner) = placement.dim, around(placement)
         grouped = (*shape[:dim], outer, shape[dim] // (outer * inner), inner, *shape[dim + 1 :])
         source, target = (
-            Shard(dim + 1) if one == placement else Shard(one.dim + 2 * (one.dim > dim))
-            for one in (have, want)
+            Shard(dim + 1) if end == placement else Shard(end.dim + 2 * (end.dim > dim))
+            for end in (have, want)
         )
-        seen = self.reshape(value, self.local(grouped, source))
-        moved = self.convert(seen, grouped, source, target)
+        viewed = self.reshape(value, self.local(grouped, source))
+        moved = self.convert(viewed, grouped, source, target)
         return self.reshape(moved, self.local(shape, want))
 
     def _resized(self, value: Ref, sizes: Mapping[int, int]) -> TensorMeta:
@@ -500,7 +529,7 @@ class Builder:
         return result
 
     def add(self, node: Node) -> tuple[Ref | None, ...]:
-        """Add a node as it stands; return all its results."""
+        """Add a complete node; return all its results."""
         start = len(self.metas)
         self.nodes.append(node)
         self.metas.extend(node.results)
@@ -512,22 +541,27 @@ class Builder:
     def _infer(
         self, f: OpFacts, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
     ) -> Results | None:
+        """Infer the metas of a call's results, by rule or by a run on meta tensors (LRU cache).
+
+        None where shapes depend on values.
+        """
         key = (f, self._device_type, self._signature(args), self._signature(kwargs))
-        if key in _seen:
-            _seen.move_to_end(key)
-            return _seen[key]
+        if key in _inferred:
+            _inferred.move_to_end(key)
+            return _inferred[key]
         metas = {n: self.meta(ref(n)) for n in numbers((args, kwargs))}
         results = _shapes.results(f, args, kwargs, metas, self._samples)
         if results is None:
             results = run_on_metas(f, args, kwargs, metas, self._samples, self._device_type)
             if results is not None:
                 _shapes.learn(f, args, kwargs, metas, self._samples, results)
-        _seen[key] = results
-        if len(_seen) > _LIMIT:
-            _seen.popitem(last=False)
+        _inferred[key] = results
+        if len(_inferred) > _MOST_INFERRED:
+            _inferred.popitem(last=False)
         return results
 
     def _signature(self, arg: Arg) -> Any:
+        """Return the cache key of an argument: metas of tensors, types of run-time numbers."""
         kind = type(arg)
         if kind is Ref:
             return self.metas[arg.index]

@@ -1,4 +1,4 @@
-"""Def-use chains of a graph: the node that makes each value, and the nodes that read it."""
+"""Def-use chains of a graph: the producer of each value, and the nodes that read it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lazygt.graph.node import Graph, Node
 
-#: Places of some operands of a node.
+#: Positions of some operands of a node.
 Places = tuple[int, ...]
 
 
@@ -17,8 +17,8 @@ class DefUse(NamedTuple):
     Attributes:
         nodes: each with the values that it reads and the numbers of its results.
         params: the kinds of the run-time numbers.
-        makers: of each value the node and the place among its results; None of an input.
-        users: of each value the nodes that read it, and in which of their operands.
+        makers: for each value (number of its producer, index of the result); None for an input.
+        users: for each value: number of a node that reads it -> positions of the operands.
     """
 
     nodes: Sequence[tuple[Node, tuple[int, ...], range]]
@@ -28,17 +28,17 @@ class DefUse(NamedTuple):
 
 
 def def_use(graph: Graph) -> DefUse:
-    """Return the chains of a graph."""
+    """Return the def-use chains of a graph."""
     nodes = []
     makers: list[tuple[int, int] | None] = [None] * len(graph.inputs)
     users: list[dict[int, Places]] = [{} for _ in graph.inputs]
     for number, (node, results) in enumerate(graph.numbered()):
         refs = node.refs()
         nodes.append((node, refs, results))
-        for place in range(len(results)):
-            makers.append((number, place))
+        for position in range(len(results)):
+            makers.append((number, position))
             users.append({})
-        for place, value in enumerate(refs):
+        for position, value in enumerate(refs):
             readers = users[value]
-            readers[number] = (*readers[number], place) if number in readers else (place,)
+            readers[number] = (*readers[number], position) if number in readers else (position,)
     return DefUse(nodes, graph.params, makers, users)

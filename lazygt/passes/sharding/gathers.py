@@ -1,9 +1,9 @@
-"""Gathers of values that the user had cut: the op that takes them whole, and a remedy.
+"""Report of unrequested all-gathers: the op that reads the gathered value, and a remedy.
 
-Told is every gather that the user did not ask for. Asked for are a placement
-(``lazygt.redistribute``, a style), stored weights that are gathered to be used (FSDP), an operand
-that an op needs whole because its other operand is pinned in blocks (the input of a column-parallel
-layer that comes in blocks), and an update of a pinned value.
+A gather is reported unless the user requested it. Requests are a placement
+(``lazygt.redistribute``, a style), stored weights (FSDP), an operand of an op with another operand
+that is pinned to shards (the sharded input of a column-parallel layer), and an update of a pinned
+value.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _WHOLE_OR_OTHERWISE = (
 
 
 class Gather(NamedTuple):
-    """Values that the user had cut, and one op took whole.
+    """Unrequested all-gather of sharded values for one op.
 
     Attributes:
         op: the aten overload, or another name of the op.
         operands: the gathered ones, as ``f32[8, 16] in S(0)``.
-        nbytes: of them, whole.
+        nbytes: size of all gathered operands.
         axis: of the mesh.
         line: the user's ``file:line``.
-        why: no rule, or no better strategy.
-        instead: a way to avoid it.
+        why: the reason: no rule, or no better strategy.
+        instead: a way to avoid the gather.
     """
 
     op: str
@@ -58,107 +58,118 @@ class Gather(NamedTuple):
 
 
 def gathers(decided: Iterable[AxisStep]) -> list[Gather]:
-    """Return the gathers that the user did not ask for, in program order; one an op and line."""
-    told: dict[tuple[str, str, str], Gather] = {}
+    """Return the unrequested gathers in program order, one for each op, line and axis."""
+    reported: dict[tuple[str, str, str], Gather] = {}
     for step in decided:
-        whole = [value for value, have in enumerate(step.local.values) if _is_gathered(have)]
-        if whole:
-            for gather in _Gathers(step, whole).all():
-                told.setdefault((gather.op, gather.line, gather.axis), gather)
-    return list(told.values())
+        gathered = [value for value, have in enumerate(step.local.values) if _is_gathered(have)]
+        if gathered:
+            for gather in _Gathers(step, gathered).all():
+                reported.setdefault((gather.op, gather.line, gather.axis), gather)
+    return list(reported.values())
 
 
 def _is_gathered(have: Collection[Placement]) -> bool:
-    """Return whether a value that is made in blocks was put together."""
+    """Return whether a value that is produced in shards was gathered.
+
+    Args:
+        have: the placements of the value, the one it was produced with first.
+    """
     return R in have and isinstance(next(iter(have)), Cut)
 
 
 class _Gathers:
-    """Gathers of one axis.
+    """Unrequested gathers of one mesh axis.
 
     Args:
-        whole: the values that are put together.
+        gathered: the gathered values.
     """
 
-    def __init__(self, step: AxisStep, whole: Iterable[int]) -> None:
+    def __init__(self, step: AxisStep, gathered: Iterable[int]) -> None:
         self._step, self._graph, self._metas = step, step.graph, step.graph.values
-        self._made = [next(iter(have), R) for have in step.local.values]
-        told = _cut_by_user(step) - _stored(step)
-        self._whole, self._pinned = told.intersection(whole), _pinned(step)
-        #: value -> the nodes that take it whole
-        self._takers: dict[int, list[int]] = defaultdict(list)
+        self._produced_in = [next(iter(have), R) for have in step.local.values]
+        reported = _user_sharded_values(step) - _fsdp_values(step)
+        self._gathered, self._pinned = reported.intersection(gathered), _pinned(step)
+        #: value -> the nodes that read it replicated
+        self._replicated_readers: dict[int, list[int]] = defaultdict(list)
         for number, node in enumerate(self._graph.nodes):
             for value, placement in zip(node.refs(), step.strategies[number].inputs, strict=True):
                 if placement == R:
-                    self._takers[value].append(number)
+                    self._replicated_readers[value].append(number)
         self._results = [results for _, results in self._graph.numbered()]
 
     def all(self) -> Iterator[Gather]:
-        """Yield those that the user did not ask for."""
-        of_user: dict[int, list[int]] = defaultdict(list)
-        for value in sorted(self._whole):
-            users = self._users(value)
-            if users and not any(map(self._asks, users)):
-                of_user[users[0]].append(value)
-        for number, values in sorted(of_user.items()):
+        """Yield the unrequested gathers, one for each reading node."""
+        values_of: dict[int, list[int]] = defaultdict(list)
+        for value in sorted(self._gathered):
+            readers = self._computing_readers(value)
+            if readers and not any(map(self._is_requested, readers)):
+                values_of[readers[0]].append(value)
+        for number, values in sorted(values_of.items()):
             yield self._gather(number, values)
 
-    def _users(self, value: int) -> list[int]:
-        """Return the nodes that compute with a value whole, also with views of it."""
-        users, ahead = [], [value]
-        for at in ahead:  # grows meanwhile
-            for number in self._takers[at]:
+    def _computing_readers(self, value: int) -> list[int]:
+        """Return the nodes that compute with a replicated value or its views (breadth first)."""
+        readers, queue = [], [value]
+        for current in queue:  # grows meanwhile
+            for number in self._replicated_readers[current]:
                 views = self._results[number] if moves_elements(self._graph.nodes[number]) else ()
-                taken = [view for view in views if self._takers[view]]
-                ahead += taken
-                users += [] if taken else [number]
-        return users
+                read_views = [view for view in views if self._replicated_readers[view]]
+                queue += read_views
+                readers += [] if read_views else [number]
+        return readers
 
-    def _asks(self, number: int) -> bool:
-        """Return whether the user has asked that a node gets its operands whole."""
+    def _is_requested(self, number: int) -> bool:
+        """Return whether the user requested that a node's operands are gathered."""
         node, strategy = self._graph.nodes[number], self._step.strategies[number]
         if node.op in MARKS or any(value in self._pinned for value in node.writes):
             return True
         return any(
-            value in self._pinned and isinstance(placement, Cut) and placement == self._made[value]
+            value in self._pinned
+            and isinstance(placement, Cut)
+            and placement == self._produced_in[value]
             for value, placement in zip(node.refs(), strategy.inputs, strict=True)
         )
 
     def _gather(self, number: int, values: Sequence[int]) -> Gather:
+        """Return the report of the gathers of values for a node."""
         node = self._graph.nodes[number]
-        shown = tuple([f"{self._metas[value]} in {self._made[value]}" for value in values])
+        described = tuple(
+            [f"{self._metas[value]} in {self._produced_in[value]}" for value in values]
+        )
         nbytes = sum(meta.nbytes for value in values if (meta := self._metas[value]) is not None)
         why, instead = self._reason(node, values)
         line = self._graph.line(number)
         op = "a write through a view" if node.op == WRITE_BACK else title(node.op)
-        return Gather(op, shown, nbytes, self._step.name, line, why, instead)
+        return Gather(op, described, nbytes, self._step.name, line, why, instead)
 
-    def _seen(self, node: Node, values: Collection[int]) -> set[int]:
+    def _gathered_operands(self, node: Node, values: Collection[int]) -> set[int]:
         """Return the operands of a node that are these values, or views of them."""
-        seen, ahead = set(values), list(values)
-        for at in ahead:  # grows meanwhile
-            for number in self._takers[at]:
+        reached, queue = set(values), list(values)
+        for current in queue:  # grows meanwhile
+            for number in self._replicated_readers[current]:
                 if moves_elements(self._graph.nodes[number]):
-                    ahead += self._results[number]
-                    seen.update(self._results[number])
-        return seen.intersection(node.refs())
+                    queue += self._results[number]
+                    reached.update(self._results[number])
+        return reached.intersection(node.refs())
 
     def _reason(self, node: Node, values: Collection[int]) -> tuple[str, str]:
-        """Return the reason for which a node took these whole, and a way to avoid it."""
+        """Return the reason for a gather, and a way to avoid it."""
         strategies = rules.strategies_of(node, self._metas, self._step.axis.parts)
         if len(strategies) == 1:
             return "has no sharding rule for blocks", _WHOLE_OR_OTHERWISE
-        taken = self._seen(node, values)
-        cuts = {
+        operands = self._gathered_operands(node, values)
+        shard_placements = {
             placement: None
             for strategy in strategies
             for value, placement in zip(node.refs(), strategy.inputs, strict=True)
-            if value in taken and isinstance(placement, Cut)
+            if value in operands and isinstance(placement, Cut)
         }
-        had = {self._made[value] for value in values}
-        others = [f"{placement}" for placement in cuts if placement not in had]
-        # of a view that is whole, nothing says where its blocks would be
-        if cuts and (taken.isdisjoint(values) or not had.isdisjoint(cuts)):
+        produced_in = {self._produced_in[value] for value in values}
+        others = [f"{placement}" for placement in shard_placements if placement not in produced_in]
+        # for a replicated view it is unknown where its shards would be
+        if shard_placements and (
+            operands.isdisjoint(values) or not produced_in.isdisjoint(shard_placements)
+        ):
             return "takes less time on whole values", (
                 "To compute in blocks all the same, pin the value (pinned=True in "
                 "lazygt.distribute, or a style); weights that are to be gathered for each use "
@@ -172,24 +183,24 @@ class _Gathers:
         return "has no strategy for such blocks", _WHOLE_OR_OTHERWISE
 
 
-def _cut_by_user(step: AxisStep) -> set[int]:
-    """Return values placed in blocks, with all that is computed of them until placed whole.
+def _user_sharded_values(step: AxisStep) -> set[int]:
+    """Return the values that the user sharded, and those computed from them until replicated.
 
-    All other values in blocks are cut by the costs.
+    The solver chose the placements of all other sharded values.
     """
-    at, stored = step.axis.at, step.axis.stored(step.graph)
+    axis_index, stored = step.axis.at, step.axis.stored(step.graph)
     inputs = range(len(step.graph.inputs))
-    cut = {value for value in inputs if isinstance(stored[value].placements[at], Cut)}
+    sharded = {value for value in inputs if isinstance(stored[value].placements[axis_index], Cut)}
     for node, results in step.graph.numbered():
-        placement = stored[results[0]].placements[at] if node.op == PLACE else Unspecified()
+        placement = stored[results[0]].placements[axis_index] if node.op == PLACE else Unspecified()
         is_open = isinstance(placement, Unspecified)
-        if not cut.isdisjoint(node.refs()) if is_open else isinstance(placement, Cut):
-            cut.update(results)
-    return cut
+        if not sharded.isdisjoint(node.refs()) if is_open else isinstance(placement, Cut):
+            sharded.update(results)
+    return sharded
 
 
-def _stored(step: AxisStep) -> set[int]:
-    """Return the values of wrap units, and those computed elementwise from such alone."""
+def _fsdp_values(step: AxisStep) -> set[int]:
+    """Return the values of FSDP wrap units, and those computed elementwise from them only."""
     graph, metas = step.graph, step.graph.values
     stored = {
         value
@@ -204,12 +215,12 @@ def _stored(step: AxisStep) -> set[int]:
 
 
 def _pinned(step: AxisStep) -> set[int]:
-    """Return the values that are pinned along the axis, and views of such."""
-    at, stored = step.axis.at, step.axis.stored(step.graph)
+    """Return the values that are pinned along the axis, and views of them."""
+    axis_index, stored = step.axis.at, step.axis.stored(step.graph)
     pinned = {
         value
         for value, sharding in stored.items()
-        if sharding.pinned and not isinstance(sharding.placements[at], Unspecified)
+        if sharding.pinned and not isinstance(sharding.placements[axis_index], Unspecified)
     }
     for node, results in step.graph.numbered():
         if moves_elements(node) and pinned.issuperset(node.refs()):

@@ -1,7 +1,7 @@
-"""Exchanges of rows of a cut dim: each rank's rows before and after, and the sends.
+"""Halo exchange: redistribution of the rows of a sharded dim by point-to-point sends.
 
-Slices, rolls, flips, the neighbours' rows of convolutions, tensors joined or taken apart along the
-dim that is cut: each rank is sent just the rows that it lacks, by the rank that has them.
+Used for slices, rolls, flips, the halos of convolutions, and ``cat`` and ``split`` along the
+sharded dim. Each rank receives only the rows that it lacks, from the rank that has them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from lazygt.graph.placement import (
     uneven,
 )
 
-#: Rows of a dim, from the first to before the last.
+#: Rows of a dim: (start, stop).
 Rows = tuple[int, int]
 #: Rows that a rank has, or is to have, in order.
 Ranges = tuple[Rows, ...]
-#: More pieces than these of one rank's rows are not worth the ops that cut and join them.
+#: Most pieces of one rank's rows; more are not worth the slices and concatenations.
 MOST_PIECES = 32
 
 
 class Piece(NamedTuple):
-    """Rows that one rank has and another wants.
+    """Consecutive rows that one rank has and a rank wants.
 
     Attributes:
-        source: the rank that has them.
-        start: the first of them, within that rank's rows.
-        rows: number of them.
+        source: the rank that has the rows.
+        start: index of the first row within that rank's rows.
+        rows: number of rows.
     """
 
     source: int
@@ -47,8 +47,8 @@ class RowExchange:
     """Exchange of rows along ``dim`` among all ranks.
 
     Attributes:
-        have: of each rank; no two ranks have the same row.
-        want: of each rank; a row may be wanted by several.
+        have: rows of each rank before the exchange; no two ranks have the same row.
+        want: rows of each rank after the exchange; several ranks may want the same row.
     """
 
     dim: int
@@ -57,27 +57,30 @@ class RowExchange:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Pieces of each rank's wanted rows, in order."""
-        return tuple([tuple(self._found(ranges)) for ranges in self.want])
+        """Pieces that make up each rank's wanted rows, in order."""
+        return tuple([tuple(self._pieces_of(ranges)) for ranges in self.want])
 
-    def _found(self, ranges: Ranges) -> list[Piece]:
-        held = []
-        for source, having in enumerate(self.have):
-            at = 0
-            for first, last in having:
-                held.append((first, last, source, at))
-                at += last - first
+    def _pieces_of(self, ranges: Ranges) -> list[Piece]:
+        """Return the pieces that make up ``ranges``, as intersections with the ranks' rows."""
+        owned_ranges = []
+        for source, owned in enumerate(self.have):
+            offset = 0
+            for first, last in owned:
+                owned_ranges.append((first, last, source, offset))
+                offset += last - first
         pieces = []
         for start, stop in ranges:
-            for first, last, source, at in sorted(held):
-                a, b = max(start, first), min(stop, last)
-                if a < b:
-                    pieces.append(Piece(source, at + a - first, b - a))
+            for first, last, source, offset in sorted(owned_ranges):
+                overlap_start, overlap_stop = max(start, first), min(stop, last)
+                if overlap_start < overlap_stop:
+                    pieces.append(
+                        Piece(source, offset + overlap_start - first, overlap_stop - overlap_start)
+                    )
         return pieces
 
     @cached_property
     def sent(self) -> tuple[tuple[int, int, int], ...]:
-        """(source, target, number of rows) of the sends, in order."""
+        """Sends as (source, target, number of rows), in order."""
         counts: dict[tuple[int, int], int] = {}
         for target, pieces in enumerate(self.pieces):
             for source, _, count in pieces:
@@ -86,7 +89,7 @@ class RowExchange:
         return tuple([(*pair, counts[pair]) for pair in sorted(counts)])
 
     def given(self, rank: int) -> list[tuple[int, int]]:
-        """Return (first, number) of the rows that a rank sends, in the order of the receivers."""
+        """Return (start, number of rows) of each piece that a rank sends, ordered by receiver."""
         return [
             (piece.start, piece.rows)
             for target, wanted in enumerate(self.pieces)
@@ -95,17 +98,17 @@ class RowExchange:
         ]
 
     def places(self, rank: int) -> list[tuple[bool, int, int]]:
-        """Return (is its own, first row, number of rows) of each piece that a rank wants.
+        """Return (is local, first row, number of rows) of each piece that a rank wants.
 
-        The first row counts among the rank's own rows, or among those that it receives.
+        The first row is an index into the rank's own rows if local, else into the received rows.
         """
         pieces = self.pieces[rank]
-        starts, at = {}, 0
-        # those that come are in the order of the senders; of one sender, as they are wanted
+        starts, offset = {}, 0
+        # received rows are ordered by sender; the rows of one sender as they are wanted
         for piece in sorted(pieces, key=lambda piece: piece.source):
             if piece.source != rank:
-                starts[piece] = at
-                at += piece.rows
+                starts[piece] = offset
+                offset += piece.rows
         return [
             (piece.source == rank, starts.get(piece, piece.start), piece.rows) for piece in pieces
         ]
@@ -113,14 +116,14 @@ class RowExchange:
     @property
     def most(self) -> int:
         """Largest number of rows that one rank sends."""
-        return self._most([source for source, _, _ in self.sent])
+        return self._largest_send([source for source, _, _ in self.sent])
 
     @property
     def most_back(self) -> int:
         """Largest number of rows that one rank sends in the reverse exchange."""
-        return self._most([target for _, target, _ in self.sent])
+        return self._largest_send([target for _, target, _ in self.sent])
 
-    def _most(self, senders: Sequence[int]) -> int:
+    def _largest_send(self, senders: Sequence[int]) -> int:
         of_rank = [0] * len(self.have)
         for sender, (_, _, count) in zip(senders, self.sent, strict=True):
             of_rank[sender] += count
@@ -132,42 +135,60 @@ class RowExchange:
         return max(map(len, self.pieces), default=0) <= MOST_PIECES
 
 
-def blocks(size: int, parts: int, start: int = 0) -> tuple[Ranges, ...]:
+def blocks(size: int, axis_size: int, start: int = 0) -> tuple[Ranges, ...]:
     """Return each rank's block of a dim of ``size``, with rows numbered from ``start``."""
-    bounds = [shard_bounds(size, parts, rank) for rank in range(parts)]
+    bounds = [shard_bounds(size, axis_size, rank) for rank in range(axis_size)]
     return tuple([((start + first, start + last),) for first, last in bounds])
 
 
-def ranges_of(cut: Cut, size: int, parts: int) -> tuple[Ranges, ...]:
-    """Return each rank's rows of a dim of ``size`` that is cut so."""
-    if uneven(cut):
-        return blocks_of_each(group_sizes(cut, size), parts)
-    outer, inner = around(cut)
+def ranges_of(placement: Cut, size: int, axis_size: int) -> tuple[Ranges, ...]:
+    """Return each rank's rows of a dim of ``size`` with this placement."""
+    if uneven(placement):
+        return blocks_of_each(group_sizes(placement, size), axis_size)
+    outer, inner = around(placement)
     group = size // (outer * inner)
-    bounds = [shard_bounds(group, parts, rank) for rank in range(parts)]
+    bounds = [shard_bounds(group, axis_size, rank) for rank in range(axis_size)]
     starts = range(0, size, max(group * inner, 1))
-    return tuple([tuple([(at + a * inner, at + b * inner) for at in starts]) for a, b in bounds])
+    return tuple(
+        [
+            tuple(
+                [
+                    (group_start + start * inner, group_start + stop * inner)
+                    for group_start in starts
+                ]
+            )
+            for start, stop in bounds
+        ]
+    )
 
 
-def _count(cut: Cut) -> int:
-    """Return the number of groups of a cut dim."""
-    return len(cut.widths) or cut.outer if isinstance(cut, StridedShard) else 1
+def _group_count(placement: Cut) -> int:
+    """Return the number of groups of a sharded dim: 1 unless interleaved."""
+    return len(placement.widths) or placement.outer if isinstance(placement, StridedShard) else 1
 
 
 @lru_cache(maxsize=1024)
-def rows_between(have: Cut, want: Cut, size: int, parts: int) -> RowExchange | None:
-    """Return the exchange from one cut of a dim of ``size`` to another.
+def rows_between(have: Cut, want: Cut, size: int, axis_size: int) -> RowExchange | None:
+    """Return the exchange from one placement to another on a dim of ``size``.
 
-    None where it takes too many pieces.
+    None where the exchange would have too many pieces.
     """
-    if max(_count(have), _count(want)) > MOST_PIECES:
+    if max(_group_count(have), _group_count(want)) > MOST_PIECES:
         return None
-    move = RowExchange(have.dim, ranges_of(have, size, parts), ranges_of(want, size, parts))
+    move = RowExchange(have.dim, ranges_of(have, size, axis_size), ranges_of(want, size, axis_size))
     return move if move.is_worth_it else None
 
 
 @lru_cache(maxsize=1024)
-def blocks_of_each(sizes: tuple[int, ...], parts: int) -> tuple[Ranges, ...]:
-    """Return each rank's blocks of tensors of these sizes, numbered one after the other."""
-    every = [blocks(size, parts, sum(sizes[:at])) for at, size in enumerate(sizes)]
-    return tuple([tuple([each[rank][0] for each in every]) for rank in range(parts)])
+def blocks_of_each(sizes: tuple[int, ...], axis_size: int) -> tuple[Ranges, ...]:
+    """Return each rank's blocks of several tensors, with the rows of all tensors numbered in turn.
+
+    Args:
+        sizes: number of rows of each tensor.
+    """
+    tensor_blocks = [
+        blocks(size, axis_size, sum(sizes[:index])) for index, size in enumerate(sizes)
+    ]
+    return tuple(
+        [tuple([of_ranks[rank][0] for of_ranks in tensor_blocks]) for rank in range(axis_size)]
+    )

@@ -1,6 +1,7 @@
-"""User annotations as nodes of the graph: each is its first operand, with a placement.
+"""User annotations as nodes of the graph (marks). A mark returns its first operand.
 
-Sessions know them whether they shard or not, so nothing of the sharding itself is loaded here.
+Every session records marks, also one that does not shard, so this module imports nothing of the
+sharding passes.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.placement import Placement, Replicate, Shard, SingleRank, Unspecified
 from lazygt.passes.base import placed, rebuild
 
-# -- forward and backward turns of a step of several microbatches ----------------------------------
+# -- forward and backward passes of a step with several microbatches -------------------------------
 
 
 def turns(graph: Graph, backward: Collection[int]) -> list[int]:
-    """Return for each node the number of changes of pass before it: odd in a backward.
+    """Return the pass number of each node: even in a forward, odd in a backward pass.
 
-    A change is one between forward and backward. lazygt's own ops belong to the pass around them.
+    The number counts the changes between forward and backward before the node. lazygt's own ops
+    belong to the pass around them.
 
     Args:
         backward: numbers of the recorded ops of a backward pass.
@@ -34,34 +36,34 @@ def turns(graph: Graph, backward: Collection[int]) -> list[int]:
     return numbers
 
 
-# -- user annotations as nodes of the graph: each is its first operand, with a placement -----------
+# -- user annotations as nodes of the graph --------------------------------------------------------
 
 #: ``place(value, placements, pinned[, unit])``: the value; ``placements`` has one placement an
 #: axis, as text.
 PLACE = "lazygt.place"
 #: ``enter_stage(value, stage, axis[, again])``: the value, on a stage of a pipeline along an axis;
-#: again where the backward pass computes a stage anew.
+#: ``again`` in the recomputation of a backward pass.
 ENTER = "lazygt.enter_stage"
-#: ``leave_stage(gradient, value, axis)``: the gradient, back on the stage that the value is on.
+#: ``leave_stage(gradient, value, axis)``: the gradient, returned to the stage of the value.
 LEAVE = "lazygt.leave_stage"
-#: ``reduce_as(gradient)``: the gradient in the result's dtype; where ranks have parts of it, these
-#: are cast, and reduced in that dtype.
+#: ``reduce_as(gradient)``: the gradient in the result's dtype; partial gradients are cast before
+#: their reduction, which runs in that dtype.
 REDUCE_AS = "lazygt.reduce_as"
 MARKS = frozenset({PLACE, ENTER, LEAVE, REDUCE_AS})
 
 
 def without_places(graph: Graph, marks: Collection[str] = (PLACE,)) -> Graph:
-    """Drop the annotations of these kinds from a graph; of ``reduce_as`` the cast stays."""
-    rows = [row._replace(node=_cast(row.node)) for row in placed(graph)]
+    """Return the graph without marks of these kinds; ``reduce_as`` becomes a cast."""
+    rows = [row._replace(node=_lower_reduce_as(row.node)) for row in placed(graph)]
     marks = {*marks} - {REDUCE_AS}
-    same = {row.results[0]: row.node.args[0].index for row in rows if row.node.op in marks}
-    kept = [row for row in rows if row.node.op not in marks]
+    replaced = {row.results[0]: row.node.args[0].index for row in rows if row.node.op in marks}
+    retained = [row for row in rows if row.node.op not in marks]
     casts = any(node.op == REDUCE_AS for node in graph.nodes)
-    return rebuild(graph, kept, same) if same or casts else graph
+    return rebuild(graph, retained, replaced) if replaced or casts else graph
 
 
-def _cast(node: Node) -> Node:
-    """Return a ``reduce_as`` as torch's op; else the node."""
+def _lower_reduce_as(node: Node) -> Node:
+    """Return the cast of a ``reduce_as``; any other node unchanged."""
     if node.op != REDUCE_AS:
         return node
     (meta,) = node.fresh
@@ -70,19 +72,24 @@ def _cast(node: Node) -> Node:
 
 
 def reduce_as_node(value: int, meta: TensorMeta, dtype: torch.dtype) -> Node:
-    """Return a node of a gradient of this number and meta, to be reduced in a dtype."""
+    """Return the ``reduce_as`` mark of a gradient.
+
+    Args:
+        value, meta: the gradient.
+        dtype: of its reduction.
+    """
     return Node(REDUCE_AS, (Ref(value),), (), (TensorMeta.of(meta.empty("meta").to(dtype)),))
 
 
 def place_node(value: int, meta: TensorMeta, sharding: Sharding) -> Node:
-    """Return the annotation of a value of this number."""
+    """Return the ``place`` mark of a value."""
     unit = () if sharding.unit is None else (tuple(sharding.unit),)
     args = (Ref(value), tuple(map(str, sharding.placements)), sharding.pinned, *unit)
     return Node(PLACE, args, (), (meta,))
 
 
-def stored_by(node: Node) -> Sharding:
-    """Return the sharding that a ``lazygt.place`` says."""
+def sharding_of_mark(node: Node) -> Sharding:
+    """Return the sharding of a ``place`` mark."""
     placements, pinned, *unit = node.args[1:]
     return Sharding(
         tuple(map(_placement, placements)), pinned, FSDPUnit(*unit[0]) if unit else None
@@ -90,7 +97,7 @@ def stored_by(node: Node) -> Sharding:
 
 
 def _placement(text: str) -> Placement:
-    """Return the placement that ``R``, ``S(1)``, ``H(0)`` or ``?`` names."""
+    """Parse a placement: ``R``, ``S(1)``, ``H(0)`` or ``?``."""
     if text == "?":
         return Unspecified()
     if text[0] == "H":

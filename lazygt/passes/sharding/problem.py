@@ -1,8 +1,8 @@
-"""Choice of placements on one mesh axis, as a problem for the solver.
+"""Choice of placements on one mesh axis, as a min-sum problem for the solver.
 
-A variable a node: the strategy that it runs as. A variable a value with several users: the
-placement that it is kept with for all of them, and one more where it is partial. A factor for every
-node's time, and one for every use: the time to make the wanted placement of those at hand.
+Variables: the strategy of each node; for each value with several users the placement provided for
+all of them (for a partial value there may be a second one). Factors: the time of each node, and for
+each use of a value the time of the redistribution to the wanted placement.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from lazygt.passes.sharding.rules.strategy import Metas, Strategy
 from lazygt.passes.sharding.solver import Problem, Solution
 from lazygt.passes.sharding.strategies import StrategiesOf, StrategyCatalogue, StrategySet
 
-# -- factors between the variables of a choice: the time of nodes, and of moving values ------------
+# -- factors: the time of nodes, and of redistributions --------------------------------------------
 
 R = Replicate()
 _WHOLE = Annotation(R)
-#: Weight of a byte of a value that grew of something smaller: all of it could be made of that,
-#: and made whole it leaves the links to other collectives. Only work of many ops is divided.
-_DEARER = 4
+#: Weight of a byte of a value that was broadcast from a smaller one. Such a value can be computed
+#: replicated without communication; sharding it pays only if much work is divided.
+_GROWN_WEIGHT = 4
 
 
 class _Connected(NamedTuple):
-    """Factors between a value's maker and its users; shared by values made and used alike.
+    """Factors between a value's producer and its users; shared by equally connected values.
 
-    Variables are told by their places among the maker, the users and the value's own variable.
+    Variables are numbered locally: 0 is the producer, then the users, then the value's own one.
 
     Attributes:
-        options: of the value's own variable; None: it has none.
-        constant: the cost in any case.
-        singles, pairs: variables, and the costs of their choices.
+        options: of the value's own variable; None if there is none.
+        constant: cost that does not depend on choices.
+        singles, pairs: local variables, with the cost table of their choices.
     """
 
     options: Options | None
@@ -59,7 +59,10 @@ class _Connected(NamedTuple):
 
 
 class _Sums:
-    """Costs, added up for each variable and pair of variables; a choice of one is a constant."""
+    """Accumulated cost tables of variables and pairs of variables.
+
+    Costs of a variable with one choice go to the constant.
+    """
 
     def __init__(self) -> None:
         self._constant = 0.0
@@ -73,8 +76,8 @@ class _Sums:
         if variable is None or len(costs) == 1:
             self._constant += costs.item()
         else:
-            had = self._singles.get(variable)
-            self._singles[variable] = costs if had is None else had + costs
+            total = self._singles.get(variable)
+            self._singles[variable] = costs if total is None else total + costs
 
     def couple(self, a: int | None, b: int, table: Table | None) -> None:
         """Add the costs of the joint choices of two variables."""
@@ -86,11 +89,11 @@ class _Sums:
         elif columns == 1:
             self.charge(a, table[:, 0])
         else:
-            had = self._pairs.get((a, b))
-            self._pairs[a, b] = table if had is None else had + table
+            total = self._pairs.get((a, b))
+            self._pairs[a, b] = table if total is None else total + table
 
     def connected(self, options: Options | None) -> _Connected:
-        """Return all costs, in as few tables as will do."""
+        """Return all costs; tables of single variables are merged into tables of pairs."""
         singles, pairs = [], self._pairs
         for variable, costs in self._singles.items():
             pair = next((pair for pair in pairs if variable in pair), None)
@@ -106,8 +109,8 @@ class Connections:
     """Variables and factors of a graph, value by value.
 
     Args:
-        entries: of each node.
-        grown: values that could as well be made whole by every rank.
+        entries: the strategies of each node.
+        grown: values that every rank could compute replicated without communication.
 
     Attributes:
         kept: see ``Question``.
@@ -129,26 +132,27 @@ class Connections:
         self._kinds = list(map(id, entries))
         self._nbytes = [0 if meta is None else meta.nbytes for meta in metas]
         for value in grown:
-            self._nbytes[value] *= _DEARER
-        self._columns: dict[tuple[int, bool, Places], Options] = {}
-        self._states: dict[tuple[object, ...], Options] = {}
-        self._firsts: dict[int, Options] = {}
+            self._nbytes[value] *= _GROWN_WEIGHT
+        self._placement_columns: dict[tuple[int, bool, Places], Options] = {}
+        self._options_cache: dict[tuple[object, ...], Options] = {}
+        self._first_options: dict[int, Options] = {}
         self._connected: dict[tuple[object, ...], _Connected] = {}
         for number, (_, _, results) in enumerate(chains.nodes):
             if not results:
-                self._charge(number)
+                self._add_node_cost(number)
 
     def add_all(
         self,
         annotations: Mapping[int, Annotation],
         allowed: Mapping[int, Sequence[Collection[Placement]]],
     ) -> None:
-        """Connect each value's maker with its users; the first result has a node's time.
+        """Add the factors of every value; a node's own time is added with its first result.
 
         Args:
-            allowed: the sets of placements that a value must have one of, as an output.
+            annotations: value -> its annotation.
+            allowed: output value -> sets of placements; the value must have one of each set.
         """
-        known, kinds, nbytes = self._connected, self._kinds, self._nbytes
+        cache, kinds, nbytes = self._connected, self._kinds, self._nbytes
         makers = self._chains.makers
         for value, users in enumerate(self._chains.users):
             maker, outputs = makers[value], allowed.get(value, ())
@@ -163,18 +167,19 @@ class Connections:
                 tuple([kinds[user] for user in users]),
                 *users.values(),
             )
-            connected = known.get(key)
+            connected = cache.get(key)
             if connected is None:
                 connected = self._connect(value, annotations.get(value), outputs)
-                known[key] = connected
+                cache[key] = connected
             self._add(value, connected, (maker[0] if maker else -1, *users, len(self.sizes)))
 
     def _add_unused(self, maker: tuple[int, int] | None) -> None:
-        """Charge the time of a node if its first result is unused."""
+        """Add the time of a node if its first result is unused."""
         if maker is not None and not maker[1]:
-            self._charge(maker[0])
+            self._add_node_cost(maker[0])
 
-    def _charge(self, node: int) -> None:
+    def _add_node_cost(self, node: int) -> None:
+        """Add the time of a node as a factor."""
         entry = self._entries[node]
         if len(entry.costs) == 1:
             self.constant += entry.costs.item()
@@ -182,6 +187,7 @@ class Connections:
             self.factors.append(((node,), entry.costs))
 
     def _add(self, value: int, connected: _Connected, variables: tuple[int, ...]) -> None:
+        """Add a value's factors, with local variables replaced by ``variables``."""
         options, constant, singles, pairs = connected
         self.constant += constant
         for a, table in singles:
@@ -195,132 +201,155 @@ class Connections:
     def _connect(
         self, value: int, annotation: Annotation | None, allowed: Sequence[Collection[Placement]]
     ) -> _Connected:
+        """Build the factors of a value; see ``_Connected``."""
         nbytes, prices = self._nbytes[value], self._prices
         maker, users = self._chains.makers[value], self._chains.users[value]
-        wants = [self._column(user, False, places) for user, places in users.items()]
+        wants = [self._placement_column(user, False, places) for user, places in users.items()]
         wants += [
-            self._same(tuple([(placement,) for placement in placements])) for placements in allowed
+            self._interned(tuple([(placement,) for placement in placements]))
+            for placements in allowed
         ]
         kind = "given" if annotation is None else annotation.kind
         sums, options = _Sums(), None
         variable = None if maker is None else 0
-        have = self._made(maker, annotation or _WHOLE, wants)
+        available = self._produced_options(maker, annotation or _WHOLE, wants)
         if maker is not None and not maker[1] and self._entries[maker[0]].works:
             sums.charge(0, self._entries[maker[0]].costs)
         if len(wants) > 1 or kind == ("free" if maker is None else "pinned"):
             pin = annotation.placement if annotation is not None and kind == "pinned" else None
-            options, kept = self._options(have, pin, wants), len(users) + 1
-            sums.charge(kept, prices.copies(options, nbytes))
+            options, own_variable = self._options(available, pin, wants), len(users) + 1
+            sums.charge(own_variable, prices.copies(options, nbytes))
             if maker is None and annotation is not None and kind == "free":
                 # one tick: a tie-break
-                unlike = [float(option[0] != annotation.placement) for option in options]
-                sums.charge(kept, np.array(unlike))
+                is_other = [float(option[0] != annotation.placement) for option in options]
+                sums.charge(own_variable, np.array(is_other))
             else:
-                sums.couple(variable, kept, prices.table(have, self._first(options), nbytes))
-            variable, have = kept, options
-        for role, want in zip(range(1, len(users) + 1), wants, strict=False):
-            sums.couple(variable, role, prices.table(have, want, nbytes))
+                sums.couple(
+                    variable,
+                    own_variable,
+                    prices.table(available, self._first_placements(options), nbytes),
+                )
+            variable, available = own_variable, options
+        for user_variable, wanted in zip(range(1, len(users) + 1), wants, strict=False):
+            sums.couple(variable, user_variable, prices.table(available, wanted, nbytes))
         for placements in allowed:
-            costs = [min(prices.make(h, (a,), nbytes) for a in placements) for h in have]
+            costs = [
+                min(
+                    prices.make(placements_at_hand, (placement,), nbytes)
+                    for placement in placements
+                )
+                for placements_at_hand in available
+            ]
             sums.charge(variable, np.array(costs))
         return sums.connected(options)
 
-    def _made(
+    def _produced_options(
         self, maker: tuple[int, int] | None, annotation: Annotation, wants: Sequence[Options]
     ) -> Options:
-        """Return the placements that a value may come with."""
+        """Return the placements with which a value may be produced."""
         if maker is not None:
-            return self._column(maker[0], True, (maker[1],))
+            return self._placement_column(maker[0], True, (maker[1],))
         placements = {annotation.placement}
         if annotation.kind == "free":
-            every = {placement for want in wants for option in want for placement in option}
+            wanted = {placement for want in wants for option in want for placement in option}
             placements |= {
                 placement
-                for placement in every
+                for placement in wanted
                 if not isinstance(placement, Partial | StridedShard)
             }
-        return self._same(tuple([(placement,) for placement in sorted(placements, key=str)]))
+        return self._interned(tuple([(placement,) for placement in sorted(placements, key=str)]))
 
-    def _first(self, options: Options) -> Options:
-        """Return the placement that each option starts with."""
-        firsts = self._firsts.get(id(options))
+    def _first_placements(self, options: Options) -> Options:
+        """Return the first placement of each option."""
+        firsts = self._first_options.get(id(options))
         if firsts is None:
             first = tuple([option[:1] for option in options])
-            firsts = self._firsts[id(options)] = self._same(first)
+            firsts = self._first_options[id(options)] = self._interned(first)
         return firsts
 
-    def _options(self, given: Options, pin: Placement | None, wants: Sequence[Options]) -> Options:
-        key = id(given), pin, *map(id, wants)
-        options = self._states.get(key)
+    def _options(
+        self, produced: Options, pin: Placement | None, wants: Sequence[Options]
+    ) -> Options:
+        """Return the placements in which a value may be provided; only the pin if there is one."""
+        key = id(produced), pin, *map(id, wants)
+        options = self._options_cache.get(key)
         if options is None:
-            kept = _kept_placements(given, wants) if pin is None else ((pin,),)
-            options = self._states[key] = self._same(kept)
+            provided = _provided_placements(produced, wants) if pin is None else ((pin,),)
+            options = self._options_cache[key] = self._interned(provided)
         return options
 
-    def _column(self, node: int, result: bool, places: Places) -> Options:
-        """Return each strategy's placements of a result, or of a node's operands at places."""
+    def _placement_column(self, node: int, result: bool, places: Places) -> Options:
+        """Return for each strategy of a node the placements of a result, or of some operands.
+
+        Args:
+            result: ``places`` is the position of a result, else they are positions of operands.
+        """
         entry = self._entries[node]
         key = id(entry), result, places
-        options = self._columns.get(key)
+        options = self._placement_columns.get(key)
         if options is None:
             placements = [
                 strategy.outputs if result else strategy.inputs for strategy in entry.strategies
             ]
-            column = [tuple(dict.fromkeys(line[at] for at in places)) for line in placements]
-            options = self._columns[key] = self._same(tuple(column))
+            column = [
+                tuple(dict.fromkeys(of_strategy[position] for position in places))
+                for of_strategy in placements
+            ]
+            options = self._placement_columns[key] = self._interned(tuple(column))
         return options
 
-    def _same(self, options: Options) -> Options:
-        """Return the one object for equal options: tables are found by identity."""
+    def _interned(self, options: Options) -> Options:
+        """Intern options: cost tables are cached by identity."""
         return self._prices.options(options)
 
 
-def _kept_placements(maker_options: Options, wants: Sequence[Options]) -> Options:
-    """Return the placements to keep a value with: one, or one and a copy for several users.
+def _provided_placements(maker_options: Options, wants: Sequence[Options]) -> Options:
+    """Return the options to provide a value in: one placement, or two for several users.
 
-    A whole value serves all, since blocks (and mostly partial sums) come of it for nothing: so only
-    a partial value needs a copy besides. A block that the maker does not give is only worth having
-    for two users, and one that no user takes is not: it costs no less to make the first one's
-    placement and go on from there.
+    A replicated value serves all users, since shards (and most partial values) are made of it
+    without communication, so only a partial value needs a second placement. A shard that the
+    producer does not offer is an option only if two users want it.
     """
-    given = {placement for (placement,) in maker_options}
-    if given == {R}:
+    produced = {placement for (placement,) in maker_options}
+    if produced == {R}:
         return ((R,),)
-    takers = Counter(
+    demand = Counter(
         placement
         for want in wants
         for placement in {placement for option in want for placement in option}
     )
     blocks = [
         placement
-        for placement in sorted(takers, key=str)
-        if isinstance(placement, Cut) and takers[placement] > (placement not in given)
+        for placement in sorted(demand, key=str)
+        if isinstance(placement, Cut) and demand[placement] > (placement not in produced)
     ]
-    shared = [placement for placement in blocks if takers[placement] > 1]
-    sums = [
+    shared = [placement for placement in blocks if demand[placement] > 1]
+    partials = [
         placement
-        for placement in sorted(given, key=str)
-        if isinstance(placement, Partial) and takers[placement]
+        for placement in sorted(produced, key=str)
+        if isinstance(placement, Partial) and demand[placement]
     ]
     options: list[Copies] = [(R,), *[(block,) for block in blocks]]
-    for part in sums:
-        copies: list[Placement] = [*shared] if reshard_kind(R, part) == "" else [R, *shared]
-        options += [(part,), *[(part, copy) for copy in copies]]
+    for partial in partials:
+        second_placements: list[Placement] = (
+            [*shared] if reshard_kind(R, partial) == "" else [R, *shared]
+        )
+        options += [(partial,), *[(partial, second) for second in second_placements]]
     return tuple(options)
 
 
-# -- choice of placements on one mesh axis, as a problem for the solver ----------------------------
+# -- the problem of one mesh axis ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Problem, with the meaning of its variables.
+    """Problem of one axis, with the meaning of its variables.
 
     Attributes:
         problem: costs are in ticks (picoseconds).
         entries: the strategies of each node; variable ``n`` chooses one for node ``n``.
-        kept: value -> (its variable, the placements that its users find by each choice, in the
-            order to make them). A value that is not here is used as it was made.
+        kept: value -> (its variable, for each choice the placements provided for its users, in
+            order of conversion). Any other value is used as produced.
     """
 
     problem: Problem
@@ -334,7 +363,9 @@ class Question:
 
     def placements(self, solution: Solution) -> dict[int, Copies]:
         """Return the placements of each value in ``kept``."""
-        return {v: options[solution.choices[at]] for v, (at, options) in self.kept.items()}
+        return {
+            v: options[solution.choices[variable]] for v, (variable, options) in self.kept.items()
+        }
 
 
 def build_problem(
@@ -350,16 +381,15 @@ def build_problem(
     """Build the problem of placing a graph's values on an axis of ``parts`` ranks.
 
     Args:
-        strategies_of: the strategies of a node; asked once for each kind of node.
-        annotations: by number of the value; an input without one is given whole.
-        outputs: for each output the placements that it may have; None, and for all when there is
-            nothing: any.
-        explore: shard also values that no annotation leads to.
-        whole: nodes, by number, that every rank may do all of in any case, but for pins.
+        strategies_of: returns the strategies of a node; called once for each kind of node.
+        annotations: value -> annotation; an input without one is replicated.
+        outputs: for each output the placements that it may have; None: any. Empty: any for all.
+        explore: also shard values that no annotation leads to.
+        whole: nodes, by number, that may run replicated in any case, unless a pin forbids it.
 
     Raises:
-        ValueError: an annotation for a value that is not there, or placements for another number of
-            outputs.
+        ValueError: an annotation for a value that does not exist, or placements for another number
+            of outputs.
     """
     annotations = annotations or {}
     metas = graph.values
@@ -394,7 +424,7 @@ def _check(
 def _allowed(
     graph: Graph, outputs: Sequence[Collection[Placement] | None]
 ) -> dict[int, list[Collection[Placement]]]:
-    """Return the sets of placements that each value must have one of, as an output."""
+    """Return output value -> sets of placements; the value must have one of each set."""
     allowed: dict[int, list[Collection[Placement]]] = {}
     for value, placements in zip(graph.outputs, outputs, strict=False):
         if placements is not None and placements not in allowed.setdefault(value, []):

@@ -1,12 +1,13 @@
 """Reasons for collectives: their cause, and the cost of the best program without them.
 
-On demand only, since each answer solves the placements of one axis again, with infinite cost for
-some choices: where parts were reduced, for making those parts; where blocks were moved, for moving
-the value; where an op meets other ranks inside, for running it so. All other choices stay open, and
-the op that made the parts may be done whole on every rank, which annotations rule out else.
+The analysis runs on request only, since each answer solves the placements of one axis again, with
+infinite cost for some choices: for a reduction, the strategies that produce the partial values; for
+a redistribution, the placements that move the value; for a collective inside an op, the strategy of
+the op. All other choices stay open, and the op that produced the partial values may also run
+replicated, which annotations rule out otherwise.
 
     x in S(0), w in S(0) ── mm ── P(sum) ══ all_reduce ══ R ── add
-                             without it: x and w gathered, and mm runs on whole values
+                             without it: x and w gathered, and mm runs on replicated values
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from lazygt.graph.placement import (
 from lazygt.graph.text import amount
 from lazygt.machine import collective_seconds
 from lazygt.passes.sharding.axis import AxisStep
-from lazygt.passes.sharding.marks import PLACE, stored_by
+from lazygt.passes.sharding.marks import PLACE, sharding_of_mark
 from lazygt.passes.sharding.placement_cost import Copies, Factor, Options, reshard_kind, seconds
 from lazygt.passes.sharding.problem import Question
 from lazygt.passes.sharding.rules.views import RESHAPES
 from lazygt.passes.sharding.solver import Infeasible, Problem, solve
 
-# -- decisions: the placements that every value of a program got, axis by axis ---------------------
+# -- decisions: the placements of every value of a program, axis by axis ---------------------------
 
-#: For each axis by name the placements that a value has, the one that it was made with first.
+#: Axis name -> the placements that a value has, the one that it was produced with first.
 Decisions = Mapping[str, tuple[Placement, ...]]
 
 
 def programs_of(decided: Iterable[AxisStep]) -> list[list[AxisStep]]:
-    """Group the steps by program: an axis goes on with the program that the one before made."""
+    """Group the steps by program: each step of a group continues with the previous one's result."""
     groups: list[list[AxisStep]] = []
     for step in decided:
         if groups and groups[-1][-1].local.graph is step.graph:
@@ -57,33 +58,37 @@ def programs_of(decided: Iterable[AxisStep]) -> list[list[AxisStep]]:
 
 
 def decisions(steps: Sequence[AxisStep]) -> list[Decisions]:
-    """Return the placements that each value of the first step's graph got on every axis.
+    """Return the placements of each value of the first step's graph, on every axis.
 
-    On later axes they are those of rank 0's part of the value as it was made.
+    On later axes these are the placements of rank 0's shard of the value as produced.
     """
-    of_values: list[Decisions] = []
+    placements_of_values: list[Decisions] = []
     for value in range(len(steps[0].graph.values)):
         placements: dict[str, tuple[Placement, ...]] = {}
-        at: int | None = value
+        local_value: int | None = value
         for step in steps:
-            have = step.local.values[at] if at is not None else {}
-            placements[step.name] = tuple(have)
-            at = next(iter(have.values()), None)
-        of_values.append(placements)
-    return of_values
+            placements_on_axis = step.local.values[local_value] if local_value is not None else {}
+            placements[step.name] = tuple(placements_on_axis)
+            local_value = next(iter(placements_on_axis.values()), None)
+        placements_of_values.append(placements)
+    return placements_of_values
 
 
 def decisions_text(steps: Sequence[AxisStep]) -> tuple[Graph, list[str]]:
-    """Return the program before the cut, and a text for each value.
+    """Return the program before sharding, and a text for each value.
 
-    The text is ``{data: P(sum) -> R, model: S(0)}``: an arrow leads to a placement that was made of
-    it for its users.
+    The text is ``{data: P(sum) -> R, model: S(0)}``; an arrow leads from the produced placement to
+    a converted one.
     """
     return steps[0].graph, [_text(placements) for placements in decisions(steps)]
 
 
 def _text(placements: Decisions) -> str:
-    shown = [f"{axis}: {' -> '.join(map(str, have))}" for axis, have in placements.items() if have]
+    shown = [
+        f"{axis}: {' -> '.join(map(str, on_axis))}"
+        for axis, on_axis in placements.items()
+        if on_axis
+    ]
     return f"{{{', '.join(shown)}}}" if shown else ""
 
 
@@ -94,11 +99,11 @@ R = Replicate()
 
 
 class Alternative(NamedTuple):
-    """Another program.
+    """Best program without some collectives.
 
     Attributes:
-        exchanges: its collectives that this program lacks, in words.
-        extra: additional seconds that it takes; None: there is none.
+        exchanges: its additional collectives, in words.
+        extra: additional seconds that it takes; None: there is no such program.
     """
 
     exchanges: str
@@ -111,72 +116,83 @@ def alternative(
     """Find the best program that does not move some values, with some ops free of collectives.
 
     Args:
-        values: by number, of the program before it is cut; not moved.
-        inside: nodes, by number, that run without collectives inside.
-        cost: of the program as it is, in ticks.
+        values: numbers of values that must not be moved, in the program before sharding.
+        inside: numbers of nodes that must run without collectives inside.
+        cost: of the current program, in ticks.
     """
-    parts = {at for value in values for at in _origins(step, value)}
-    moved = {each for value in values for each in _same_data(step, value)}
-    question = step.question({number for number, _ in parts} | set(inside))
+    sources = {source for value in values for source in _partial_sources(step, value)}
+    fixed_values = {alias for value in values for alias in _aliases_of(step, value)}
+    question = step.question({number for number, _ in sources} | set(inside))
     strategies = [entry.strategies for entry in question.entries]
     factors = list(question.problem.factors)
-    for number, place in sorted(parts):
-        partial = [isinstance(strategy.outputs[place], Partial) for strategy in strategies[number]]
+    for number, result_index in sorted(sources):
+        partial = [
+            isinstance(strategy.outputs[result_index], Partial) for strategy in strategies[number]
+        ]
         factors.append(Factor((number,), _forbidding(partial)))
     for number in sorted(inside):
         factors.append(
             Factor((number,), _forbidding([bool(strategy.comm) for strategy in strategies[number]]))
         )
-    for value in sorted(moved):
-        factors += _stays(step, question, value)
+    for value in sorted(fixed_values):
+        factors += _forbid_moves(step, question, value)
     try:
         solution = solve(Problem(question.problem.sizes, factors))
     except Infeasible:
         return Alternative("", None)
     other = step.other(question, solution).graph
-    return Alternative(_difference(step, other), seconds(solution.cost - cost))
+    return Alternative(_added_collectives(step, other), seconds(solution.cost - cost))
 
 
 def placement_of(step: AxisStep, value: int) -> Placement:
-    """Return the placement that a value is made with."""
+    """Return the placement that a value is produced with."""
     return next(iter(step.local.values[value]))
 
 
 def _forbidding(flags: Sequence[object]) -> np.ndarray:
+    """Return a cost table with infinity where a flag is true, else 0."""
     return np.where(np.array(flags, dtype=bool), math.inf, 0.0)
 
 
-def _origins(step: AxisStep, value: int) -> list[tuple[int, int]]:
-    """Return the (node, result) pairs that made the parts that a value is the sum of.
+def _partial_sources(step: AxisStep, value: int) -> list[tuple[int, int]]:
+    """Return the (node, result index) pairs that produced the partial values of a partial value.
 
-    Sum stands for maximum and the like, too. None where the value has no parts. Ops that pass parts
-    on are left out: there the collective would only move.
+    The search goes back through ops that map partial values to partial values, where the collective
+    would only be moved. Empty for a value that is not partial.
     """
     graph = step.graph
-    makers = {v: (n, at) for n, (_, rs) in enumerate(graph.numbered()) for at, v in enumerate(rs)}
-    ahead = [value] if _is_partial(step, value) else []
-    origins = []
-    for partial_value in ahead:  # grows meanwhile
-        number, place = makers[partial_value]
-        parts = [v for v in graph.nodes[number].refs() if v in makers and _is_partial(step, v)]
-        ahead += [v for v in parts if v not in ahead]
-        if not parts:
-            origins.append((number, place))
-    return origins
+    makers = {
+        result: (producer, index)
+        for producer, (_, results_of) in enumerate(graph.numbered())
+        for index, result in enumerate(results_of)
+    }
+    queue = [value] if _is_partial(step, value) else []
+    sources = []
+    for partial_value in queue:  # grows meanwhile
+        number, result_index = makers[partial_value]
+        partial_operands = [
+            result
+            for result in graph.nodes[number].refs()
+            if result in makers and _is_partial(step, result)
+        ]
+        queue += [result for result in partial_operands if result not in queue]
+        if not partial_operands:
+            sources.append((number, result_index))
+    return sources
 
 
 def _is_partial(step: AxisStep, value: int) -> bool:
     return isinstance(placement_of(step, value), Partial)
 
 
-def _same_data(step: AxisStep, value: int) -> set[int]:
-    """Return a value in no parts with its views and the value that it is a view of, where cut.
+def _aliases_of(step: AxisStep, value: int) -> set[int]:
+    """Return a value with its views and its bases that are sharded; empty for a partial value.
 
-    To move one of them is to move all. Nothing for a value in parts.
+    To move one of these values is to move all.
     """
     if _is_partial(step, value):
         return set()
-    same = {value}
+    aliases = {value}
     views = [
         (node.refs()[0], results)
         for node, results in step.graph.numbered()
@@ -184,62 +200,77 @@ def _same_data(step: AxisStep, value: int) -> set[int]:
     ]
     for source, results in [*reversed(views), *views]:
         group = {v for v in (source, *results) if step.local.values[v]}
-        if same & group:
-            same |= {v for v in group if placement_of(step, v) != R}
-    return same
+        if aliases & group:
+            aliases |= {v for v in group if placement_of(step, v) != R}
+    return aliases
 
 
-def _stays(step: AxisStep, question: Question, value: int) -> Iterator[Factor]:
+def _forbid_moves(step: AxisStep, question: Question, value: int) -> Iterator[Factor]:
     """Yield infinite cost for every joint choice that moves a value between ranks."""
-    variable, have = _maker(step, question, value)
+    variable, options = _maker(step, question, value)
     if value in question.kept:
-        kept, options = question.kept[value]
-        yield from _couple(variable, have, kept, tuple([option[:1] for option in options]))
-        yield Factor((kept,), _forbidding([_moves(o[:1], o[1:]) for o in options]))
-        variable, have = kept, options
+        own_variable, kept_options = question.kept[value]
+        yield from _forbid_joint_moves(
+            variable, options, own_variable, tuple([option[:1] for option in kept_options])
+        )
+        yield Factor(
+            (own_variable,), _forbidding([_needs_collective(o[:1], o[1:]) for o in kept_options])
+        )
+        variable, options = own_variable, kept_options
     for number, node in enumerate(step.graph.nodes):
-        places = [place for place, ref in enumerate(node.refs()) if ref == value]
-        if places:
+        positions = [position for position, ref in enumerate(node.refs()) if ref == value]
+        if positions:
             strategies = question.entries[number].strategies
-            want = tuple(
-                [tuple([strategy.inputs[place] for place in places]) for strategy in strategies]
+            wanted = tuple(
+                [
+                    tuple([strategy.inputs[position] for position in positions])
+                    for strategy in strategies
+                ]
             )
-            yield from _couple(variable, have, number, want)
+            yield from _forbid_joint_moves(variable, options, number, wanted)
     for output, placement in zip(step.graph.outputs, step.wanted, strict=True):
         if output == value and variable is not None:
-            ends = [(placement,)] if placement is not None else [(R,), *_blocks(have)]
-            flags = [all(_moves(placements, end) for end in ends) for placements in have]
+            allowed = (
+                [(placement,)] if placement is not None else [(R,), *_free_output_options(options)]
+            )
+            flags = [
+                all(_needs_collective(placements, output_placement) for output_placement in allowed)
+                for placements in options
+            ]
             yield Factor((variable,), _forbidding(flags))
 
 
 def _maker(step: AxisStep, question: Question, value: int) -> tuple[int | None, Options]:
-    """Return the variable that decides a value's placement as made, and that of each choice."""
+    """Return (the variable that decides a value's produced placement, the placement by choice)."""
     graph = step.graph
     if value < len(graph.inputs):
         return None, ((step.axis.inputs[value].placements[step.axis.at],),)
     for number, (_, results) in enumerate(graph.numbered()):
         if value in results:
-            place = results.index(value)
+            result_index = results.index(value)
             strategies = question.entries[number].strategies
-            return number, tuple([(strategy.outputs[place],) for strategy in strategies])
+            return number, tuple([(strategy.outputs[result_index],) for strategy in strategies])
     raise ValueError(f"%{value} is no value of the graph")
 
 
-def _couple(a: int | None, have: Options, b: int, want: Options) -> Iterator[Factor]:
-    table = _forbidding([[_moves(h, w) for w in want] for h in have])
+def _forbid_joint_moves(a: int | None, have: Options, b: int, want: Options) -> Iterator[Factor]:
+    """Yield infinite cost for the joint choices of two variables that need a collective."""
+    table = _forbidding(
+        [[_needs_collective(available, wanted) for wanted in want] for available in have]
+    )
     if a is None:
         yield Factor((b,), table[0])
     elif a != b:
         yield Factor((a, b), table)
 
 
-def _moves(have: Copies, want: Copies) -> bool:
-    """Return whether any wanted placement has to be made by a collective."""
-    return any(all(reshard_kind(h, w) != "" for h in have) for w in want)
+def _needs_collective(have: Copies, want: Copies) -> bool:
+    """Return whether a wanted placement needs a collective from all placements at hand."""
+    return any(all(reshard_kind(available, wanted) != "" for available in have) for wanted in want)
 
 
-def _blocks(have: Options) -> list[tuple[Placement, ...]]:
-    """Return the placements that an output may have without being moved."""
+def _free_output_options(have: Options) -> list[tuple[Placement, ...]]:
+    """Return the produced placements that an output may keep without a collective."""
     return [
         placements
         for placements in have
@@ -247,27 +278,27 @@ def _blocks(have: Options) -> list[tuple[Placement, ...]]:
     ]
 
 
-def _difference(step: AxisStep, other: Graph) -> str:
-    """Describe the collectives that another program has and this one has not."""
+def _added_collectives(step: AxisStep, other: Graph) -> str:
+    """Describe the collectives that another program has in addition."""
     mesh = step.axis.mesh
-    there = Counter(map(_named, communications(other, mesh)))
-    there.subtract(map(_named, communications(step.local.graph, mesh)))
-    more = [(name, count) for name, count in there.items() if count > 0]
-    shown = [f"{count}x {name}" if count > 1 else name for name, count in more[:_NAMED]]
-    if len(more) > _NAMED:
-        shown.append(f"{len(more) - _NAMED} more kinds")
-    if not shown and not any(there.values()):
+    difference = Counter(map(_collective_name, communications(other, mesh)))
+    difference.subtract(map(_collective_name, communications(step.local.graph, mesh)))
+    added = [(name, count) for name, count in difference.items() if count > 0]
+    described = [f"{count}x {name}" if count > 1 else name for name, count in added[:_NAMED]]
+    if len(added) > _NAMED:
+        described.append(f"{len(added) - _NAMED} more kinds")
+    if not described and not any(difference.values()):
         return "the same, of a value before or after"
-    return ", ".join(shown) or "no other collective: more is computed on every rank"
+    return ", ".join(described) or "no other collective: more is computed on every rank"
 
 
-def _named(record: Communication) -> str:
+def _collective_name(record: Communication) -> str:
     return f"{record.kind} {amount(record.nbytes, 'B')} along {record.mesh_dim}"
 
 
 # -- reasons for collectives -----------------------------------------------------------------------
 
-#: Collectives that are looked into, the dearest first.
+#: Most groups of collectives that are analysed, the most expensive first.
 MOST = 20
 
 
@@ -275,12 +306,12 @@ class CostReason(NamedTuple):
     """Collectives of one kind at one of the user's lines.
 
     Attributes:
-        times, nbytes, seconds: their number, and the payload and estimated time of all together, as
-            it was when their axis was decided; later axes may cut the moved values.
-        cause: the annotation that leads there, or ``""``.
-        instead: the collectives of the best program without them, in their place.
-        extra: additional seconds that that would take (negative where the annotations ask for more
-            than would be best); None: there is no such program.
+        times, nbytes, seconds: number of collectives, total payload and total estimated time, at
+            the decision of their axis; later axes may shard the moved values.
+        cause: the annotation that leads to the collectives, or ``""``.
+        instead: the additional collectives of the best program without these.
+        extra: additional seconds of that program (negative where the annotations are not optimal);
+            None: there is no such program.
     """
 
     kind: str
@@ -305,24 +336,29 @@ class _Met(NamedTuple):
 
 
 def reasons(decided: Iterable[AxisStep]) -> list[CostReason]:
-    """Explain the dearest collectives of a program, at most ``MOST``, in order of their time."""
+    """Explain the most expensive collectives of a program, at most ``MOST`` groups, by time."""
     groups = [(step, group) for step in decided for group in _groups(step)]
-    groups.sort(key=lambda met: -_seconds(met[0], [one.record for one in met[1]]))
-    costs: dict[int, float] = {}
-    answers = []
+    groups.sort(key=lambda pair: -_seconds(pair[0], [collective.record for collective in pair[1]]))
+    cost_of_step: dict[int, float] = {}
+    explained = []
     for step, group in groups[:MOST]:
-        if id(step) not in costs:
-            costs[id(step)] = solve(step.question().problem).cost
-        answers.append(_reason(step, group, costs[id(step)]))
-    return answers
+        if id(step) not in cost_of_step:
+            cost_of_step[id(step)] = solve(step.question().problem).cost
+        explained.append(_reason(step, group, cost_of_step[id(step)]))
+    return explained
 
 
 def _reason(step: AxisStep, group: Sequence[_Met], cost: float) -> CostReason:
+    """Explain a group of collectives.
+
+    Args:
+        cost: of the current program, in ticks.
+    """
     first = group[0].record
-    values = {met.value for met in group if met.value is not None}
-    inside = {met.node for met in group if met.node is not None}
+    values = {collective.value for collective in group if collective.value is not None}
+    inside = {collective.node for collective in group if collective.node is not None}
     instead, extra = alternative(step, values, inside, cost)
-    records = [met.record for met in group]
+    records = [collective.record for collective in group]
     return CostReason(
         first.kind, first.reduce_op, step.name, first.source, first.why, len(group),
         sum(record.nbytes for record in records), _seconds(step, records), _cause(step, group[0]),
@@ -331,27 +367,36 @@ def _reason(step: AxisStep, group: Sequence[_Met], cost: float) -> CostReason:
 
 
 def _seconds(step: AxisStep, records: Iterable[Communication]) -> float:
-    machine, parts = step.axis.machine, step.axis.parts
-    return sum(collective_seconds(machine, each.kind, each.nbytes, parts) for each in records)
+    machine, axis_size = step.axis.machine, step.axis.parts
+    return sum(
+        collective_seconds(machine, record.kind, record.nbytes, axis_size) for record in records
+    )
 
 
 # -- collectives of a program ---------------------------------------------------------------------
 
 
 def _groups(step: AxisStep) -> list[list[_Met]]:
-    """Return the collectives of one axis, grouped by kind and line."""
+    """Return the collectives of one axis, grouped by kind and source line."""
     groups: defaultdict[tuple[str, str | None, str], list[_Met]] = defaultdict(list)
-    for met in _met(step):
-        groups[met.record.kind, met.record.reduce_op, met.record.source].append(met)
+    for collective in _collectives_of(step):
+        groups[
+            collective.record.kind, collective.record.reduce_op, collective.record.source
+        ].append(collective)
     return list(groups.values())
 
 
-def _met(step: AxisStep) -> Iterator[_Met]:
+def _collectives_of(step: AxisStep) -> Iterator[_Met]:
+    """Yield the collectives of rank 0's program on the axis of a step."""
     values = step.local.values
-    moved = {at: value for value, have in enumerate(values) for at in list(have.values())[1:]}
-    ends = _ends(step)
-    # an interleaved value is moved in another shape
-    shown = {node.refs()[0]: results[0] for node, results in step.local.graph.numbered()
+    value_of_local = {
+        local: value
+        for value, placements in enumerate(values)
+        for local in list(placements.values())[1:]
+    }
+    last_results = _last_results(step)
+    # an interleaved value is reshaped before the collective
+    reshaped = {node.refs()[0]: results[0] for node, results in step.local.graph.numbered()
              if node.op in RESHAPES}  # fmt: skip
     collectives = [
         (node, results[0])
@@ -361,21 +406,23 @@ def _met(step: AxisStep) -> Iterator[_Met]:
     for (node, result), record in zip(collectives, _records(step, step.local.graph), strict=True):
         if node.args[-1] != step.name:
             continue  # of an earlier axis
-        inside = next((number for end, number in ends if end > result), None)
-        value = moved.get(result, moved.get(shown.get(result, result)))
-        yield _Met(record, value, inside if value is None else None)
+        node_number = next(
+            (number for last_result, number in last_results if last_result > result), None
+        )
+        value = value_of_local.get(result, value_of_local.get(reshaped.get(result, result)))
+        yield _Met(record, value, node_number if value is None else None)
 
 
-def _ends(step: AxisStep) -> list[tuple[int, int]]:
-    """Return for each node the number of its last local result, and its own; in their order."""
-    ends = []
+def _last_results(step: AxisStep) -> list[tuple[int, int]]:
+    """Return (number of the last local result, number of the node) for each node, in order."""
+    pairs = []
     for number, (_, results) in enumerate(step.graph.numbered()):
         values = [
             next(iter(step.local.values[v].values())) for v in results if step.local.values[v]
         ]
         if values:
-            ends.append((max(values), number))
-    return ends
+            pairs.append((max(values), number))
+    return pairs
 
 
 def _records(step: AxisStep, graph: Graph) -> tuple[Communication, ...]:
@@ -384,26 +431,26 @@ def _records(step: AxisStep, graph: Graph) -> tuple[Communication, ...]:
 
 
 def _cause(step: AxisStep, met: _Met) -> str:
-    """Describe the nearest annotation that led to a collective, through values that are cut.
+    """Describe the nearest annotation that led to a collective (breadth-first search backwards).
 
-    Values that are whole lead nowhere.
+    The search goes through sharded and partial values; replicated ones are not followed.
     """
     graph, values = step.graph, step.local.values
-    makers = {value: n for n, (_, results) in enumerate(graph.numbered()) for value in results}
-    ahead = list(graph.nodes[met.node].refs()) if met.node is not None else [met.value]
-    seen = set(ahead)
-    for value in ahead:  # grows meanwhile: nearest first
+    producers = {value: n for n, (_, results) in enumerate(graph.numbered()) for value in results}
+    queue = list(graph.nodes[met.node].refs()) if met.node is not None else [met.value]
+    seen = set(queue)
+    for value in queue:  # grows meanwhile: nearest first
         if value is None or all(placement == R for placement in values[value]):
             continue
-        if value not in makers:
+        if value not in producers:
             if (placement := placement_of(step, value)) != R:
                 return f"input {graph.values[value]} stored {placement}"
             continue
-        node = graph.nodes[makers[value]]
-        placement = stored_by(node).placements[step.axis.at] if node.op == PLACE else R
+        node = graph.nodes[producers[value]]
+        placement = sharding_of_mark(node).placements[step.axis.at] if node.op == PLACE else R
         if placement not in (R, Unspecified()):
-            return f"placed {placement} at {graph.line(makers[value])}"
-        fresh = [ref for ref in node.refs() if ref not in seen]
-        seen.update(fresh)
-        ahead += fresh
+            return f"placed {placement} at {graph.line(producers[value])}"
+        unseen = [ref for ref in node.refs() if ref not in seen]
+        seen.update(unseen)
+        queue += unseen
     return ""

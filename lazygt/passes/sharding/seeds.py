@@ -1,10 +1,10 @@
-"""Seeds: fused weights of several layers, each of which is best cut by itself.
+"""Seeds: interleaved placements of fused weights, such as one of queries, keys and values.
 
-The product with a weight of queries, keys and values is taken apart: by ``split`` or slices, or by
-a view and ``unbind``. Its pieces are in blocks if a rank has a block of each of them in the weight.
-So from the place where a value is taken apart the way goes back to a value that the user cut. That
-this may be interleaved instead is one choice more: the solver weighs its exchange against that of
-activations.
+The product with a fused weight is split: by ``split`` or slices, or by a view and ``unbind``. All
+pieces are sharded without communication if the weight is interleaved, so that each rank has a shard
+of every piece. A backward search from the split finds the weight that the user sharded. The
+interleaved placement is an additional choice: the solver compares the redistribution of the weight
+with that of activations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from lazygt.passes.sharding.rules import packed, views
 from lazygt.passes.sharding.rules.strategy import Call, LocalLowering, Metas
 from lazygt.passes.sharding.strategies import StrategyCatalogue
 
-# -- sets of placements as bit masks: a bit for each P(op), S(dim) and interleaved placement -------
+# -- sets of placements as bit masks ---------------------------------------------------------------
+# There is one bit for each P(op), S(dim) and interleaved placement.
 
 _FIRST = len(REDUCE_OPS)
 #: The bits of all partial placements.
@@ -48,47 +49,53 @@ def partial_bit(placement: Placement) -> int:
 
 
 class Bits:
-    """Bits of the placements that cut a dim.
+    """Assignment of bits to the placements that shard a dim.
 
-    Dims have every second place; the others go to interleaved placements as they are met.
+    S(dim) placements have every second bit; interleaved placements get the other bits on first use.
 
     Attributes:
-        interleaved: the bits of all interleaved placements that were met.
+        interleaved: the bits of all interleaved placements so far.
     """
 
     def __init__(self) -> None:
-        self._met: dict[StridedShard, int] = {}
+        self._bit_of: dict[StridedShard, int] = {}
         self.interleaved = 0
 
     def cut(self, placement: Placement) -> int:
-        """Return the bit of a placement that cuts a dim; 0 for any other."""
+        """Return the bit of a placement that shards a dim; 0 for any other."""
         if isinstance(placement, Shard):
             return 1 << _FIRST + 2 * placement.dim
-        return self._of(placement) if isinstance(placement, StridedShard) else 0
+        return self._interleaved_bit(placement) if isinstance(placement, StridedShard) else 0
 
     def any(self, placement: Placement) -> int:
         """Return the bit of a placement; 0 for ``Replicate()``."""
         return partial_bit(placement) | self.cut(placement)
 
-    def _of(self, placement: StridedShard) -> int:
-        bit = self._met.get(placement)
+    def _interleaved_bit(self, placement: StridedShard) -> int:
+        bit = self._bit_of.get(placement)
         if bit is None:
-            bit = self._met[placement] = 1 << _FIRST + 2 * len(self._met) + 1
+            bit = self._bit_of[placement] = 1 << _FIRST + 2 * len(self._bit_of) + 1
             self.interleaved |= bit
         return bit
 
     def found(self, mask: int) -> tuple[StridedShard, ...]:
         """Return the interleaved placements of a set."""
-        return tuple([placement for placement, bit in self._met.items() if bit & mask])
+        return tuple([placement for placement, bit in self._bit_of.items() if bit & mask])
 
 
 def union(
-    strategies: Sequence[Sequence[Placement]], places: int, bit: Callable[[Placement], int]
+    strategies: Sequence[Sequence[Placement]], count: int, bit: Callable[[Placement], int]
 ) -> list[int]:
-    """Return the mask of the placements at each place, over all strategies."""
+    """Return for each position the mask of its placements over all strategies.
+
+    Args:
+        strategies: of each strategy the placements of its operands, or results.
+        count: number of positions.
+        bit: gives the bit of a placement.
+    """
     return [
-        reduce(or_, [bit(placements[place]) for placements in strategies], 0)
-        for place in range(places)
+        reduce(or_, [bit(placements[position]) for placements in strategies], 0)
+        for position in range(count)
     ]
 
 
@@ -98,30 +105,30 @@ def same_blocks(
     masks: Sequence[int],
     result: TensorMeta | None,
 ) -> int:
-    """Return the blocks of operands that a result can have as well: of dims of equal size."""
+    """Return the mask of the operands' shards that a result can have: of dims of equal size."""
     mask = 0
-    for operand, blocks in zip(operands, masks, strict=True):
+    for operand, operand_mask in zip(operands, masks, strict=True):
         if operand is None or result is None:
             continue
         for dim, (size, other) in enumerate(zip(operand.shape, result.shape, strict=False)):
             if size == other:
-                mask |= blocks & bits.cut(Shard(dim))
+                mask |= operand_mask & bits.cut(Shard(dim))
     return mask
 
 
-# -- seeds: fused weights of several layers, each of which is best cut by itself -------------------
+# -- seeds: interleaved placements of fused weights ------------------------------------------------
 
 _PICKS = frozenset({"aten.unbind.int", "aten.unbind_copy.int", "aten.select.int"})
-_APART = packed.TAKES_APART | _PICKS | {"aten.glu.default"}
-_ASKED = _APART | packed.PUTS_AMONG
+_SPLITS = packed.TAKES_APART | _PICKS | {"aten.glu.default"}
+_SEED_OPS = _SPLITS | packed.PUTS_AMONG
 
 
 class Seeds(NamedTuple):
     """Values that may be interleaved.
 
     Attributes:
-        values: a value that the user cut -> the placements that it may have besides.
-        results: nodes, by number, that put gradients among zeros -> the placement of their sum.
+        values: a value that the user sharded -> its additional placements.
+        results: nodes, by number, that embed gradients in zeros -> the placement of the sum.
     """
 
     values: Mapping[int, Collection[StridedShard]]
@@ -139,47 +146,54 @@ def find_seeds(
     """Return the seeds of a graph.
 
     Args:
-        reached: the mask of each value: blocks that pass where a value is taken apart need no seed.
+        reached: the mask of each value. A value that is sharded along another dim than the one that
+            is split needs no seed.
     """
-    cut = {
+    sharded = {
         value: annotation.placement
         for value, annotation in annotations.items()
         if annotation.kind in ("given", "free") and isinstance(annotation.placement, Shard)
     }
-    asked = {number for number, node in enumerate(catalogue.firsts) if node.op in _ASKED}
-    if not (cut and asked):
+    seed_kinds = {number for number, node in enumerate(catalogue.firsts) if node.op in _SEED_OPS}
+    if not (sharded and seed_kinds):
         return Seeds({}, {})
-    search = _Search(chains, metas, catalogue, cut)
-    nodes = [at for at, number in enumerate(catalogue.numbers) if number in asked]
-    apart = _TakenApart(metas, catalogue.parts)
-    for at in nodes:
-        node = chains.nodes[at][0]
-        if node.op in _APART and not node.dynamic:
-            apart.add(node, reached, bits)
-    for value, dim in apart.picked:
+    search = _Search(chains, metas, catalogue, sharded)
+    nodes = [
+        node_number for node_number, number in enumerate(catalogue.numbers) if number in seed_kinds
+    ]
+    splits = _SplitValues(metas, catalogue.parts)
+    for node_number in nodes:
+        node = chains.nodes[node_number][0]
+        if node.op in _SPLITS and not node.dynamic:
+            splits.add(node, reached, bits)
+    for value, dim in splits.picked:
         search.back_beside(value, dim)
-    for value, placement in apart.groups():
+    for value, placement in splits.groups():
         search.back(value, placement)
-    gradients = [(at, chains.nodes[at][0]) for at in nodes] if search.found else []
-    puts = _put_together(gradients, metas, catalogue.parts)
-    return Seeds(search.found, puts)
+    gradients = (
+        [(node_number, chains.nodes[node_number][0]) for node_number in nodes]
+        if search.found
+        else []
+    )
+    embedded = _embedded_gradients(gradients, metas, catalogue.parts)
+    return Seeds(search.found, embedded)
 
 
-class _TakenApart:
-    """Values that a graph takes apart.
+class _SplitValues:
+    """Values that a graph splits.
 
     Attributes:
-        picked: (value, dim) of which single elements are taken.
+        picked: (value, dim) pairs with single elements selected along the dim.
     """
 
     def __init__(self, metas: Metas, parts: int) -> None:
         self._metas, self._parts = metas, parts
         self.picked: set[tuple[int, int]] = set()
-        #: (value, dim) -> where pieces of it begin and end
+        #: (value, dim) -> starts and ends of the pieces
         self._borders: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
 
     def add(self, node: Node, reached: Sequence[int], bits: Bits) -> None:
-        """Note the value that a node takes apart, unless it is cut along another dim."""
+        """Add the value that a node splits, unless it is sharded along another dim."""
         call = Call(node, self._metas, self._parts)
         value, shape = node.refs()[0], call.shape("self")
         dim = call.dim("dim", len(shape))
@@ -195,19 +209,19 @@ class _TakenApart:
             self._borders[value, dim].update(borders)
 
     def groups(self) -> Iterator[tuple[int, Cut]]:
-        """Yield values with the placement in which each piece of them is in blocks."""
+        """Yield the split values, each with the placement that shards every piece."""
         for (value, dim), borders in self._borders.items():
             meta = self._metas[value]
             assert meta is not None
-            placement = _within(borders, dim, meta.shape[dim])
+            placement = _grouped_placement(borders, dim, meta.shape[dim])
             if placement is not None:
                 yield value, placement
 
 
-def _within(borders: Collection[int], dim: int, size: int) -> StridedShard | None:
-    """Return the placement of a dim with groups between these borders, each in blocks."""
-    every = sorted({0, size, *borders})
-    sizes = [stop - start for start, stop in pairwise(every)]
+def _grouped_placement(borders: Collection[int], dim: int, size: int) -> StridedShard | None:
+    """Return the placement of a dim that shards each group between these borders; None if none."""
+    all_borders = sorted({0, size, *borders})
+    sizes = [stop - start for start, stop in pairwise(all_borders)]
     if min(sizes, default=0) < 2 or len(sizes) > MOST_PIECES:
         return None
     placement = side_by_side(dim, sizes)
@@ -215,60 +229,64 @@ def _within(borders: Collection[int], dim: int, size: int) -> StridedShard | Non
 
 
 class _Search:
-    """Search back for values that the user cut.
+    """Backward search for values that the user sharded.
 
     Attributes:
         found: see ``Seeds.values``.
     """
 
     def __init__(
-        self, chains: DefUse, metas: Metas, catalogue: StrategyCatalogue, cut: Mapping[int, Shard]
+        self,
+        chains: DefUse,
+        metas: Metas,
+        catalogue: StrategyCatalogue,
+        sharded: Mapping[int, Shard],
     ) -> None:
         self.found: dict[int, set[StridedShard]] = {}
-        self._chains, self._metas, self._catalogue, self._cut = chains, metas, catalogue, cut
+        self._chains, self._metas, self._catalogue, self._cut = chains, metas, catalogue, sharded
         self._seen: set[tuple[int, Cut]] = set()
 
     def back_beside(self, value: int, dim: int) -> None:
-        """Search from the dim behind one with picked elements, where a view made both."""
+        """Search from the dim after one with selected elements, if a view produced both dims."""
         nodes, makers = self._chains.nodes, self._chains.makers
-        while (maker := makers[value]) and nodes[maker[0]][0].op not in views.RESHAPES:
-            before = list(self._before(value, Shard(dim)))
-            if len(before) != 1 or not isinstance(before[0][1], Shard):
+        while (producer := makers[value]) and nodes[producer[0]][0].op not in views.RESHAPES:
+            sources = list(self._sharded_operands(value, Shard(dim)))
+            if len(sources) != 1 or not isinstance(sources[0][1], Shard):
                 return
-            value, dim = before[0][0], before[0][1].dim
+            value, dim = sources[0][0], sources[0][1].dim
         meta = self._metas[value]
-        if maker is not None and meta is not None and dim + 1 < len(meta.shape):
+        if producer is not None and meta is not None and dim + 1 < len(meta.shape):
             self.back(value, Shard(dim + 1))
 
     def back(self, value: int, placement: Cut) -> None:
-        """Note the values cut by the user that lead to a value so, if they are interleaved."""
-        waiting = [(value, placement)]
-        while waiting:
-            value, placement = waiting.pop()
+        """Find the user's sharded values that become a value in a placement, if interleaved."""
+        stack = [(value, placement)]
+        while stack:
+            value, placement = stack.pop()
             if (value, placement) in self._seen:
                 continue
             self._seen.add((value, placement))
-            cut = self._cut.get(value)
-            if cut is None:
-                waiting += self._before(value, placement)
-            elif isinstance(placement, StridedShard) and placement.dim == cut.dim:
+            user_placement = self._cut.get(value)
+            if user_placement is None:
+                stack += self._sharded_operands(value, placement)
+            elif isinstance(placement, StridedShard) and placement.dim == user_placement.dim:
                 self.found.setdefault(value, set()).add(placement)
 
-    def _before(self, value: int, placement: Cut) -> Iterator[tuple[int, Cut]]:
-        """Yield the operands that lead to a value so, each with its cut."""
-        maker = self._chains.makers[value]
-        if maker is None:
+    def _sharded_operands(self, value: int, placement: Cut) -> Iterator[tuple[int, Cut]]:
+        """Yield the operands with the placements that give a value a placement locally."""
+        producer = self._chains.makers[value]
+        if producer is None:
             return
-        number, place = maker
+        number, result_index = producer
         node, refs, _ = self._chains.nodes[number]
         if node.op in views.RESHAPES:
-            result, have = (self._shape(which) for which in (value, refs[0]))
-            source = views.viewed(placement, result, have, self._catalogue.parts)
+            result_shape, operand_shape = (self._shape(either) for either in (value, refs[0]))
+            source = views.viewed(placement, result_shape, operand_shape, self._catalogue.parts)
             if source is not None:
                 yield refs[0], source
             return
         for strategy in self._catalogue.entries[self._catalogue.numbers[number]].strategies:
-            if strategy.outputs[place] != Shard(placement.dim) or strategy.comm:
+            if strategy.outputs[result_index] != Shard(placement.dim) or strategy.comm:
                 continue
             if strategy.lower is None or isinstance(strategy.lower, LocalLowering):
                 for ref, operand in zip(refs, strategy.inputs, strict=True):
@@ -281,22 +299,29 @@ class _Search:
         return meta.shape
 
 
-def _put_together(
-    nodes: Sequence[tuple[int, Node]], metas: Metas, parts: int
+def _embedded_gradients(
+    nodes: Sequence[tuple[int, Node]], metas: Metas, axis_size: int
 ) -> dict[int, StridedShard]:
-    """Return the placements of gradients that are put side by side among zeros of one shape.
+    """Return the interleaved placements of gradients that are embedded in zeros of one shape.
 
-    Each of them is in blocks.
+    The sum of these gradients has a group for each, and every group is sharded.
     """
     borders: defaultdict[tuple[tuple[int, ...], int], set[int]] = defaultdict(set)
-    puts = []
-    for at, node in nodes:
-        call = Call(node, metas, parts)
+    embedded = []
+    for node_number, node in nodes:
+        call = Call(node, metas, axis_size)
         if node.op in packed.PUTS_AMONG and type(call["start"]) is type(call["end"]) is int:
             shape = tuple(call["input_sizes"])
             dim = call.dim("dim", len(shape))
             first, last, _ = slice(call["start"], call["end"]).indices(shape[dim])
             borders[shape, dim].update((first, last))
-            puts.append((at, (shape, dim)))
-    placements = {key: _within(every, key[1], key[0][key[1]]) for key, every in borders.items()}
-    return {at: placement for at, key in puts if (placement := placements[key]) is not None}
+            embedded.append((node_number, (shape, dim)))
+    placements = {
+        key: _grouped_placement(all_borders, key[1], key[0][key[1]])
+        for key, all_borders in borders.items()
+    }
+    return {
+        node_number: placement
+        for node_number, key in embedded
+        if (placement := placements[key]) is not None
+    }

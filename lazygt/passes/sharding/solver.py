@@ -1,14 +1,15 @@
-"""Min-sum by variable elimination: many variables with few choices each.
+"""Min-sum variable elimination (bucket elimination) for many variables with few choices each.
 
-A problem is a sum of cost tables (factors), each over few variables. A variable is eliminated by
-adding up the tables that name it and minimising over it, which leaves one table over its
-neighbours. The variable with the smallest sum goes first (ties by number, so that equal problems
-are solved alike everywhere). Tables are kept once by content, so that the elimination of the tenth
-identical layer is a dictionary look-up.
+A problem is a sum of cost tables (factors), each over few variables. Eliminating a variable adds up
+the tables over it and minimises the sum over it, which leaves one table over its neighbours. The
+variable with the smallest sum goes first (ties by number, so that equal problems have equal
+solutions). Tables are interned by content, so that the elimination of the tenth identical layer is
+a dictionary look-up.
 
 Where a table would grow past a cap, the neighbour with the most neighbours is *conditioned on*: its
-tables are relaxed (minimised over it one by one, which keeps a lower bound), its choice is made at
-the end, and the rest is solved anew, exactly, for that choice.
+tables are relaxed (each is minimised over it separately, as in mini-bucket elimination, which gives
+a lower bound), its choice is made at the end, and the other variables are then solved exactly for
+that choice.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import numpy.typing as npt
 
 from lazygt.passes.sharding.placement_cost import NONE, CostTables, Scope, Summed, Table
 
-# -- one run of variable elimination: every variable once, then all choices backwards --------------
-# All tables of one pair of variables are one sum, and so are those of one variable alone. So a
-# query on the tables has a short key: the number of a variable's own table, and of the table with
-# each neighbour, in the order of the neighbours.
+# -- one run of variable elimination ---------------------------------------------------------------
+# Every variable is eliminated once, then choices are made in reverse order. All tables over one
+# pair of variables are one sum, and so are those over one variable. So the cache key of an
+# elimination is short: the number of the variable's own table, and of the table with each
+# neighbour, in the order of the neighbours.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class Eliminated:
     """Choices for every variable.
 
     Attributes:
-        bound: no choices cost less; the cost of these when nothing was relaxed.
-        relaxed: the variables conditioned on, in that order.
+        bound: lower bound of the cost; the exact cost if nothing was relaxed.
+        relaxed: the variables conditioned on, in order.
     """
 
     choices: list[int]
@@ -44,12 +46,12 @@ class Eliminated:
     relaxed: tuple[int, ...]
 
 
-#: A variable that was eliminated, its neighbours, and its best choice for each of their choices.
+#: (eliminated variable, its neighbours, its best choice for each joint choice of theirs).
 _Argmin = tuple[int, Sequence[int], npt.NDArray[np.intp]]
 
 
 class _Conditioned(NamedTuple):
-    """Relaxed variable, with the factors that named it then, by table."""
+    """Relaxed variable, with the factors over it at that time, as (scope, table number)."""
 
     variable: int
     factors: list[tuple[Scope, int]]
@@ -60,8 +62,12 @@ class Elimination:
 
     Args:
         sizes: the number of choices of each variable.
-        cap: the most entries of a sum; a variable is relaxed where it would have more.
-        fixed: variables with a choice that is made already.
+        cap: most entries of a summed table; a neighbour is relaxed where there would be more.
+        fixed: variable -> its choice, which is made already.
+
+    Attributes:
+        width: most neighbours of an eliminated variable (induced width).
+        entries: number of entries of all summed tables.
     """
 
     def __init__(
@@ -79,54 +85,54 @@ class Elimination:
         self._free = [size > 1 for size in sizes]
         for v, choice in (fixed or {}).items():
             self._free[v], self._choices[v] = False, choice
-        #: of each variable the table that names it alone
-        self._own = [NONE] * len(sizes)
-        #: of each variable its neighbours, with the table of the two; its own axis is the first
-        self._pairs: list[dict[int, int]] = [{} for _ in sizes]
-        #: of each variable the larger factors that name it
-        self._larger: list[dict[int, None]] = [{} for _ in sizes]
+        #: for each variable the number of the table over it alone
+        self._unary_tables = [NONE] * len(sizes)
+        #: for each variable: neighbour -> table over the two, with the variable's axis first
+        self._pair_tables: list[dict[int, int]] = [{} for _ in sizes]
+        #: for each variable the factors over it and two or more others
+        self._larger_factors: list[dict[int, None]] = [{} for _ in sizes]
         self._scopes: list[Scope] = []
         self._table_of: list[int] = []
-        #: of each variable the entries of its sum, and those that it waits with
+        #: for each variable the entries of its summed table, now and when it was last queued
         self._entries, self._queued = list(sizes), [0] * len(sizes)
-        #: entries and variable of each sum, as one number
-        self._waiting: list[int] = []
+        #: (entries << bits | variable): variables ordered by the entries of their summed tables
+        self._heap: list[int] = []
         self._bits = len(sizes).bit_length()
-        self._take(factors)
+        self._add_factors(factors)
 
     @property
     def computed(self) -> int:
-        """Number of table entries that were computed, not found again."""
+        """Number of table entries that were computed, not found in the cache."""
         return self._tables.computed
 
     def run(self) -> Eliminated:
-        """Choose for every variable; at a bound of infinity the choices mean nothing."""
+        """Choose for every variable; the choices are meaningless if the bound is infinite."""
         steps: list[_Argmin | _Conditioned] = []
         self._queue([v for v, free in enumerate(self._free) if free])
-        waiting, free, current = self._waiting, self._free, self._entries
+        waiting, free, current = self._heap, self._free, self._entries
         bits, mask = self._bits, (1 << self._bits) - 1
         while waiting:
-            first = heapq.heappop(waiting)
-            v = first & mask
-            if not free[v] or first >> bits != current[v]:
+            item = heapq.heappop(waiting)
+            v = item & mask
+            if not free[v] or item >> bits != current[v]:
                 continue
-            while current[v] > self._cap and self._pairs[v]:
-                hub = max(self._pairs[v], key=lambda u: (len(self._pairs[u]), -u))
-                steps.append(_Conditioned(hub, self._relax(hub)))
+            while current[v] > self._cap and self._pair_tables[v]:
+                neighbour = max(self._pair_tables[v], key=lambda u: (len(self._pair_tables[u]), -u))
+                steps.append(_Conditioned(neighbour, self._relax(neighbour)))
             steps.append(self._eliminate(v))
         choices = self._choices
         choice = choices.__getitem__
         for step in reversed(steps):
             if isinstance(step, _Conditioned):
-                choices[step.variable] = int(self._costs(*step).argmin())
+                choices[step.variable] = int(self._choice_costs(*step).argmin())
             else:
                 v, neighbours, best = step
                 choices[v] = best.item(*map(choice, neighbours))
         relaxed = tuple([step.variable for step in steps if isinstance(step, _Conditioned)])
         return Eliminated(choices, self._bound, relaxed)
 
-    def _costs(self, v: int, factors: Collection[tuple[Scope, int]]) -> Table:
-        """Return the cost of each choice of ``v`` by these factors, with all others chosen."""
+    def _choice_costs(self, v: int, factors: Collection[tuple[Scope, int]]) -> Table:
+        """Return the cost of each choice of ``v`` by these factors, with all other choices made."""
         total = np.zeros(self._sizes[v])
         for scope, table in factors:
             index = [self._choices[u] for u in scope if u != v]
@@ -134,23 +140,24 @@ class Elimination:
         return total
 
     def _queue(self, variables: Collection[int]) -> None:
-        """Put variables in the queue, by the entries of their sums."""
+        """Push variables to the heap, by the entries of their summed tables."""
         queued, bits = self._queued, self._bits
         for v in variables:
             entries = self._entries[v]
             if entries != queued[v]:
                 queued[v] = entries
-                heapq.heappush(self._waiting, entries << bits | v)
+                heapq.heappush(self._heap, entries << bits | v)
 
     def _eliminate(self, v: int) -> _Argmin:
-        pairs, tables = self._pairs[v], self._tables
+        """Eliminate a variable: sum the tables over it, minimise, and add the table of minima."""
+        pairs, tables = self._pair_tables[v], self._tables
         neighbours = sorted(pairs)
-        key = self._own[v], *[pairs[u] for u in neighbours]
-        if self._scopes and (self._larger[v] or NONE in key[1:]):
+        key = self._unary_tables[v], *[pairs[u] for u in neighbours]
+        if self._scopes and (self._larger_factors[v] or NONE in key[1:]):
             table, shift, best = self._summed_with_larger(v, neighbours, key)
         else:
             table, shift, best = tables.summed(key)
-        self._drop(v)
+        self._remove(v)
         self.width = max(self.width, len(neighbours))
         self.entries += self._entries[v]
         self._bound += shift
@@ -162,84 +169,92 @@ class Elimination:
     def _summed_with_larger(
         self, v: int, neighbours: Sequence[int], key: tuple[int, ...]
     ) -> Summed:
-        place = {u: axis for axis, u in enumerate((v, *neighbours))}
+        """Return the minimised sum where some factors have more than two variables."""
+        axis_of = {u: axis for axis, u in enumerate((v, *neighbours))}
         larger = tuple([
-            (self._table_of[factor], tuple([place[u] for u in self._scopes[factor]]))
-            for factor in self._larger[v]
+            (self._table_of[factor], tuple([axis_of[u] for u in self._scopes[factor]]))
+            for factor in self._larger_factors[v]
         ])  # fmt: skip
-        return self._tables.summed(key, tuple([self._sizes[u] for u in place]), larger)
+        return self._tables.summed(key, tuple([self._sizes[u] for u in axis_of]), larger)
 
     def _relax(self, v: int) -> list[tuple[Scope, int]]:
-        """Minimise each factor over ``v`` on its own; return those factors."""
-        factors = [((v,), self._own[v]), *[((v, u), table) for u, table in self._pairs[v].items()]]
+        """Minimise each factor over ``v`` separately, which relaxes the problem; return them."""
+        factors = [
+            ((v,), self._unary_tables[v]),
+            *[((v, u), table) for u, table in self._pair_tables[v].items()],
+        ]
         factors = [(scope, table) for scope, table in factors if table != NONE]
-        factors += [(self._scopes[factor], self._table_of[factor]) for factor in self._larger[v]]
-        self._drop(v)
+        factors += [
+            (self._scopes[factor], self._table_of[factor]) for factor in self._larger_factors[v]
+        ]
+        self._remove(v)
         for scope, table in factors:
             axis = scope.index(v)
             self._add(scope[:axis] + scope[axis + 1 :], self._tables.least(table, axis))
-        self._queue(self._pairs[v])
+        self._queue(self._pair_tables[v])
         return factors
 
-    def _drop(self, v: int) -> None:
-        """Take a variable and its factors out."""
+    def _remove(self, v: int) -> None:
+        """Remove a variable and its factors."""
         self._free[v] = False
-        for factor in self._larger[v]:
+        for factor in self._larger_factors[v]:
             for u in self._scopes[factor]:
                 if u != v:
-                    del self._larger[u][factor]
-        pairs, entries, size = self._pairs, self._entries, self._sizes[v]
+                    del self._larger_factors[u][factor]
+        pairs, entries, size = self._pair_tables, self._entries, self._sizes[v]
         for u in pairs[v]:
             del pairs[u][v]
             entries[u] //= size
 
-    def _take(self, factors: Collection[tuple[Scope, Table]]) -> None:
-        """Add the factors of the problem, without the variables that are chosen already."""
+    def _add_factors(self, factors: Collection[tuple[Scope, Table]]) -> None:
+        """Add the factors of the problem, restricted to the choices that are made already."""
         number_of, is_free = self._tables.number, self._free.__getitem__
         for scope, table in factors:
             number = number_of(table)
             if not all(map(is_free, scope)):
-                where = tuple([None if is_free(v) else self._choices[v] for v in scope])
+                indices = tuple([None if is_free(v) else self._choices[v] for v in scope])
                 scope = tuple(filter(is_free, scope))
-                number = self._tables.part(number, where)
+                number = self._tables.part(number, indices)
             self._add(scope, number)
 
     def _add(self, scope: Sequence[int], table: int) -> None:
+        """Add a factor to the tables of its variables."""
         tables = self._tables
         if len(scope) == 1:
             (v,) = scope
-            self._own[v] = tables.plus(self._own[v], table)
+            self._unary_tables[v] = tables.plus(self._unary_tables[v], table)
         elif len(scope) == 2:
             a, b = scope
-            of_a = self._pairs[a]
-            if b in of_a:
-                table = tables.plus(of_a[b], table)
+            neighbours_of_a = self._pair_tables[a]
+            if b in neighbours_of_a:
+                table = tables.plus(neighbours_of_a[b], table)
             else:
                 self._entries[a] *= self._sizes[b]
                 self._entries[b] *= self._sizes[a]
-            of_a[b], self._pairs[b][a] = table, tables.turned(table)
+            neighbours_of_a[b], self._pair_tables[b][a] = table, tables.turned(table)
         elif scope:
             self._add_larger(tuple(scope), table)
         else:
             self._bound += tables.value(table)
 
     def _add_larger(self, scope: Scope, table: int) -> None:
+        """Add a factor over three or more variables."""
         factor = len(self._scopes)
         self._scopes.append(scope)
         self._table_of.append(table)
         for v in scope:
-            self._larger[v][factor] = None
+            self._larger_factors[v][factor] = None
             for u in scope:
-                if u != v and u not in self._pairs[v]:
-                    self._pairs[v][u] = NONE
+                if u != v and u not in self._pair_tables[v]:
+                    self._pair_tables[v][u] = NONE
                     self._entries[v] *= self._sizes[u]
 
 
-# -- min-sum by variable elimination: many variables with few choices each -------------------------
+# -- min-sum problems and their solution -----------------------------------------------------------
 
 #: Entries of the largest table: 3 MiB.
 TABLE_CAP = 400_000
-#: The local search after conditioning ends when a sweep changes nothing, which it does early.
+#: Most sweeps of the local search after conditioning; most searches end after few.
 _SWEEPS = 20
 
 
@@ -263,14 +278,14 @@ class Solution:
     """Choices, and their quality.
 
     Attributes:
-        choices: one a variable.
+        choices: one for each variable.
         cost: the sum of the factors at the choices.
-        bound: no choices cost less.
-        exact: whether nothing was conditioned on; then cost is bound.
-        width: the most neighbours that an eliminated variable had.
-        entries: table entries of all eliminations together.
-        computed: those of them that were computed, not found again.
-        conditioned: the variables conditioned on, in that order.
+        bound: lower bound of the cost of all choices.
+        exact: whether nothing was conditioned on; then cost equals bound.
+        width: most neighbours of an eliminated variable (induced width).
+        entries: number of table entries of all eliminations.
+        computed: number of these entries that were computed, not found in the cache.
+        conditioned: the variables conditioned on, in order.
     """
 
     choices: tuple[int, ...]
@@ -284,15 +299,15 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """Part of the cost, from 0 to 1, that a better solution could save at most."""
+        """Relative optimality gap: (cost - bound) / cost, from 0 to 1."""
         return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
 
 def solve(problem: Problem, cap: int = TABLE_CAP) -> Solution:
-    """Return the cheapest choices; where the cap forbids it, good ones and a lower bound.
+    """Return the cheapest choices; where the cap forbids that, good ones and a lower bound.
 
     Args:
-        cap: the most entries a table may have while it is summed.
+        cap: most entries of a summed table.
 
     Raises:
         Infeasible: no choices have a finite cost.
@@ -308,7 +323,7 @@ def solve(problem: Problem, cap: int = TABLE_CAP) -> Solution:
         fixed = {v: choices[v] for v in eliminated.relaxed}
         again = Elimination(problem.sizes, problem.factors, cap, fixed).run()
         better = min((choices, again.choices), key=lambda candidate: evaluate(problem, candidate))
-        choices = _improved(problem, better)
+        choices = _coordinate_descent(problem, better)
         cost = evaluate(problem, choices)
     return Solution(
         choices=tuple(choices),
@@ -341,29 +356,29 @@ def _check(problem: Problem) -> None:
             )
 
 
-def _improved(problem: Problem, choices: Sequence[int]) -> list[int]:
-    """Change one variable at a time for as long as that saves something (coordinate descent)."""
-    touching: list[list[tuple[Scope, Table]]] = [[] for _ in problem.sizes]
+def _coordinate_descent(problem: Problem, choices: Sequence[int]) -> list[int]:
+    """Improve choices by coordinate descent: change one variable at a time while that saves."""
+    factors_of: list[list[tuple[Scope, Table]]] = [[] for _ in problem.sizes]
     for scope, table in problem.factors:
         for v in scope:
-            touching[v].append((scope, table))
-    now = list(choices)
+            factors_of[v].append((scope, table))
+    current = list(choices)
     for _ in range(_SWEEPS):
         changed = False
-        for v, factors in enumerate(touching):
-            costs = _costs(v, problem.sizes[v], factors, now)
+        for v, factors in enumerate(factors_of):
+            costs = _choice_costs(v, problem.sizes[v], factors, current)
             best = int(costs.argmin())
-            if costs[best] < costs[now[v]]:
-                now[v], changed = best, True
+            if costs[best] < costs[current[v]]:
+                current[v], changed = best, True
         if not changed:
             break
-    return now
+    return current
 
 
-def _costs(
+def _choice_costs(
     v: int, size: int, factors: Iterable[tuple[Scope, Table]], choices: Sequence[int]
 ) -> Table:
-    """Return the cost of each choice of one variable while all others stay."""
+    """Return the cost of each choice of one variable, with all other choices fixed."""
     total = np.zeros(size)
     for scope, table in factors:
         total += table[tuple([slice(None) if u == v else choices[u] for u in scope])]

@@ -1,4 +1,4 @@
-"""Strategies of every node with their costs, looked up once for each kind of node."""
+"""Catalogue of the sharding strategies of every node with their costs, by kind of node."""
 
 from __future__ import annotations
 
@@ -21,90 +21,98 @@ from lazygt.passes.sharding.placement_cost import strategy_seconds, ticks, work_
 from lazygt.passes.sharding.rules import packed, views
 from lazygt.passes.sharding.rules.strategy import Call, LocalLowering, Metas, Strategy
 
-# -- strategies that take an operand interleaved, where they take it in S(dim) as well -------------
-# An op that runs on blocks alone, and is right for every size of the blocks, computes each row of
-# the cut dim by itself, or adds up over all. So any rows of a dim will do in the place of
-# neighbours, if all tensors that the strategy cuts are cut alike.
+# -- strategies for interleaved operands, derived from those for S(dim) ----------------------------
+# An op that runs on shards without communication, for every shard size, computes each row of the
+# sharded dim independently, or reduces over all rows. So the rows of a shard need not be adjacent,
+# if all tensors that the strategy shards have the same rows.
 
 
 def strided_strategies(
     node: Node,
     metas: Metas,
-    parts: int,
+    axis_size: int,
     strategies: Sequence[Strategy],
-    place: int,
+    position: int,
     placement: StridedShard,
 ) -> list[Strategy]:
-    """Return the strategies in which the operand at ``place`` is interleaved.
+    """Return the strategies in which the operand at position ``position`` is interleaved.
 
     Args:
-        strategies: of the node, for blocks.
+        strategies: of the node, for contiguous shards.
+        position: position of the operand.
+        placement: of the operand.
     """
     if node.op in views.RESHAPES:
-        strategy = views.view_strategy(Call(node, metas, parts), placement)
+        strategy = views.view_strategy(Call(node, metas, axis_size), placement)
         return [] if strategy is None else [strategy]
-    if node.op in packed.TAKES_APART and packed.cut_dim(node, metas, parts) == placement.dim:
-        strategy = packed.taken_apart(Call(node, metas, parts), placement)
+    if node.op in packed.TAKES_APART and packed.cut_dim(node, metas, axis_size) == placement.dim:
+        strategy = packed.taken_apart(Call(node, metas, axis_size), placement)
         return [] if strategy is None else [strategy]
-    if node.op in packed.HALVES and packed.cut_dim(node, metas, parts) == placement.dim:
-        strategy = packed.halves(Call(node, metas, parts), placement)
+    if node.op in packed.HALVES and packed.cut_dim(node, metas, axis_size) == placement.dim:
+        strategy = packed.halves(Call(node, metas, axis_size), placement)
         return [] if strategy is None else [strategy]
     tensors = [metas[number] for number in node.refs()]
-    wanted = (strategy for strategy in strategies if strategy.inputs[place] == Shard(placement.dim))
-    made = (_instead(strategy, tensors, node.results, placement) for strategy in wanted)
-    return [strategy for strategy in made if strategy is not None]
+    candidates = (
+        strategy for strategy in strategies if strategy.inputs[position] == Shard(placement.dim)
+    )
+    interleaved = (
+        _interleaved_strategy(strategy, tensors, node.results, placement) for strategy in candidates
+    )
+    return [strategy for strategy in interleaved if strategy is not None]
 
 
-def _instead(
+def _interleaved_strategy(
     strategy: Strategy, operands: Metas, results: Metas, wanted: StridedShard
 ) -> Strategy | None:
-    """Return the strategy with every cut dim interleaved as ``wanted``.
+    """Return the strategy with every sharded dim interleaved as ``wanted``.
 
-    None where the strategy needs neighbours, or cuts dims of several sizes.
+    None where the strategy needs adjacent rows, or shards dims of several sizes.
     """
     if not (strategy.lower is None or isinstance(strategy.lower, LocalLowering)):
         return None
-    if any(isinstance(made, StridedShard) for made in (*strategy.inputs, *strategy.outputs)):
+    if any(
+        isinstance(placements, StridedShard) for placements in (*strategy.inputs, *strategy.outputs)
+    ):
         return None
-    every = list(zip((*strategy.inputs, *strategy.outputs), (*operands, *results), strict=True))
+    pairs = list(zip((*strategy.inputs, *strategy.outputs), (*operands, *results), strict=True))
     sizes = {
         meta.shape[placement.dim]
-        for placement, meta in every
+        for placement, meta in pairs
         if isinstance(placement, Shard) and meta is not None
     }
     if len(sizes) > 1:
         return None
-    made = [_as(wanted, placement) for placement, _ in every]
+    placements = [_interleaved_placement(wanted, placement) for placement, _ in pairs]
     count = len(strategy.inputs)
-    return replace(strategy, inputs=tuple(made[:count]), outputs=tuple(made[count:]))
+    return replace(strategy, inputs=tuple(placements[:count]), outputs=tuple(placements[count:]))
 
 
-def _as(wanted: StridedShard, placement: Placement) -> Placement:
+def _interleaved_placement(wanted: StridedShard, placement: Placement) -> Placement:
     return replace(wanted, dim=placement.dim) if isinstance(placement, Shard) else placement
 
 
-# -- strategies of every node with their costs, looked up once for each kind of node ---------------
+# -- catalogue of strategies with their costs ------------------------------------------------------
 
-#: The strategies of a node, with or without the one that is R everywhere.
+#: Returns the strategies of a node, with or without the replicated one.
 StrategiesOf = Callable[[Node], Sequence[Strategy]]
-#: For each operand of a node the interleaved placements that it may have.
+#: For each operand of a node the interleaved placements that may reach it.
 Reached = tuple[tuple[StridedShard, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StrategySet:
-    """Strategies that one kind of node may be run as.
+    """Strategies of one kind of node, with their costs.
 
     Attributes:
-        strategies: all R first, then in the order of the rule; of a placement those that keep it.
-        costs: the time of each, in ticks.
-        shares: the part of the node's arithmetic that a rank does, of each.
+        strategies: the replicated one first, then in the order of the op's rule.
+        costs: the time of each strategy, in ticks.
+        shares: for each strategy the fraction of the node's arithmetic on one rank.
         heavy: whether the node is a matmul, a convolution or an attention.
-        works: whether there is anything to do, unlike in a view.
-        only_cuts_results: whether some take whole operands to blocks.
-        attends: whether it is an attention, for which whole keys may weigh more than to exchange
-            the blocks that there are for those of heads.
-        takes_sums: whether an operand that may come as a partial sum is taken so and not otherwise.
+        works: whether the node takes time, unlike a view.
+        only_cuts_results: whether a strategy maps replicated operands to sharded results.
+        attends: whether the node is an attention, for which gathering keys may cost more than
+            converting their shards to shards of heads.
+        takes_sums: whether the node must read a partial operand as such (``reduce_as``).
     """
 
     strategies: tuple[Strategy, ...]
@@ -117,34 +125,34 @@ class StrategySet:
     takes_sums: bool
 
     def keep(self, wanted: Callable[[int, Strategy], bool]) -> StrategySet:
-        """Return the entry with the wanted strategies; itself where that is none or all of them."""
-        kept = [
+        """Return the set filtered by a predicate; the set itself if none or all would remain."""
+        retained = [
             number for number, strategy in enumerate(self.strategies) if wanted(number, strategy)
         ]
-        if not kept or len(kept) == len(self.strategies):
+        if not retained or len(retained) == len(self.strategies):
             return self
         return replace(
             self,
-            strategies=tuple([self.strategies[number] for number in kept]),
-            costs=self.costs[kept],
-            shares=tuple([self.shares[number] for number in kept]),
+            strategies=tuple([self.strategies[number] for number in retained]),
+            costs=self.costs[retained],
+            shares=tuple([self.shares[number] for number in retained]),
         )
 
 
 class StrategyCatalogue:
-    """Entries of a graph's nodes.
+    """Strategy sets of a graph's nodes, one for each kind of node.
 
-    Nodes of one op with equal metas and arguments have one entry; ``strategies_of`` is asked about
+    Nodes of one op with equal metas and arguments are of one kind; ``strategies_of`` is called for
     the first of them.
 
     Args:
         metas: of every value.
 
     Attributes:
-        entries: one a kind of node, then those that were asked for later.
-        numbers: of each node, the number of its entry.
-        firsts: of each kind the first node.
-        parts: ranks of the axis.
+        entries: the set of each kind of node, then sets extended by interleaved placements.
+        numbers: for each node, the number of its set.
+        firsts: the first node of each kind.
+        parts: number of ranks of the axis.
     """
 
     def __init__(
@@ -159,51 +167,55 @@ class StrategyCatalogue:
         kinds: dict[tuple[Any, ...], int] = {}
         self.numbers: list[int] = []
         self.firsts: list[Node] = []
-        ids = tuple(map(id, metas))  # equal metas are one object
+        meta_ids = tuple(map(id, metas))  # equal metas are one object
         for node, refs, results in chains.nodes:
-            kind = _signature(node, refs, results, ids)
+            kind = _signature(node, refs, results, meta_ids)
             number = kinds.setdefault(kind, len(kinds))
             if number == len(self.firsts):
                 self.firsts.append(node)
             self.numbers.append(number)
-        self._costs = graph_costs(_apart(self.firsts, metas, chains.params))
+        self._costs = graph_costs(_isolated_graph(self.firsts, metas, chains.params))
         self.entries = [
-            self._entry(number, _every(node, strategies_of(node)))
+            self._entry(number, _all_strategies(node, strategies_of(node)))
             for number, node in enumerate(self.firsts)
         ]
-        self._wider: dict[tuple[int, Reached, StridedShard | None], int] = {}
+        self._extended_sets: dict[tuple[int, Reached, StridedShard | None], int] = {}
 
     def strided(self, number: int, reached: Reached, wanted: StridedShard | None = None) -> int:
-        """Return the number of an entry that also takes operands interleaved.
+        """Return the number of a set that also has strategies for interleaved operands.
 
         Args:
-            number: of the entry without such strategies.
-            reached: for each operand the placements that it may have.
-            wanted: the placement that a gradient is to have that the node puts among zeros.
+            number: of the set without such strategies.
+            reached: for each operand the interleaved placements that may reach it.
+            wanted: placement of the result, for a gradient that the node embeds in zeros.
         """
         key = number, reached, wanted
-        index = self._wider.get(key)
+        index = self._extended_sets.get(key)
         if index is None:
             node, strategies = self.firsts[number], self.entries[number].strategies
-            more = {
+            additional = {
                 (strategy.inputs, strategy.outputs): strategy
-                for place, placements in enumerate(reached)
+                for position, placements in enumerate(reached)
                 for placement in placements
                 for strategy in strided_strategies(
-                    node, self._metas, self.parts, strategies, place, placement
+                    node, self._metas, self.parts, strategies, position, placement
                 )
             }
-            joined = self._of_groups(node, reached, wanted)
-            more |= {} if joined is None else {(joined.inputs, joined.outputs): joined}
-            index = self._wider[key] = len(self.entries) if more else number
-            if more:
-                self.entries.append(self._entry(number, (*strategies, *more.values())))
+            group_strategy = self._group_strategy(node, reached, wanted)
+            additional |= (
+                {}
+                if group_strategy is None
+                else {(group_strategy.inputs, group_strategy.outputs): group_strategy}
+            )
+            index = self._extended_sets[key] = len(self.entries) if additional else number
+            if additional:
+                self.entries.append(self._entry(number, (*strategies, *additional.values())))
         return index
 
-    def _of_groups(
+    def _group_strategy(
         self, node: Node, reached: Reached, wanted: StridedShard | None
     ) -> Strategy | None:
-        """Return the strategy for an interleaved value of several operands, or of several nodes."""
+        """Return the strategy for an interleaved result of ``cat``, or of a slice's backward."""
         if wanted is not None:
             return packed.put_among(Call(node, self._metas, self.parts), wanted)
         if node.op == packed.CAT:
@@ -211,6 +223,7 @@ class StrategyCatalogue:
         return None
 
     def _entry(self, number: int, strategies: tuple[Strategy, ...]) -> StrategySet:
+        """Return the strategy set of kind ``number``, with costs."""
         node, cost, parts = self.firsts[number], self._costs[number], self.parts
         operands = [self._metas[value] for value in node.refs()]
         seconds = [
@@ -221,8 +234,8 @@ class StrategyCatalogue:
         strategies, seconds = _cheapest(strategies, seconds)
         shares = [work_share(strategy, operands, node.results, parts) for strategy in strategies]
         costs = np.array(list(map(ticks, seconds)))
-        if not (operands or costs.any() or _is_cut(strategies[0])):
-            costs[0] = 1  # memory is had in no time, but a block of it is less
+        if not (operands or costs.any() or _is_sharded(strategies[0])):
+            costs[0] = 1  # allocation takes no time, but a shard needs less memory
         return StrategySet(
             strategies,
             costs,
@@ -235,18 +248,20 @@ class StrategyCatalogue:
         )
 
 
-def _every(node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """Return all strategies, R everywhere first: by the op's rule, else by ``replicated``."""
+def _all_strategies(node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Return all strategies, the replicated one first."""
     if node.op == PLACE:
         return tuple(strategies)
-    whole = next((strategy for strategy in strategies if not _is_cut(strategy)), replicated(node))
-    return (whole, *filter(_is_cut, strategies))
+    all_replicated = next(
+        (strategy for strategy in strategies if not _is_sharded(strategy)), replicated(node)
+    )
+    return (all_replicated, *filter(_is_sharded, strategies))
 
 
 def _cheapest(
     strategies: tuple[Strategy, ...], seconds: list[float]
 ) -> tuple[tuple[Strategy, ...], list[float]]:
-    """Keep of several strategies with the same placements the one that takes the least time."""
+    """Keep the fastest of several strategies with the same placements."""
     if all(strategy.share is None for strategy in strategies):
         return strategies, seconds
     best: dict[tuple[object, ...], int] = {}
@@ -254,16 +269,16 @@ def _cheapest(
         placements = strategy.inputs, strategy.outputs
         if seconds[number] < seconds[best.setdefault(placements, number)]:
             best[placements] = number
-    kept = sorted(best.values())
-    return tuple([strategies[number] for number in kept]), [seconds[number] for number in kept]
+    retained = sorted(best.values())
+    return tuple([strategies[number] for number in retained]), [
+        seconds[number] for number in retained
+    ]
 
 
 def _signature(
     node: Node, refs: tuple[int, ...], results: range, metas: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """Return a key that is equal for nodes with the same op, metas and arguments.
-
-    The values that they read may differ.
+    """Return a hashable key that is equal for nodes with the same op, metas and arguments.
 
     Args:
         metas: a number for the meta of each value.
@@ -286,6 +301,7 @@ _ANY = {Ref: Ref, Param: Param}
 
 
 def _structure(args: tuple[Arg, ...]) -> tuple[Any, ...]:
+    """Return arguments with placeholders for values and run-time numbers."""
     kinds = tuple(map(type, args))
     if kinds.count(Ref) == len(kinds):
         return kinds
@@ -299,34 +315,36 @@ def _structure(args: tuple[Arg, ...]) -> tuple[Any, ...]:
     ])  # fmt: skip
 
 
-def _apart(nodes: Sequence[Node], metas: Metas, params: tuple[str, ...]) -> Graph:
-    """Return a graph of these nodes alone, each with inputs of its own."""
+def _isolated_graph(nodes: Sequence[Node], metas: Metas, params: tuple[str, ...]) -> Graph:
+    """Return a graph of these nodes without dependences; each node has its own inputs."""
     inputs: list[TensorMeta] = []
-    moved: list[Mapping[int, int]] = []
+    renumberings: list[Mapping[int, int]] = []
     for node in nodes:
-        places: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         for value in node.refs():
             meta = metas[value]
-            if value not in places and meta is not None:
-                places[value] = len(inputs)
+            if value not in numbers and meta is not None:
+                numbers[value] = len(inputs)
                 inputs.append(meta)
-        moved.append(places)
-    alone = tuple([renumbered(node, places) for node, places in zip(nodes, moved, strict=True)])
-    return Graph(tuple(inputs), params, alone, ())
+        renumberings.append(numbers)
+    isolated = tuple(
+        [renumbered(node, numbers) for node, numbers in zip(nodes, renumberings, strict=True)]
+    )
+    return Graph(tuple(inputs), params, isolated, ())
 
 
 def replicated(node: Node) -> Strategy:
-    """Return the strategy that is R everywhere."""
+    """Return the strategy with all operands and results replicated."""
     return Strategy((Replicate(),) * len(node.refs()), (Replicate(),) * len(node.results))
 
 
-def _is_cut(strategy: Strategy) -> bool:
+def _is_sharded(strategy: Strategy) -> bool:
     return any(placement != Replicate() for placement in (*strategy.inputs, *strategy.outputs))
 
 
 def _only_cuts_results(strategy: Strategy) -> bool:
     is_cut = [isinstance(placement, Cut) for placement in strategy.inputs]
-    return not any(is_cut) and any(isinstance(made, Cut) for made in strategy.outputs)
+    return not any(is_cut) and any(isinstance(placement, Cut) for placement in strategy.outputs)
 
 
 def _is_heavy(node: Node) -> bool:

@@ -1,11 +1,11 @@
-"""Wishes: the blocks in which a value would be of use, though no annotation leads there.
+"""Wishes: propagation hints, placements of values to which no annotation leads.
 
-A value that is wanted in blocks is as well made of blocks, so a wish goes back from a result to
-operands, until a matmul or a random draw. It goes ahead, too: all other results of a value may take
-the blocks that are there. An op that has no use for the blocks that it is given, such as a sort
-along the cut dim, wishes for blocks of its other dims: these are exchanged, not gathered.
+A value that is wanted in shards is best computed from shards, so hints are propagated backwards
+from results to operands, up to a matmul or a random draw, and then forwards to other results. An op
+that cannot use the shards of its operands, such as a sort along the sharded dim, gives hints for
+shards of its other dims, to which an all-to-all leads, which is cheaper than a gather.
 
-A wish opens strategies and rules out none.
+A hint opens strategies and excludes none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lazygt.passes.sharding.rules.strategy import Metas, Strategy
 from lazygt.passes.sharding.seeds import SUMS, Bits, union
 from lazygt.passes.sharding.strategies import StrategySet
 
-#: Ops by which autograd adds one microbatch's gradient to another's.
+#: Ops by which autograd accumulates gradients.
 _ADDITIONS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
 
 Masks = tuple[int, ...]
@@ -38,8 +38,8 @@ class Step(NamedTuple):
     Attributes:
         refs: ``node.refs()``.
         results: the numbers of its results.
-        kind: the number of its entry in the catalogue.
-        masks: of each operand, the placements that reached it.
+        kind: number of its strategy set in the catalogue.
+        masks: for each operand, the placements that reached it.
     """
 
     node: Node
@@ -50,13 +50,13 @@ class Step(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Placements that annotations lead to, for ``Wishes``.
+    """Result of sharding propagation, the input of ``Wishes``.
 
     Attributes:
         steps: the nodes in order.
-        values: the mask of each value; partial sums that wishes lead to are added.
-        passed: (kind, masks of operands) -> the masks that such a node passes on: to each operand,
-            then to each result.
+        values: the mask of each value; ``Wishes`` adds partial placements.
+        passed: (kind, masks of operands) -> the masks that a node of that kind propagates to each
+            operand, then to each result.
         whole: values that are gathered for most of their users.
     """
 
@@ -67,63 +67,63 @@ class Reach(NamedTuple):
 
 
 class Wishes:
-    """Placements that each value is wished to have, besides those that reached it.
+    """Propagation hints: additional placements of values, besides those that reached them.
 
     Args:
         entries: the strategies of each kind of node.
-        parts: ranks of the axis.
+        parts: number of ranks of the axis.
 
     Attributes:
-        changed: values that may come as partial sums where wishes are granted.
+        changed: values that may be partial because of hints.
     """
 
     def __init__(
         self, metas: Metas, entries: Sequence[StrategySet], bits: Bits, reach: Reach, parts: int
     ) -> None:
         self._metas, self._entries, self._bits, self._parts = metas, entries, bits, parts
-        self._values, self._passed, self._whole = reach.values, reach.passed, reach.whole
-        self._masks: dict[int, int] = {}
-        self._sources: dict[tuple[int, Masks], Masks] = {}
-        self._others: dict[tuple[int, Masks], Masks | None] = {}
+        self._values, self._propagated, self._whole = reach.values, reach.passed, reach.whole
+        self._hints: dict[int, int] = {}
+        self._operand_hints: dict[tuple[int, Masks], Masks] = {}
+        self._alternatives: dict[tuple[int, Masks], Masks | None] = {}
         self.changed: set[int] = set()
-        #: values wished for since the last look back
-        self._late: set[int] = set()
+        #: values with new hints since the last backward propagation
+        self._new_hints: set[int] = set()
         self._kinds = kinds_of(reach.steps)
         for step in reversed(reach.steps):
             ends, adds, through, divides = self._kinds[step.kind]
             if adds and (sums := _common_sums(step.masks)):
                 for value in step.refs:
-                    self._wish(value, sums)
+                    self._add_hint(value, sums)
             if not ends or (divides and not any(mask & ~SUMS for mask in step.masks)):
-                self._look_back(step, through)
-        self._late.clear()
+                self._propagate_back(step, through)
+        self._new_hints.clear()
         for step in reach.steps:
             if not self._kinds[step.kind].ends:
-                self._look_ahead(step)
-            elif any(step.masks) and self._is_detour(step):
-                self._look_aside(step)
-        self._look_behind(reach.steps)
+                self._propagate_forward(step)
+            elif any(step.masks) and self._may_need_alternatives(step):
+                self._hint_alternatives(step)
+        self._propagate_new_through_views(reach.steps)
 
     def of_operands(self, step: Step) -> Masks:
-        """Return the wishes for each operand of a node; nothing where there are none."""
+        """Return the hints for each operand of a node; empty if there are none."""
         kind, refs = self._kinds[step.kind], step.refs
         if kind.adds:
             sums = _common_sums(step.masks)
-            wishes = [self._masks.get(value, 0) & ~SUMS | sums for value in refs]
-        elif self._masks.keys().isdisjoint(refs):
+            hints = [self._hints.get(value, 0) & ~SUMS | sums for value in refs]
+        elif self._hints.keys().isdisjoint(refs):
             return ()
         else:
-            kept = -1 if kind.through else ~SUMS
-            wishes = [self._masks.get(value, 0) & kept for value in refs]
-        return tuple(wishes) if any(wishes) else ()
+            mask = -1 if kind.through else ~SUMS
+            hints = [self._hints.get(value, 0) & mask for value in refs]
+        return tuple(hints) if any(hints) else ()
 
     def of_results(self, results: Sequence[int]) -> Masks:
-        """Return the blocks of each result that reached it, or that it is wished to have."""
-        reached, wishes = self._values, self._masks
-        return tuple([(reached[value] | wishes.get(value, 0)) & ~SUMS for value in results])
+        """Return for each result the shards that reached it or that hints ask for."""
+        reached, hints = self._values, self._hints
+        return tuple([(reached[value] | hints.get(value, 0)) & ~SUMS for value in results])
 
-    def _look_back(self, step: Step, through: bool) -> None:
-        """Take wishes from results to operands.
+    def _propagate_back(self, step: Step, through: bool) -> None:
+        """Propagate hints from results to operands.
 
         Args:
             through: see ``Kind``.
@@ -131,155 +131,162 @@ class Wishes:
         _, refs, results, number, _ = step
         wanted = self.of_results(results)
         if through and len(results) == 1:
-            wanted = (wanted[0] | self._masks.get(results[0], 0),)
+            wanted = (wanted[0] | self._hints.get(results[0], 0),)
         if not any(wanted):
             return
         key = number, wanted
-        sources = self._sources.get(key)
+        sources = self._operand_hints.get(key)
         if sources is None:
-            sources = self._sources[key] = self._makers(number, wanted, len(refs))
+            sources = self._operand_hints[key] = self._operand_masks(number, wanted, len(refs))
         if not any(sources):
             return
-        for value, wish in zip(refs, sources, strict=True):
+        for value, hint in zip(refs, sources, strict=True):
             reached = self._values[value]
-            # a value in other blocks is best computed there, and its results moved
-            if wish & (~reached | SUMS) and (through or not reached or reached & SUMS):
-                self._wish(value, wish)
+            # a value in other shards is best computed in those, with its results redistributed
+            if hint & (~reached | SUMS) and (through or not reached or reached & SUMS):
+                self._add_hint(value, hint)
 
-    def _makers(self, number: int, wanted: Masks, places: int) -> Masks:
-        """Return the masks that operands must have for results to have any wanted placement."""
-        through = self._bits.any if any(mask & SUMS for mask in wanted) else self._bits.cut
-        makers = [
+    def _operand_masks(self, number: int, wanted: Masks, count: int) -> Masks:
+        """Return the masks of operands with which results can have a wanted placement."""
+        bit_of = self._bits.any if any(mask & SUMS for mask in wanted) else self._bits.cut
+        inputs = [
             strategy.inputs
             for strategy in self._entries[number].strategies
-            if not strategy.comm and any(map(and_, map(through, strategy.outputs), wanted))
+            if not strategy.comm and any(map(and_, map(bit_of, strategy.outputs), wanted))
         ]
-        return tuple(union(makers, places, through))
+        return tuple(union(inputs, count, bit_of))
 
-    def _look_behind(self, steps: Sequence[Step]) -> None:
-        """Take wishes for other blocks of operands back through views.
+    def _propagate_new_through_views(self, steps: Sequence[Step]) -> None:
+        """Propagate the hints for alternative shards of operands back through views.
 
-        So keys are exchanged before they are repeated for several queries.
+        As a result keys are exchanged before they are repeated for several queries.
         """
-        if not self._late:
+        if not self._new_hints:
             return
         for step in reversed(steps):
-            if self._kinds[step.kind].through and not self._late.isdisjoint(step.results):
-                self._look_back(step, through=True)
+            if self._kinds[step.kind].through and not self._new_hints.isdisjoint(step.results):
+                self._propagate_back(step, through=True)
 
-    def _is_detour(self, step: Step) -> bool:
-        """Return whether other blocks of a node's operands may be worth their exchange.
+    def _may_need_alternatives(self, step: Step) -> bool:
+        """Return whether alternative shards of a node's operands may be worth their exchange.
 
-        They may where the node has no use for the blocks at hand, or is an attention that has none
-        for the blocks of its keys.
+        They may if the node cannot use the shards that reached its operands, or is an attention
+        that cannot use the shards of its keys.
         """
-        passed = self._passed(step.kind, step.masks)
+        passed = self._propagated(step.kind, step.masks)
         if not any(passed):
             return True
         unused = any(mask & ~SUMS & ~used for mask, used in zip(step.masks, passed, strict=False))
         return unused and self._entries[step.kind].attends
 
-    def _look_aside(self, step: Step) -> None:
-        """Wish for other blocks of operands, at a node that has no use for those at hand."""
+    def _hint_alternatives(self, step: Step) -> None:
+        """Add hints for alternative shards of the operands of a node."""
         blocks = ~SUMS & ~self._bits.interleaved
         refs = step.refs
-        asked = tuple([self._values[v] | self._masks.get(v, 0) & blocks for v in refs])
-        others = self._detours(step, asked)
-        if others is None:
+        known_masks = tuple([self._values[v] | self._hints.get(v, 0) & blocks for v in refs])
+        alternatives = self._alternative_shards(step, known_masks)
+        if alternatives is None:
             return
-        for value, wish in zip(refs, others, strict=True):
-            self._wish(value, wish)
-        passed = self._passed(step.kind, tuple(map(or_, asked, others)))
+        for value, hint in zip(refs, alternatives, strict=True):
+            self._add_hint(value, hint)
+        passed = self._propagated(step.kind, tuple(map(or_, known_masks, alternatives)))
         for value, mask in zip(step.results, passed[len(refs) :], strict=True):
-            self._wish(value, mask & ~SUMS)
+            self._add_hint(value, mask & ~SUMS)
 
-    def _look_ahead(self, step: Step) -> None:
-        """Take wishes from operands to results, and to other blocks of operands."""
-        _, refs, results, number, asked = step
-        wishes = self._masks
-        wished = not wishes.keys().isdisjoint(refs)
-        if wished or not self.changed.isdisjoint(refs):
+    def _propagate_forward(self, step: Step) -> None:
+        """Propagate hints from operands to results, and to alternative shards of operands."""
+        _, refs, results, number, known_masks = step
+        hints = self._hints
+        has_hints = not hints.keys().isdisjoint(refs)
+        if has_hints or not self.changed.isdisjoint(refs):
             blocks = ~SUMS & ~self._bits.interleaved
-            masks = [self._values[value] | wishes.get(value, 0) & blocks for value in refs]
-            asked = tuple(masks) if wished else asked
-        elif not any(asked):
+            masks = [self._values[value] | hints.get(value, 0) & blocks for value in refs]
+            known_masks = tuple(masks) if has_hints else known_masks
+        elif not any(known_masks):
             return
-        others = self._detours(step, asked)
-        if asked is step.masks and others is None:
+        alternatives = self._alternative_shards(step, known_masks)
+        if known_masks is step.masks and alternatives is None:
             return
-        if others is not None:
-            asked = tuple(map(or_, asked, others))
-            for value, wish in zip(refs, others, strict=True):
-                self._wish(value, wish)
-        passed = self._passed(number, asked)
+        if alternatives is not None:
+            known_masks = tuple(map(or_, known_masks, alternatives))
+            for value, hint in zip(refs, alternatives, strict=True):
+                self._add_hint(value, hint)
+        passed = self._propagated(number, known_masks)
         for value, mask in zip(results, passed[len(refs) :], strict=True):
-            self._wish(value, mask & ~SUMS)
+            self._add_hint(value, mask & ~SUMS)
             if mask & SUMS & ~self._values[value]:
                 self._values[value] |= mask & SUMS
                 self.changed.add(value)
 
-    def _detours(self, step: Step, asked: Masks) -> Masks | None:
-        """Return other blocks of the operands of a node that does little with those at hand."""
-        key = step.kind, asked
-        if key not in self._others:
+    def _alternative_shards(self, step: Step, known_masks: Masks) -> Masks | None:
+        """Return alternative shards of a node's operands if the known ones are of little use.
+
+        Args:
+            known_masks: for each operand, the placements that reached it or that hints ask for.
+        """
+        key = step.kind, known_masks
+        if key not in self._alternatives:
             strategies, cut = self._entries[step.kind].strategies, self._bits.cut
-            taken = [
+            usable = [
                 strategy
                 for strategy in strategies
-                if any(map(and_, map(cut, strategy.inputs), asked))
+                if any(map(and_, map(cut, strategy.inputs), known_masks))
             ]
-            others: Masks | None = None
+            alternatives: Masks | None = None
             is_cheap = not self._entries[step.kind].attends and any(
-                self._is_cheap(step.node, strategy) for strategy in taken
+                self._is_cheap(step.node, strategy) for strategy in usable
             )
-            if any(mask & ~SUMS for mask in asked) and not is_cheap:
-                makers = [strategy.inputs for strategy in strategies if _keeps_blocks(strategy)]
-                wanted = tuple(union(makers, len(asked), cut))
-                others = wanted if any(wanted) else None
-            self._others[key] = others
-        return self._others[key]
+            if any(mask & ~SUMS for mask in known_masks) and not is_cheap:
+                inputs = [strategy.inputs for strategy in strategies if _is_local(strategy)]
+                wanted = tuple(union(inputs, len(known_masks), cut))
+                alternatives = wanted if any(wanted) else None
+            self._alternatives[key] = alternatives
+        return self._alternatives[key]
 
     def _is_cheap(self, node: Node, strategy: Strategy) -> bool:
-        """Return whether a strategy exchanges, or leaves to be reduced, at most a block.
+        """Return whether a strategy sends at most one shard, including later reductions.
 
-        Sums that are larger than the operands, such as the gradient of a table, do not count: they
-        are reduced anyhow.
+        Partial results that are larger than the operands, such as the gradient of an embedding
+        table, do not count: every strategy has to reduce them.
         """
         nbytes = sum([_nbytes(self._metas, value) for value in node.refs()])
-        sent = sum(ring_bytes(one.kind, one.nbytes, self._parts) for one in strategy.comm)
+        sent = sum(
+            ring_bytes(collective.kind, collective.nbytes, self._parts)
+            for collective in strategy.comm
+        )
         for meta, placement in zip(node.results, strategy.outputs, strict=True):
             if isinstance(placement, Partial) and meta is not None and meta.nbytes <= nbytes:
                 sent += ring_bytes("all_reduce", meta.nbytes, self._parts)
         return sent * self._parts <= nbytes
 
-    def _wish(self, value: int, wish: int) -> None:
-        """Add a wish for sums, and for blocks that did not reach the value."""
-        wish &= ~self._values[value] | SUMS
-        if wish and value not in self._whole:
-            self._masks[value] = self._masks.get(value, 0) | wish
-            self._late.add(value)
+    def _add_hint(self, value: int, hint: int) -> None:
+        """Add a hint for partial placements, and for shards that did not reach the value."""
+        hint &= ~self._values[value] | SUMS
+        if hint and value not in self._whole:
+            self._hints[value] = self._hints.get(value, 0) | hint
+            self._new_hints.add(value)
 
 
 def _common_sums(masks: Masks) -> int:
-    """Return the partial sums that all operands of an addition may come as."""
+    """Return the partial placements that all operands of an addition may have."""
     return reduce(and_, masks, SUMS) if len(masks) > 1 else 0
 
 
-def _keeps_blocks(strategy: Strategy) -> bool:
-    """Return whether a strategy takes blocks to blocks without a collective."""
+def _is_local(strategy: Strategy) -> bool:
+    """Return whether a strategy has no collective inside and no partial result."""
     partial = any(isinstance(placement, Partial) for placement in strategy.outputs)
     return not strategy.comm and not partial
 
 
 class Kind(NamedTuple):
-    """Properties of a kind of node that matter to wishes.
+    """Properties of a kind of node that control the propagation of hints.
 
     Attributes:
-        ends: whether wishes end there: at nodes without operands, matmuls and random draws.
-        adds: whether it adds one value to another.
-        through: whether blocks of the result are as good as made when the operand is in blocks.
-        divides: whether a wish may pass although it ends there, where no operand is in blocks: a
-            matmul.
+        ends: whether propagation stops: at nodes without operands, matmuls and random draws.
+        adds: whether the node adds one value to another.
+        through: whether the node is a view or the like, so that a sharded operand gives a sharded
+            result.
+        divides: whether hints pass a node with ``ends`` if no operand is sharded: a matmul.
     """
 
     ends: bool
@@ -289,7 +296,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(steps: Sequence[Step]) -> dict[int, Kind]:
-    """Return the kinds of the nodes, by their entries in the catalogue."""
+    """Return the properties of the kinds of nodes, by their numbers in the catalogue."""
     return {kind: _kind(node) for kind, node in {step.kind: step.node for step in steps}.items()}
 
 
@@ -307,13 +314,13 @@ def _kind(node: Node) -> Kind:
 
 
 class Spared(NamedTuple):
-    """Values that may as well be whole, though blocks led to them.
+    """Values that may be replicated although shards reached them.
 
     Attributes:
-        grown: cut only because the smaller values are that they were broadcast of. To have those
-            whole, and all values that are made of them, sends less than to gather later.
-        near: made of one value that annotations cut, and of nothing else; gathered there, it serves
-            all its views.
+        grown: values sharded only because they were broadcast from smaller sharded values.
+            Gathering the smaller values sends less than gathering later.
+        near: values computed from a single value that annotations shard; gathering that value
+            serves all its views.
     """
 
     grown: set[int]
@@ -321,34 +328,34 @@ class Spared(NamedTuple):
 
 
 def spared_values(
-    steps: Sequence[Step], metas: Metas, reached: Sequence[int], given: Collection[int]
+    steps: Sequence[Step], metas: Metas, reached: Sequence[int], annotated: Collection[int]
 ) -> Spared:
-    """Return the values that may be whole.
+    """Return the values that may be replicated although shards reached them.
 
     Args:
         reached: the mask of each value.
-        given: the values that annotations cut.
+        annotated: the values that annotations shard.
     """
     grown: set[int] = set()
-    cut, near = set(given), set(given)
+    sharded, near = set(annotated), set(annotated)
     kinds = kinds_of(steps)
     grows: dict[int, tuple[bool, ...]] = {}
     for _, refs, results, kind, _ in steps:
-        if cut.isdisjoint(refs):
+        if sharded.isdisjoint(refs):
             continue
-        blocks = [value for value in results if reached[value] & ~SUMS]
-        if not blocks:
+        sharded_results = [value for value in results if reached[value] & ~SUMS]
+        if not sharded_results:
             continue
-        cut.update(blocks)
+        sharded.update(sharded_results)
         if kinds[kind].ends:
             continue
         if len(refs) == 1 and refs[0] in near:
-            near.update(blocks)
+            near.update(sharded_results)
         if kind not in grows:  # nodes of a kind have the same metas
             nbytes = max([_nbytes(metas, value) for value in results])
             grows[kind] = tuple([2 * _nbytes(metas, value) <= nbytes for value in refs])
-        for value, smaller in zip(refs, grows[kind], strict=True):
-            if not smaller and value in cut and value not in grown:
+        for value, is_smaller in zip(refs, grows[kind], strict=True):
+            if not is_smaller and value in sharded and value not in grown:
                 break
         else:
             grown.update(results)

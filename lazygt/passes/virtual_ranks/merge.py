@@ -1,11 +1,11 @@
 """Merge of the programs of a worker's virtual ranks into one.
 
-They run one after another from collective to collective. Equal work on equal values, as on values
-that all ranks have, is done once, and so is every draw of random numbers. Exchanges among the ranks
-of one worker do not leave it (see ``reduction_tree``).
+The ranks' nodes are added one rank after another, from collective to collective. Equal nodes on
+equal values, such as replicated ones, are run once (value numbering), and so is every draw of
+random numbers. Exchanges among the ranks of one worker are local (see ``reduction_tree``).
 
-Workers meet in the same order: collectives on a later axis of the mesh come first, then the line
-that has met least often, then the first line.
+All workers run their collectives in the same order: collectives on a later axis of the mesh come
+first, then the axis group with the fewest collectives so far, then the first axis group.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from lazygt.passes.virtual_ranks.reduction_tree import VirtualGroup
 
 
 class VirtualRank:
-    """One virtual rank's program, as far as it has been taken over.
+    """Progress of the merge in one virtual rank's program.
 
     Attributes:
         rank: its number.
         at: number of the next node.
-        values: local value -> its number in the worker's program; for memory that is still
-            unwritten a description of it.
-        blanks: local value -> the node that makes such memory.
-        seen: number of times that each piece of work has come.
-        drawn: draws so far.
+        values: local value -> its number in the worker's program; the work key of the allocation
+            for memory that is still uninitialised.
+        blanks: local value -> the node that allocates such memory.
+        seen: number of times that each work key has occurred.
+        drawn: random draws so far.
     """
 
     def __init__(self, rank: int, graph: Graph, inputs: Sequence[int]) -> None:
@@ -65,33 +65,33 @@ class VirtualRank:
 
     @property
     def axis(self) -> str | None:
-        """The axis on which it waits for others; None if it does not."""
+        """The axis of the collective that is the next node; None for any other node."""
         node = self.node
         return node.args[-1] if node is not None and node.op in COLLECTIVES else None
 
     def work(self, node: Node) -> Any:
-        """Return a node's work as a key: equal for the same op on the same values."""
+        """Return the value-numbering key of a node: equal for the same op on the same values."""
         return (
             node.op,
-            _named(node.args, self.values),
-            _named(node.kwargs, self.values),
+            _arg_key(node.args, self.values),
+            _arg_key(node.kwargs, self.values),
             tuple([self.values[value] for value in node.writes]),
             node.fresh,
         )
 
 
 def operands_of(node: Node) -> tuple[int, ...]:
-    """Return the values that a node reads, with repeats, and those that it writes."""
+    """Return the values that a node reads, with repeats, then those that it writes."""
     return (*node.refs(), *node.writes)
 
 
-def _named(arg: Arg, values: Sequence[Any]) -> Any:
-    """Return an argument as part of a key."""
+def _arg_key(arg: Arg, values: Sequence[Any]) -> Any:
+    """Return the hashable key of an argument."""
     kind = type(arg)
     if kind is Ref:
         return Ref, values[arg.index]
     if kind is tuple:
-        return tuple([_named(item, values) for item in arg])
+        return tuple([_arg_key(item, values) for item in arg])
     return exact(arg)
 
 
@@ -106,36 +106,39 @@ def merged(
     Args:
         graphs: of each virtual rank.
         inputs, outputs: the placements of each on the mesh of virtual ranks. A worker's program has
-            one for each of the blocks that it holds (``VirtualMesh.holders``), in order.
+            one input or output for each block that it owns (``VirtualMesh.holders``), in order.
 
     Raises:
         GraphError: the ranks do not draw the same random numbers.
     """
     workers = range(mesh.workers.world_size)
     programs = [_Merge(graphs, inputs, mesh, worker).run(outputs) for worker in workers]
-    if not all(_agree(programs, mesh, axis) for axis in mesh.workers.names):
-        # two lines exchange the same on some workers only, so each line exchanges its own
+    if not all(_have_same_collectives(programs, mesh, axis) for axis in mesh.workers.names):
+        # some workers could share the collective of two axis groups and others not: share none
         programs = [_Merge(graphs, inputs, mesh, worker, False).run(outputs) for worker in workers]
     return tuple(programs)
 
 
-def _agree(graphs: Sequence[Graph], mesh: VirtualMesh, axis: str) -> bool:
-    """Return whether the workers of every line of an axis meet in the same collectives."""
-    lines = mesh.workers.lines(axis)
-    return all(len({_met(graphs[worker], axis) for worker in line}) == 1 for line in lines)
+def _have_same_collectives(graphs: Sequence[Graph], mesh: VirtualMesh, axis: str) -> bool:
+    """Return whether the workers of every group of an axis run the same collectives."""
+    axis_groups = mesh.workers.lines(axis)
+    return all(
+        len({_collectives_on(graphs[worker], axis) for worker in axis_group}) == 1
+        for axis_group in axis_groups
+    )
 
 
-def _met(graph: Graph, axis: str) -> tuple[Any, ...]:
+def _collectives_on(graph: Graph, axis: str) -> tuple[Any, ...]:
     return tuple(
         [(n.op, n.args[1:]) for n in graph.nodes if n.op in COLLECTIVES and n.args[-1] == axis]
     )
 
 
 class _Merge:
-    """Program of one worker, while it is written.
+    """Merge of the virtual ranks of one worker.
 
     Args:
-        share: lines that exchange the same values meet once.
+        share: run one collective for axis groups that exchange the same values.
     """
 
     def __init__(
@@ -147,52 +150,54 @@ class _Merge:
         share: bool = True,
     ) -> None:
         self.mesh, self.worker, self.share = mesh, worker, share
-        held = [mesh.holders(worker, placements) for placements in inputs]
+        owners = [mesh.holders(worker, placements) for placements in inputs]
         members = mesh.of_worker(worker)
-        metas = [graphs[rank].inputs[which] for which, ranks in enumerate(held) for rank in ranks]
+        metas = [graphs[rank].inputs[index] for index, ranks in enumerate(owners) for rank in ranks]
         self.build = Builder(metas, graphs[members[0]].params, axis="", parts=1, index=0)
-        numbers = {each: number for number, each in enumerate(
-            (which, rank) for which, ranks in enumerate(held) for rank in ranks)}  # fmt: skip
+        numbers = {key: number for number, key in enumerate(
+            (index, rank) for index, ranks in enumerate(owners) for rank in ranks)}  # fmt: skip
         self.ranks = [
-            VirtualRank(rank, graphs[rank], [numbers[which, mesh.holder(rank, placements)]
-                                       for which, placements in enumerate(inputs)])
+            VirtualRank(rank, graphs[rank], [numbers[index, mesh.holder(rank, placements)]
+                                       for index, placements in enumerate(inputs)])
             for rank in members
         ]  # fmt: skip
-        #: a piece of work and how often it has come -> its operands and results, by number
-        self.made: dict[Any, tuple[Sequence[int], Sequence[int | None]]] = {}
+        #: (work key, number of its occurrence) -> operands and results, by number
+        self.results_of: dict[Any, tuple[Sequence[int], Sequence[int | None]]] = {}
         self.draws: list[Any] = []
-        self.met: Counter[tuple[VirtualRank, ...]] = Counter()
+        self.collective_count: Counter[tuple[VirtualRank, ...]] = Counter()
         self.lines: list[str] = []
         self.origins: list[int] = []
 
     def run(self, outputs: ValuePlacements) -> Graph:
-        """Return the whole program."""
+        """Return the worker's program."""
         for rank in self.ranks:
-            self._go_on(rank)
-        while line := self._next_line():
-            self._meet(line)
-            for rank in line:
-                self._go_on(rank)
-        held = [ref(value) for value in self._outputs(outputs)]
+            self._merge_until_collective(rank)
+        while axis_group := self._next_group():
+            self._merge_collective(axis_group)
+            for rank in axis_group:
+                self._merge_until_collective(rank)
+        output_refs = [ref(value) for value in self._outputs(outputs)]
         if self.ranks[0].node is not None:
-            self._last()
-        self._from(self.ranks[0])
-        return replace(self.build.graph(held), lines=tuple(self.lines), origins=tuple(self.origins))
+            self._add_dynamic_node()
+        self._set_source_lines(self.ranks[0])
+        return replace(
+            self.build.graph(output_refs), lines=tuple(self.lines), origins=tuple(self.origins)
+        )
 
     # work of a single rank
 
-    def _go_on(self, rank: VirtualRank) -> None:
-        """Take a rank's nodes over until it waits for others, or is at its end."""
+    def _merge_until_collective(self, rank: VirtualRank) -> None:
+        """Merge a rank's nodes up to its next collective, or to the end."""
         while (node := rank.node) is not None and not node.dynamic and rank.axis is None:
             if is_uninitialized(node):
                 rank.blanks[len(rank.values)] = node
                 rank.values.append(rank.work(node))
             else:
-                self._take(rank, node)
+                self._merge_node(rank, node)
             rank.at += 1
 
-    def _take(self, rank: VirtualRank, node: Node) -> None:
-        """Do a node's work, unless another rank has done the same already."""
+    def _merge_node(self, rank: VirtualRank, node: Node) -> None:
+        """Add a node, unless another rank has added an equal one."""
         work = rank.work(node)
         if node.op in (SHARD, REPLICATE_TO_PARTIAL):
             work = work, self.mesh.ranks.index(rank.rank, node.args[-1])
@@ -200,35 +205,35 @@ class _Merge:
         key = work, rank.seen[work]
         if draws(node):
             self._check_draw(rank, key)
-        if key not in self.made:
-            numbers = {value: self._number(rank, value) for value in operands_of(node)}
-            results = self._written(rank, node, numbers)
-            self.made[key] = [rank.values[value] for value in operands_of(node)], results
-            self._from(rank)
-        operands, results = self.made[key]
+        if key not in self.results_of:
+            operand_numbers = {value: self._number(rank, value) for value in operands_of(node)}
+            results = self._add_node(rank, node, operand_numbers)
+            self.results_of[key] = [rank.values[value] for value in operands_of(node)], results
+            self._set_source_lines(rank)
+        operands, results = self.results_of[key]
         for value, number in zip(operands_of(node), operands, strict=True):
             rank.values[value] = number
         rank.values.extend(results)
 
-    def _written(
+    def _add_node(
         self, rank: VirtualRank, node: Node, numbers: dict[int, int]
     ) -> Sequence[int | None]:
-        """Add a node; return the numbers of its results."""
+        """Add a node to the worker's program; return the numbers of its results."""
         if node.op not in COLLECTIVE_OPS:
             results = self.build.add(renumbered(node, numbers))
-            return [None if one is None else one.index for one in results]
+            return [None if result is None else result.index for result in results]
         assert node.op in (SHARD, REPLICATE_TO_PARTIAL), node.op
-        axis, whole = node.args[-1], ref(numbers[node.args[0].index])
-        index, parts = self.mesh.ranks.index(rank.rank, axis), self.mesh.ranks.size(axis)
+        axis, operand = node.args[-1], ref(numbers[node.args[0].index])
+        index, axis_size = self.mesh.ranks.index(rank.rank, axis), self.mesh.ranks.size(axis)
         if node.op == REPLICATE_TO_PARTIAL:
-            return [reduction_tree.first(self.build, whole, index == 0).index]
-        start, stop = shard_bounds(self.build.shape(whole)[node.args[1]], parts, index)
-        return [reduction_tree.shard(self.build, whole, node.args[1], start, stop).index]
+            return [reduction_tree.first(self.build, operand, index == 0).index]
+        start, stop = shard_bounds(self.build.shape(operand)[node.args[1]], axis_size, index)
+        return [reduction_tree.shard(self.build, operand, node.args[1], start, stop).index]
 
     def _check_draw(self, rank: VirtualRank, work: Any) -> None:
-        """Raise unless a rank draws as the ranks before it did.
+        """Raise unless a rank draws the same random numbers as the ranks before it.
 
-        All ranks draw whole values in the order of the program, so they draw the same.
+        All ranks draw unsharded values in program order, so they draw the same.
         """
         if rank.drawn == len(self.draws):
             self.draws.append(work)
@@ -240,7 +245,7 @@ class _Merge:
         rank.drawn += 1
 
     def _number(self, rank: VirtualRank, value: int) -> int:
-        """Return the number of a value; make memory that is still unwritten."""
+        """Return the number of a value; allocate it first if that was deferred."""
         if type(rank.values[value]) is not int:
             node = rank.blanks[value]
             numbers = {operand: self._number(rank, operand) for operand in operands_of(node)}
@@ -250,21 +255,23 @@ class _Merge:
         number: int = rank.values[value]
         return number
 
-    # work of several ranks together
+    # collectives
 
-    def _next_line(self) -> tuple[VirtualRank, ...]:
-        """Return ranks that all wait for each other; none when all are at their end."""
-        lines: dict[tuple[VirtualRank, ...], tuple[int, int, int]] = {}
+    def _next_group(self) -> tuple[VirtualRank, ...]:
+        """Return the next ranks that all wait in one collective; none when all have ended."""
+        priorities: dict[tuple[VirtualRank, ...], tuple[int, int, int]] = {}
         for number, rank in enumerate(self.ranks):
             if rank.axis is not None:
-                line = self._line(rank, rank.axis)
-                if all(other.axis == rank.axis for other in line):
+                axis_group = self._axis_group(rank, rank.axis)
+                if all(other.axis == rank.axis for other in axis_group):
                     depth = self.mesh.ranks.names.index(rank.axis)
-                    lines.setdefault(line, (-depth, self.met[line], number))
-        return min(lines, key=lines.__getitem__) if lines else ()
+                    priorities.setdefault(
+                        axis_group, (-depth, self.collective_count[axis_group], number)
+                    )
+        return min(priorities, key=priorities.__getitem__) if priorities else ()
 
-    def _line(self, rank: VirtualRank, axis: str) -> tuple[VirtualRank, ...]:
-        """Return the worker's ranks that differ from one along an axis only."""
+    def _axis_group(self, rank: VirtualRank, axis: str) -> tuple[VirtualRank, ...]:
+        """Return the worker's ranks that differ from ``rank`` along ``axis`` only."""
         grid = self.mesh.ranks
         others = [name for name in grid.names if name != axis]
         return tuple(
@@ -273,51 +280,55 @@ class _Merge:
             if all(grid.index(other.rank, n) == grid.index(rank.rank, n) for n in others)
         )
 
-    def _meet(self, line: tuple[VirtualRank, ...]) -> None:
-        """Add one collective of the ranks of a line, and of those of other workers."""
-        first, node = line[0], line[0].node
+    def _merge_collective(self, axis_group: tuple[VirtualRank, ...]) -> None:
+        """Add one collective of the ranks of an axis group, on this and other workers."""
+        first, node = axis_group[0], axis_group[0].node
         assert node is not None
-        self.met[line] += 1
+        self.collective_count[axis_group] += 1
         args, axis = node.args[len(node.refs()) : -1], node.args[-1]
         numbers = [
             self._number(rank, value)
-            for rank in line
+            for rank in axis_group
             if rank.node is not None
             for value in rank.node.refs()
         ]
         work = node.op, (*args, axis), tuple(numbers), () if self.share else first.rank
         first.seen[work] += 1
         key = work, first.seen[work]
-        if key not in self.made:
+        if key not in self.results_of:
             values = [ref(number) for number in numbers]
-            place = self.mesh.workers.index(self.worker, axis)
+            worker_index = self.mesh.workers.index(self.worker, axis)
             workers, per_worker = self.mesh.workers.size(axis), self.mesh.per_worker(axis)
-            met = _exchange(
-                self.build, VirtualGroup(axis, workers, place, per_worker), node.op, values, args
+            results = _exchange(
+                self.build,
+                VirtualGroup(axis, workers, worker_index, per_worker),
+                node.op,
+                values,
+                args,
             )
-            self.made[key] = numbers, [one.index for one in met]
-            self._from(first)
-        for rank, number in zip(line, self.made[key][1], strict=True):
+            self.results_of[key] = numbers, [result.index for result in results]
+            self._set_source_lines(first)
+        for rank, number in zip(axis_group, self.results_of[key][1], strict=True):
             rank.values.append(number)
             rank.at += 1
 
-    def _last(self) -> None:
-        """Add the data-dependent node at the end, which all ranks run on whole values."""
+    def _add_dynamic_node(self) -> None:
+        """Add the data-dependent node at the end, which all ranks run on unsharded values."""
         first, node = self.ranks[0], self.ranks[0].node
         assert node is not None
         numbers = {value: self._number(first, value) for value in operands_of(node)}
         self.build.add(renumbered(node, numbers))
 
     def _outputs(self, outputs: ValuePlacements) -> list[int]:
-        """Return for each output the blocks that this worker holds."""
+        """Return for each output the blocks that this worker owns."""
         ranks = {rank.rank: rank for rank in self.ranks}
         return [
-            self._number(ranks[holder], ranks[holder].graph.outputs[which])
-            for which, placements in enumerate(outputs)
-            for holder in self.mesh.holders(self.worker, placements)
+            self._number(ranks[owner], ranks[owner].graph.outputs[index])
+            for index, placements in enumerate(outputs)
+            for owner in self.mesh.holders(self.worker, placements)
         ]
 
-    def _from(self, rank: VirtualRank) -> None:
+    def _set_source_lines(self, rank: VirtualRank) -> None:
         """Give the nodes added since the last call the source line of a rank's next node."""
         added = len(self.build.nodes) - len(self.lines)
         if added:
@@ -327,18 +338,18 @@ class _Merge:
 
 
 def _exchange(
-    build: Builder, line: VirtualGroup, op: str, values: Sequence[Ref], args: Sequence[Any]
+    build: Builder, axis_group: VirtualGroup, op: str, values: Sequence[Ref], args: Sequence[Any]
 ) -> list[Ref]:
-    """Add a collective; return the result of each of the worker's ranks."""
+    """Add a collective; return the result for each of the worker's ranks."""
     if op == ALL_REDUCE:
-        return [reduction_tree.all_reduce(build, line, values, *args)] * line.per_worker
+        return [reduction_tree.all_reduce(build, axis_group, values, *args)] * axis_group.per_worker
     if op == ALL_GATHER:
-        return [reduction_tree.all_gather(build, line, values, *args)] * line.per_worker
+        return [reduction_tree.all_gather(build, axis_group, values, *args)] * axis_group.per_worker
     if op == REDUCE_SCATTER:
-        return reduction_tree.reduce_scatter(build, line, values, *args)
+        return reduction_tree.reduce_scatter(build, axis_group, values, *args)
     if op == SEND_RECV:
-        return reduction_tree.send_recv(build, line, values, *args)
+        return reduction_tree.send_recv(build, axis_group, values, *args)
     if op in EXCHANGES_OF_ROWS:
-        return reduction_tree.exchange_rows(build, line, op, values, *args)
+        return reduction_tree.exchange_rows(build, axis_group, op, values, *args)
     assert op == ALL_TO_ALL, op
-    return reduction_tree.all_to_all(build, line, values, *args)
+    return reduction_tree.all_to_all(build, axis_group, values, *args)

@@ -1,9 +1,9 @@
 """Collectives among virtual ranks, inside one worker and between workers.
 
-Sums of the virtual ranks' values are added pairwise in their order, ((0 + 1) + (2 + 3)), on any
-number of workers: each worker adds the subtrees within its own ranks, the rest travels unreduced
-and is added in that order again. So the bits do not depend on the number of workers. All other
-collectives only move elements. All results are row-major, in memory of their own.
+Reductions use pairwise summation in the order of the virtual ranks, ((0 + 1) + (2 + 3)), on any
+number of workers: each worker reduces the complete subtrees of its own ranks, exchanges their
+results, and reduces these in the same order. So the bits do not depend on the number of workers.
+All other collectives only move elements. All results are row-major, in new memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lazygt.graph.node import Ref
 from lazygt.graph.placement import TAKE_ROWS, block_size
 from lazygt.passes.sharding.builder import Builder
 
-#: Payloads up to which unreduced values are gathered by all: one launch instead of two.
+#: Most bytes of a value for which an all-reduce is one all-gather, not two collectives.
 _SMALL = 64 << 10
 
-#: (from, to, how many) of the rows that virtual ranks send each other.
+#: (source rank, target rank, number of rows) of each send.
 Rows = Sequence[tuple[int, int, int]]
 
 _ADD = {
@@ -32,12 +32,12 @@ _ADD = {
 
 @dataclass(frozen=True, slots=True)
 class VirtualGroup:
-    """One worker's part of a line of virtual ranks along one axis.
+    """Virtual ranks of one worker in an axis group.
 
     Attributes:
-        workers: number of workers on the line.
+        workers: number of workers of the axis group.
         index: of this worker.
-        per_worker: virtual ranks that a worker stands for.
+        per_worker: number of virtual ranks of a worker.
     """
 
     axis: str
@@ -47,158 +47,186 @@ class VirtualGroup:
 
     @property
     def ranks(self) -> int:
-        """Number of virtual ranks on the line."""
+        """Number of virtual ranks of the axis group."""
         return self.workers * self.per_worker
 
     def block(self, size: int, which: int) -> int:
-        """Return the elements that the worker's virtual rank ``which`` has of a dim of ``size``."""
+        """Return the shard size of the worker's virtual rank ``which``, for a dim of ``size``."""
         return block_size(size, self.ranks, self.index * self.per_worker + which)
 
     def meet(self, build: Builder) -> Builder:
-        """Set the builder up for collectives among the workers of the line; return it."""
+        """Return the builder, set up for collectives among the workers of the axis group."""
         build.axis, build.parts, build.index = self.axis, self.workers, self.index
         return build
 
 
-def all_reduce(build: Builder, line: VirtualGroup, values: Sequence[Ref], op: str) -> Ref:
-    """Return the values of all virtual ranks, reduced."""
-    subtrees = _subtrees(build, line, values, op)
-    if line.workers == 1:
+def all_reduce(build: Builder, group: VirtualGroup, values: Sequence[Ref], op: str) -> Ref:
+    """All-reduce over the virtual ranks by pairwise summation; return the result.
+
+    A small value is all-gathered and reduced by every worker. For a large one the workers exchange
+    chunks (all-to-all), reduce one chunk each, and all-gather the results.
+
+    Args:
+        values: one for each of the worker's ranks.
+        op: ``sum``, ``prod``, ``max`` or ``min``.
+    """
+    subtrees = _subtrees(build, group, values, op)
+    if group.workers == 1:
         return build.contiguous(_tree(build, subtrees, op))
     meta = build.meta(subtrees[0])
-    count = len(subtrees) * line.workers
+    count = len(subtrees) * group.workers
     stacked = _stacked(build, subtrees)
-    if meta.nbytes <= _SMALL or (line.workers == 2 and len(subtrees) == 1):
-        everyone = line.meet(build).all_gather(stacked, 0, count)
-        return _tree(build, _unstacked(build, everyone), op)
+    if meta.nbytes <= _SMALL or (group.workers == 2 and len(subtrees) == 1):
+        gathered = group.meet(build).all_gather(stacked, 0, count)
+        return _tree(build, _unstacked(build, gathered), op)
     flat = build.reshape(stacked, (len(subtrees), meta.numel))
-    part = line.meet(build).all_to_all(flat, 1, 0, count)
-    reduced = _tree(build, _unstacked(build, part), op)
-    whole = line.meet(build).all_gather(reduced, 0, meta.numel)
-    return build.reshape(whole, meta.shape)
+    chunk = group.meet(build).all_to_all(flat, 1, 0, count)
+    reduced = _tree(build, _unstacked(build, chunk), op)
+    result = group.meet(build).all_gather(reduced, 0, meta.numel)
+    return build.reshape(result, meta.shape)
 
 
 def reduce_scatter(
-    build: Builder, line: VirtualGroup, values: Sequence[Ref], dim: int, op: str
+    build: Builder, group: VirtualGroup, values: Sequence[Ref], dim: int, op: str
 ) -> list[Ref]:
-    """Return each virtual rank's block along ``dim`` of the reduced values."""
-    blocks = _subtrees(build, line, values, op)
+    """Reduce-scatter by pairwise summation; return the block along ``dim`` of each virtual rank."""
+    blocks = _subtrees(build, group, values, op)
     size = build.shape(blocks[0])[dim]
-    if line.workers > 1:
-        stacked = _padded(build, _stacked(build, blocks), dim + 1, _even(line, size))
-        count = len(blocks) * line.workers
-        part = line.meet(build).all_to_all(stacked, dim + 1, 0, count)
-        blocks = _unstacked(build, part)
-    return _cut(build, line, _tree(build, blocks, op), dim, size)
+    if group.workers > 1:
+        stacked = _padded(build, _stacked(build, blocks), dim + 1, _padded_size(group, size))
+        count = len(blocks) * group.workers
+        received = group.meet(build).all_to_all(stacked, dim + 1, 0, count)
+        blocks = _unstacked(build, received)
+    return _local_blocks(build, group, _tree(build, blocks, op), dim, size)
 
 
 def all_gather(
-    build: Builder, line: VirtualGroup, values: Sequence[Ref], dim: int, size: int
+    build: Builder, group: VirtualGroup, values: Sequence[Ref], dim: int, size: int
 ) -> Ref:
-    """Return the blocks of all virtual ranks side by side."""
-    block = _side_by_side(build, values, dim)
-    if line.workers == 1:
+    """All-gather along ``dim``; return the concatenated blocks, ``size`` elements together."""
+    block = _concatenated(build, values, dim)
+    if group.workers == 1:
         return block
-    even = _even(line, size)
-    padded = _padded(build, block, dim, even // line.workers)
-    return _narrow(build, line.meet(build).all_gather(padded, dim, even), dim, 0, size)
+    padded_size = _padded_size(group, size)
+    padded = _padded(build, block, dim, padded_size // group.workers)
+    return _narrow(build, group.meet(build).all_gather(padded, dim, padded_size), dim, 0, size)
 
 
 def all_to_all(
-    build: Builder, line: VirtualGroup, values: Sequence[Ref], split: int, concat: int, size: int
+    build: Builder, group: VirtualGroup, values: Sequence[Ref], split: int, concat: int, size: int
 ) -> list[Ref]:
-    """Exchange blocks along ``concat``, of ``size`` together, for blocks along ``split``."""
-    whole = _side_by_side(build, values, concat)
-    length = build.shape(whole)[split]
-    if line.workers > 1:
-        even = _even(line, size)
-        block = _padded(build, whole, concat, even // line.workers)
-        block = _padded(build, block, split, _even(line, length))
-        part = line.meet(build).all_to_all(block, split, concat, even)
-        whole = _narrow(build, part, concat, 0, size)
-    return _cut(build, line, whole, split, length)
+    """All-to-all from blocks along ``concat`` to blocks along ``split``, one for each virtual rank.
+
+    Args:
+        size: global size of the dim ``concat``.
+    """
+    local = _concatenated(build, values, concat)
+    length = build.shape(local)[split]
+    if group.workers > 1:
+        padded_size = _padded_size(group, size)
+        block = _padded(build, local, concat, padded_size // group.workers)
+        block = _padded(build, block, split, _padded_size(group, length))
+        received = group.meet(build).all_to_all(block, split, concat, padded_size)
+        local = _narrow(build, received, concat, 0, size)
+    return _local_blocks(build, group, local, split, length)
 
 
 def send_recv(
-    build: Builder, line: VirtualGroup, values: Sequence[Ref], dim: int, rows: Rows
+    build: Builder, group: VirtualGroup, values: Sequence[Ref], dim: int, sends: Rows
 ) -> list[Ref]:
-    """Return the rows that each of the worker's virtual ranks gets of others.
+    """Send rows along ``dim`` between virtual ranks; return the rows that each one receives.
 
-    Rows between two of the worker's own ranks do not leave it.
+    Rows between two ranks of the same worker are copied locally.
+
+    Args:
+        values: the rows that each of the worker's ranks sends, in the order of ``sends``.
     """
-    ranks = range(line.index * line.per_worker, (line.index + 1) * line.per_worker)
-    sent = {(source, target): count for source, target, count in rows}
+    ranks = range(group.index * group.per_worker, (group.index + 1) * group.per_worker)
+    sent = {(source, target): count for source, target, count in sends}
     pieces: dict[tuple[int, int], Ref] = {}
     for source, value in zip(ranks, values, strict=True):
         start = 0
-        for (of, target), count in sent.items():
-            if of == source:
-                pieces[of, target] = _rows(build, value, dim, start, count)
+        for (from_rank, target), count in sent.items():
+            if from_rank == source:
+                pieces[from_rank, target] = _rows(build, value, dim, start, count)
                 start += count
-    pieces |= _from_others(build, line, values[0], dim, sent, pieces)
+    pieces |= _received_rows(build, group, values[0], dim, sent, pieces)
     return [
-        _copied(build, _side_by_side(build, [pieces[one] for one in sent if one[1] == rank] or
+        _copied(build, _concatenated(build, [pieces[pair] for pair in sent if pair[1] == rank] or
                 [_rows(build, values[0], dim, 0, 0)], dim))
         for rank in ranks
     ]  # fmt: skip
 
 
-def _from_others(
+def _received_rows(
     build: Builder,
-    line: VirtualGroup,
+    group: VirtualGroup,
     like: Ref,
     dim: int,
     sent: Mapping[tuple[int, int], int],
     pieces: Mapping[tuple[int, int], Ref],
 ) -> dict[tuple[int, int], Ref]:
-    """Return the rows that virtual ranks of other workers send, by (source, target)."""
+    """Return the rows that virtual ranks of other workers send, by (source, target).
+
+    Args:
+        like: a value of the same dtype and other dims.
+        sent: (source, target) -> number of rows.
+        pieces: (source, target) -> rows that this worker's ranks send.
+    """
     workers: Counter[tuple[int, int]] = Counter()
     for (source, target), count in sent.items():
-        workers[source // line.per_worker, target // line.per_worker] += count
-    among = tuple([(*pair, workers[pair]) for pair in sorted(workers) if pair[0] != pair[1]])
-    if not among:
+        workers[source // group.per_worker, target // group.per_worker] += count
+    worker_sends = tuple([(*pair, workers[pair]) for pair in sorted(workers) if pair[0] != pair[1]])
+    if not worker_sends:
         return {}
 
     def between(*pair: int) -> list[tuple[int, int]]:
-        return [one for one in sent if tuple([rank // line.per_worker for rank in one]) == pair]
+        """Return the (source, target) ranks of the sends from one worker to another."""
+        return [
+            ranks for ranks in sent if tuple([rank // group.per_worker for rank in ranks]) == pair
+        ]
 
-    others = [worker for worker in range(line.workers) if worker != line.index]
-    out = [pieces[one] for worker in others for one in between(line.index, worker)]
-    given = _side_by_side(build, out or [_rows(build, like, dim, 0, 0)], dim)
-    got = line.meet(build).send_recv(given, dim, among)
+    others = [worker for worker in range(group.workers) if worker != group.index]
+    outgoing = [pieces[pair] for worker in others for pair in between(group.index, worker)]
+    send_buffer = _concatenated(build, outgoing or [_rows(build, like, dim, 0, 0)], dim)
+    receive_buffer = group.meet(build).send_recv(send_buffer, dim, worker_sends)
     received, start = {}, 0
     for worker in others:
-        for pair in between(worker, line.index):
-            received[pair] = _rows(build, got, dim, start, sent[pair])
+        for pair in between(worker, group.index):
+            received[pair] = _rows(build, receive_buffer, dim, start, sent[pair])
             start += sent[pair]
     return received
 
 
 def _rows(build: Builder, value: Ref, dim: int, start: int, count: int) -> Ref:
+    """Return ``count`` rows of a value along ``dim``, from ``start``."""
     rows: Ref = build.op("aten.slice.Tensor", value, dim, start, start + count)
     return rows
 
 
 def exchange_rows(
-    build: Builder, line: VirtualGroup, op: str, values: Sequence[Ref], rows: int, *args: int
+    build: Builder, group: VirtualGroup, op: str, values: Sequence[Ref], rows: int, *args: int
 ) -> list[Ref]:
-    """Take rows of all blocks for the worker's virtual ranks, or put rows into them.
+    """Index-select rows of all blocks for the worker's virtual ranks, or index-put rows into them.
+
+    The ranks' blocks are adjacent, so the worker runs the concatenated operands as one rank.
 
     Args:
-        values: each rank's operands, rank by rank. Its blocks are neighbours, and its indices and
-            rows come in the order of the ranks, so the worker does all of it as one rank.
+        values: each rank's operands, rank by rank: its block, its indices and, for a put, the rows.
+        rows: number of rows of a block.
+        args: the other arguments of the op.
     """
-    count = len(values) // line.per_worker
-    operands = [values[place::count] for place in range(count)]
-    together = [_side_by_side(build, of_all, 0) for of_all in operands]
-    rows_of_all = _rows_of_worker(build, line, op, together, rows * line.per_worker, *args)
-    like = operands[1] if op == TAKE_ROWS else operands[0]
-    return _in_turn(build, rows_of_all, [build.shape(value)[0] for value in like])
+    count = len(values) // group.per_worker
+    operands = [values[position::count] for position in range(count)]
+    joined = [_concatenated(build, of_ranks, 0) for of_ranks in operands]
+    result = _exchange_rows_of_worker(build, group, op, joined, rows * group.per_worker, *args)
+    block_sizes_of = operands[1] if op == TAKE_ROWS else operands[0]
+    return _split_rows(build, result, [build.shape(value)[0] for value in block_sizes_of])
 
 
-def _rows_of_worker(
+def _exchange_rows_of_worker(
     build: Builder,
-    line: VirtualGroup,
+    group: VirtualGroup,
     op: str,
     operands: Sequence[Ref],
     rows: int,
@@ -207,19 +235,19 @@ def _rows_of_worker(
 ) -> Ref:
     value, index = operands[:2]
     if op == TAKE_ROWS:
-        if line.workers > 1:
-            return line.meet(build).take_rows(value, index, rows, size)
-        taken: Ref = build.op("aten.index_select.default", value, 0, index)
-        return taken
-    given, is_added = operands[2], bool(added)
-    if line.workers > 1:
-        return line.meet(build).put_rows(value, index, given, rows, size, is_added)
-    put: Ref = build.op("aten.index_put.default", value, (index,), given, is_added)
-    return put
+        if group.workers > 1:
+            return group.meet(build).take_rows(value, index, rows, size)
+        selected: Ref = build.op("aten.index_select.default", value, 0, index)
+        return selected
+    source, accumulate = operands[2], bool(added)
+    if group.workers > 1:
+        return group.meet(build).put_rows(value, index, source, rows, size, accumulate)
+    result: Ref = build.op("aten.index_put.default", value, (index,), source, accumulate)
+    return result
 
 
-def _in_turn(build: Builder, value: Ref, lengths: Sequence[int]) -> list[Ref]:
-    """Return pieces of these lengths, one after another."""
+def _split_rows(build: Builder, value: Ref, lengths: Sequence[int]) -> list[Ref]:
+    """Return consecutive pieces of these lengths along dim 0."""
     pieces, start = [], 0
     for length in lengths:
         pieces.append(shard(build, value, 0, start, start + length))
@@ -228,37 +256,43 @@ def _in_turn(build: Builder, value: Ref, lengths: Sequence[int]) -> list[Ref]:
 
 
 def shard(build: Builder, value: Ref, dim: int, start: int, stop: int) -> Ref:
-    """Return a block of a value, in memory of its own."""
-    part = build.op("aten.slice.Tensor", value, dim, start, stop)
-    return _copied(build, part)
+    """Return a block of a value, in new memory."""
+    block = build.op("aten.slice.Tensor", value, dim, start, stop)
+    return _copied(build, block)
 
 
 def first(build: Builder, value: Ref, here: bool) -> Ref:
-    """Return a value if ``here``, else zeros, in memory of its own."""
+    """Return a copy of a value if ``here``, else zeros."""
     if here:
         return _copied(build, value)
     zeros: Ref = build.op("aten.zeros_like.default", value)
     return build.contiguous(zeros)
 
 
-def _subtrees(build: Builder, line: VirtualGroup, values: Sequence[Ref], op: str) -> list[Ref]:
-    """Add the worker's values as far as the tree over all ranks stays within them."""
-    # the largest power of two in it: such subtrees are whole
-    size = line.per_worker & -line.per_worker
+def _subtrees(build: Builder, group: VirtualGroup, values: Sequence[Ref], op: str) -> list[Ref]:
+    """Reduce the worker's values to the subtrees of the reduction tree that the worker owns."""
+    # the largest power of two that divides per_worker: subtrees of this size are complete
+    size = group.per_worker & -group.per_worker
     contiguous = [build.contiguous(value) for value in values]
-    return [_tree(build, contiguous[at : at + size], op) for at in range(0, len(contiguous), size)]
+    return [
+        _tree(build, contiguous[start : start + size], op)
+        for start in range(0, len(contiguous), size)
+    ]
 
 
 def _tree(build: Builder, values: Sequence[Ref], op: str) -> Ref:
-    """Reduce neighbours pairwise, level by level; the last of an odd number waits."""
+    """Reduce pairwise, level by level; the last of an odd number goes to the next level."""
     level = list(values)
     while len(level) > 1:
-        pairs = [build.op(_ADD[op], *level[at : at + 2]) for at in range(0, len(level) - 1, 2)]
+        pairs = [
+            build.op(_ADD[op], *level[start : start + 2]) for start in range(0, len(level) - 1, 2)
+        ]
         level = pairs + level[2 * len(pairs) :]
     return level[0]
 
 
 def _stacked(build: Builder, values: Sequence[Ref]) -> Ref:
+    """Return the values stacked along a new dim 0."""
     if len(values) == 1:
         return build.reshape(values[0], (1, *build.shape(values[0])))
     stacked: Ref = build.op("aten.stack.default", tuple(values))
@@ -266,23 +300,25 @@ def _stacked(build: Builder, values: Sequence[Ref]) -> Ref:
 
 
 def _unstacked(build: Builder, value: Ref) -> list[Ref]:
+    """Return the slices of a value along dim 0."""
     count = build.shape(value)[0]
     return [build.op("aten.select.int", value, 0, index) for index in range(count)]
 
 
-def _side_by_side(build: Builder, values: Sequence[Ref], dim: int) -> Ref:
+def _concatenated(build: Builder, values: Sequence[Ref], dim: int) -> Ref:
     if len(values) == 1:
         return build.contiguous(values[0])
     joined: Ref = build.op("aten.cat.default", tuple(values), dim)
     return build.contiguous(joined)
 
 
-def _even(line: VirtualGroup, size: int) -> int:
-    """Return ``size`` with the blocks of all virtual ranks padded to the size of the first."""
-    return line.ranks * block_size(size, line.ranks, 0)
+def _padded_size(group: VirtualGroup, size: int) -> int:
+    """Return the size of a dim with all virtual ranks' blocks padded to the first one's size."""
+    return group.ranks * block_size(size, group.ranks, 0)
 
 
 def _padded(build: Builder, value: Ref, dim: int, size: int) -> Ref:
+    """Return a value padded with zeros to ``size`` along ``dim``."""
     shape = build.shape(value)
     if shape[dim] == size:
         return value
@@ -297,19 +333,21 @@ def _narrow(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
     return shard(build, value, dim, start, start + size)
 
 
-def _cut(build: Builder, line: VirtualGroup, value: Ref, dim: int, size: int) -> list[Ref]:
-    """Return the blocks of the worker's virtual ranks, of a dim of global ``size``.
+def _local_blocks(
+    build: Builder, group: VirtualGroup, value: Ref, dim: int, size: int
+) -> list[Ref]:
+    """Return the block of each of the worker's virtual ranks, of a dim of global ``size``.
 
     Args:
-        value: the blocks of the worker, or of all.
+        value: the blocks of the worker's ranks, or of all ranks.
     """
-    have, step = build.shape(value)[dim], block_size(size, line.ranks, 0)
-    if line.per_worker == 1 and have == line.block(size, 0):
+    actual_size, block_length = build.shape(value)[dim], block_size(size, group.ranks, 0)
+    if group.per_worker == 1 and actual_size == group.block(size, 0):
         return [build.contiguous(value)]
-    starts = [min(which * step, have) for which in range(line.per_worker)]
+    starts = [min(index * block_length, actual_size) for index in range(group.per_worker)]
     return [
-        shard(build, value, dim, start, start + line.block(size, which))
-        for which, start in enumerate(starts)
+        shard(build, value, dim, start, start + group.block(size, index))
+        for index, start in enumerate(starts)
     ]
 
 
