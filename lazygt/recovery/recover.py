@@ -160,7 +160,7 @@ class RunsInFlight(Protocol):
     def new_group(self) -> int:
         """Return the number of the process group that the workers form next."""
 
-    def tell_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
+    def send_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
         """Send each rank its message."""
 
     def take(self, message: tuple[int, list[memoryview]]) -> None:
@@ -290,7 +290,7 @@ class Recovery:
         self._client.quiet_until = 0.0
         committed = self.journal.committed.number
         message = self._link.encode(Snap(self.journal.cut(seq), committed))
-        self._client.tell_all("snapshot", [message] * self._link.world_size, "recovery")
+        self._client.send_all("snapshot", [message] * self._link.world_size, "recovery")
 
     def took(self, rank: int, part: Snapped) -> int | None:
         """Take a rank's part of a snapshot; return the run that it covers if all have taken it."""

@@ -37,10 +37,10 @@ class DryWorker(Worker):
         self.plans.ops_device = None
         self.exchange = _Zeros(self.store, None, None, None, 0)
 
-    def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
+    def _plan_inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         return self.store.get_all(ids)
 
-    def _isolated(
+    def _run_plan(
         self, executor: EagerExecutor, inputs: list[Value], params: tuple[Any, ...]
     ) -> Outcome:
         plan = executor.plan
