@@ -90,7 +90,7 @@ class Orders(Answers):
         if self._in_flight or self._failures.mismatched:
             return
         self._broken_since, self._group = None, self._group + 1
-        self._failures.mended()
+        self._failures.group_renewed()
         if self.recovery is not None:
             self.recovery.journal.entries.append(Renewed(since))
         frames = self.link.encode(Renew(self._group, since))
@@ -157,7 +157,7 @@ class Orders(Answers):
             # they can form a new group before the user's next run.
             self.synchronize()
         raised = self.undo() or self._failures.take(error)
-        self._failures.told()
+        self._failures.mark_reported()
         raise raised.with_traceback(None)  # it may have been raised before
 
     def drop_failure(self, rank: int, failure: Failure) -> None:

@@ -236,7 +236,7 @@ class Worker:
             self._waiting.append(_copied_frames(frames))
             return [self._encode(Need(run.seq, run.digest))]
         done = self._run(run, frames[1:])
-        reports = [] if run.digest is None else self.plans.news(run.digest)
+        reports = [] if run.digest is None else self.plans.pending_reports(run.digest)
         *departure, done = self._with_departure(done)
         return [*departure, *map(self._encode, reports), done]
 

@@ -241,11 +241,11 @@ def test_ranks_that_meet_again_may_part_for_another_reason() -> None:
         return errors
 
     stuck, cause = parted(3, "KeyError")
-    failures.mended()
+    failures.group_renewed()
     late, other = parted(6, "IndexError")
     assert failures.take(late) is other
     assert failures.take(stuck) is cause
-    failures.mended()
+    failures.group_renewed()
     told: list[ExecutionError] = []
     failures.note(9, 0, Failure(5, COLLECTIVE_ERROR, "it left", 3), describe, told)
     failures.note(9, 1, Failure(7, COLLECTIVE_ERROR, "it left", 9), describe, told)
