@@ -166,7 +166,7 @@ class RunsInFlight(Protocol):
     def new_group(self) -> int:
         """Return the number of the process group that the workers form next."""
 
-    def tell_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
+    def send_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
         """Send each rank its message."""
 
     def take(self, message: tuple[int, list[memoryview]]) -> None:
@@ -296,7 +296,7 @@ class Recovery:
         self._client.quiet_until = 0.0
         committed = self.journal.committed.number
         message = self._link.encode(Snap(self.journal.cut(seq), committed))
-        self._client.tell_all("snapshot", [message] * self._link.world_size, "recovery")
+        self._client.send_all("snapshot", [message] * self._link.world_size, "recovery")
 
     def took(self, rank: int, rank_snapshot: Snapped) -> int | None:
         """Record a rank's part of a snapshot; if it is complete, return the last run it covers."""

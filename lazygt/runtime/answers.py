@@ -1,7 +1,6 @@
-"""Messages to the workers and back, counted, and waits for answers.
+"""Sender and receiver of a client's messages, with counts, and waits for answers.
 
-A worker that dies meanwhile is replaced by a recovery, if the session has one; callers do not
-notice it.
+If the session has a recovery, a worker that dies is replaced, and callers do not notice.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from lazygt.runtime.wire import Buffer, Part, decode, size_of
 
 
 class Answers(Reports):
-    """Sender of messages to the workers, and receiver of theirs."""
+    """Sender of messages to the workers, and handler of the workers' messages."""
 
-    #: reads a number out of an answer that holds nothing else; None: no such reader
+    #: C++ reader of an answer that is one number; None without the extension
     numbers: Any = None
 
     def expect(
@@ -46,15 +45,15 @@ class Answers(Reports):
         fetches: int,
         ranks: Collection[int] = (0,),
     ) -> None:
-        """Register a run that is about to be sent, or was sent by C++: its answers will come."""
+        """Register a run whose answers are expected: about to be sent, or sent by C++."""
         self._in_flight[seq] = InFlightRun(
-            entry, describe, base, set(self._everyone), frozenset(ranks), fetches
+            entry, describe, base, set(self._all_ranks), frozenset(ranks), fetches
         )
 
     # -- messages to workers ------------------------------------------------------------
 
-    def tell_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
-        """Send each rank its message, unless a recovery meanwhile has told all of them."""
+    def send_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
+        """Send each rank its message; stop if a recovery has sent all of them meanwhile."""
         epoch = self._epoch
         for rank, frames in enumerate(messages):
             self._send(kind, rank, frames, why)
@@ -63,7 +62,7 @@ class Answers(Reports):
 
     @property
     def _epoch(self) -> int:
-        recovery = self.recovery or self._former
+        recovery = self.recovery or self._disabled_recovery
         return 0 if recovery is None else recovery.epoch
 
     def _send(self, kind: str, rank: int, frames: Sequence[Buffer], why: str) -> None:
@@ -75,7 +74,7 @@ class Answers(Reports):
                     return  # the recovery has sent it by now
             self.link.send(rank, frames)
         except WorkerDied as error:
-            self._lost(error)
+            self._recover_from(error)
             return
         self.counts.messages_sent += 1
         self.counts.bytes_sent += size
@@ -104,17 +103,17 @@ class Answers(Reports):
     def _receive(
         self, timeout: float | None, beside: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
-        if self._no_answers is not None:
-            raise self._no_answers
+        if self._fatal_error is not None:
+            raise self._fatal_error
         try:
             if self.recovery is not None:
                 self.recovery.go_on()
             return self.link.receive(timeout, beside)
         except (WorkerDied, WorkerFrozen) as error:
-            self._lost(error)
+            self._recover_from(error)
             return None
 
-    def _lost(self, error: WorkerDied | WorkerFrozen) -> None:
+    def _recover_from(self, error: WorkerDied | WorkerFrozen) -> None:
         """Recover from the loss of a worker, if that is possible.
 
         Raises:
@@ -129,66 +128,68 @@ class Answers(Reports):
         except WorkerDied as death:
             self._death = death
             if isinstance(death, DeviceLost):  # its process lives, so nothing else ends a wait
-                self._no_answers = death
+                self._fatal_error = death
             raise
 
-    def _take(self, message: tuple[int, list[memoryview]]) -> None:
-        """Act on a worker's message.
+    def _handle_message(self, message: tuple[int, list[memoryview]]) -> None:
+        """Decode and handle a worker's message.
 
         Raises:
-            ProtocolError: it makes no sense. Requests to that worker may never be answered, so
-                every later wait raises this again.
+            ProtocolError: the message makes no sense. Requests to that worker may never be
+                answered, so every later wait raises this again.
         """
         rank, frames = message
         size = size_of(frames)
         self.counts.messages_received += 1
         self.counts.bytes_received += size
         try:
-            told = decode(frames, TO_CLIENT)
+            decoded = decode(frames, TO_CLIENT)
             if self.observer is not None:
-                kind = type(told).__name__.lower()
-                self.observer.message("receive", kind, rank, _number(told), size, "")
-            if isinstance(told, Lost):  # nothing else comes from there, so it waits for nobody
-                self._lost(self.device_lost(rank, told))
+                kind = type(decoded).__name__.lower()
+                self.observer.message("receive", kind, rank, _subject_number(decoded), size, "")
+            if isinstance(decoded, Lost):  # the worker's last message
+                self._recover_from(self.device_lost(rank, decoded))
                 return
-            for believed in self._relied_on(Told(rank, told, frames[1:])):
-                self._act(*believed)
+            for trusted in self._trusted_messages(Told(rank, decoded, frames[1:])):
+                self._dispatch(*trusted)
         except ProtocolError as error:
-            self._no_answers = ProtocolError(
+            self._fatal_error = ProtocolError(
                 f"worker {rank} sent what makes no sense: {error}. Leave the session and open a "
                 f"new one; please report this, if nobody tampered with the worker"
             )
-            raise self._no_answers from error
+            raise self._fatal_error from error
 
-    def _relied_on(self, told: Told) -> Iterable[Told]:
-        """Return the messages to act on now: perhaps not this one, since a rank may be dying."""
+    def _trusted_messages(self, message: Told) -> Iterable[Told]:
+        """Return the messages to handle now; a message of a rank that may be dying is held back."""
         if self.recovery is None or self.link.world_size == 1:
-            return (told,)
-        return self.recovery.doubts.sort_out(told)
+            return (message,)
+        return self.recovery.doubts.sort_out(message)
 
-    def _act(self, rank: int, told: Part, buffers: list[memoryview]) -> None:
-        match told:
+    def _dispatch(self, rank: int, message: Part, buffers: list[memoryview]) -> None:
+        """Call the handler of a message's type."""
+        match message:
             case Done():
-                self._done(rank, told, buffers)
+                self._handle_done(rank, message, buffers)
             case Need():
-                self._resend(rank, told)
+                self._resend(rank, message)
             case Left():
-                self._left(told)
+                self._left(message)
             case Relaid():
-                self._relaid(rank, told)
+                self._relaid(rank, message)
             case Wrote():
-                checks, handles = told.checks, told.handles
-                self._written.append((rank, told.number, checks, told.error, handles))
+                checks, handles = message.checks, message.handles
+                self._finished_writes.append((rank, message.number, checks, message.error, handles))
             case Captured():
-                self._captured(rank, told)
+                self._captured(rank, message)
             case Swapped():
-                self._swapped(rank, told.digest, told.error)
+                self._swapped(rank, message.digest, message.error)
             case Installed():
-                self._installed(rank, told)
+                self._installed(rank, message)
             case Snapped():
-                self._snapped(rank, told)
+                self._snapped(rank, message)
 
-    def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
+    def _handle_done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
+        """Record a rank's answer to a run: released memory, fetched values and failures."""
         run = self._in_flight.get(done.seq)
         if self.recovery is not None:
             self.recovery.answered(rank, done.seq)
@@ -198,14 +199,14 @@ class Answers(Reports):
                 return
         if run is None or rank not in run.waiting:
             raise ProtocolError(f"it answers run {done.seq}, which it was not asked")
-        wanted = run.fetches if rank in run.asked else 0
+        wanted = run.fetches if rank in run.fetch_ranks else 0
         self._fetches.check(rank, done, buffers, wanted)
         run.waiting.discard(rank)
         if done.timings is not None and self.observer is not None:
             self.observer.ran(rank, done.seq, run.entry, run.describe, done.timings)
         for offset in done.releases:
             self._uploads.was_read(offset, rank, done.seq)
-        if rank in run.asked:
+        if rank in run.fetch_ranks:
             run.answers[rank] = done, buffers
             if run.abandoned:
                 self._fetches.drop(rank, done)
@@ -214,23 +215,23 @@ class Answers(Reports):
         if not run.waiting:
             del self._in_flight[done.seq]
             if self._launches_ahead:
-                self._note_launched(done.seq, run)
-                if done.timings is not None or (run.fetches and run.asked >= self._everyone):
-                    self._note_ended(done.seq)
+                self._remember_launched(done.seq, run)
+                if done.timings is not None or (run.fetches and run.fetch_ranks >= self._all_ranks):
+                    self._forget_finished(done.seq)
             if run.fetches or run.describe is not None:
-                self._keep_early(done.seq, run)
+                self._cache_early_answers(done.seq, run)
 
-    def _keep_early(self, seq: int, run: InFlightRun) -> None:
-        """Keep a run's answers that come during a recovery, before anybody waits for them."""
+    def _cache_early_answers(self, seq: int, run: InFlightRun) -> None:
+        """Cache a run's answers that come during a recovery, until ``wait`` asks for them."""
         if self.recovery is not None and self.recovery.under_way and not run.abandoned:
-            old = [key for key in self._early if key < seq - 2 * self._max_ahead]
-            for key in old:  # nobody has waited for it, nor will
-                del self._early[key]
-            self._early[seq] = run
+            old = [key for key in self._early_answers if key < seq - 2 * self._max_ahead]
+            for key in old:  # no caller will wait for so old a run
+                del self._early_answers[key]
+            self._early_answers[seq] = run
 
     def take(self, message: tuple[int, list[memoryview]]) -> None:
-        """Act on a worker's message."""
-        self._take(message)
+        """Decode and handle a worker's message."""
+        self._handle_message(message)
 
     # -- waits ---------------------------------------------------------------------------
 
@@ -241,13 +242,13 @@ class Answers(Reports):
             WorkerDied, WorkerFrozen: while waiting.
         """
         while len(self._in_flight) > self._max_ahead:
-            self._take_next()
+            self._handle_next()
 
     def wait(self, seq: int, as_number: bool = False) -> Any:
-        """Wait for run ``seq``; return the answers of all ranks that were asked for something.
+        """Wait for run ``seq``; return the answers of all ranks that send values.
 
         Args:
-            as_number: return the number alone if the answer is nothing else.
+            as_number: return a Python number if the answer is a single number.
 
         Returns:
             The answers by rank, or the number.
@@ -255,25 +256,25 @@ class Answers(Reports):
         Raises:
             WorkerDied, WorkerFrozen: instead of an answer.
         """
-        run = self._early.pop(seq, None) or self._in_flight[seq]
+        run = self._early_answers.pop(seq, None) or self._in_flight[seq]
         try:
             if as_number and self.numbers is not None and self.observer is None:
                 number = self._awaited_number(seq, run)
                 if number is not None:
                     return number
-            while len(run.answers) < len(run.asked):
-                self._take_next()
+            while len(run.answers) < len(run.fetch_ranks):
+                self._handle_next()
         except BaseException:
-            # Ctrl-C: the answer will come, and nobody will look at it
+            # Ctrl-C: the answer will come, and is dropped then
             run.abandoned = True
             for rank, (done, _) in run.answers.items():
                 self._fetches.drop(rank, done)
             raise
-        self._early.pop(seq, None)
+        self._early_answers.pop(seq, None)
         return run.answers
 
     def _awaited_number(self, seq: int, run: InFlightRun) -> Any:
-        """Return the number that answers run ``seq``; None if the answer holds more than that."""
+        """Wait for run ``seq``; return its single number, or None if the answer holds more."""
         while not run.answers:
             message = self._receive(None)
             if message is None:
@@ -282,27 +283,27 @@ class Answers(Reports):
             number = self.numbers.number(frames, seq)
             if number is not None:
                 del self._in_flight[seq]
-                self._note_ended(seq)
+                self._forget_finished(seq)
                 counts, size = self.counts, len(frames[1])
                 counts.messages_received += 1
                 counts.bytes_received += len(frames[0]) + size
                 counts.fetches += 1
                 counts.bytes_fetched += size
                 return number
-            self._take(message)
+            self._handle_message(message)
         return None
 
     def synchronize(self) -> None:
         """Wait until every rank has answered every run.
 
         Raises:
-            WorkerDied: a worker is gone, whether or not this was raised before.
+            WorkerDied: a worker is gone; raised again in each call.
             WorkerFrozen: a worker does not answer.
         """
         if self._death is not None:
             raise self._death
         while self._in_flight:
-            self._take_next()
+            self._handle_next()
 
     def wait_compiled(self, until: float | None = None) -> bool:
         """Wait until every rank has answered every swap, and every host has its artifacts.
@@ -318,35 +319,35 @@ class Answers(Reports):
         """
         while self.entries.swapping or self.installing:
             if until is None:
-                self._take_next()
-            elif (left := until - monotonic()) <= 0:
+                self._handle_next()
+            elif (remaining := until - monotonic()) <= 0:
                 return False
-            elif (message := self._receive(left)) is not None:
-                self._take(message)
+            elif (message := self._receive(remaining)) is not None:
+                self._handle_message(message)
         return True
 
     def wait_snapped(self) -> None:
-        """Wait until all workers have taken the snapshot that they were asked for.
+        """Wait until all workers have taken the requested snapshot.
 
         Raises:
             WorkerDied, WorkerFrozen: while waiting.
         """
         while self.recovery is not None and self.recovery.journal.cutting:
-            self._take_next()
+            self._handle_next()
 
     def pump(self) -> None:
-        """Take the answers that have already arrived."""
-        cutting = self.recovery is not None and self.recovery.journal.cutting
+        """Handle the messages that have already arrived."""
+        snapshotting = self.recovery is not None and self.recovery.journal.cutting
         entries, installing = self.entries, self.installing
-        # a look costs a system call
-        while self._in_flight or entries.swapping or installing or cutting:
+        # a poll costs a system call
+        while self._in_flight or entries.swapping or installing or snapshotting:
             message = self._receive(0)
             if message is None:
                 return
-            self._take(message)
+            self._handle_message(message)
 
-    def _take_next(self) -> None:
-        """Wait for one answer and take it, or for a recovery, which may have taken some."""
+    def _handle_next(self) -> None:
+        """Wait for one message and handle it; return early after a recovery."""
         observer, message, epoch = self.observer, None, self._epoch
         try:
             while message is None:
@@ -361,14 +362,14 @@ class Answers(Reports):
             if observer is not None:
                 observer.came()
         if message is not None:
-            self._take(message)
+            self._handle_message(message)
 
 
-def _number(told: Part) -> int:
+def _subject_number(message: Part) -> int:
     """Return the number of the run, transfer or process group that a message is about; else 0."""
-    match told:
+    match message:
         case Done() | Need():
-            return told.seq
+            return message.seq
         case Wrote() | Left():
-            return told.number
+            return message.number
     return 0

@@ -1,17 +1,16 @@
 """Shared memory for large tensors: one copy in, mapped by every process of the host.
 
-An `Arena` lies over a memfd. One process owns it (allocates and frees); others map it. The memfd
-is made before the workers start and inherited by them, so nothing has a name in a file system and
-the kernel frees the memory with the last process that holds it.
+An `Arena` is a growing memfd with a first-fit allocator. One process owns it (allocates and frees);
+others map it. Workers inherit the memfd, so nothing has a name in a file system, and the kernel
+frees the memory after the last process that has it open.
 
 Layout of the memfd::
 
     | header page | segment 0: size B | segment 1: size 2B | segment 2: size 4B | ...
 
-B stands in the header, so an offset alone tells every process which segment it lies in. A segment
-is mapped when it is first used and never moves, so a view stays valid while the arena grows. Pages
-are faulted in as the high-water mark rises, once, off the hot path: a first touch costs ten times
-as much as a copy.
+The header contains B, so an offset alone determines the segment. A segment is mapped at its first
+use and never moves, so a view stays valid while the arena grows. Pages are faulted in once, when
+the high-water mark rises: a first touch costs ten times as much as a copy.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ ALIGNMENT = 256
 
 _PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<8sQ")
-_NOTE = struct.Struct("<QQ")
-_NOTE_AT = 64  # in the header's page
+_NOTE_FORMAT = struct.Struct("<QQ")
+_NOTE_OFFSET = 64  # in the header's page
 _MAGIC = b"lazygt\x00\x01"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14); not named by Python's mmap module
 _POPULATE_STEP = 16 << 20
@@ -47,7 +46,7 @@ _POPULATE_STEP = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A piece of an arena: where it begins and its length, both in bytes."""
+    """Allocated range of an arena: offset and length, in bytes."""
 
     offset: int
     nbytes: int
@@ -55,14 +54,14 @@ class Slot:
 
 @dataclass(slots=True)
 class _Segment:
-    """One mapping, and, for the owner, the free ranges in it (sorted, never touching)."""
+    """One mapping; for the owner, with its sorted free list of (begin, end) ranges."""
 
     start: int
     nbytes: int
     memory: mmap.mmap
     free: list[tuple[int, int]] = field(default_factory=list)
     populated: int = 0
-    #: True if the watcher has taken it
+    #: True if the ``mapped`` callback has accepted the mapping
     watched: bool = False
 
 
@@ -75,25 +74,25 @@ class Arena:
 
     def __init__(self, fd: int, first_bytes: int, *, owner: bool) -> None:
         self.fd = fd
-        self._first = first_bytes
+        self._first_segment_bytes = first_bytes
         self._owner = owner
         self._segments: dict[int, _Segment] = {}
         self._slots: dict[int, int] = {}
-        self._in_use = 0
+        self._bytes_in_use = 0
         self._freed: deque[int] = deque()
         self._lock = threading.Lock()
-        self._mapped: Callable[[mmap.mmap], bool] = lambda memory: False
-        self._unmapped: Callable[[mmap.mmap], None] = lambda memory: None
+        self._on_map: Callable[[mmap.mmap], bool] = lambda memory: False
+        self._on_unmap: Callable[[mmap.mmap], None] = lambda memory: None
         self._closer = weakref.finalize(self, os.close, fd)
 
     @classmethod
     def create(cls, initial_bytes: int = 64 << 20) -> Arena:
-        """Make a new arena that this process owns. No memory is used before it is allocated."""
+        """Create an arena that this process owns. Memory is used only when it is allocated."""
         return cls.own(create_memory(initial_bytes))
 
     @classmethod
     def own(cls, fd: int) -> Arena:
-        """Take over a memfd that `create_memory` made, as the process that allocates."""
+        """Open a memfd from `create_memory` as the owner, which allocates."""
         return cls(fd, _read_header(fd), owner=True)
 
     @classmethod
@@ -101,7 +100,7 @@ class Arena:
         """Map an arena that another process owns. The arena closes ``fd`` when it is closed."""
         return cls(fd, _read_header(fd), owner=False)
 
-    # -- the owner ---------------------------------------------------------------------------
+    # -- owner -------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Slot:
         """Allocate a slot of at least ``nbytes`` contiguous bytes.
@@ -113,21 +112,21 @@ class Arena:
         size = max(_round_up(nbytes, ALIGNMENT), ALIGNMENT)
         with self._lock:
             self._drain_freed()
-            offset = self._take(size)
+            offset = self._allocate_range(size)
             self._slots[offset] = size
-            self._in_use += size
+            self._bytes_in_use += size
         return Slot(offset, nbytes)
 
     def note(self, first: int, second: int) -> None:
         """Write two numbers for `read_note`; they outlive this process."""
-        os.pwrite(self.fd, _NOTE.pack(first, second), _NOTE_AT)
+        os.pwrite(self.fd, _NOTE_FORMAT.pack(first, second), _NOTE_OFFSET)
 
     def claim(self, offset: int, nbytes: int) -> None:
-        """Allocate a given range that holds an earlier process's data.
+        """Allocate a range at a fixed offset, with data of an earlier process.
 
         Raises:
-            ProtocolError: it does not lie inside one segment.
-            ValueError: it is not free.
+            ProtocolError: the range does not lie inside one segment.
+            ValueError: the range is not free.
         """
         self._check_owner()
         size = max(_round_up(nbytes, ALIGNMENT), ALIGNMENT)
@@ -137,10 +136,10 @@ class Arena:
             if segment is None:
                 segment = self._map(index)
                 segment.free.append((0, segment.nbytes))
-            _take_out(segment.free, offset - segment.start, size)
+            _remove_free_range(segment.free, offset - segment.start, size)
             segment.populated = max(segment.populated, offset - segment.start + size)
             self._slots[offset] = size
-            self._in_use += size
+            self._bytes_in_use += size
 
     def put(self, source: torch.Tensor, *, non_blocking: bool = False) -> Slot:
         """Copy a tensor of any strides into a new slot, contiguously. One copy, many threads.
@@ -155,7 +154,7 @@ class Arena:
         return slot
 
     def free(self, offset: int) -> None:
-        """Give a slot back. An unknown offset raises ValueError here or at the next call."""
+        """Free a slot. An unknown offset raises ValueError here or at the next call."""
         self._check_owner()
         self._freed.append(offset)
         # This may run in a finalizer, inside `allocate` of this very thread: never wait for the
@@ -171,17 +170,17 @@ class Arena:
         """Bytes of all slots allocated and not yet freed, rounded up to `ALIGNMENT`."""
         with self._lock:
             self._drain_freed()
-            return self._in_use
+            return self._bytes_in_use
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of memory that the arena has touched and keeps for reuse."""
+        """Bytes of memory that this process has faulted in, free or in use."""
         with self._lock:
             return sum(segment.populated for segment in self._segments.values())
 
     @property
     def held(self) -> int:
-        """Bytes of memory that it takes, written by any process."""
+        """Bytes of memory of the memfd, written by any process."""
         return memory_of(self.fd)
 
     def extents(self, most: int) -> Iterator[tuple[int, int]]:
@@ -197,7 +196,7 @@ class Arena:
                     yield offset, min(most, hole - offset)
                 begin = hole
 
-    # -- everyone ----------------------------------------------------------------------------
+    # -- all processes -----------------------------------------------------------------------
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return the bytes at ``offset`` as a uint8 tensor of shape ``(nbytes,)``, without a copy.
@@ -212,13 +211,13 @@ class Arena:
     def watch(
         self, mapped: Callable[[mmap.mmap], bool], unmapped: Callable[[mmap.mmap], None]
     ) -> None:
-        """Call these functions for each new mapping, and before it goes.
+        """Set callbacks for each new mapping, and for its end.
 
         Args:
-            mapped: called with a new mapping; returns whether it takes it.
-            unmapped: called with a mapping that was taken, before it goes.
+            mapped: called with a new mapping; returns whether it accepts it.
+            unmapped: called with an accepted mapping, before its end.
         """
-        self._mapped, self._unmapped = mapped, unmapped
+        self._on_map, self._on_unmap = mapped, unmapped
 
     def close(self) -> None:
         """Close the memfd and drop the mappings; views that live on keep theirs. Idempotent."""
@@ -226,11 +225,11 @@ class Arena:
         with self._lock:
             for segment in self._segments.values():
                 if segment.watched:
-                    self._unmapped(segment.memory)
+                    self._on_unmap(segment.memory)
                 _unmap(segment.memory)
             self._segments.clear()
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- implementation ----------------------------------------------------------------------
 
     def _check_owner(self) -> None:
         if not self._owner:
@@ -247,53 +246,60 @@ class Arena:
     def _index_of(self, offset: int, nbytes: int) -> int:
         """Return the segment that holds the range: segment k begins at header + B * (2**k - 1)."""
         if offset >= _PAGE and nbytes > 0:
-            index = ((offset - _PAGE) // self._first + 1).bit_length() - 1
+            index = ((offset - _PAGE) // self._first_segment_bytes + 1).bit_length() - 1
             if offset + nbytes <= self._start(index + 1):
                 return index
         raise ProtocolError(f"no segment of the arena holds {nbytes} bytes at offset {offset}")
 
     def _start(self, index: int) -> int:
-        return _PAGE + self._first * ((1 << index) - 1)
+        return _PAGE + self._first_segment_bytes * ((1 << index) - 1)
 
     def _map(self, index: int) -> _Segment:
+        """Map a segment; the owner grows the memfd for that."""
         if not self._closer.alive:
             raise ValueError("the arena is closed")
-        start, nbytes = self._start(index), self._first << index
+        start, nbytes = self._start(index), self._first_segment_bytes << index
         if os.fstat(self.fd).st_size < start + nbytes:
             if not self._owner:
                 raise ProtocolError(f"offset {start} lies beyond the end of the arena")
             os.ftruncate(self.fd, start + nbytes)
         segment = _Segment(start, nbytes, mmap.mmap(self.fd, nbytes, offset=start))
-        segment.watched = self._mapped(segment.memory)
+        segment.watched = self._on_map(segment.memory)
         self._segments[index] = segment
         return segment
 
-    def _take(self, size: int) -> int:
-        for segment in self._fitting(size):
-            for place, (begin, end) in enumerate(segment.free):
+    def _allocate_range(self, size: int) -> int:
+        """Allocate a range from the first free one that fits (first fit); return its offset."""
+        for segment in self._segments_for(size):
+            for index, (begin, end) in enumerate(segment.free):
                 if end - begin >= size:
                     self._populate(segment, begin + size)
                     if end - begin == size:
-                        del segment.free[place]
+                        del segment.free[index]
                     else:
-                        segment.free[place] = (begin + size, end)
+                        segment.free[index] = (begin + size, end)
                     return segment.start + begin
-        raise AssertionError("unreachable: _fitting ends with an empty segment that is big enough")
+        raise AssertionError(
+            "unreachable: _segments_for ends with an empty segment that is big enough"
+        )
 
-    def _fitting(self, size: int) -> Iterator[_Segment]:
+    def _segments_for(self, size: int) -> Iterator[_Segment]:
         """Yield mapped segments in order, then a new one: the smallest unmapped one that fits."""
         yield from list(self._segments.values())
         index = 0
-        while index in self._segments or self._first << index < size:
+        while index in self._segments or self._first_segment_bytes << index < size:
             index += 1
         try:
             segment = self._map(index)
         except OSError as error:
-            raise MemoryError(f"the arena cannot grow by {self._first << index} bytes") from error
+            raise MemoryError(
+                f"the arena cannot grow by {self._first_segment_bytes << index} bytes"
+            ) from error
         segment.free.append((0, segment.nbytes))
         yield segment
 
     def _populate(self, segment: _Segment, upto: int) -> None:
+        """Fault in the pages of a segment up to an offset."""
         if upto <= segment.populated:
             return
         # In steps, so that many small slots do not each pay for a system call.
@@ -313,14 +319,15 @@ class Arena:
         segment.populated = target
 
     def _drain_freed(self) -> None:
+        """Return all queued slots to the free lists."""
         while self._freed:
             offset = self._freed.popleft()
             size = self._slots.pop(offset, None)
             if size is None:
                 raise ValueError(f"offset {offset} is not an allocated slot of the arena")
-            self._in_use -= size
+            self._bytes_in_use -= size
             segment = self._segments[self._index_of(offset, size)]
-            _give_back(segment.free, offset - segment.start, size)
+            _insert_free_range(segment.free, offset - segment.start, size)
 
 
 def create_memory(initial_bytes: int = 64 << 20) -> int:
@@ -337,7 +344,7 @@ def create_memory(initial_bytes: int = 64 << 20) -> int:
 
 def read_note(fd: int) -> tuple[int, int]:
     """Return the two numbers that the owner of an arena noted last."""
-    first, second = _NOTE.unpack(os.pread(fd, _NOTE.size, _NOTE_AT))
+    first, second = _NOTE_FORMAT.unpack(os.pread(fd, _NOTE_FORMAT.size, _NOTE_OFFSET))
     return first, second
 
 
@@ -383,32 +390,32 @@ def _round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def _give_back(free: list[tuple[int, int]], begin: int, size: int) -> None:
+def _insert_free_range(free: list[tuple[int, int]], begin: int, size: int) -> None:
     """Insert a range into a sorted free list and join it with its neighbours."""
     end = begin + size
-    place = bisect_left(free, (begin, end))
-    if place < len(free) and free[place][0] == end:
-        end = free.pop(place)[1]
-    if place and free[place - 1][1] == begin:
-        place -= 1
-        begin = free.pop(place)[0]
-    free.insert(place, (begin, end))
+    index = bisect_left(free, (begin, end))
+    if index < len(free) and free[index][0] == end:
+        end = free.pop(index)[1]
+    if index and free[index - 1][1] == begin:
+        index -= 1
+        begin = free.pop(index)[0]
+    free.insert(index, (begin, end))
 
 
-def _take_out(free: list[tuple[int, int]], begin: int, size: int) -> None:
+def _remove_free_range(free: list[tuple[int, int]], begin: int, size: int) -> None:
     """Remove a range from a sorted free list."""
     end = begin + size
-    place = bisect_left(free, (begin + 1,)) - 1
-    if place < 0 or free[place][1] < end:
+    index = bisect_left(free, (begin + 1,)) - 1
+    if index < 0 or free[index][1] < end:
         raise ValueError(f"{size} bytes at {begin} of the segment are not free")
-    first, last = free.pop(place)
+    first, last = free.pop(index)
     rest = [(first, begin), (end, last)]
-    free[place:place] = [(a, b) for a, b in rest if a < b]
+    free[index:index] = [(a, b) for a, b in rest if a < b]
 
 
 def _unmap(memory: mmap.mmap) -> None:
     try:
         memory.close()
     except BufferError:
-        # A tensor still looks at it: the mapping goes when that tensor goes.
+        # A tensor still uses the mapping, which ends with that tensor.
         return

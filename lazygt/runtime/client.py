@@ -1,4 +1,4 @@
-"""Client side of a session: numbers runs and values, and sends runs to the workers."""
+"""Client of a session: assigns numbers to runs and values, and sends runs to the workers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lazygt.runtime.values import (
 )
 from lazygt.runtime.wire import Buffer, bits, size_of
 
-# -- orders of the client to workers besides runs, and the errors that it raises for them ----------
+# -- orders to workers, besides runs ---------------------------------------------------------------
 
 
 class Orders(Answers):
     """Orders to workers: plans, snapshots, process groups and transfers."""
 
     def swap(self, entry: PlanRecord, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
-        """Have every worker run compiled code from its next run of a plan on.
+        """Switch every worker to compiled code from its next run of a plan on.
 
         Args:
             groups: (fused node, artifact) pairs for each of ``entry.plans``.
@@ -47,32 +47,34 @@ class Orders(Answers):
         entry.swap, entry.swapped_from = tuple(groups), self.next_run
         if self.recovery is not None:
             self.recovery.journal.entries.append(SwappedIn(entry))
-        self.tell_all("swap", self.entries.swap_messages(entry), "compiled")
+        self.send_all("swap", self.entries.swap_messages(entry), "compiled")
 
     def install(self, rank: int, message: Install, buffers: Sequence[Buffer] = ()) -> None:
-        """Have a worker's host keep an artifact, or report whether it has it. See `Installs`."""
+        """Store an artifact on a worker's host, or query its presence there. See `Installs`."""
         self._send("install", rank, self.link.encode(message, buffers), "compiled")
 
     def _send_plan(self, entry: PlanRecord, why: str) -> None:
+        """Send each rank its plan; ``why`` is for the log."""
         messages = self.entries.plan_messages(entry)
-        self.tell_all("plan", messages, why)
+        self.send_all("plan", messages, why)
         self._shipped(entry, messages[0], len(messages))
         entry.sent = True
 
     def _snap(self, recovery: Recovery, then: Callable[[Snapshot], object] | None = None) -> None:
-        """Have the workers take a snapshot. Later messages refer to nothing sent before it."""
+        """Request a snapshot. Later messages send their lists of ids in full."""
         for entry in self.entries:
             entry.begin_anew()
         recovery.snap(self._seq, then)
 
     def snap(self, then: Callable[[Snapshot], object]) -> bool:
-        """Have the workers take a snapshot here; return whether they take any.
+        """Request a snapshot of the workers' values; return False if recovery is off.
 
         Args:
-            then: called with it when all have taken it, unless recovery turns itself off before.
+            then: called with the snapshot when all workers have taken it, unless recovery is turned
+                off before.
 
         Raises:
-            WorkerDied, WorkerFrozen: while waiting for one that is being taken.
+            WorkerDied, WorkerFrozen: while waiting for an earlier snapshot.
         """
         self.wait_snapped()
         if self.recovery is not None:
@@ -80,43 +82,45 @@ class Orders(Answers):
         return self.recovery is not None
 
     def _renew(self, since: int) -> None:
-        """Have the workers form a new process group, once all have answered all messages.
+        """Request a new process group, once all workers have answered all messages.
 
-        Until then some may still meet in the old one. Ranks with different plans are not to meet.
+        Until then collectives may still run in the old group. Ranks with different plans get no new
+        group.
         """
         if self._in_flight or self._failures.mismatched:
             return
         self._broken_since, self._group = None, self._group + 1
-        self._failures.mended()
+        self._failures.group_renewed()
         if self.recovery is not None:
             self.recovery.journal.entries.append(Renewed(since))
         frames = self.link.encode(Renew(self._group, since))
-        self.tell_all("renew", [frames] * self.link.world_size, "a rank has left the process group")
+        self.send_all("renew", [frames] * self.link.world_size, "a rank has left the process group")
 
     # -- transfers -----------------------------------------------------------------------
 
     def wait_beside(self, descriptor: int, seconds: float) -> None:
-        """Wait until a descriptor is readable, and take the workers' messages meanwhile.
+        """Wait until a descriptor is readable or a worker's message has come; handle the message.
 
-        Waits at most so many seconds, and ends early when something comes.
+        Args:
+            seconds: the longest wait.
 
         Raises:
-            WorkerDied: a worker is gone, whether or not this was raised before.
+            WorkerDied: a worker is gone; raised again in each call.
             WorkerFrozen: a worker does not answer.
         """
         if self._death is not None:
             raise self._death
         message = self._receive(seconds, descriptor)
         if message is not None:
-            self._take(message)
+            self._handle_message(message)
 
     def write(self, rank: int, number: int, request: tuple[Any, ...]) -> None:
-        """Have a worker copy blocks for a transfer; ``written`` takes its answer.
+        """Request the copy of blocks for a transfer; ``written`` returns the answer.
 
         Raises:
             WorkerDied, WorkerFrozen: a worker had to be replaced.
         """
-        self._writing = self._epoch
+        self._write_epoch = self._epoch
         self._send("write", rank, self.link.encode(Write(number, request)), "transfer_weights()")
         self._check_writing()
 
@@ -128,32 +132,32 @@ class Orders(Answers):
         Raises:
             WorkerDied, WorkerFrozen: a worker is gone, even if it was replaced meanwhile.
         """
-        message = None if self._written else self._receive(seconds)
+        message = None if self._finished_writes else self._receive(seconds)
         while message is not None:
-            self._take(message)
+            self._handle_message(message)
             message = self._receive(0)
         self._check_writing()
-        written, self._written = self._written, []
+        written, self._finished_writes = self._finished_writes, []
         return written
 
     def _check_writing(self) -> None:
-        """Raise the error for which a worker was replaced while it was asked to write."""
-        recovery = self.recovery or self._former
-        if recovery is not None and self._writing != recovery.epoch:
-            self._writing = recovery.epoch
-            self._written.clear()
+        """Raise the recovery's error if a worker was replaced since the request to write."""
+        recovery = self.recovery or self._disabled_recovery
+        if recovery is not None and self._write_epoch != recovery.epoch:
+            self._write_epoch = recovery.epoch
+            self._finished_writes.clear()
             raise recovery.last
 
     # -- errors --------------------------------------------------------------------------
 
     def _raise(self, error: ExecutionError) -> NoReturn:
-        """Raise a failure, or its cause on another rank, and neither again."""
+        """Raise a failure or, instead of it, its cause on another rank. Neither is raised again."""
         if self.link.world_size > 1:
-            # The rank that is the cause may not have answered yet. And when all have, they can
-            # form a new group: the user's next run does not come too late for that.
+            # The rank that is the cause may not have answered yet. Once all ranks have answered,
+            # they can form a new group before the user's next run.
             self.synchronize()
         raised = self.undo() or self._failures.take(error)
-        self._failures.told()
+        self._failures.mark_reported()
         raise raised.with_traceback(None)  # it may have been raised before
 
     def drop_failure(self, rank: int, failure: Failure) -> None:
@@ -164,12 +168,12 @@ class Orders(Answers):
         """Raise the failure of a value on a rank.
 
         Raises:
-            ExecutionError: naming the op and the user's line.
+            ExecutionError: names the op and the user's line.
         """
         self._raise(self._failures.error(rank, failure))
 
 
-# -- client side of a session: numbers runs and values, and sends runs to the workers --------------
+# -- client ----------------------------------------------------------------------------------------
 
 
 class Client(Orders):
@@ -178,7 +182,7 @@ class Client(Orders):
     Args:
         max_ahead: runs that may be unanswered before ``run`` waits.
         shm_threshold: bytes from which an upload goes through the shared-memory arena.
-        recover: (share of the time, bytes) that recovery may take; None: no recovery.
+        recover: limits of snapshots: (share of the run time, bytes); None: no recovery.
         launches_ahead: workers answer when kernels are launched, not when they have ended.
     """
 
@@ -191,8 +195,8 @@ class Client(Orders):
         recover: tuple[float, int] | None = None,
         launches_ahead: bool = False,
     ) -> None:
-        keeps = recover is not None
-        uploads = Uploads(link.upload, link.world_size, shm_threshold, keeps)
+        retains = recover is not None
+        uploads = Uploads(link.upload, link.world_size, shm_threshold, retains)
         super().__init__(link, observer, uploads, max_ahead, launches_ahead)
         self.recovery = None if recover is None else Recovery(self, link, *recover)
         self.numbers = number_reader() if link.world_size == 1 else None
@@ -202,9 +206,10 @@ class Client(Orders):
         self.last_frees: Collection[int] = ()
 
     def close(self) -> None:
-        """Forget the failures.
+        """Drop the failures, to break a reference cycle.
 
-        A raised error refers to its frames, these to the user's tensors, and those to the session.
+        A raised error refers to its frames, the frames to the user's tensors, and the tensors to
+        the session.
         """
         self._failures = Failures()
         self._in_flight.clear()
@@ -217,7 +222,7 @@ class Client(Orders):
     # -- values --------------------------------------------------------------------------
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
-        """Copy a CPU tensor now, in ``meta``'s layout; it travels with the next run."""
+        """Copy a CPU tensor in ``meta``'s layout; the copy is sent with the next run."""
         self.counts.bytes_uploaded += meta.nbytes
         key = self._new_ids(1)
         try:
@@ -225,7 +230,7 @@ class Client(Orders):
         except MemoryError as error:
             if self.recovery is None:
                 raise
-            self._recover_no_more(f"there is no memory for an upload beside those kept: {error}")
+            self._disable_recovery(f"there is no memory for an upload beside those kept: {error}")
             self._uploads.add(key, source, meta)
         return RemoteValue(key, self._freed)
 
@@ -251,23 +256,28 @@ class Client(Orders):
 
     @property
     def plain(self) -> bool:
-        """True if nothing is in flight or waits to be sent, so that C++ may send a run."""
-        waits = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
-        told = self.installing or self.relaid or self.capture_errors or self._failures.unraised
-        wrong = self._death or self._no_answers or not self.link.healthy
-        return not (waits or told or wrong or self.observer) and monotonic() < self.quiet_until
+        """True if the C++ extension may send a run: nothing is in flight, unsent or unreported."""
+        pending = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
+        unread_reports = (
+            self.installing or self.relaid or self.capture_errors or self._failures.unraised
+        )
+        unusable = self._death or self._fatal_error or not self.link.healthy
+        return (
+            not (pending or unread_reports or unusable or self.observer)
+            and monotonic() < self.quiet_until
+        )
 
-    def go_on(self, unsent: list[Buffer] | None, told: list[memoryview] | None, why: str) -> None:
-        """Finish C++'s part of an expected run.
+    def go_on(self, unsent: list[Buffer] | None, answer: list[memoryview] | None, why: str) -> None:
+        """Continue an expected run after the C++ extension has done its share.
 
         Args:
-            unsent: its message, if it has to be sent from Python.
-            told: the answer, if it has come.
+            unsent: the run's message, if Python has to send it.
+            answer: the answer, if the extension has received it.
         """
         if unsent is not None:
             self._send("run", 0, unsent, why)
-        elif told is not None:
-            self._take((0, told))
+        elif answer is not None:
+            self._handle_message((0, answer))
 
     def run(
         self,
@@ -287,8 +297,8 @@ class Client(Orders):
 
         Args:
             ranks: the ranks that send the fetched values; only their answers are read.
-            weigh: groups of ids; the answers report the workers' memory.
-            timed: have workers wait for their devices, see ``messages.Run``.
+            weigh: groups of ids; the answers report the memory of each group and of the workers.
+            timed: wait for the devices after each step; see ``messages.Run``.
         """
         self.pump()
         if self._broken_since is not None:
@@ -323,13 +333,13 @@ class Client(Orders):
         self.expect(self._seq, entry, describe, base, len(fetches), ranks)
         if self.recovery is not None:
             self.recovery.journal.entries.append((self._seq, entry, messages))
-        self.tell_all("run", messages, why)
-        if self.recovery is not None and self.recovery.is_due(self._uploads.kept_bytes):
+        self.send_all("run", messages, why)
+        if self.recovery is not None and self.recovery.is_due(self._uploads.retained_bytes):
             self._snap(self.recovery)
         return self._seq, new_values(base, outputs, self._freed)
 
     def finish(self) -> None:
-        """Wait until every rank has answered every run, and its device has done all of it.
+        """Wait until every rank has answered every run and every device has finished.
 
         Raises:
             WorkerDied, WorkerFrozen: as ``synchronize``.
@@ -342,19 +352,19 @@ class Client(Orders):
         """Return each worker's memory, by rank, once it has done everything sent before.
 
         Args:
-            groups: ids of values that are weighed together.
+            groups: ids of values; the bytes of each group are reported as one number.
 
         Raises:
             WorkerDied, WorkerFrozen: while waiting.
         """
         ranks = range(self.link.world_size)
-        asked = tuple([tuple(group) for group in groups])
-        seq, _ = self.run(None, (), (), why="memory()", ranks=ranks, weigh=asked)
+        requested = tuple([tuple(group) for group in groups])
+        seq, _ = self.run(None, (), (), why="memory()", ranks=ranks, weigh=requested)
         answers = self.wait(seq)
-        told = [memory for rank in ranks if (memory := answers[rank][0].memory) is not None]
-        if [len(memory.living) for memory in told] != [len(asked) + 1] * len(ranks):
+        reports = [memory for rank in ranks if (memory := answers[rank][0].memory) is not None]
+        if [len(memory.living) for memory in reports] != [len(requested) + 1] * len(ranks):
             raise ProtocolError("a worker was asked for its memory, and does not tell of it")
-        return told
+        return reports
 
     def _encoded(
         self, run: Run, buffers: list[Buffer], entry: PlanRecord | None, ranks: Collection[int]
@@ -368,25 +378,25 @@ class Client(Orders):
             run.digest = names[rank if len(names) > 1 else 0]
             run.fetches = fetches if rank in ranks else ()
             run.releases = self._fetches.releases(rank)
-            told = run.digest, run.fetches, run.releases
-            if told not in encoded:
-                encoded[told] = self.link.encode(run, buffers)
-            messages.append(encoded[told])
+            key = run.digest, run.fetches, run.releases
+            if key not in encoded:
+                encoded[key] = self.link.encode(run, buffers)
+            messages.append(encoded[key])
         return messages
 
-    # -- rollback to before a run --------------------------------------------------------
+    # -- rollback ------------------------------------------------------------------------
 
     def rewind(
         self, seq: int, undone: Sequence[int], rank: int, node: int, error: ExecutionError
     ) -> bool:
-        """Roll all ranks back to before a run, but keep the values uploaded since.
+        """Roll all ranks back to the state before a run; later uploads stay.
 
         Args:
-            undone: the values that were made since: they have failed.
-            rank, node, error: the failure that is the reason.
+            undone: ids of the values made since; they count as failed.
+            rank, node, error: the failure that causes the rollback.
 
         Returns:
-            Whether that was possible: a snapshot may have been taken since.
+            False if a snapshot was taken since, so that no rollback is possible.
 
         Raises:
             WorkerDied, WorkerFrozen: a worker is gone, and can't be replaced.
@@ -402,10 +412,11 @@ class Client(Orders):
         return True
 
     def revive(self, ids: Set[int], freed: Set[int]) -> dict[int, RemoteValue]:
-        """Return new handles to values that had none left.
+        """Return new handles to values that lost theirs.
 
         Args:
-            freed: ids that workers were told to free, and hold again.
+            ids: values that get a handle.
+            freed: ids that were freed, and that the workers own again after a rollback.
         """
         for key in sorted({*self._freed.take(), *freed} - ids):
             self._freed.add(key)
@@ -416,7 +427,7 @@ class Client(Orders):
         """Raise the first failure that has not been raised yet.
 
         Raises:
-            ExecutionError: naming the op and the user's line.
+            ExecutionError: names the op and the user's line.
         """
         if self._failures.unraised:
             self._raise(self._failures.unraised[0])
@@ -432,7 +443,7 @@ class Client(Orders):
 
         Args:
             answers: of rank 0, or of each rank in ``regions``.
-            regions: the parts of the value that each rank has sent; None: rank 0 sent all of it.
+            regions: the blocks of the value that each rank has sent; None: rank 0 sent all of it.
             as_number: return a Python number instead if the value is a single one.
 
         Raises:

@@ -23,7 +23,7 @@ class InstructionLog:
 
     Fields: ``t`` (seconds since the log was opened), ``direction``, ``kind``, ``rank``, ``run``,
     ``bytes`` (of all frames, without tensors in shared memory), ``why``, and ``line``: the user's
-    ``file:line`` that had it sent. ``lazygt log`` adds them up.
+    ``file:line`` that caused the message. ``lazygt log`` summarizes the file.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,8 +56,8 @@ class InstructionLog:
             self._file = None
 
 
-_FIRST_SECONDS = 2.0
-_EVERY_SECONDS = 0.5
+_FIRST_UPDATE_SECONDS = 2.0
+_UPDATE_SECONDS = 0.5
 
 
 class WaitLine:
@@ -74,22 +74,26 @@ class WaitLine:
 
     @property
     def patience(self) -> float | None:
-        """Seconds to wait before the next ``update``; None: for ever."""
-        return _EVERY_SECONDS if self.enabled else None
+        """Seconds between two calls of ``update``; None: never call it."""
+        return _UPDATE_SECONDS if self.enabled else None
 
     def update(self, what: str) -> None:
-        """Update the line: nothing has come yet."""
+        """Update the line with the seconds waited so far.
+
+        Args:
+            what: description of the awaited messages.
+        """
         now = time.monotonic()
         if self._began is None:
             self._began = now
         waited = now - self._began
-        if self.enabled and waited >= _FIRST_SECONDS:
+        if self.enabled and waited >= _FIRST_UPDATE_SECONDS:
             self._stream.write(f"\r\x1b[2Klazygt: waiting {waited:.0f} s for {what}")
             self._stream.flush()
             self._shown = True
 
     def done(self) -> None:
-        """End the wait and wipe the line: something has come."""
+        """End the wait and wipe the line."""
         self._began = None
         if self._shown:
             self._stream.write("\r\x1b[2K")
@@ -103,7 +107,7 @@ class Observer:
     A client has one only if its reports are read: by a log, a terminal or a profile.
 
     Attributes:
-        patience: seconds of waiting until ``waiting`` is called, again and again; None: never.
+        patience: seconds between two calls of ``waiting`` during a wait; None: no calls.
         wants_timings: whether runs are to be timed, for ``ran``.
     """
 
@@ -124,7 +128,7 @@ class Observer:
         """
 
     def waiting(self, what: str) -> None:
-        """Observe that nothing has come yet."""
+        """Observe that a wait for messages goes on."""
 
     def came(self) -> None:
         """Observe that the wait has ended."""
@@ -140,7 +144,7 @@ class Observer:
         """Observe that a worker has done a timed run; ``describe`` describes its plan's steps."""
 
     def snapped(self, rank: int, snapped: Snapped) -> None:
-        """Observe that a worker has taken its part of a snapshot."""
+        """Observe that a worker has taken its share of a snapshot."""
 
     def recovered(self, run: int, record: RecoveryRecord) -> None:
         """Observe that workers were replaced; ``run`` was the last run sent."""

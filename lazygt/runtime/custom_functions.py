@@ -1,4 +1,4 @@
-"""Functions of the user's, as a worker runs them: tensors in, a list of tensors out."""
+"""User functions as ops of a worker: tensors in, a list of tensors out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lazygt.graph.ops import undispatched
 from lazygt.runtime import kernels
 from lazygt.runtime.custom_ops import Portable
 
-_PLAIN = (type(None), bool, int, float, complex, str)
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class PlainFunction(Portable):
-    """A function and its arguments, with an Operand in the place of each tensor.
+    """A function and its arguments, with an ``Operand`` instead of each tensor.
 
     Attributes:
         arguments: (args, kwargs).
@@ -42,8 +42,8 @@ class PlainFunction(Portable):
     @property
     def name(self) -> str:
         """The function's name, in a form that a schema may have."""
-        own = getattr(self.fn, "__name__", type(self.fn).__name__)
-        return re.sub(r"\W", "", str(own)) or "function"
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return re.sub(r"\W", "", str(name)) or "function"
 
     @property
     def module(self) -> str:
@@ -63,11 +63,11 @@ class PlainFunction(Portable):
 
 @dataclass(frozen=True)
 class Gradient(Portable):
-    """The backward pass of a function: takes generator state, its tensors, and gradients.
+    """Backward pass of a function: its inputs are the generator state, tensors and gradients.
 
     Attributes:
         wanted: for each tensor, whether its gradient is wanted.
-        given: for each tensor that the function returned, whether it has a gradient.
+        given: for each tensor that the function returned, whether a gradient of it is an input.
     """
 
     function: PlainFunction
@@ -90,51 +90,54 @@ class Gradient(Portable):
         count = len(self.wanted)
         pairs = zip(values[:count], self.wanted, strict=True)
         tensors = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
-        returned = _as_before(self.function, device, tensors, state)
+        returned = _with_rng_state(self.function, device, tensors, state)
         leaves = [x for x in pytree.tree_leaves(returned) if isinstance(x, torch.Tensor)]
         outputs = [x for x, given in zip(leaves, self.given, strict=True) if given]
-        made = zip(outputs, values[count:], strict=True)
-        live = [(output, grad) for output, grad in made if output.requires_grad]
+        outputs_and_grads = zip(outputs, values[count:], strict=True)
+        differentiable = [
+            (output, grad) for output, grad in outputs_and_grads if output.requires_grad
+        ]
         inputs = [t for t in tensors if t.requires_grad]
-        if not live:
+        if not differentiable:
             return [torch.zeros_like(t) for t in inputs]
-        found = torch.autograd.grad(
-            [output for output, _ in live], inputs, [grad for _, grad in live],
+        gradients = torch.autograd.grad(
+            [output for output, _ in differentiable], inputs, [grad for _, grad in differentiable],
             allow_unused=True, materialize_grads=True,
         )  # fmt: skip
-        return [grad.contiguous() for grad in found]
+        return [grad.contiguous() for grad in gradients]
 
     def on(self, device: torch.device) -> Callable[..., Any]:
         return _Call(self, device)
 
 
-def _as_before(
+def _with_rng_state(
     function: PlainFunction, device: torch.device, operands: Sequence[Any], state: torch.Tensor
 ) -> Any:
-    """Run the function from the generator's earlier state."""
-    now = kernels.get_rng_state(device)
+    """Call the function with the generator in ``state``; restore the current state afterwards."""
+    current_state = kernels.get_rng_state(device)
     kernels.set_rng_state(device, state)
     try:
         return function(device, operands)
     finally:
-        kernels.set_rng_state(device, now)
+        kernels.set_rng_state(device, current_state)
 
 
 class _Call:
-    """A function on a worker: it runs on copies, since it may write into its arguments.
+    """Callable of a function on a worker. It passes copies, as the function may write into them.
 
-    Not every write is seen: numpy's are not. One that is seen after it was made is too late.
+    Not every write is detected: numpy's are not. So the originals are never passed.
     """
 
     def __init__(self, function: PlainFunction | Gradient, device: torch.device) -> None:
         self._function, self._device = function, device
 
     def __call__(self, operands: Sequence[torch.Tensor], tell: bool) -> list[Any]:
-        given = [t.detach().clone() for t in operands]
-        before = [t._version for t in given]
+        """Return the result's leaves; with ``tell``, also its structure as text."""
+        copies = [t.detach().clone() for t in operands]
+        versions = [t._version for t in copies]
         with undispatched(), torch.enable_grad():
-            returned = self._function(self._device, given)
-        for number, (t, version) in enumerate(zip(given, before, strict=True)):
+            returned = self._function(self._device, copies)
+        for number, (t, version) in enumerate(zip(copies, versions, strict=True)):
             if t._version != version:
                 raise RuntimeError(
                     f"{self._function.name} has written into its tensor argument {number}, which "
@@ -142,15 +145,15 @@ class _Call:
                     f"return that"
                 )
         leaves, spec = pytree.tree_flatten(returned)
-        made = [self._here(leaf) for leaf in leaves]
+        results = [self._to_device(leaf) for leaf in leaves]
         if not tell:
-            return [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
-        return [*made, pytree.treespec_dumps(spec)]
+            return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+        return [*results, pytree.treespec_dumps(spec)]
 
-    def _here(self, leaf: Any) -> Any:
+    def _to_device(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().to(self._device)
-        if not isinstance(leaf, _PLAIN):
+        if not isinstance(leaf, _PLAIN_TYPES):
             raise TypeError(
                 f"{self._function.name} returned a {type(leaf).__name__}; what workers return are "
                 f"tensors, numbers, strings and None, in lists, tuples and dicts"
@@ -162,8 +165,8 @@ def structure_of(text: str) -> Any:
     """Return the structure of a worker's result, as ``treespec_dumps`` wrote it.
 
     Raises:
-        ProtocolError: it is none, or names anything but a class of a loaded module: torch would
-            import any module, and call any function for the missing key of a dict.
+        ProtocolError: the text is no structure, or names anything but a class of a loaded module.
+            torch would import any module, and call any function as a default factory.
     """
     try:
         _check_classes(json.loads(text))
@@ -172,28 +175,29 @@ def structure_of(text: str) -> Any:
         raise ProtocolError(f"a worker told of no structure: {error}") from error
 
 
-def _check_classes(told: Any) -> None:
+def _check_classes(structure: Any) -> None:
     """Check every class that a structure names; its contexts are JSON within JSON."""
-    match told:
+    match structure:
         case {"default_factory_module": module, "default_factory_name": name}:
             _check_class(module, name)
         case {"__enum__": _, "fqn": str(name)}:
             _check_class(*name.split(":", 1))
-    if isinstance(told, dict):
-        told = list(told.values())
-    if isinstance(told, list):
-        for part in told:
-            _check_classes(part)
-    elif isinstance(told, str):
+    if isinstance(structure, dict):
+        structure = list(structure.values())
+    if isinstance(structure, list):
+        for item in structure:
+            _check_classes(item)
+    elif isinstance(structure, str):
         with suppress(json.JSONDecodeError):
-            _check_classes(json.loads(told))
+            _check_classes(json.loads(structure))
 
 
 def _check_class(module: str, name: str = "") -> None:
-    reached: Any = sys.modules.get(module)
-    for part in name.split("."):
-        reached = getattr(reached, part, None)
-    if not isinstance(reached, type):
+    """Raise ProtocolError unless ``module.name`` is a class of an imported module."""
+    candidate: Any = sys.modules.get(module)
+    for attribute in name.split("."):
+        candidate = getattr(candidate, attribute, None)
+    if not isinstance(candidate, type):
         raise ProtocolError(
             f"a function returned a value of {module}.{name}, which is no class of a module that "
             f"this process has imported: import it, or return plain lists, tuples and dicts"

@@ -1,6 +1,6 @@
-"""Loader of foreign ops: a worker loads them from the plans that name them.
+"""Custom (foreign) ops of plans: their schema on the wire, and their loader in a worker.
 
-A worker takes plans, and so code, only from the owner of its session's channel: the client that
+A worker accepts plans, and so code, only from the owner of its session's channel: the client that
 started it.
 """
 
@@ -26,12 +26,12 @@ from lazygt.graph.node import Graph
 from lazygt.graph.ops import Foreign, OpFacts, add_foreign, overload, title
 from lazygt.runtime.wire import Buffer, Part, fitting, pack, unpack
 
-# -- schema of a plan's foreign ops: code that is not torch's own ----------------------------------
-# A definition refers to the code of an op: in modules and shared libraries, which a worker loads
-# itself, or pickled within the definition.
+# -- schema of custom ops --------------------------------------------------------------------------
+# A definition refers to the code of an op. The code lies in modules and shared libraries, which a
+# worker loads itself, or is pickled within the definition.
 
 #: Tags that affect an op's results; workers ignore the others.
-_TAGS = {
+_TAGS_BY_NAME = {
     "dynamic_output_shape": torch.Tag.dynamic_output_shape,
     "data_dependent_output": torch.Tag.data_dependent_output,
     "nondeterministic_seeded": torch.Tag.nondeterministic_seeded,
@@ -39,15 +39,15 @@ _TAGS = {
 
 
 class Definition(Part):
-    """An op that a plan names, and the place of its code.
+    """Definition of a custom op: its name, schema and code.
 
     Attributes:
         name: its name in graphs (``graph.ops.Foreign``).
         schema: as torch writes it.
         tags: names of torch's tags.
-        modules: to be imported, so that torch knows the op.
-        libraries: paths of shared libraries to be loaded for that.
-        code: the pickled callable; empty: torch knows the op once those are loaded.
+        modules: modules to import, so that torch knows the op.
+        libraries: paths of shared libraries to load for that.
+        code: the pickled callable; empty: modules and libraries register the op.
     """
 
     name: str
@@ -63,13 +63,15 @@ class Definition(Part):
         return title(self.name)
 
     def op(self, infer: Callable[..., Any] | None = None) -> Foreign:
-        """Build the op's stand-in, which answers for its facts."""
-        return Foreign(self.name, self.schema, [_TAGS[tag] for tag in self.tags], infer, self)
+        """Build the op's record of facts (schema, tags, shape inference)."""
+        return Foreign(
+            self.name, self.schema, [_TAGS_BY_NAME[tag] for tag in self.tags], infer, self
+        )
 
 
 def tag_names(tags: Sequence[torch.Tag]) -> tuple[str, ...]:
-    """Return the names of the tags that travel."""
-    return tuple(name for name, tag in _TAGS.items() if tag in tags)
+    """Return the names of the tags that are part of a definition."""
+    return tuple(name for name, tag in _TAGS_BY_NAME.items() if tag in tags)
 
 
 def code_name(code: bytes) -> str:
@@ -78,7 +80,7 @@ def code_name(code: bytes) -> str:
 
 
 def foreign_ops(graph: Graph) -> list[Foreign]:
-    """List the foreign ops that a graph names."""
+    """List the custom ops that a graph uses, each once."""
     names: dict[str, None] = {}
     for node in graph.nodes:
         if "@" in node.op:
@@ -94,14 +96,14 @@ def foreign_ops(graph: Graph) -> list[Foreign]:
 
 
 class Definitions(Part):
-    """A plan's foreign ops, and the client's module search path."""
+    """Definitions of a plan's custom ops, and the client's module search path."""
 
     path: tuple[str, ...]
     ops: tuple[Definition, ...]
 
 
 def encode(ops: Sequence[Foreign]) -> bytes:
-    """Encode the definitions of these ops, to travel beside a graph; no bytes for no op."""
+    """Encode the definitions of these ops, to send beside a graph; no op gives empty bytes."""
     if not ops:
         return b""
     path = tuple(map(os.path.abspath, sys.path))
@@ -112,7 +114,7 @@ def decode(data: Buffer) -> Definitions:
     """Return the definitions that ``encode`` encoded.
 
     Raises:
-        ProtocolError: for anything else, and for code that its op is not named after.
+        ProtocolError: the data is no definitions, or an op's name lacks its code's hash.
     """
     definitions = fitting(unpack(data), Definitions)
     for definition in definitions.ops:
@@ -125,40 +127,40 @@ def decode(data: Buffer) -> Definitions:
     return definitions
 
 
-# -- loader of foreign ops: a worker loads them from the plans that name them ----------------------
+# -- loader of custom ops --------------------------------------------------------------------------
 
 
 class LoadedOp:
-    """A foreign op as a worker runs it; held by the plans that name it."""
+    """A custom op in a worker; the plans that use the op keep it alive."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
-        #: held, so that graphs may name it
-        self.op = _held(definition)
+        #: strong reference, so that graphs may name the op
+        self.op = _registered(definition)
         self._run: Callable[..., Any] | None = None
         self._error: CodeError | None = None
         _LOADED[definition.name] = self
 
     def load(self, device: torch.device) -> None:
-        """Import or unpickle it; an error is raised when the op runs, so that no other op fails."""
+        """Import or unpickle the code. An error is raised only when the op runs."""
         if self._run is not None:
             return
         try:
-            _load(self.definition)
+            _import_code(self.definition)
             if self.definition.code:
                 loaded = cloudpickle.loads(self.definition.code).load()
                 self._run = loaded.on(device) if isinstance(loaded, Portable) else loaded
             else:
-                self._run = _known(self.definition)
+                self._run = _loaded_overload(self.definition)
         except BaseException as error:  # noqa: BLE001 - a module may even call sys.exit
-            self._error = _unavailable(self.definition, error)
+            self._error = _load_error(self.definition, error)
 
     @property
     def kernel(self) -> Callable[..., Any]:
-        """The callable that computes it.
+        """The callable that computes the op.
 
         Raises:
-            CodeError: naming op and module.
+            CodeError: the code could not be loaded.
         """
         if self._run is None:
             raise self._error or CodeError(self.definition.title, "", "its code was not loaded")
@@ -174,8 +176,8 @@ class Bundle:
 
     def load(self) -> Any:
         """Return the callable, after defining the ops in torch."""
-        for qualname, text in self.inner:
-            _define(qualname, text)
+        for qualname, code in self.inner:
+            _define(qualname, code)
         return cloudpickle.loads(self.main)
 
 
@@ -186,7 +188,7 @@ class InnerOp:
     Attributes:
         schema: without the name.
         kernels: type of device (None: any) -> the callable for it.
-        backward, context: as given to ``register_autograd``.
+        backward, context: arguments of ``torch.library.register_autograd``.
     """
 
     schema: str
@@ -196,15 +198,15 @@ class InnerOp:
 
 
 class NamedOp:
-    """A torch op in pickled code: looked up when it is called."""
+    """Reference to a torch op in pickled code, resolved when it is called."""
 
-    def __init__(self, qualname: str, which: str) -> None:
-        self._qualname, self._which = qualname.partition(".")[0], which
+    def __init__(self, qualname: str, overload: str) -> None:
+        self._qualname, self._overload = qualname.partition(".")[0], overload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         space, _, name = self._qualname.partition("::")
         packet = getattr(getattr(torch.ops, space), name)
-        return (getattr(packet, self._which) if self._which else packet)(*args, **kwargs)
+        return (getattr(packet, self._overload) if self._overload else packet)(*args, **kwargs)
 
 
 def namespace(name: str) -> Any:
@@ -212,17 +214,17 @@ def namespace(name: str) -> Any:
     return getattr(torch.ops, name)
 
 
-#: Ops that were defined here because other code calls them: their pickles, and their definitions,
-#: without which torch forgets them.
+#: Qualified name -> (pickle, definition) of ops defined here because other code calls them. torch
+#: drops an op when its definition is garbage-collected.
 _DEFINED: dict[str, tuple[bytes, Any]] = {}
 
 
-def _define(qualname: str, text: bytes) -> None:
-    """Define an op in torch by its name, in its current form; the client's process has it."""
-    made_of, _ = _DEFINED.get(qualname, (None, None))
-    if made_of == text or (made_of is None and _exists(qualname)):
+def _define(qualname: str, code: bytes) -> None:
+    """Define an op in torch, or redefine one with new code; a no-op in the client's process."""
+    known_code, _ = _DEFINED.get(qualname, (None, None))
+    if known_code == code or (known_code is None and _is_defined(qualname)):
         return
-    op: InnerOp = cloudpickle.loads(text)
+    op: InnerOp = cloudpickle.loads(code)
     kernels = dict(op.kernels)
     main = kernels.pop(None, None)
     devices: Any = None if main is not None else list(kernels)
@@ -236,52 +238,53 @@ def _define(qualname: str, text: bytes) -> None:
         definition.register_kernel(device, kernel)
     if op.backward is not None:
         definition.register_autograd(op.backward, setup_context=op.context)
-    _DEFINED[qualname] = text, definition
+    _DEFINED[qualname] = code, definition
 
 
-def _exists(qualname: str) -> bool:
+def _is_defined(qualname: str) -> bool:
     return qualname in torch._C._dispatch_get_all_op_names()
 
 
 class Portable:
-    """A pickled callable that has to be given its device."""
+    """Pickled callable that needs a device before it can be called."""
 
     def on(self, device: torch.device) -> Callable[..., Any]:
         """Return the callable for a worker's device."""
         raise NotImplementedError
 
 
-#: The foreign ops of the plans that are kept, by name.
+#: Custom ops of the cached plans, by name.
 _LOADED: weakref.WeakValueDictionary[str, LoadedOp] = weakref.WeakValueDictionary()
 
 
 def load_ops(data: Buffer, device: torch.device | None, takes_code: bool) -> list[LoadedOp]:
-    """Load the ops that a plan defines; the plan's keeper has to hold the returned ones.
+    """Load the ops that a plan defines; the plan has to keep the returned objects alive.
 
     Args:
-        device: device that they are to run on; None: nothing is ever computed.
-        takes_code: False: pickled code is refused.
+        device: device to run on; None: the ops are never called.
+        takes_code: whether pickled code is accepted.
 
     Raises:
-        ProtocolError: they are not of the schema, or code is not taken.
+        ProtocolError: the data is not of the schema, or code is not accepted.
     """
-    told = decode(data)
-    if not takes_code and any(each.code for each in told.ops):
+    definitions = decode(data)
+    if not takes_code and any(definition.code for definition in definitions.ops):
         raise ProtocolError("pickled code, which a session with ship_code=False does not send")
-    sys.path.extend(place for place in told.path if place not in sys.path)
-    ops = [_LOADED.get(each.name) or LoadedOp(each) for each in told.ops]
+    sys.path.extend(path for path in definitions.path if path not in sys.path)
+    ops = [_LOADED.get(definition.name) or LoadedOp(definition) for definition in definitions.ops]
     if device is not None:
-        for each in ops:
-            each.load(device)
+        for definition in ops:
+            definition.load(device)
     return ops
 
 
 def loaded_op(name: str) -> LoadedOp:
-    """Return the foreign op of a kept plan; KeyError if there is none."""
+    """Return the custom op of a cached plan; KeyError if there is none."""
     return _LOADED[name]
 
 
-def _held(definition: Definition) -> Foreign:
+def _registered(definition: Definition) -> Foreign:
+    """Return the op's record of facts, registered under its name if it is new."""
     try:
         op: Foreign = overload(definition.name)
     except KeyError:
@@ -290,25 +293,26 @@ def _held(definition: Definition) -> Foreign:
     return op
 
 
-#: Modules that could not be imported, with the error: half of their registrations may be done.
-_failed: dict[str, str] = {}
+#: Module -> error of its failed import; not retried, as some registrations may be done.
+_failed_imports: dict[str, str] = {}
 
 
-def _load(definition: Definition) -> None:
+def _import_code(definition: Definition) -> None:
+    """Import the modules and load the shared libraries of a definition."""
     for module in definition.modules:
-        if module not in _failed and module not in sys.modules:
+        if module not in _failed_imports and module not in sys.modules:
             try:
                 importlib.import_module(module)
             except BaseException as error:  # noqa: BLE001 - a script may even call sys.exit
-                _failed[module] = f"{type(error).__name__}: {error}"
-        if module in _failed:
-            raise ImportError(f"importing {module} failed: {_failed[module]}", name=module)
+                _failed_imports[module] = f"{type(error).__name__}: {error}"
+        if module in _failed_imports:
+            raise ImportError(f"importing {module} failed: {_failed_imports[module]}", name=module)
     for library in definition.libraries:
         torch.ops.load_library(library)
 
 
-def _known(definition: Definition) -> Callable[..., Any]:
-    """Return the overload, now that its module or library is loaded."""
+def _loaded_overload(definition: Definition) -> Callable[..., Any]:
+    """Return torch's overload of an op whose modules and libraries are loaded."""
     try:
         op: Any = overload(definition.title)
     except KeyError:
@@ -316,71 +320,74 @@ def _known(definition: Definition) -> Callable[..., Any]:
     return getattr(op, "_op", op)  # type: ignore[no-any-return]
 
 
-def _unavailable(definition: Definition, error: BaseException) -> CodeError:
-    where = ", ".join((*definition.modules, *definition.libraries))
-    return CodeError(definition.title, where, f"{type(error).__name__}: {error}")
+def _load_error(definition: Definition, error: BaseException) -> CodeError:
+    sources = ", ".join((*definition.modules, *definition.libraries))
+    return CodeError(definition.title, sources, f"{type(error).__name__}: {error}")
 
 
 class _Kernel:
-    """Kernel of a foreign op that ensures that its results have their own memory."""
+    """Kernel of a custom op; a new output that shares memory with another tensor is copied."""
 
     def __init__(self, facts: OpFacts, run: Callable[..., Any]) -> None:
         self._run = run
-        self._fresh = [n for n, kind in enumerate(facts.outputs) if kind[0] == "f"]
+        self._new_outputs = [n for n, kind in enumerate(facts.outputs) if kind[0] == "f"]
         self._single = len(facts.outputs) == 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         returned = self._run(*args, **kwargs)
-        if not self._fresh:
+        if not self._new_outputs:
             return returned
-        taken: set[int] = set()
-        _add_memory(args, taken)
-        _add_memory(tuple(kwargs.values()), taken)
+        addresses: set[int] = set()
+        _add_addresses(args, addresses)
+        _add_addresses(tuple(kwargs.values()), addresses)
         if self._single:
-            return _owning(returned, taken)
+            return _with_own_memory(returned, addresses)
         items = list(returned)
-        for position in self._fresh:
-            items[position] = _owning(items[position], taken)
+        for position in self._new_outputs:
+            items[position] = _with_own_memory(items[position], addresses)
         return tuple(items)
 
 
-def _add_memory(items: Any, taken: set[int]) -> None:
+def _add_addresses(items: Any, addresses: set[int]) -> None:
+    """Add the storage addresses of all tensors in nested lists."""
     for item in items:
         if isinstance(item, torch.Tensor):
-            taken.add(_memory(item))
+            addresses.add(_storage_address(item))
         elif isinstance(item, (list, tuple)):
-            _add_memory(item, taken)
+            _add_addresses(item, addresses)
 
 
-def _owning(value: Any, taken: set[int]) -> Any:
-    """Return ``value``, copied if it shares memory that is taken already."""
+def _with_own_memory(value: Any, addresses: set[int]) -> Any:
+    """Return ``value``, copied if its storage is in ``addresses``; add its storage there."""
     if isinstance(value, (list, tuple)):
-        return [_owning(item, taken) for item in value]
+        return [_with_own_memory(item, addresses) for item in value]
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return value
     if value.requires_grad:
         value = value.detach()
-    where = _memory(value)
-    if where in taken and value.numel():
+    address = _storage_address(value)
+    if address in addresses and value.numel():
         value = value.clone()
-        where = _memory(value)
-    taken.add(where)
+        address = _storage_address(value)
+    addresses.add(address)
     return value
 
 
-def _memory(value: torch.Tensor) -> int:
+def _storage_address(value: torch.Tensor) -> int:
     return value.untyped_storage().data_ptr() if value.layout == torch.strided else 0
 
 
-#: Options of ``triton.jit`` that kernels keep.
+#: Options of ``triton.jit`` that are sent with a kernel.
 OPTIONS = ("version", "do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
 
 
 def jitted(fn: FunctionType, source: tuple[str, ...], first: int, options: dict[str, Any]) -> Any:
-    """Build the triton kernel of a function with a source that is in no file.
+    """Build the Triton kernel of a function whose source is in no file.
 
     Args:
-        source: its lines, decorators included; ``first`` is the number of the first.
+        source: its lines, decorators included.
+        first: line number of the first one.
+        options: keyword arguments of ``triton.jit``.
     """
     name = f"<triton kernel {fn.__module__}.{fn.__qualname__} {hash(source)}>"
     lines = ["\n"] * (first - 1) + list(source)

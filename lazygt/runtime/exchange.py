@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from lazygt.runtime.host_copies import HostCopies
 
 
-#: Bytes of an answer beside its values, at most: their metas, and the rest of the answer.
-_BESIDE_BYTES = 64 << 10
+#: Largest size of an answer without its values: metas and other fields.
+_OVERHEAD_BYTES = 64 << 10
 
 
 class Exchange:
     """Receiver of uploads and sender of fetches: small ones in buffers, large ones in arenas.
 
     Args:
-        copies: the copies to and from the GPU; None: values are used where they lie.
+        copies: copies to and from the GPU; None: values stay in host memory.
         upload, fetch, shm_threshold: see ``Worker``.
-        max_message: bytes of the longest answer; larger values go in shared memory alone.
+        max_message: bytes of the longest answer; a larger value needs shared memory.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Exchange:
         max_message: int = sys.maxsize,
     ) -> None:
         self._store, self._copies = store, copies
-        self._most = max_message - _BESIDE_BYTES
+        self._max_inline_bytes = max_message - _OVERHEAD_BYTES
         self._upload, self._fetch, self._shm_threshold = upload, fetch, shm_threshold
 
     def receive(self, put: Put, buffers: Iterator[Buffer], done: Done) -> None:
         """Store an uploaded value.
 
         Raises:
-            ProtocolError: it is no tensor, or its bytes are not there.
+            ProtocolError: the meta is no dense tensor's, or its bytes are missing.
         """
         meta = put.meta
         borrowed = put.offset
@@ -67,12 +67,12 @@ class Exchange:
                 raise ProtocolError(f"a tensor of {nbytes} bytes came without its bytes")
             flat = wire.received(data)
         try:
-            value = _shaped(flat, meta)
+            value = _with_meta(flat, meta)
         except RuntimeError as error:
             raise ProtocolError(f"there is no such tensor as {meta}: {error}") from error
         if self._copies is not None:
             value = self._copies.to_device(value)
-            if put.offset is not None:  # it has been read, so its room is free again at once
+            if put.offset is not None:  # copied, so its slot is free again
                 done.releases.append(put.offset)
                 borrowed = None
         self._store.put(put.id, value, borrowed)
@@ -88,7 +88,7 @@ class Exchange:
         return replies
 
     def free(self, offset: int) -> None:
-        """Free the room of a fetched value that the client does not read any more."""
+        """Free the arena slot of a fetched value that the client has read."""
         try:
             if self._fetch is not None:
                 self._fetch.free(offset)
@@ -96,7 +96,7 @@ class Exchange:
             raise ProtocolError(f"what was not fetched can't be released: {error}") from error
 
     def send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
-        """Return a value's description; its bytes are added to ``buffers``, or put in the arena."""
+        """Return a value's description; add its bytes to ``buffers``, or put them in the arena."""
         if isinstance(value, Failed):
             return value.failure
         meta = TensorMeta.of(value)
@@ -114,11 +114,11 @@ class Exchange:
         if self._fetch is not None and data.numel() >= self._shm_threshold:
             slot = self._fetch.put(data)
             return Fetched(meta, slot.offset)
-        if sum(map(len, buffers)) + data.numel() > self._most:
+        if sum(map(len, buffers)) + data.numel() > self._max_inline_bytes:
             raise ValueError(
                 f"a value of {data.numel():,} bytes does not fit into an answer from another host, "
-                f"which has {max(self._most, 0):,} bytes at most: fetch it in parts, or raise "
-                f"lazygt.session(max_message_bytes=...)"
+                f"which has {max(self._max_inline_bytes, 0):,} bytes at most: fetch it in parts, or "
+                f"raise lazygt.session(max_message_bytes=...)"
             )
         buffers.append(data.cpu().numpy().data)
         return Fetched(meta)
@@ -131,7 +131,8 @@ def _bytes_of(plain: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return plain.as_strided((meta.numel,), (1,)).view(torch.uint8)
 
 
-def _shaped(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def _with_meta(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Return the tensor of this meta over flat bytes."""
     if meta.numel == 0:
         return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
     return flat.view(meta.dtype).as_strided(meta.shape, meta.stride)

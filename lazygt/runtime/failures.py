@@ -1,4 +1,4 @@
-"""Failures on the workers, each to be raised once, causes before consequences."""
+"""Failures of workers as errors: each is raised once, causes before consequences."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Describe = Callable[[int, int], tuple[str, tuple[str, ...], str]]
 
 #: Kinds of failures that come from several ranks at once, for one reason.
 SHARED = frozenset({COLLECTIVE_ERROR, MISMATCH})
-_KEPT = 1_000
-#: Description of an op that nobody remembers.
-_UNKNOWN: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
+_MAX_ERRORS = 1_000
+#: Description of an op of a forgotten run.
+_UNKNOWN_OP: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
 
 
 @dataclass(slots=True)
 class _Break:
-    """The first run in which a process group broke: its ranks did not meet, and never will.
+    """Break of a process group: the first run in which its ranks did not meet in a collective.
 
     Attributes:
         errors: errors of the run; more come while ranks still answer.
@@ -33,6 +33,7 @@ class _Break:
 
     @property
     def cause(self) -> ExecutionError:
+        """The error that broke the group: the first one of no collective, if there is one."""
         return next((e for e in self.errors if e.kind != COLLECTIVE_ERROR), self.errors[0])
 
 
@@ -48,7 +49,7 @@ class FirstFailed(NamedTuple):
 
 
 class Failures:
-    """The failures that are still to be raised, and the errors made of those before."""
+    """Failures to raise, and the error objects of earlier failures."""
 
     def __init__(self) -> None:
         #: oldest first
@@ -70,9 +71,9 @@ class Failures:
         return self.unraised[0] if self.unraised else None
 
     def error(self, rank: int, failure: Failure) -> ExecutionError:
-        """Return the error for a failure: always the same object."""
+        """Return the error object of a failure: the same one in every call."""
         known = self._errors.get((failure.seq, rank, failure.node))
-        return known or _made(rank, failure, _UNKNOWN)
+        return known or _execution_error(rank, failure, _UNKNOWN_OP)
 
     def note(
         self,
@@ -82,18 +83,18 @@ class Failures:
         describe: Describe | None,
         errors: list[ExecutionError],
     ) -> None:
-        """Note a failure that a rank has reported, unless another rank's is the same or its cause.
+        """Record a failure that a rank has reported, unless an equal one or its cause is recorded.
 
         Args:
-            seq: number of the run. A failure of an earlier run is reported again if it is the
-                reason for which the rank did not meet the others.
-            errors: errors of the same run, of all ranks so far; gets this one.
+            seq: number of the run. A failure of an earlier run is reported again if that failure
+                kept the rank from a collective.
+            errors: errors of the same run, of all ranks so far; this one is added.
         """
         key = failure.seq, rank, failure.node
         known = self._errors.get(key)
         if known is None and failure.seq == seq:
             known = self._new(key, failure, describe, errors)
-        error = known or _made(rank, failure, _UNKNOWN)
+        error = known or _execution_error(rank, failure, _UNKNOWN_OP)
         if not any(e is error for e in errors):
             errors.append(error)
         if error.kind in SHARED:
@@ -110,22 +111,22 @@ class Failures:
         errors: list[ExecutionError],
         ranks: int,
     ) -> None:
-        """Note a rank's failure with which all ranks will answer the run."""
+        """Record a rank's failure that all ranks will report for the run."""
         self.note(failure.seq, rank, failure, describe, errors)
         error = self._errors[failure.seq, rank, failure.node]
         for other in range(ranks):
             self._errors[failure.seq, other, failure.node] = error
 
     def _note_break(self, seq: int, errors: list[ExecutionError]) -> _Break:
-        """Note that ranks did not meet in a run; it may precede the run noted first."""
+        """Record that ranks did not meet in a run; keep the earliest such run."""
         if self._break is None:
             self._break = _Break(seq, errors)
         elif seq < self._break.seq:
             self._break.seq, self._break.errors = seq, errors
         return self._break
 
-    def mended(self) -> None:
-        """Note that the ranks have a new process group: later failures have another cause."""
+    def group_renewed(self) -> None:
+        """Forget the current break: the ranks have a new process group."""
         self._break = None
 
     def _new(
@@ -135,42 +136,44 @@ class Failures:
         describe: Describe | None,
         errors: list[ExecutionError],
     ) -> ExecutionError:
-        """Return the error of a failure reported for the first time; another rank's if equal."""
+        """Return the error of a new failure: a new object, or an equal one of another rank."""
         _, rank, node = key
-        what = _UNKNOWN if describe is None or node < 0 else describe(node, rank)
-        error = _made(rank, failure, what)
+        description = _UNKNOWN_OP if describe is None or node < 0 else describe(node, rank)
+        error = _execution_error(rank, failure, description)
         # of one op, one rank may fail to make the result and another to receive it
         same = [e for e in errors if (e.op, e.where, e.kind) == (error.op, error.where, error.kind)]
-        follows = error.kind in SHARED and errors
-        if not same and not follows:
+        is_consequence = error.kind in SHARED and errors
+        if not same and not is_consequence:
             self.unraised.append(error)
         if error.kind not in SHARED:
             origin = self._origins.setdefault(key[0], FirstFailed(key[0], []))
             origin.nodes.append((rank, node, error))
         self._errors[key] = error = next((e for e in same if e.rank != rank), error)
-        if len(self._errors) > _KEPT:
+        if len(self._errors) > _MAX_ERRORS:
             _, forgotten = self._errors.popitem(last=False)
             self._breaks.pop(id(forgotten), None)
         return error
 
     def take(self, error: ExecutionError) -> ExecutionError:
-        """Return the failure to raise for this one; none of those involved is raised again.
+        """Return the error to raise for ``error``; mark all errors involved as raised.
 
-        It is this one, its cause on another rank, or one that names the failure that broke the
-        process group in an earlier run.
+        The result is ``error``, its cause on another rank, or an error that names the failure that
+        broke the process group in an earlier run.
         """
-        broken, raised = self._breaks.get(id(error)), error
+        broken, root_cause = self._breaks.get(id(error)), error
         if broken is not None and error.kind == COLLECTIVE_ERROR:
             same_run = any(e is error for e in broken.errors)
             cause = self._cause(broken)
-            raised = cause if same_run else _consequence(error, cause)
-        if error.kind in SHARED or (self._break is not None and raised is self._cause(self._break)):
+            root_cause = cause if same_run else _consequence(error, cause)
+        if error.kind in SHARED or (
+            self._break is not None and root_cause is self._cause(self._break)
+        ):
             self.unraised = deque(e for e in self.unraised if e.kind not in SHARED)
-        self.drop(raised)
-        return raised
+        self.drop(root_cause)
+        return root_cause
 
     def _cause(self, broken: _Break) -> ExecutionError:
-        """Return the cause of a break; that of an earlier break if a value of then was used."""
+        """Return the root cause of a break, following the chain of earlier breaks."""
         earlier = self._breaks.get(id(broken.cause), broken)
         return broken.cause if earlier is broken else self._cause(earlier)
 
@@ -178,12 +181,12 @@ class Failures:
         """Return the failures of the oldest run that has unreported ones."""
         return self._origins[min(self._origins)] if self._origins else None
 
-    def told(self) -> None:
-        """Forget the origins of failures: the user has been told, so nothing is undone for them."""
+    def mark_reported(self) -> None:
+        """Forget the origins of failures: the user has seen an error, so no run is rolled back."""
         self._origins.clear()
 
     def undone(self, seq: int, node: int, error: ExecutionError, ranks: int) -> None:
-        """Drop all failures but that of one op, which any rank may report."""
+        """Drop all failures but that of one op; every rank that reports it gets ``error``."""
         for rank in range(ranks):
             self._errors[(seq, rank, node)] = error
         self._origins.clear()
@@ -193,24 +196,26 @@ class Failures:
         """Drop a failure that the caller reports in another way: it is not raised."""
         self.unraised = deque(e for e in self.unraised if e is not error)
         for seq, origin in list(self._origins.items()):
-            origin.nodes[:] = [row for row in origin.nodes if row[2] is not error]
+            origin.nodes[:] = [item for item in origin.nodes if item[2] is not error]
             if not origin.nodes:
                 del self._origins[seq]
 
 
-def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -> ExecutionError:
+def _execution_error(
+    rank: int, failure: Failure, description: tuple[str, tuple[str, ...], str]
+) -> ExecutionError:
     error_class = CollectiveMismatch if failure.kind == MISMATCH else execution_error
-    return error_class(*what, failure.kind, failure.detail, rank)
+    return error_class(*description, failure.kind, failure.detail, rank)
 
 
 def _consequence(error: ExecutionError, cause: ExecutionError) -> ExecutionError:
     """Return the error of a collective that found its group broken by an earlier run's cause."""
-    after = "This was on its way already. The workers form a new group for what comes next"
+    advice = "This was on its way already. The workers form a new group for what comes next"
     if cause.kind == MISMATCH:
-        after = "Open a new session to run collectives again"
+        advice = "Open a new session to run collectives again"
     detail = (
         f"rank {error.rank} had left its process group, since {cause.op} failed on worker "
-        f"{cause.rank}, recorded at {cause.where}: {cause.kind}: {cause.detail}. {after}"
+        f"{cause.rank}, recorded at {cause.where}: {cause.kind}: {cause.detail}. {advice}"
     )
     consequence = ExecutionError(
         error.op, error.inputs, error.where, error.kind, detail, error.rank

@@ -17,27 +17,27 @@ from lazygt.runtime.kernels import clear_error, clone
 if TYPE_CHECKING:
     from lazygt.runtime.arenas import Arena
 
-#: The largest segment to register: one part in so many of the host's free memory.
-_SHARE = 4
-#: Bytes of the largest value that is staged: it takes twice its room for a while.
-_MOST_STAGED = 256 << 20
-#: Largest share of a GPU's unused memory for copies of values on their way to the host.
-_LEAVING_SHARE = 0.5
+#: Divisor of the host's free memory: the largest segment that is registered with CUDA.
+_REGISTERED_SHARE = 4
+#: Bytes of the largest staged upload. A staged value takes twice its memory for a while.
+_MAX_STAGED_BYTES = 256 << 20
+#: Largest share of a GPU's unused memory for copies of values that are fetched later.
+_DOWNLOAD_SHARE = 0.5
 
 
 def unused_bytes(device: torch.device, cuda: Any = torch.cuda) -> int:
-    """Return the unused bytes of a GPU: free ones, and those cached by torch's allocator."""
+    """Return the unused bytes of a GPU: free bytes plus those that torch's allocator caches."""
     free, _ = cuda.mem_get_info(device)
     return int(free + cuda.memory_reserved(device) - cuda.memory_allocated(device))
 
 
 class HostCopies:
-    """Copies to and from one GPU.
+    """Copies to and from one GPU, on side streams.
 
-    They go on their own stream: on the stream of the kernels a copy would have the worker wait for
-    all of these, and the GPU would idle then. A value that has arrived is copied once more, on the
-    kernels' stream: memory of one stream that another one has used can't be freed after a failed
-    kernel (torch's allocator aborts the process).
+    On the kernels' stream, a copy would make the worker wait for all queued kernels, and the GPU
+    would idle then. An uploaded value is copied a second time, on the kernels' stream: memory that
+    was allocated on one stream and used on another can't be freed after a failed kernel (torch's
+    allocator aborts the process).
 
     Args:
         cuda: ``torch.cuda``, or a stand-in for it.
@@ -45,25 +45,25 @@ class HostCopies:
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
-        self._stream: Any = None
-        #: stream of copies to the host
-        self._leaving: Any = None
-        #: (event, staged value): values that have arrived, until the event says they are copied
+        self._upload_stream: Any = None
+        #: stream of copies to the host, created at the first one
+        self._download_stream: Any = None
+        #: (event of the second copy, staged value): staged values, kept until the event is done
         self._staged: deque[tuple[Any, torch.Tensor]] = deque()
         #: False once CUDA has refused to register this host's shared memory
-        self._registers = True
+        self._can_register = True
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy a CPU tensor to the GPU; it has been read when this returns."""
-        if host.nbytes > _MOST_STAGED:
+        """Copy a CPU tensor to the GPU; the CPU memory may be overwritten after the return."""
+        if host.nbytes > _MAX_STAGED_BYTES:
             return host.to(self._device)
-        if self._stream is None:
-            self._stream = self._cuda.Stream(self._device)
+        if self._upload_stream is None:
+            self._upload_stream = self._cuda.Stream(self._device)
         while self._staged and self._staged[0][0].query():
             self._staged.popleft()
-        with self._cuda.stream(self._stream):
+        with self._cuda.stream(self._upload_stream):
             staged = host.to(self._device, non_blocking=True)
-        self._stream.synchronize()
+        self._upload_stream.synchronize()
         value = clone(staged)
         copied = self._cuda.Event()
         copied.record()
@@ -71,13 +71,13 @@ class HostCopies:
         return value
 
     def set_aside(self, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any] | None:
-        """Copy values on the GPU, so that kernels launched later may overwrite them.
+        """Copy values on the GPU, so that kernels launched later may overwrite the originals.
 
         Returns:
-            The copies, and an event recorded after them; None: there is no room.
+            The copies and an event recorded after them; None if the GPU lacks the memory.
         """
-        room = unused_bytes(self._device, self._cuda) * _LEAVING_SHARE
-        if sum(value.nbytes for value in values) > room:
+        capacity = unused_bytes(self._device, self._cuda) * _DOWNLOAD_SHARE
+        if sum(value.nbytes for value in values) > capacity:
             return None
         try:
             copies = [clone(value) for value in values]
@@ -90,16 +90,16 @@ class HostCopies:
     @contextlib.contextmanager
     def beside(self, event: Any) -> Iterator[None]:
         """Run this thread's copies on their own stream, after an event."""
-        if self._leaving is None:
-            self._leaving = self._cuda.Stream(self._device)
-        self._leaving.wait_event(event)
-        with self._cuda.stream(self._leaving):
+        if self._download_stream is None:
+            self._download_stream = self._cuda.Stream(self._device)
+        self._download_stream.wait_event(event)
+        with self._cuda.stream(self._download_stream):
             yield
 
     def finish(self) -> None:
         """Wait for the copies that this thread has begun.
 
-        It waits for an event: while another thread looks for waiting ops
+        The wait is for an event: while another thread looks for synchronizing ops
         (``CudaGraphs.nobody_waits``), torch refuses all other waits of the process.
         """
         event = self._cuda.Event()
@@ -108,20 +108,20 @@ class HostCopies:
 
     def register(self, arena: Arena) -> None:
         """Register an arena with CUDA (``cudaHostRegister``): the GPU accesses it directly."""
-        arena.watch(self._mapped, self._unmapped)
+        arena.watch(self._register, self._unregister)
 
-    def _mapped(self, memory: mmap.mmap) -> bool:
-        """Register a new mapping; return whether it is. Its pages all take memory from then on."""
-        if not self._registers or len(memory) > memory_left() // _SHARE:
+    def _register(self, memory: mmap.mmap) -> bool:
+        """Register a new mapping with CUDA, which makes all its pages resident; return success."""
+        if not self._can_register or len(memory) > memory_left() // _REGISTERED_SHARE:
             return False
         error = self._cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)
         if int(error) == 0:
             return True
-        self._registers = False  # copies take longer, as from any memory
+        self._can_register = False  # copies from unregistered memory are slower
         clear_error(self._device)
         return False
 
-    def _unmapped(self, memory: mmap.mmap) -> None:
+    def _unregister(self, memory: mmap.mmap) -> None:
         self._cuda.cudart().cudaHostUnregister(_address(memory))
 
 

@@ -1,4 +1,4 @@
-"""A worker's state for the status page, beyond the messages that come and go."""
+"""State of a worker for the status page, read while the worker is busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lazygt.runtime.wire import Buffer
 
 
 class _RunHead(msgspec.Struct, array_like=True, tag=Run.__struct_config__.tag):
-    """The beginning of a `Run`."""
+    """First fields of a `Run`: all that the status page decodes."""
 
     seq: int
     digest: bytes | None = None
@@ -22,11 +22,11 @@ _HEAD = msgspec.msgpack.Decoder(_RunHead)
 
 
 class WorkerInsight:
-    """Answers to the control thread about a worker while its main thread works.
+    """Reader of a worker's state for the control thread, while the main thread works.
 
     Args:
         memory: returns the worker's memory.
-        marked: returns (run, step) of the step that was noted last.
+        marked: returns (run, step) of the step that began last; None: steps are not marked.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class WorkerInsight:
         self._memory, self._marked = memory, marked
 
     def run_named(self, header: Buffer) -> tuple[int, str] | None:
-        """See ``activity.Insight``."""
+        """Return the number and the plan's name of a run message. See ``activity.Insight``."""
         try:
             run = _HEAD.decode(header)
         except (msgspec.MsgspecError, RecursionError):
@@ -43,16 +43,16 @@ class WorkerInsight:
         return run.seq, "" if run.digest is None else run.digest.hex()
 
     def waits_for(self) -> tuple[int, ...]:
-        """See ``activity.Insight``."""
-        joined = group.current()
-        return () if joined is None else joined.late()
+        """Return the ranks that a collective waits for. See ``activity.Insight``."""
+        process_group = group.current()
+        return () if process_group is None else process_group.late()
 
     def step(self, run: int) -> int:
-        """See ``activity.Insight``."""
-        marked, step = (0, -1) if self._marked is None else self._marked()
-        return step if marked == run else -1
+        """Return the current step of a run; -1 if unknown. See ``activity.Insight``."""
+        marked_run, step = (0, -1) if self._marked is None else self._marked()
+        return step if marked_run == run else -1
 
     def memory(self) -> tuple[int, int, int, int]:
-        """See ``activity.Insight``."""
-        told = self._memory()
-        return sum(told.living), told.allocated, told.peak, told.resident
+        """Return (living, allocated, peak, resident) bytes. See ``activity.Insight``."""
+        memory = self._memory()
+        return sum(memory.living), memory.allocated, memory.peak, memory.resident

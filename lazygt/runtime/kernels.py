@@ -1,4 +1,4 @@
-"""lazygt's own ops, as workers run them. aten's are looked up in torch, but for a few."""
+"""Kernels of ops by name: lazygt's own ops, wrapped aten ops, and torch's for all others."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from lazygt.runtime import custom_ops, wire
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives import ops as collective_ops
 
-# -- cuDNN's recurrent layers, as workers call them ------------------------------------------------
+# -- cuDNN's recurrent layers ----------------------------------------------------------------------
 
-#: Positions of the states, of the backward's output and of its reserve.
-_STATES, _OUTPUT, _RESERVE = (4, 5), 6, 20
+#: Argument indices of the states (h, c), and of the backward's output and reserve.
+_STATE_ARGS, _OUTPUT_ARG, _RESERVE_ARG = (4, 5), 6, 20
 
 
 def forward(*args: Any) -> Any:
     """Call ``aten::_cudnn_rnn``, without its warning that weights are packed in each call."""
-    given = _row_major(args, _STATES)
+    arguments = _row_major(args, _STATE_ARGS)
     call: Any = torch._cudnn_rnn  # the op's overload would write the warning to stderr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return call(*given)
+        return call(*arguments)
 
 
 def backward(*args: Any) -> Any:
@@ -56,29 +56,29 @@ def backward(*args: Any) -> Any:
     cuDNN writes into the reserve, so it gets a copy. It reads the output as row-major, whatever its
     strides are. The gradients of the weights are views of one tensor, so they are copied.
     """
-    given = _row_major(args, (*_STATES, _OUTPUT))
-    given[_RESERVE] = given[_RESERVE].clone()
-    *gradients, weights = torch.ops.aten._cudnn_rnn_backward.default(*given)
+    arguments = _row_major(args, (*_STATE_ARGS, _OUTPUT_ARG))
+    arguments[_RESERVE_ARG] = arguments[_RESERVE_ARG].clone()
+    *gradients, weights = torch.ops.aten._cudnn_rnn_backward.default(*arguments)
     return (*gradients, [weight if weight is None else weight.clone() for weight in weights])
 
 
-def _row_major(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Return the arguments, with the tensors at these places contiguous, as cuDNN takes them."""
-    given = [*args]
-    for place in places:
-        if given[place] is not None:
-            given[place] = given[place].contiguous()
-    return given
+def _row_major(args: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    """Return the arguments; tensors at these indices are made contiguous, as cuDNN requires."""
+    arguments = [*args]
+    for index in indices:
+        if arguments[index] is not None:
+            arguments[index] = arguments[index].contiguous()
+    return arguments
 
 
-#: Op -> the function called in its place.
+#: Op -> the function called instead.
 CUDNN_RNN: dict[str, Callable[..., Any]] = {
     "aten._cudnn_rnn.default": forward,
     "aten._cudnn_rnn_backward.default": backward,
 }
 
 
-# -- lazygt's own ops, as workers run them. aten's are looked up in torch, but for a few -----------
+# -- kernels of lazygt's own ops, and of the device ------------------------------------------------
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:
@@ -87,14 +87,14 @@ def clone(value: torch.Tensor) -> torch.Tensor:
     if copy.stride() == value.stride():
         return copy
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    # torch refuses to write an expanded tensor, of which several elements are one
+    # torch refuses to write an expanded tensor, in which several elements share memory
     once = tuple([slice(None) if step else slice(0, 1) for step in value.stride()])
     copy[once].copy_(value[once])
     return copy
 
 
 def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return ``value`` in memory laid out as the client expects."""
+    """Return ``value`` with these strides: itself, or a copy."""
     if value.stride() == stride:
         return value
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(
@@ -103,11 +103,11 @@ def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def viewed(base: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:
-    """Return ``base`` through a chain of views (see ``graph.alias.view_step``)."""
-    for op, position, args, kwargs, which in chain:
-        operands = (*args[:position], base, *args[position + 1 :])
+    """Apply a chain of view ops to ``base`` (see ``graph.alias.view_step``); return the view."""
+    for op, base_index, args, kwargs, output_index in chain:
+        operands = (*args[:base_index], base, *args[base_index + 1 :])
         result = kernel(op)(*(_as_list(a) for a in operands), **dict(kwargs))
-        base = result[which] if isinstance(result, (list, tuple)) else result
+        base = result[output_index] if isinstance(result, (list, tuple)) else result
     return base
 
 
@@ -116,7 +116,7 @@ def _as_list(arg: Any) -> Any:
 
 
 def write_back(base: torch.Tensor, value: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:
-    """Write ``value`` into ``base``, viewed through ``chain``, in place; return ``base``."""
+    """Copy ``value`` in place into the view of ``base`` that ``chain`` makes; return ``base``."""
     viewed(base, chain).copy_(value)
     return base
 
@@ -163,21 +163,21 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def clear_error(device: torch.device) -> None:
-    """Take a pending device error that torch has not seen: the next launch would raise it."""
+    """Consume a pending device error, which the next kernel launch would raise otherwise."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
 
 def finish(device: torch.device) -> None:
-    """Wait until a device has finished all launched work; a CPU already has."""
+    """Wait until a device has finished all launched work; a no-op on a CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def is_lost(device: torch.device) -> bool:
-    """Return whether this process can't use a device any more, after a failed kernel.
+    """Return whether a failed kernel has made a device unusable for this process.
 
-    Does not wait: kernels under way may still fail.
+    Does not wait: kernels in flight may still fail.
     """
     if device.type == "cpu":
         return False
@@ -208,11 +208,11 @@ KERNELS: dict[str, Callable[..., Any]] = {
     SEND: collective_ops.send,
     RECV: collective_ops.recv,
 }
-#: Ops of aten that are called by way of Python functions.
+#: Ops of aten with a Python wrapper.
 WRAPPED: dict[str, Callable[..., Any]] = {**CUDNN_RNN}
 
 
-#: torch's functional collectives; they run on torch's own process group, which GPUs have.
+#: Prefix of torch's functional collectives, which run on torch's own process group (GPUs only).
 COLLECTIVES = "_c10d_functional."
 
 
@@ -226,7 +226,8 @@ def check(name: str) -> None:
         overload(name)
 
 
-def _need_torchs_group(name: str) -> None:
+def _require_torch_group(name: str) -> None:
+    """Raise LazyGTError unless torch's process group exists, once all ranks have joined."""
     group.wait()
     if not dist.is_initialized():
         raise LazyGTError(
@@ -236,66 +237,67 @@ def _need_torchs_group(name: str) -> None:
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """Return the callable of an op name; for a collective, wait to join the process group.
+    """Return the callable of an op. For a torch collective, wait for the process group first.
 
     Raises:
         KeyError: there is no such op.
         LazyGTError: a collective, and this worker has no process group.
-        CodeError: the code of a foreign op could not be loaded.
+        CodeError: the code of a custom op could not be loaded.
     """
     if name.startswith("lazygt."):
         return KERNELS[name]
     if "@" in name:
         return custom_ops.loaded_op(name).kernel
     if name.startswith(COLLECTIVES):
-        _need_torchs_group(name)
+        _require_torch_group(name)
     op: Callable[..., Any] = WRAPPED.get(name) or overload(name)
     return op
 
 
-# -- the random stream of a worker -----------------------------------------------------------------
+# -- random stream of a worker ---------------------------------------------------------------------
 
 
 class RandomStream:
     """The generator that a worker's ops draw from.
 
     Args:
-        inline: it is the client's generator, too, so it is lent to a run and put back.
+        inline: the client uses the same generator, so each run swaps the worker's state in and the
+            client's back.
     """
 
     def __init__(self, device: torch.device, inline: bool) -> None:
         self._device = device
-        self._inline = torch.default_generator.get_state() if inline else None
-        self._first = get_rng_state(device)
+        self._inline_state = torch.default_generator.get_state() if inline else None
+        self._initial_state = get_rng_state(device)
 
     @property
     def is_lent(self) -> bool:
-        """True if it has to be lent to a run that draws."""
-        return self._inline is not None
+        """True if a run that draws needs ``lent``: the client uses the same generator."""
+        return self._inline_state is not None
 
     @property
     def state(self) -> torch.Tensor:
         """The generator's state, as bytes."""
-        return get_rng_state(self._device) if self._inline is None else self._inline
+        return get_rng_state(self._device) if self._inline_state is None else self._inline_state
 
     def set(self, state: bytes) -> None:
         """Set the generator to a snapshot's state, or to its initial state if that is empty."""
-        generator = wire.received(state) if state else self._first
-        if self._inline is None:
-            set_rng_state(self._device, generator)
+        new_state = wire.received(state) if state else self._initial_state
+        if self._inline_state is None:
+            set_rng_state(self._device, new_state)
         else:
-            self._inline = generator
+            self._inline_state = new_state
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Context of a run that draws; in the client's own process, its generator is restored."""
-        if self._inline is None:
+        """Context of a run that draws: inline, swap the worker's state in and the client's back."""
+        if self._inline_state is None:
             yield
             return
-        theirs = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._inline)
+        client_state = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._inline_state)
         try:
             yield
         finally:
-            self._inline = torch.default_generator.get_state()
-            torch.default_generator.set_state(theirs)
+            self._inline_state = torch.default_generator.get_state()
+            torch.default_generator.set_state(client_state)

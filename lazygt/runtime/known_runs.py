@@ -1,7 +1,7 @@
-"""Known runs: repeated runs that the extension does without Python (``native/runs.cpp``).
+"""Fast path of repeated runs in the C++ extension (``native/runs.cpp``), without Python.
 
-It takes a run that a worker has run before from the message to its answer, and reads the client's
-number out of that. It holds the worker's values with it, and the lists of ids that messages update.
+The extension decodes a run message of a known plan, runs its program and encodes the answer; on the
+client's side it reads a number from an answer. It shares the worker's store and delta codecs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lazygt.runtime.messages import Done, Run
 from lazygt.runtime.store import Store
 from lazygt.runtime.wire import NUMBERS, pack
 
-# -- numbers on their way to the client, as the extension writes and reads them --------------------
+# -- single numbers in answers ---------------------------------------------------------------------
 
 
 def packed_metas() -> dict[torch.dtype, bytes]:
@@ -37,30 +37,30 @@ def number_reader() -> Any:
     return module.Answers(packed_metas(), Done.__struct_config__.tag)
 
 
-# -- known runs: repeated runs that the extension does without Python (``native/runs.cpp``) --------
+# -- known runs ------------------------------------------------------------------------------------
 
 #: (number of the run, id of its first output, plan, fetches, point at which its program stopped)
 Unfinished = tuple[int, int, bytes, tuple[int, ...], tuple[int, dict[int, Any]] | None]
 
 
 class KnownRuns:
-    """The plans with runs of the extension; forgotten at any other message than a run."""
+    """Plans that the extension runs; cleared by any message other than a run."""
 
     def __init__(self, store: Store) -> None:
         tags = [kind.__struct_config__.tag for kind in (Run, Done)]
         self.runs = native.extension().Runs(
             store.values, store.borrowed, packed_metas(), Run, *tags
         )
-        #: Acts on a message; returns the frames of the answer, or the unfinished run. None: it is
-        #: not a known run, and nothing has been done.
+        #: Handles a message; returns the frames of the answer, or the unfinished run. None: the
+        #: run is not known, and nothing was done.
         self.run: Any = self.runs.run
         self.forget = self.runs.clear
 
     def keep(self, digest: bytes, known: Any, executor: EagerExecutor) -> None:
-        """Take over a plan if it is a program; ``known`` has its lists of ids and its params."""
+        """Register a plan if it has a native program; ``known`` has its codecs and params."""
         if type(executor.code) is NativeCode:
-            outline, owned = executor.plan.outline, executor.schedule.writes.owned_inputs
+            outline, owned_inputs = executor.plan.outline, executor.schedule.writes.owned_inputs
             self.runs.keep(
                 digest, executor.code.program, known, len(outline.inputs), len(outline.params),
-                list(owned),
+                list(owned_inputs),
             )  # fmt: skip

@@ -14,30 +14,30 @@ from lazygt.runtime.messages import Memory
 from lazygt.runtime.store import Store, Value
 
 
-def weighed(store: Store, groups: Sequence[Iterable[int]], device: torch.device) -> Memory:
-    """Return the memory of this process, which computes values on ``device``.
+def measured_memory(store: Store, groups: Sequence[Iterable[int]], device: torch.device) -> Memory:
+    """Measure the memory of this process, which computes values on ``device``.
 
     Args:
-        groups: ids of values that are weighed together.
+        groups: ids of values; each group's bytes are reported as one number.
     """
-    here, seen = os.getpid(), set[int]()
-    now = resident(here)
+    pid, seen = os.getpid(), set[int]()
+    current = resident(pid)
     values = dict(store.values)
-    living = [_living([values.pop(key, None) for key in group], seen) for group in groups]
-    living.append(_living(values.values(), seen))
+    living = [_living_bytes([values.pop(key, None) for key in group], seen) for group in groups]
+    living.append(_living_bytes(values.values(), seen))
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
         peak = torch.cuda.max_memory_allocated(device)
     else:
-        allocated, peak = _malloced() or sum(living), max(now, resident(here, "VmHWM"))
-    return Memory(tuple(living), allocated, peak, now)
+        allocated, peak = _malloc_bytes() or sum(living), max(current, resident(pid, "VmHWM"))
+    return Memory(tuple(living), allocated, peak, current)
 
 
-def _living(values: Iterable[Value | None], seen: set[int]) -> int:
-    """Return the bytes of the memory that holds values; memory in ``seen`` does not count.
+def _living_bytes(values: Iterable[Value | None], seen: set[int]) -> int:
+    """Return the bytes of the values' storages; a storage in ``seen`` does not count.
 
     Args:
-        seen: addresses; gets those of these values.
+        seen: storage addresses counted so far; updated.
     """
     total = 0
     for value in values:
@@ -73,10 +73,10 @@ def _mallinfo() -> ctypes._NamedFuncPointer | None:
     return function
 
 
-def _malloced() -> int:
+def _malloc_bytes() -> int:
     """Return the bytes that malloc has handed out; 0 if it does not report them."""
     function = _mallinfo()
     if function is None:
         return 0
-    told = function()
-    return int(told.uordblks + told.hblkhd)
+    info = function()
+    return int(info.uordblks + info.hblkhd)

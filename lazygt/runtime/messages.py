@@ -1,8 +1,7 @@
-"""Messages between the client and a worker: one class each, which is also its schema.
+"""Messages between the client and a worker: each class is a message and its schema.
 
-A message travels as a header, which is its number and its fields, and raw buffers. A reader takes
-only messages that fit the schema: everything a peer sends becomes one of these classes, or one
-ProtocolError.
+A message is sent as a header (tag and fields) and raw buffers. A reader accepts only messages that
+match the schema: all bytes of a peer become one of these classes, or a ProtocolError.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from msgspec import Meta
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.wire import Count, Part
 
-#: The kind of failure of a collective: another rank's failure, most likely, is the cause.
+#: Kind of a failed collective, most likely caused by another rank's failure.
 COLLECTIVE_ERROR = "CollectiveError"
-#: The kind of a failure when ranks were about to meet in different collectives.
+#: Kind of a failure when ranks were about to run different collectives.
 MISMATCH = "CollectiveMismatch"
 
 #: The name of a plan.
@@ -41,7 +40,7 @@ class Fetched(Part, tag=0):
 
 
 class Failure(Part, tag=1):
-    """The reason for which a value could not be computed: node number, exception, message."""
+    """Reason of a value's failure: node number, kind of exception, message."""
 
     node: int
     kind: str
@@ -49,16 +48,16 @@ class Failure(Part, tag=1):
     seq: int = 0
 
     def during(self, seq: int) -> Failure:
-        """Return the same failure, in this run, unless it is known to be an earlier run's."""
+        """Return the failure with a run number: its own, or ``seq`` if it has none."""
         return self if self.seq else Failure(self.node, self.kind, self.detail, seq)
 
 
 class Timings(Part):
     """Start and end times of a run, in nanoseconds of the worker host's monotonic clock."""
 
-    begin: int  # the run message was taken
-    end: int  # its answer was ready
-    #: (step, count, begin, end) of each node that ran: it did ``count`` of ``plan.steps`` in one,
+    begin: int  # start of the handling of the run message
+    end: int  # completion of its answer
+    #: (step, count, begin, end) of each node that ran; a node covers ``count`` of ``plan.steps``,
     #: from ``step`` on
     steps: tuple[tuple[Count, Count, int, int], ...] = ()
 
@@ -66,8 +65,8 @@ class Timings(Part):
 class Memory(Part):
     """A worker's memory, in bytes."""
 
-    #: bytes of the memory that holds values, for each group of ids that was asked about, and for
-    #: all others; memory that several values share counts once
+    #: bytes of values' memory: one number for each requested group of ids, and one for all
+    #: others; memory that several values share counts once
     living: tuple[Count, ...]
     #: bytes that the allocator has handed out: torch's on GPUs, malloc's elsewhere, for the whole
     #: process
@@ -107,19 +106,20 @@ class Reply(Part):
 
 
 class Ship(Part, tag=1):
-    """Request to know a plan: a template in these sizes.
+    """Plan for a worker: a template in these sizes.
 
-    The template is the next buffer, and the one after it its foreign ops' code, if it has any; no
-    buffer: it has been sent before. A worker that has forgotten it asks when the plan is run.
+    The template is the next buffer, and the buffer after that the code of its custom ops, if it has
+    any. Without buffers, the template was sent before. A worker that has evicted the template
+    requests it when the plan is run.
     """
 
     digest: Name  # the plan's name
-    fresh: bool  # its id lists begin anew
+    fresh: bool  # the delta codecs of its id lists are reset
     template: Name  # the template's name
     sizes: tuple[Count, ...] = ()  # for each symbol in it
     forget: tuple[Name, ...] = ()  # plans never used again
-    salt: bytes = b""  # of a plan with different graphs on its ranks; see ``plan_name``
-    #: groups of it that run compiled, from its next run on; see ``Swap``
+    salt: bytes = b""  # non-empty if ranks have different graphs; see ``plan_name``
+    #: groups that run compiled from the next run on; see ``Swap``
     groups: tuple[tuple[Count, str], ...] = ()
 
 
@@ -130,14 +130,14 @@ class Run(Part, tag=2):
         seq: number of the run, from 1.
         digest: name of the plan; None runs nothing.
         base: id of the plan's first output; the others follow.
-        inputs, frees: updates of predicted id lists; without a plan, ``frees`` is a whole one.
+        inputs, frees: updates of predicted id lists; without a plan, ``frees`` is a full list.
         params: run-time numbers; None: the same as in the last run of this plan.
-        releases: arena offsets that the client has done with.
-        fetches: ids of the wanted values.
-        timed: wait for all earlier launches, run the plan node by node, each to its end on the
-            device, and report the time of each (``Done.timings``).
-        weigh: groups of ids; report the memory they take (``Done.memory``).
-        failed: do not run the plan: all of its outputs have failed, for this reason.
+        releases: arena offsets that the client does not read any more.
+        fetches: ids of the requested values.
+        timed: wait for all earlier launches, run the plan node by node with a device
+            synchronization after each, and report their times (``Done.timings``).
+        weigh: groups of ids; report the memory of each (``Done.memory``).
+        failed: do not run the plan; mark all outputs as failed for this reason.
     """
 
     seq: Count
@@ -162,9 +162,9 @@ class Swap(Part, tag=5):
 
 
 class Install(Part, tag=17):
-    """Request to keep an artifact in the host's cache; answered by ``Installed``.
+    """Request to store an artifact in the host's cache; answered by ``Installed``.
 
-    Its record and its code are the next buffers; without them, report whether it is there.
+    Its record and its code are the next buffers; without them, report whether it is cached.
     """
 
     key: str  # of the artifact; empty: report whether code of this toolchain runs here
@@ -182,7 +182,7 @@ class Renew(Part, tag=10):
     """Request to leave the current process group, and join the one of this number."""
 
     number: Count
-    since: Count  # id of the first value for which the ranks may not have met in collectives
+    since: Count  # id of the first value that a broken collective may have left incomplete
 
 
 class Copied(Part):
@@ -192,18 +192,18 @@ class Copied(Part):
     meta: TensorMeta
     offset: Count  # of its memory, from the beginning of its storage on
     nbytes: Count
-    borrowed: bool = False  # it lies in the client's arena, not in the snapshots' memory
+    borrowed: bool = False  # in the client's arena, not in the snapshots' memory
 
 
 class Snap(Part, tag=13):
-    """Request to take a snapshot of this number. The lists of ids of all plans begin anew."""
+    """Request to take a snapshot. The delta codecs of all plans are reset."""
 
     number: Count
-    committed: Count = 0  # number of the last snapshot that all ranks have; others are not needed
+    committed: Count = 0  # number of the last snapshot that all ranks have; drop older ones
 
 
 class Restore(Part, tag=14):
-    """Request to forget everything, plans too, and go on from a snapshot."""
+    """Request to drop all state, plans included, and restore a snapshot."""
 
     epoch: Count  # number of recoveries so far, this one included; ``Restored`` returns it
     group: Count  # number of the process group to join
@@ -224,10 +224,10 @@ class Done(Part, tag=3):
     Attributes:
         failures: the failures of this run.
         releases: upload arena offsets that are free again.
-        fetched: one Fetched or Failure for each fetch.
+        fetched: one Fetched or Failure for each requested value.
         reply: results and written tensors of a data-dependent last node.
-        timings: of a timed run.
-        memory: the memory report, if the run asked for it.
+        timings: times of a timed run.
+        memory: memory report, if requested.
     """
 
     seq: Count
@@ -240,14 +240,14 @@ class Done(Part, tag=3):
 
 
 class Need(Part, tag=4):
-    """Report that the worker has forgotten the plan of run ``seq``."""
+    """Request for the plan of run ``seq``, which the worker has evicted."""
 
     seq: Count
     digest: Name
 
 
 class Swapped(Part, tag=6):
-    """Report that a plan was swapped, or the reason for which it stays on its tier."""
+    """Report that a plan was swapped, or an error that keeps it on its tier."""
 
     digest: Name
     error: str = ""
@@ -277,20 +277,20 @@ class Left(Part, tag=9):
 
 
 class Relaid(Part, tag=11):
-    """Report that a plan's kernels gave other strides than the plan has."""
+    """Report of kernel results with other strides than the plan has."""
 
     digest: Name
-    #: (node of the plan's steps, fresh result, its strides)
+    #: (node of the plan's steps, index of the new output, its strides)
     rows: tuple[tuple[Count, Count, tuple[int, ...]], ...]
 
 
 class Captured(Part, tag=12):
-    """Report that a plan runs as CUDA graphs from now on, or the reason against it."""
+    """Report that a plan runs as CUDA graphs from now on, or why it can't."""
 
     digest: Name
     graphs: Count = 0
     steps: Count = 0  # of the plan, in these graphs
-    nbytes: Count = 0  # bytes that all graphs of the worker keep
+    nbytes: Count = 0  # memory of all graphs of the worker
     gain: float = 0.0  # speedup over running without graphs; 0.0: not measured
     error: str = ""
     failed: bool = False  # a capture has failed, for ``error``
@@ -300,15 +300,15 @@ class Snapped(Part, tag=15):
     """Report that a snapshot was taken."""
 
     number: Count
-    values: tuple[Copied, ...] = ()  # the copied values, with their places
+    values: tuple[Copied, ...] = ()  # the copied values, with their offsets
     failed: tuple[tuple[Count, Failure], ...] = ()  # values that could not be computed
-    next_dynamic: Count = 0  # the id that the next result of a data-dependent op will have
+    next_dynamic: Count = 0  # id of the next result of a data-dependent op
     generator: bytes = b""  # the generator's state
     nbytes: Count = 0  # bytes that were copied
     #: begin, nanoseconds: start of the snapshot, by the host's monotonic clock, and its duration
     begin: Count = 0
     nanoseconds: Count = 0
-    error: str = ""  # the reason, if there is no snapshot
+    error: str = ""  # reason of a failure; empty: the snapshot was taken
 
 
 class Restored(Part, tag=16):
@@ -318,11 +318,11 @@ class Restored(Part, tag=16):
 
 
 class Lost(Part, tag=19):
-    """Report that the device can't be used any more, since a kernel failed; the last message."""
+    """Report of the loss of the device after a failed kernel; the worker's last message."""
 
-    #: the failure of the op that met this, with its run; its node is -1 if it was no op
+    #: failure of the op that met the error, with its run; node -1: no op
     failure: Failure
-    exact: bool = False  # it is the failed kernel's own op
+    exact: bool = False  # the failure is that of the op whose kernel failed
 
 
 TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Install, Write, Renew, Snap, Restore)

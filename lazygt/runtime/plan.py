@@ -1,7 +1,7 @@
-"""Plan: a rank's program. Printable, priced and validated; plans also travel.
+"""Plan: the program of a rank, as a template plus sizes.
 
-A plan is a template, in which symbols stand for sizes, and these sizes. Templates travel, and are
-decoded, checked and analysed, once; a plan in other sizes is their name and a few numbers.
+A template is a graph with symbolic sizes. A worker receives, decodes, checks and analyses it once;
+the same program in other sizes is sent as the template's name and a few numbers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lazygt.runtime.wire import Buffer
 
 @dataclass(frozen=True)
 class Schedule:
-    """A graph with everything about its execution decided.
+    """Graph with an execution schedule: in-place writes and lifetimes.
 
     Attributes:
         graph: the nodes, in the order in which they run.
-        writes: nodes that write in place, inputs that they need to own, and values to copy out.
-        frees: for each node, the values that are dropped after it.
+        writes: nodes that write in place, inputs that the plan needs to own, and outputs to copy.
+        frees: for each node, the values that are freed after it.
     """
 
     graph: Graph
@@ -42,27 +42,27 @@ class Schedule:
     @staticmethod
     def of(graph: Graph) -> Schedule:
         """Build the schedule of a graph."""
-        return Schedule(graph, analyse(graph), _frees(graph))
+        return Schedule(graph, analyse(graph), _dead_after_node(graph))
 
     def notes(self) -> list[str]:
-        """Return each node's ways of writing, and the values that die after it, as text."""
+        """Return a note for each node: its write modes and the values freed after it."""
         frees = [" ".join(f"%{value}" for value in values) for values in self.frees]
         return [
-            "; ".join(part for part in (", ".join(modes), f"free {freed}" if freed else "") if part)
+            "; ".join(note for note in (", ".join(modes), f"free {freed}" if freed else "") if note)
             for modes, freed in zip(self.writes.modes, frees, strict=True)
         ]
 
 
 class PlanTemplate:
-    """The common part of plans that differ in sizes alone; decoded, checked, analysed once.
+    """Common part of plans that differ in sizes alone: a symbolic graph.
 
     Attributes:
         symbolic: the graph, with symbols for sizes.
         flags: torch's flags that its plans run under.
-        told: ranks that it has been sent to.
-        keeps: objects that have to live as long as it does.
-        checked: a plan of it has run in a worker, and all of its results were as promised.
-        code: that worker's code for it, for plans in other sizes.
+        told: ranks that have received the template.
+        keeps: objects that have to live as long as the template.
+        checked: True once a plan of the template has run here with all results as inferred.
+        code: executable code of the first such plan, reused for other sizes.
     """
 
     def __init__(self, symbolic: SymbolicGraph, encoded: bytes = b"", flags: Flags = ()) -> None:
@@ -72,8 +72,8 @@ class PlanTemplate:
         self.checked = False
         self.code: Any = None
         self._encoded = encoded
-        #: the same template under other flags
-        self._under: dict[Flags, PlanTemplate] = {}
+        #: flags -> the same template under these flags
+        self._by_flags: dict[Flags, PlanTemplate] = {}
 
     @staticmethod
     @gc_paused()
@@ -81,7 +81,7 @@ class PlanTemplate:
         """Decode a template.
 
         Raises:
-            ProtocolError: there is no graph in it.
+            ProtocolError: the data is no graph.
             GraphError: the graph breaks its own rules.
         """
         graph, flags = decode_program(data, symbolic=True)
@@ -94,28 +94,28 @@ class PlanTemplate:
         """Return the same program under these flags."""
         if flags == self.flags:
             return self
-        if flags not in self._under:
-            self._under[flags] = PlanTemplate(self.symbolic, flags=flags)
-        return self._under[flags]
+        if flags not in self._by_flags:
+            self._by_flags[flags] = PlanTemplate(self.symbolic, flags=flags)
+        return self._by_flags[flags]
 
     @cached_property
     def encoded(self) -> bytes:
-        """The encoded template, as it travels."""
+        """The template's encoding for messages."""
         return self._encoded or encode_graph(self.symbolic.graph, self.flags)
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that name it: a hash of its content."""
+        """Name of the template: a 16-byte hash of its content."""
         return template_name(self.encoded)
 
     @property
     def ops(self) -> set[str]:
-        """Names of the ops of its steps."""
+        """Names of the ops of all steps."""
         return {node.op for node in self._schedule.graph.nodes}
 
     @cached_property
     def foreign(self) -> Sequence[Foreign]:
-        """Foreign ops that it names."""
+        """Custom ops that the graph uses."""
         return custom_ops.foreign_ops(self.symbolic.graph)
 
     @cached_property
@@ -135,8 +135,8 @@ class PlanTemplate:
     def steps(self, sizes: Sizes) -> Schedule:
         """Build the schedule of a plan's steps.
 
-        Its writes and frees are the same in all sizes: they depend only on the equality of sizes,
-        and equal sizes have one symbol.
+        Writes and frees are the same for all sizes: they depend only on the equality of sizes, and
+        equal sizes share a symbol.
         """
         return replace(self._schedule, graph=self._steps.in_sizes(sizes))
 
@@ -155,10 +155,10 @@ class Plan:
 
     Args:
         graph: the graph after the passes, with fused nodes.
-        decided: the schedule of its steps, if it is not the one that follows from the graph.
-        mesh: the ranks that it runs on; not compared.
-        backward: numbers of the recorded ops that autograd ran; not compared either.
-        form: its template and sizes; they determine the graph if that is not given.
+        decided: the schedule of the steps, if it differs from the default one of the graph.
+        mesh: the mesh of ranks; not compared.
+        backward: numbers of the recorded ops that autograd ran; not compared.
+        form: template and sizes, which determine the graph if ``graph`` is None.
     """
 
     def __init__(
@@ -187,14 +187,14 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        mine, others = (self.graph, self.decided), (other.graph, other.decided)
-        return mine == others and self.flags == other.flags
+        program, other_program = (self.graph, self.decided), (other.graph, other.decided)
+        return program == other_program and self.flags == other.flags
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     @cached_property
-    def _split(self) -> tuple[PlanTemplate, Sizes]:
+    def _template_and_sizes(self) -> tuple[PlanTemplate, Sizes]:
         if self._form is not None:
             return self._form
         assert self._graph is not None
@@ -203,21 +203,21 @@ class Plan:
 
     @property
     def template(self) -> PlanTemplate:
-        """The template: its common part with plans that differ from it in sizes alone."""
-        return self._split[0]
+        """The template, shared by plans that differ in sizes alone."""
+        return self._template_and_sizes[0]
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes that make this plan of its template."""
-        return self._split[1]
+        """Values of the template's size symbols."""
+        return self._template_and_sizes[1]
 
     @property
     def flags(self) -> Flags:
-        """torch's flags that it runs under."""
+        """torch's flags that the plan runs under."""
         return self.template.flags
 
     def recorded(self, backward: frozenset[int], flags: Flags) -> Plan:
-        """Return the same plan, recorded under these flags.
+        """Return the same plan with the flags of its recording.
 
         Args:
             backward: numbers of the recorded ops that autograd ran.
@@ -238,28 +238,28 @@ class Plan:
 
     @property
     def outline(self) -> Graph:
-        """Its graph, or the symbolic one if that is at hand: for callers that need no sizes."""
+        """The graph, or the symbolic one (no copy) for callers that need no sizes."""
         return self._graph or self.template.symbolic.graph
 
     @property
     def nbytes(self) -> int:
-        """Approximate bytes that it takes, in the client and in each worker."""
+        """Approximate bytes of the plan itself, in the client and in each worker."""
         return self.outline.nbytes
 
     @cached_property
     def steps(self) -> Schedule:
-        """The schedule of single nodes, fused ones opened; not needed to ship a plan."""
+        """The schedule of single ops, with fused nodes expanded; not needed to send a plan."""
         if self.decided is None and self._form is not None:
             return self.template.steps(self.sizes)
         return self.decided or Schedule.of(expand_fused(self.graph))
 
     @property
     def origins(self) -> tuple[int, ...]:
-        """For each step, the recorded op that it comes from; empty: the same numbers."""
+        """For each step, the number of its recorded op; empty: the same numbers."""
         return self.template.origins
 
-    def with_fused(self, kept: Collection[int]) -> tuple[Schedule, tuple[int, ...]]:
-        """Return the schedule that keeps these fused nodes whole, and opens all others.
+    def with_fused(self, fused: Collection[int]) -> tuple[Schedule, tuple[int, ...]]:
+        """Return the schedule in which these fused nodes are one step, and all others expanded.
 
         Returns:
             The schedule, and for each of its nodes the number of its first step in ``steps``.
@@ -268,19 +268,19 @@ class Plan:
         count = 0
         for number, node in enumerate(self.graph.nodes):
             members = 1 if node.body is None else len(node.body.nodes)
-            whole = node.body is None or number in kept
-            firsts.extend([count] if whole else range(count, count + members))
+            is_one_step = node.body is None or number in fused
+            firsts.extend([count] if is_one_step else range(count, count + members))
             count += members
-        return Schedule.of(expand_fused(self.graph, kept)), tuple(firsts)
+        return Schedule.of(expand_fused(self.graph, fused)), tuple(firsts)
 
     @cached_property
     def collectives(self) -> tuple[Communication, ...]:
-        """This rank's communication with others in one run, in the order of launch."""
+        """Communication of this rank in one run, in launch order."""
         return communications(self.steps.graph, self.mesh)
 
     @cached_property
     def draws(self) -> bool:
-        """True if it reads or writes the generator."""
+        """True if the plan reads or writes the random generator."""
         return any(map(draws, self.steps.graph.nodes))
 
     @property
@@ -291,7 +291,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that name the plan: a hash of its template's name and its sizes."""
+        """Name of the plan: a 16-byte hash of its template's name and its sizes."""
         return plan_name(self.template.digest, self.sizes)
 
     def __str__(self) -> str:
@@ -300,7 +300,8 @@ class Plan:
         return print_graph(self.graph, f"plan {self.digest.hex()[:12]}{flags}", shown.notes())
 
 
-def _frees(graph: Graph) -> tuple[tuple[int, ...], ...]:
+def _dead_after_node(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """Return for each node the values without later uses (liveness analysis)."""
     uses = last_uses(graph)
     frees: list[list[int]] = [[] for _ in graph.nodes]
     for value in range(len(graph.inputs)):

@@ -1,4 +1,4 @@
-"""The client's records of the plans that ranks run together, and of the workers' state."""
+"""Client's records of plans, and the messages that send, forget and swap plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lazygt.runtime.wire import Buffer, encode
 
 
 class PlanRecord:
-    """The plans that the ranks run together, with the workers' memory of their last run.
+    """Record of the plans that the ranks run together, with the state of the last run.
 
     Args:
         plans: each rank's plan, or one that all of them run.
@@ -46,7 +46,7 @@ class PlanRecord:
         self.templates = tuple([plan.template for plan in plans])
         #: rank 0's plan
         self.plan = self.plans[0]
-        #: number of values that its run makes
+        #: number of output values of a run
         self.outputs = len(self.plan.outline.outputs)
         self.salt, self.names = _names(self.plans)
         self.inputs, self.frees = new_codec(), new_codec()
@@ -54,9 +54,9 @@ class PlanRecord:
         self.numbers: bytes | None = None
         self.sent = False
         self.runs = 0
-        #: number of times it was shipped, and the bytes of one such message
+        #: number of times that the plan was sent, and the bytes of one message
         self.ships = self.size = 0
-        #: (fused node, artifact) of the compiled tier, for each of ``plans``, once it is there
+        #: (fused node, artifact) pairs of the compiled tier, for each of ``plans``; empty before
         self.swap: tuple[Sequence[tuple[int, str]], ...] = ()
         #: number of the first run in the compiled tier
         self.swapped_from = 0
@@ -66,12 +66,12 @@ class PlanRecord:
         self.considered = False
 
     def begin_anew(self) -> None:
-        """Forget the last run, as the workers do."""
+        """Reset the delta codecs and numbers of the last run, as the workers do."""
         self.inputs, self.frees, self.numbers = new_codec(), new_codec(), None
 
     @property
     def nbytes(self) -> int:
-        """Approximate bytes that keeping it takes in the client."""
+        """Approximate bytes of the record in the client."""
         plans = {id(plan): plan for plan in self.plans}  # ranks that run the same have one
         return sum(plan.outline.nbytes for plan in plans.values())
 
@@ -85,25 +85,25 @@ class PlanRecord:
 
 
 class PlanRecords:
-    """The records of the plans that may run again, and the swaps that are under way.
+    """Records of the plans that may run again, and the swaps in progress.
 
     Args:
-        ranks: number of workers that they are sent to.
+        ranks: number of workers.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._known: dict[bytes, PlanRecord] = {}
+        self._records: dict[bytes, PlanRecord] = {}
         #: templates of all known plans, each once
         self._templates: WeakValueDictionary[bytes, PlanTemplate] = WeakValueDictionary()
-        #: records no longer known; workers have not been told yet
+        #: forgotten records, to be named in the next plan message
         self._forgotten: list[PlanRecord] = []
         #: name of a plan that is being swapped -> number of ranks that have not answered
         self.swapping: dict[bytes, int] = {}
 
     def __iter__(self) -> Iterator[PlanRecord]:
         """Iterate over the records, oldest first."""
-        return iter(self._known.values())
+        return iter(self._records.values())
 
     def of(self, plans: Sequence[Plan]) -> PlanRecord:
         """Return the record of the ranks' plans: the known one of equal content, or a new one.
@@ -112,7 +112,7 @@ class PlanRecords:
             plans: each rank's plan, or one that all ranks run.
         """
         entry = PlanRecord(plans)
-        known = self._known.setdefault(entry.names[0], entry)
+        known = self._records.setdefault(entry.names[0], entry)
         if known is entry:
             shared = [self._templates.setdefault(each.digest, each) for each in entry.templates]
             entry.templates = tuple(shared)
@@ -121,37 +121,37 @@ class PlanRecords:
     def forget(self, entries: Sequence[PlanRecord]) -> None:
         """Forget plans that will never be used again; the next plan message tells the workers."""
         for entry in entries:
-            if self._known.get(entry.names[0]) is entry:
-                del self._known[entry.names[0]]
+            if self._records.get(entry.names[0]) is entry:
+                del self._records[entry.names[0]]
                 self._forgotten.append(entry)
 
     # -- messages ------------------------------------------------------------------------
 
     def plan_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
-        """Build the messages that bring each rank its plan and name the plans to forget."""
+        """Build each rank's message with its plan and the names of forgotten plans."""
         forgotten, self._forgotten = self._forgotten, []
-        told_so: list[list[Buffer]] = []
+        rank_messages: list[list[Buffer]] = []
         messages: dict[tuple[int, bool], list[Buffer]] = {}
         for rank in range(self._ranks):
-            which = entry.of(rank)
-            told = rank in entry.templates[which].told
-            if (which, told) not in messages:
-                name = entry.names[which]
+            index = entry.of(rank)
+            has_template = rank in entry.templates[index].told
+            if (index, has_template) not in messages:
+                name = entry.names[index]
                 forget = [old.name(rank) for old in forgotten if old.name(rank) != name]
-                messages[which, told] = _ship(entry, which, told, True, forget)
-            entry.templates[which].told.add(rank)
-            told_so.append(messages[which, told])
-        return told_so
+                messages[index, has_template] = _ship(entry, index, has_template, True, forget)
+            entry.templates[index].told.add(rank)
+            rank_messages.append(messages[index, has_template])
+        return rank_messages
 
     def swap_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
-        """Build the messages that swap in an entry's compiled code; the swap begins here."""
+        """Build each rank's message to swap in compiled code; count the answers from here on."""
         self.swapping[entry.names[0]] = self._ranks
         return [swap_message(entry, rank) for rank in range(self._ranks)]
 
     # -- swaps ---------------------------------------------------------------------------
 
     def swapped(self, rank: int, digest: bytes) -> None:
-        """Note that a rank has answered the swap of the plan that it knows by this name."""
+        """Note a rank's answer to the swap of the plan of this name."""
         entry = next((e for e in self if e.name(rank) == digest), None)
         name = digest if entry is None else entry.names[0]
         if entry is not None:
@@ -163,48 +163,47 @@ class PlanRecords:
 
 
 def swap_message(entry: PlanRecord, rank: int) -> list[Buffer]:
-    """Build the message that has a rank run an entry's compiled code from its next run on."""
-    which = entry.of(rank)
-    return encode(Swap(entry.names[which], tuple(entry.swap[which])))
+    """Build the message that switches a rank to an entry's compiled code."""
+    index = entry.of(rank)
+    return encode(Swap(entry.names[index], tuple(entry.swap[index])))
 
 
 def again_message(entry: PlanRecord, rank: int, compiled: bool) -> list[Buffer]:
-    """Build the message that brings a rank a plan that it has forgotten, and its template.
+    """Build the message that sends a rank an evicted plan and its template again.
 
     Args:
-        compiled: the plan runs compiled at once, with the runs that wait for it, if it has
-            compiled code.
+        compiled: whether waiting runs use the compiled code already, if there is any.
     """
-    which = entry.of(rank)
-    groups = entry.swap[which] if compiled and entry.swap else ()
-    return _ship(entry, which, False, False, groups=groups)
+    index = entry.of(rank)
+    groups = entry.swap[index] if compiled and entry.swap else ()
+    return _ship(entry, index, False, False, groups=groups)
 
 
 def _ship(
     entry: PlanRecord,
-    which: int,
-    told: bool,
+    index: int,
+    has_template: bool,
     fresh: bool,
     forget: Sequence[bytes] = (),
     groups: Sequence[tuple[int, str]] = (),
 ) -> list[Buffer]:
-    """Build the message that brings one of an entry's plans.
+    """Build the message that sends one of an entry's plans.
 
     Args:
-        told: its receiver has been sent the template.
+        has_template: whether the receiver has the template.
         fresh, forget, groups: see ``Ship``.
     """
-    template = entry.templates[which]
+    template = entry.templates[index]
     ship = Ship(
-        entry.names[which],
+        entry.names[index],
         fresh,
         template.digest,
-        entry.plans[which].sizes,
+        entry.plans[index].sizes,
         tuple(forget),
         entry.salt,
         tuple(groups),
     )
-    if told:
+    if has_template:
         return encode(ship)
     code = custom_ops.encode(template.foreign)
     return encode(ship, [template.encoded, *([code] if code else [])])
@@ -213,8 +212,8 @@ def _ship(
 def _names(plans: tuple[Plan, ...]) -> tuple[bytes, list[bytes]]:
     """Return the salt, and the name of each plan on the wire.
 
-    Two entries may have the same plan for one rank and different ones for another; the rank
-    remembers the last run of each entry, so it must not take one for the other.
+    Two entries may have the same plan for one rank and different plans for another. That rank keeps
+    a state for each entry, so the salt makes their names differ.
     """
     if len(plans) == 1:
         return b"", [plans[0].digest]

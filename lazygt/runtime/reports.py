@@ -1,4 +1,4 @@
-"""Reports of the workers besides answers, and the client's records of runs in flight."""
+"""Client's state of its workers: runs in flight, and reports of the workers besides answers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from lazygt.runtime.values import Answer, Fetches, Uploads
 
 _log = logging.getLogger("lazygt")
 
-#: Number of answered runs that are remembered.
-_LAUNCHED = 64
+#: Number of answered runs whose kernels may still be running, at most.
+_MAX_LAUNCHED = 64
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class InFlightRun:
     #: id of its first output
     base: int
     waiting: set[int]
-    #: ranks with answers to read, and the number of values that each of them sends
-    asked: frozenset[int]
+    #: ranks with answers to read, and the number of values that each of these sends
+    fetch_ranks: frozenset[int]
     fetches: int
     answers: dict[int, Answer] = field(default_factory=dict)
     abandoned: bool = False
@@ -72,7 +72,7 @@ class Counts:
 
 
 class Reports:
-    """The client's knowledge of its workers.
+    """State of a client's workers, with the handlers of reports.
 
     Args:
         uploads: values on their way to the workers.
@@ -89,7 +89,7 @@ class Reports:
         launches_ahead: bool,
     ) -> None:
         self.link = link
-        self._everyone = frozenset(range(link.world_size))
+        self._all_ranks = frozenset(range(link.world_size))
         self._launches_ahead = launches_ahead
         #: observer of messages, waits and timed runs, if there is one
         self.observer = observer
@@ -101,40 +101,40 @@ class Reports:
         self.installs: Installs | None = None
         #: the ``pending`` of ``installs``
         self.installing: Set[tuple[str, int]] = frozenset()
-        #: called when a rank could not swap a plan
+        #: callback after a rank's failure to swap a plan
         self.swap_failed: Callable[[], object] = _nothing_to_undo
-        #: errors for which workers capture no more CUDA graphs
+        #: errors that have turned the capture of CUDA graphs off
         self.capture_errors: list[str] = []
         #: (graph, rows of a Relaid message): results with other strides than inferred
         self.relaid: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
         self._death: WorkerDied | None = None
-        #: error for which no answer will come any more
-        self._no_answers: ProtocolError | DeviceLost | None = None
+        #: error after which no answer can come, raised by every later wait
+        self._fatal_error: ProtocolError | DeviceLost | None = None
         self._max_ahead = max_ahead
         #: see ``RunsInFlight``
         self.quiet_until = inf
         self.recovery: Recovery | None = None
-        #: called before an error is raised: rolls back to before a failed op, and returns the
-        #: op's error
+        #: callback before an error is raised: rolls back to before a failed op, and returns
+        #: the op's error
         self.undo: Callable[[], ExecutionError | None] = _nothing_to_undo
         #: the recovery that was turned off
-        self._former: Recovery | None = None
+        self._disabled_recovery: Recovery | None = None
         #: reason for turning recovery off when the current one has ended
-        self._no_more = ""
+        self._disable_reason = ""
         self.recoveries: list[RecoveryRecord] = []
-        #: called when workers were replaced
+        #: callbacks after the replacement of workers
         self.on_recovery: list[Callable[[RecoveryRecord], object]] = []
         self._uploads, self._fetches, self._failures = uploads, Fetches(link), Failures()
         #: number of the last run
         self._seq = 0
         self._in_flight: OrderedDict[int, InFlightRun] = OrderedDict()
-        #: answered runs that may still fail: their kernels were launched, and not waited for
+        #: answered runs that may still fail: their kernels are launched but not finished
         self._launched: dict[int, InFlightRun] = {}
-        #: answered runs that may not have been waited for yet
-        self._early: dict[int, InFlightRun] = {}
-        self._written: list[tuple[Any, ...]] = []
-        #: the epoch in which workers were asked to write
-        self._writing = 0
+        #: runs answered during a recovery, whose answers may not have been read yet
+        self._early_answers: dict[int, InFlightRun] = {}
+        self._finished_writes: list[tuple[Any, ...]] = []
+        #: recovery epoch of the last request to write
+        self._write_epoch = 0
         #: number of the workers' process group
         self._group = 0
         #: id of the first value for which ranks may not have met, once one has left the group
@@ -147,65 +147,65 @@ class Reports:
 
     @property
     def unanswered(self) -> tuple[int, tuple[int, ...]]:
-        """Number of unanswered runs, and the ranks that owe the oldest one. For any thread."""
+        """Number of unanswered runs, and the ranks that owe the oldest answer. Thread-safe."""
         runs = list(self._in_flight.values())
         return len(runs), tuple(sorted(runs[0].waiting)) if runs else ()
 
     @property
     def oldest_open(self) -> int:
-        """The oldest run that is not answered by all ranks, has failed, or may still fail."""
+        """Oldest run that is unanswered by some rank, has failed, or may still fail."""
         first = self._failures.first_failed()
         failed = self.next_run if first is None else first.seq
-        launched = [seq for seq in self._launched if seq > self._seq - _LAUNCHED]
+        launched = [seq for seq in self._launched if seq > self._seq - _MAX_LAUNCHED]
         return min(next(iter(self._in_flight), self.next_run), failed, *launched)
 
-    def _note_launched(self, seq: int, run: InFlightRun) -> None:
+    def _remember_launched(self, seq: int, run: InFlightRun) -> None:
         """Remember a run that devices may not have finished."""
         self._launched[seq] = run
-        if len(self._launched) > _LAUNCHED:
+        if len(self._launched) > _MAX_LAUNCHED:
             del self._launched[next(iter(self._launched))]
 
-    def _note_ended(self, seq: int) -> None:
+    def _forget_finished(self, seq: int) -> None:
         """Note that all devices have finished a run, and those before it."""
         for launched in [each for each in self._launched if each <= seq]:
             del self._launched[launched]
 
     @property
     def failed(self) -> bool:
-        """True if an op has failed and the user has not been told."""
+        """True if an op has failed and the error was not raised yet."""
         return self._failures.first_failed() is not None
 
     def first_failed(self) -> FirstFailed | None:
         """Return the failures of the oldest run that has unreported ones."""
         return self._failures.first_failed()
 
-    def _left(self, told: Left) -> None:
-        """Note that a rank has left the group in a run; others may still do earlier runs."""
-        if told.number != self._group or not self._in_flight:
-            raise ProtocolError(f"it left process group {told.number} in no run")
+    def _left(self, left: Left) -> None:
+        """Note that a rank has left the process group; others may still do earlier runs."""
+        if left.number != self._group or not self._in_flight:
+            raise ProtocolError(f"it left process group {left.number} in no run")
         if self._broken_since is None:
             self._broken_since = next(run.base for run in self._in_flight.values())
 
-    def _relaid(self, rank: int, told: Relaid) -> None:
-        entry = next((each for each in self.entries if each.name(rank) == told.digest), None)
+    def _relaid(self, rank: int, relaid: Relaid) -> None:
+        entry = next((each for each in self.entries if each.name(rank) == relaid.digest), None)
         if entry is None:
             return  # forgotten meanwhile
         graph = entry.plans[entry.of(rank)].steps.graph
-        for number, position, strides in told.rows:
+        for number, position, strides in relaid.rows:
             fresh = graph.nodes[number].fresh if number < len(graph.nodes) else ()
             meta = fresh[position] if position < len(fresh) else None
             if meta is None or len(meta.shape) != len(strides):
                 raise ProtocolError(
-                    f"plan {told.digest.hex()[:12]} has no result {told.rows!r:.80}"
+                    f"plan {relaid.digest.hex()[:12]} has no result {relaid.rows!r:.80}"
                 )
-        self.relaid.append((graph, told.rows))
+        self.relaid.append((graph, relaid.rows))
 
-    def _captured(self, rank: int, told: Captured) -> None:
-        entry = next((each for each in self.entries if each.name(rank) == told.digest), None)
+    def _captured(self, rank: int, captured: Captured) -> None:
+        entry = next((each for each in self.entries if each.name(rank) == captured.digest), None)
         if entry is not None:
-            entry.captures[rank] = told
-        if told.failed:
-            self.capture_errors.append(f"worker {rank}: {told.error}")
+            entry.captures[rank] = captured
+        if captured.failed:
+            self.capture_errors.append(f"worker {rank}: {captured.error}")
 
     def _swapped(self, rank: int, digest: bytes, error: str) -> None:
         self.entries.swapped(rank, digest)
@@ -213,33 +213,33 @@ class Reports:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
             self.swap_failed()
 
-    def _installed(self, rank: int, told: Installed) -> None:
+    def _installed(self, rank: int, installed: Installed) -> None:
         if self.installs is None:
             raise ProtocolError("it was not asked for compiled code")
-        self.installs.answered(rank, told)
+        self.installs.answered(rank, installed)
 
-    def _snapped(self, rank: int, told: Snapped) -> None:
+    def _snapped(self, rank: int, snapped: Snapped) -> None:
         if self.recovery is None:
             return
-        if told.error:
-            self._recover_no_more(f"worker {rank} could not take a snapshot: {told.error}")
+        if snapped.error:
+            self._disable_recovery(f"worker {rank} could not take a snapshot: {snapped.error}")
             return
-        self.counts.snapshot_bytes += told.nbytes
+        self.counts.snapshot_bytes += snapped.nbytes
         if self.observer is not None:
-            self.observer.snapped(rank, told)
-        covered = self.recovery.took(rank, told)
+            self.observer.snapped(rank, snapped)
+        covered = self.recovery.took(rank, snapped)
         if covered is not None:
             self._uploads.covered(covered)
 
-    def _recover_no_more(self, why: str) -> None:
+    def _disable_recovery(self, why: str) -> None:
         """Turn recovery off and warn, once: from here on a worker's death loses values."""
         assert self.recovery is not None
-        if self.recovery.under_way:  # it needs its snapshots
-            self._no_more = why
+        if self.recovery.under_way:  # the current recovery needs its snapshots
+            self._disable_reason = why
             return
         self.recovery.doubts.believe()
-        self._former, self.recovery, self.quiet_until = self.recovery, None, inf
-        self._uploads.keep_no_more()
+        self._disabled_recovery, self.recovery, self.quiet_until = self.recovery, None, inf
+        self._uploads.stop_retaining()
         warnings.warn(
             f"lazygt: {why}. From here on the death of a worker loses values: save what matters. "
             f"lazygt.session(recover='off') takes no snapshots.",
@@ -247,7 +247,7 @@ class Reports:
             stacklevel=2,
         )
 
-    # -- for a recovery ------------------------------------------------------------------
+    # -- interface of recovery -----------------------------------------------------------
 
     @property
     def group(self) -> int:
@@ -255,7 +255,7 @@ class Reports:
         return self._group
 
     def new_group(self) -> int:
-        """Return the number of the process group that the workers form next."""
+        """Advance the number of the process group; return the new one."""
         self._broken_since, self._group = None, self._group + 1
         return self._group
 
@@ -264,28 +264,28 @@ class Reports:
         return next((seq for seq, run in self._in_flight.items() if rank in run.waiting), None)
 
     def will_fail(self, rank: int, failure: Failure) -> None:
-        """Note that an op can't be repeated: its run fails on all ranks."""
+        """Note the failure of an op that can't be repeated: its run fails on all ranks."""
         seq = failure.seq
         run = self._in_flight.get(seq) or self._launched.get(seq)
         describe, errors = (None, []) if run is None else (run.describe, run.errors)
         self._failures.note_for_all(rank, failure, describe, errors, self.link.world_size)
 
-    def device_lost(self, rank: int, told: Lost) -> DeviceLost:
-        """Return the error for a worker with a device that can't be used any more."""
-        failure, at = told.failure, ""
+    def device_lost(self, rank: int, message: Lost) -> DeviceLost:
+        """Return the error for the loss of a worker's device."""
+        failure, location = message.failure, ""
         run = self._in_flight.get(failure.seq)
         if run is not None and run.describe is not None and failure.node >= 0:
             op, inputs, where = run.describe(failure.node, rank)
-            at = f"{op}({', '.join(inputs)}), recorded at {where}"
-        lost = DeviceLost(rank, self.link.pids[rank], failure.detail.partition("\n")[0], at)
-        lost.culprit = failure if told.exact else None
-        return lost
+            location = f"{op}({', '.join(inputs)}), recorded at {where}"
+        error = DeviceLost(rank, self.link.pids[rank], failure.detail.partition("\n")[0], location)
+        error.culprit = failure if message.exact else None
+        return error
 
     def step_of(self, seq: int, rank: int, step: int | None) -> str:
-        """Describe a step of a run: its op, the bytes it makes and the user's line.
+        """Describe a step of a run: its op, the bytes of its results and the user's line.
 
         Args:
-            step: None: it is not known.
+            step: number of the step; None if unknown.
         """
         run = self._in_flight[seq]
         if run.entry is None or run.describe is None:
@@ -295,8 +295,8 @@ class Reports:
         op, inputs, where = run.describe(step, rank)
         nodes = run.entry.plans[run.entry.of(rank)].steps.graph.nodes
         fresh = nodes[step].fresh if step < len(nodes) else ()
-        asked = sum(meta.nbytes for meta in fresh if meta is not None)
-        return f"{op}({', '.join(inputs)}), which makes {asked:,} bytes, recorded at {where}"
+        nbytes = sum(meta.nbytes for meta in fresh if meta is not None)
+        return f"{op}({', '.join(inputs)}), which makes {nbytes:,} bytes, recorded at {where}"
 
     def waiting_for(self, seq: int) -> Set[int]:
         """Return the ranks that have not answered a run."""
@@ -304,11 +304,11 @@ class Reports:
         return set() if run is None else run.waiting
 
     def forget_fetches(self, rank: int) -> None:
-        """Forget the values that a rank had left in its arena: it is gone."""
+        """Forget the values in the arena of a rank that has died."""
         self._fetches.renew(rank)
 
     def drop_answer(self, rank: int, done: Done) -> None:
-        """Drop an answer that will be given again."""
+        """Drop an answer that the rank will repeat."""
         self._fetches.drop(rank, done)
 
     def restored(self) -> None:
@@ -317,19 +317,19 @@ class Reports:
             self.installs.again()
 
     def recovered(self, record: RecoveryRecord) -> None:
-        """Note that workers were replaced, and that everything is as before."""
+        """Note the end of a recovery: workers were replaced, and all values restored."""
         self.entries.swapping.clear()
         self.recoveries.append(record)
         _log.warning("%s", record)
         if self.observer is not None:
             self.observer.recovered(self._seq, record)
-        for told in self.on_recovery:
-            told(record)
+        for callback in self.on_recovery:
+            callback(record)
 
     def settled(self) -> None:
         """Note that all journaled runs have been repeated."""
-        if self._no_more:
-            self._recover_no_more(self._no_more)
+        if self._disable_reason:
+            self._disable_recovery(self._disable_reason)
 
 
 def _nothing_to_undo() -> None:

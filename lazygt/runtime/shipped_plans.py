@@ -1,4 +1,4 @@
-"""Shipped plans: the plans that a worker was sent, and their executors."""
+"""Plans that a worker has received, and their executors."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from lazygt.runtime.messages import (
 from lazygt.runtime.plan import Plan, PlanTemplate
 from lazygt.runtime.wire import Buffer, DeltaCodec
 
-# -- policy of malloc in a CPU worker: freed memory is kept, or returned to the kernel -------------
-# Workers keep freed memory, so that a step finds the pages of the last one. There, blocks of one
-# size replace each other. A run that gathers weights and scatters gradients alternates between
-# whole tensors and blocks, which leaves holes that nothing fits: half as much memory again is
-# kept for nothing. So such a worker returns large tensors to the kernel as they die.
+# -- malloc policy of a CPU worker -----------------------------------------------------------------
+# By default malloc retains freed memory, so that a step reuses the pages of the last one. A run
+# that gathers weights and scatters gradients alternates between full tensors and shards. That
+# fragments the heap: resident memory grows by half. So the worker of such a plan returns the
+# memory of large tensors to the kernel when they are freed.
 
 #: Bytes from which a tensor is large.
 LARGE = 1 << 20
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
-def takes_turns(graph: Graph) -> bool:
-    """Return whether a graph gathers or scatters something large."""
+def gathers_or_scatters(graph: Graph) -> bool:
+    """Return whether a graph has an all-gather or reduce-scatter of a large tensor."""
     return any(
         node.op == LAUNCH
         and node.args[0] in ("all_gather", "reduce_scatter")
@@ -60,17 +60,17 @@ def takes_turns(graph: Graph) -> bool:
     )
 
 
-def is_own() -> bool:
-    """Return whether this process is a worker's, and not the client's as well."""
+def is_worker_process() -> bool:
+    """Return whether this process is a worker, not a client with an inline worker."""
     return os.environ.get("LAZYGT_WORKER") == "1"
 
 
 @cache
-def give_back() -> bool:
-    """Return large tensors to the kernel when they die, from now on, and free memory now.
+def return_large_frees() -> bool:
+    """Make malloc return the memory of large tensors to the kernel when they are freed.
 
     Returns:
-        Whether malloc can do that: glibc's can.
+        True if malloc supports that (glibc's does).
     """
     libc = ctypes.CDLL(None)
     try:
@@ -81,14 +81,19 @@ def give_back() -> bool:
     return done
 
 
-# -- shipped plans: the plans that a worker was sent, and their executors --------------------------
+# -- received plans --------------------------------------------------------------------------------
 
 
 class KnownPlan:
-    """A plan as this worker knows it. The executor may be forgotten; the lists may not."""
+    """Per-plan state of a worker that survives the eviction of the executor.
+
+    Attributes:
+        inputs, frees: delta codecs of the lists of ids.
+        params: run-time numbers of the last run.
+    """
 
     def __init__(self, own: bool) -> None:
-        #: True if other ranks have other plans
+        #: True if ranks have different plans
         self.own = own
         self.inputs, self.frees = DeltaCodec(), DeltaCodec()
         self.params: tuple[Any, ...] = ()
@@ -98,75 +103,79 @@ class KnownPlan:
 
 
 class ShippedPlans:
-    """The plans of one worker. Executors may be forgotten; the lists of a last run may not.
+    """Plans of one worker, with an LRU cache of executors.
 
     Args:
-        config: limits on kept executors, and the kind of code that runs plans.
+        config: limits of the cache, and the kind of code that runs plans.
     """
 
     def __init__(self, device: torch.device, config: Config) -> None:
         self._device = device
-        #: device that the code of foreign ops is loaded for; None: they are never called
+        #: device that the code of custom ops is loaded for; None: they are never called
         self.ops_device: torch.device | None = device
         self.executors: Recent[bytes, EagerExecutor] = Recent(
             config.max_plans, config.max_plan_bytes
         )
         self.known: dict[bytes, KnownPlan] = {}
-        #: templates of the kept plans
+        #: templates of the cached plans
         self.templates: WeakValueDictionary[bytes, PlanTemplate] = WeakValueDictionary()
         self.make_code = code_of(config.plan_code)
         self._graphs = graphs_of(device, config.cuda_graphs, config.max_cuda_graph_bytes)
-        self._cache = Cache(config.cache_dir)
-        self._takes_code = config.ship_code
+        self._artifacts = Cache(config.cache_dir)
+        self._accepts_code = config.ship_code
 
     def clear(self) -> None:
-        """Forget all executors: their plans are asked for again."""
+        """Evict all executors; their plans are requested again when they run."""
         self.executors.clear()
 
     def begin_anew(self) -> None:
-        """Forget the lists of last runs: the next runs come complete."""
+        """Reset the delta codecs: the next runs send full lists of ids."""
         for known in self.known.values():
             known.inputs, known.frees, known.params = DeltaCodec(), DeltaCodec(), ()
 
     def take(self, message: Ship, frames: Sequence[Buffer]) -> Swapped | None:
-        """Take a plan; return the error if it was to run compiled and does not.
+        """Receive a plan; return the answer of a failed swap to compiled code, else None.
 
         Raises:
-            ProtocolError: it does not match its name, or is no program.
+            ProtocolError: the content does not match its name, or is no program.
         """
         digest = message.digest
         if graph_codec.plan_name(message.template, message.sizes, message.salt) != digest:
             raise ProtocolError("a plan's content does not match its name")
         template = self._template(message.template, frames)
-        plan = None if template is None else _sized(template, message.sizes)
+        plan = None if template is None else _plan_in_sizes(template, message.sizes)
         for old in message.forget:
             self.executors.drop(old)
             self.known.pop(old, None)
         if message.fresh or digest not in self.known:
             self.known[digest] = KnownPlan(bool(message.salt))
         if plan is None:
-            self.executors.drop(digest)  # its run asks for it
+            self.executors.drop(digest)  # requested again when it runs
         else:
             executor = EagerExecutor(plan, self._device, code=self.make_code, template=template)
-            if self._device.type == "cpu" and is_own() and takes_turns(plan.steps.graph):
-                give_back()
+            if (
+                self._device.type == "cpu"
+                and is_worker_process()
+                and gathers_or_scatters(plan.steps.graph)
+            ):
+                return_large_frees()
             size = plan.outline.nbytes + sum(map(len, frames[2:]))
-            self._keep(digest, executor, size)
+            self._cache_executor(digest, executor, size)
         swapped = self.swap(Swap(digest, message.groups)) if message.groups else None
         return swapped if swapped is not None and swapped.error else None
 
     def _template(self, name: bytes, frames: Sequence[Buffer]) -> PlanTemplate | None:
-        """Return the template of this name, which lives as long as its plans; None: forgotten."""
+        """Return the template of this name, decoded if it was sent; None: evicted."""
         if len(frames) == 1:
             return self.templates.get(name)
         if len(frames) not in (2, 3) or graph_codec.template_name(frames[1]) != name:
             raise ProtocolError("a template's content does not match its name")
         template = self.templates.get(name)
         if template is None:
-            # the owner of the channel sends plans, and so the code of foreign ops
+            # plans, and so code of custom ops, come only from the owner of the channel
             code = frames[2:]
-            ops = custom_ops.load_ops(code[0], self.ops_device, self._takes_code) if code else []
-            template = self.templates[name] = _checked(frames[1])
+            ops = custom_ops.load_ops(code[0], self.ops_device, self._accepts_code) if code else []
+            template = self.templates[name] = _decoded_template(frames[1])
             template.keeps = ops
         return template
 
@@ -175,71 +184,75 @@ class ShippedPlans:
         digest = message.digest
         executor = self.executors.get(digest)
         if executor is None:
-            return Swapped(digest)  # forgotten; it is swapped when it comes again
+            return Swapped(digest)  # evicted; swapped when it is sent again
         try:
             plan = executor.plan
-            made = compiled(plan, self._device, message.groups, self._cache, self.make_code)
-            self._keep(digest, made, plan.outline.nbytes)
+            compiled_executor = compiled(
+                plan, self._device, message.groups, self._artifacts, self.make_code
+            )
+            self._cache_executor(digest, compiled_executor, plan.outline.nbytes)
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
             return Swapped(digest, in_one_line(error))
         return Swapped(digest)
 
     def install(self, message: Install, buffers: Sequence[Buffer]) -> Installed:
-        """Keep an artifact from another host, or report whether it is here and can be loaded."""
-        key, theirs = message.key, message.toolchain
-        if not self._takes_code:
+        """Store an artifact from another host, or report whether it is cached and loads."""
+        key, remote_toolchain = message.key, message.toolchain
+        if not self._accepts_code:
             return Installed(key, error="its worker takes no code (LAZYGT_SHIP_CODE=0)")
         try:
-            if theirs != (here := toolchain(self._device.type)):
-                raise ValueError(f"code is compiled for {theirs!r}, and this is {here!r}")
+            if remote_toolchain != (local_toolchain := toolchain(self._device.type)):
+                raise ValueError(
+                    f"code is compiled for {remote_toolchain!r}, and this is {local_toolchain!r}"
+                )
             if buffers:
                 record, code = buffers
-                self._cache.take(key, bytes(record), bytes(code))
-            lacks = bool(key) and self._cache.find(key) is None
+                self._artifacts.take(key, bytes(record), bytes(code))
+            lacks = bool(key) and self._artifacts.find(key) is None
             if key and not lacks:
-                load(self._cache.code(key), self._device)
+                load(self._artifacts.code(key), self._device)
             return Installed(key, lacks)
         except Exception as error:  # noqa: BLE001 - reported to the client; nothing is compiled
             return Installed(key, error=in_one_line(error))
 
-    def _keep(self, digest: bytes, executor: EagerExecutor, size: int) -> None:
-        """Keep a plan's executor; with CUDA graphs, wrap it until it is captured."""
+    def _cache_executor(self, digest: bytes, executor: EagerExecutor, size: int) -> None:
+        """Cache a plan's executor, wrapped if CUDA graphs are on."""
         if self._graphs is not None:
             executor = GraphedExecutor(executor, self._graphs)
         self.executors.keep(digest, executor, size)
 
     def executor(self, digest: bytes) -> EagerExecutor | None:
-        """Return the current executor of a plan; None: it is forgotten."""
+        """Return the current executor of a plan; None if it was evicted."""
         executor = self.executors.get(digest)
         given_up = isinstance(executor, GraphedExecutor) and executor.given_up
         return executor.plain if executor is not None and given_up else executor
 
-    def news(self, digest: bytes) -> list[Relaid | Captured]:
+    def pending_reports(self, digest: bytes) -> list[Relaid | Captured]:
         """Return the messages to send before the answer to a plan's run.
 
-        They report results with other strides than the plan has, and the state of its CUDA graphs.
+        These report results with unexpected strides, and the decision about CUDA graphs.
         """
         executor = self.executors.get(digest)
         if executor is None:
             return []
-        told: list[Relaid | Captured] = []
+        reports: list[Relaid | Captured] = []
         plain = executor.plain
-        rows, plain.interpreter.relaid = plain.interpreter.relaid, []
+        relaid, plain.interpreter.relaid = plain.interpreter.relaid, []
         # in compiled plans nodes have other numbers; their steps were compared before
-        if rows and plain.schedule is plain.plan.steps:
-            told.append(Relaid(digest, tuple(rows)))
+        if relaid and plain.schedule is plain.plan.steps:
+            reports.append(Relaid(digest, tuple(relaid)))
         if isinstance(executor, GraphedExecutor):
-            captured, executor.news = executor.news, None
+            captured, executor.pending_reports = executor.pending_reports, None
             if captured is not None:
-                told.append(structs.replace(captured, digest=digest))
-        return told
+                reports.append(structs.replace(captured, digest=digest))
+        return reports
 
 
-def _checked(data: Buffer) -> PlanTemplate:
-    """Decode and check a template that was sent.
+def _decoded_template(data: Buffer) -> PlanTemplate:
+    """Decode and check a received template.
 
     Raises:
-        ProtocolError: it can't be run.
+        ProtocolError: the data is no runnable program.
     """
     try:
         template = PlanTemplate.decoded(data)
@@ -256,11 +269,11 @@ def _checked(data: Buffer) -> PlanTemplate:
     return template
 
 
-def _sized(template: PlanTemplate, sizes: Sizes) -> Plan:
-    """Build the plan of a template in these sizes.
+def _plan_in_sizes(template: PlanTemplate, sizes: Sizes) -> Plan:
+    """Build the plan of a template with these sizes.
 
     Raises:
-        ProtocolError: it has no such sizes.
+        ProtocolError: the sizes do not fit the template.
     """
     try:
         check_sizes(template.symbolic, sizes)

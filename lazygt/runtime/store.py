@@ -1,4 +1,4 @@
-"""Values that a worker holds, by id."""
+"""Store of a worker's values, by id."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class Store:
         return key in self.values
 
     def put(self, key: int, value: Value, borrowed: int | None = None) -> None:
-        """Keep a value; ``borrowed`` is the arena offset to give back when it is freed."""
+        """Store a value; ``borrowed`` is the arena offset to release when it is freed."""
         self.values[key] = value
         if borrowed is not None:
             self.borrowed[key] = borrowed
 
     def put_from(self, first: int, values: Sequence[Value]) -> None:
-        """Keep values under ``first`` and the ids after it."""
+        """Store values under consecutive ids from ``first`` on."""
         self.values.update(zip(range(first, first + len(values)), values, strict=True))
 
     def get_all(self, keys: Sequence[int]) -> list[Value]:
-        """Return the values; Failed ones in the place of unknown ids."""
+        """Return the values; an unknown id gives a Failed one."""
         values = list(map(self.values.get, keys))
         if type(None) in map(type, values):
             return [self.get(key) for key in keys]
@@ -69,7 +69,7 @@ class Store:
         self.borrowed.clear()
 
     def made_since(self, first: int) -> list[int]:
-        """Return the ids from ``first`` on."""
+        """Return the stored ids from ``first`` on."""
         return [key for key in self.values if key >= first]
 
     def is_borrowed(self, key: int) -> bool:
@@ -77,7 +77,7 @@ class Store:
         return key in self.borrowed
 
     def free(self, keys: Iterable[int]) -> list[int]:
-        """Forget values; return the arena offsets of the borrowed ones, which are free again."""
+        """Remove values; return the arena offsets of the borrowed ones, to release them."""
         values, borrowed = self.values, self.borrowed
         offsets = []
         for key in keys:

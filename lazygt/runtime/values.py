@@ -1,7 +1,7 @@
-"""Values that the workers hold, on their way there and back.
+"""Values of the workers as the client sees them.
 
-`RemoteValue` is the client's handle of one; `Uploads` brings CPU tensors to the workers, and
-`Fetches` brings values back.
+`RemoteValue` is the client's handle of a value; `Uploads` sends CPU tensors to the workers, and
+`Fetches` reads values from answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import Done, Failure, Fetched, Put
 from lazygt.runtime.wire import Buffer, DeltaCodec
 
-#: The C++ extension, if it records, so that its handles of values are C++ objects, too; else None.
+#: The C++ extension if it records (handles of values are C++ objects then); else None.
 NATIVE: Any = native.recording()
 
 
@@ -38,23 +38,23 @@ class Freed:
         return bool(self._ids)
 
     def take(self) -> Collection[int]:
-        """Take the ids there are now, in order."""
-        return sorted(drained(self._ids))
+        """Remove and return the current ids, sorted."""
+        return sorted(drain(self._ids))
 
 
 class RemoteValue:
-    """Handle of a value that the workers hold; once it dies, the next run frees its id."""
+    """Handle of a value of the workers; after the handle's death, the next run frees the id."""
 
     __slots__ = ("_freed", "call_site", "id", "rest", "sharding")
 
     def __init__(self, key: int, freed: Freed) -> None:
         self.id = key
         self._freed = freed
-        #: its placement on the mesh; None: every rank has all of it
+        #: placement of the value on the mesh; None: replicated
         self.sharding: Sharding | None = None
-        #: its further blocks, if ranks hold several
+        #: further blocks, if ranks own several
         self.rest: Sequence[RemoteValue] = ()
-        #: the user's line that made it, to be shown with it
+        #: the user's line that made the value, for messages
         self.call_site: CallSite | None = None
 
     @property
@@ -67,7 +67,7 @@ class RemoteValue:
 
 
 def new_values(first: int, count: int, freed: Freed) -> Iterable[RemoteValue]:
-    """Return handles of the values that a run makes, with consecutive ids."""
+    """Return handles of a run's outputs, with consecutive ids."""
     return [RemoteValue(key, freed) for key in range(first, first + count)]
 
 
@@ -87,35 +87,35 @@ class Uploads:
     Args:
         arena: the shared memory, if there is any.
         readers: number of workers that read it.
-        threshold: bytes from which a tensor goes there.
-        keeps: values that were read stay until a snapshot covers them.
+        threshold: bytes from which a tensor goes through shared memory.
+        retains: values that were read stay until a snapshot covers them.
     """
 
     def __init__(
-        self, arena: Arena | None, readers: int, threshold: int, keeps: bool = False
+        self, arena: Arena | None, readers: int, threshold: int, retains: bool = False
     ) -> None:
         self._arena, self._readers, self._threshold = arena, readers, threshold
-        #: (upload, its bytes); None: they lie in the arena
+        #: (upload, its bytes; None if they lie in the arena)
         self._waiting: list[tuple[Put, Buffer | None]] = []
-        self._keeps = keeps
+        self._retains = retains
         #: offset in the arena -> workers that have not read it yet
         self._unread: dict[int, set[int]] = {}
         self._sizes: dict[int, int] = {}
-        #: offset of a kept value -> the run with which the last worker had read it
-        self._kept: dict[int, int] = {}
-        #: bytes of the kept values
-        self.kept_bytes = 0
+        #: offset of a retained value -> the run in which the last worker read it
+        self._retained: dict[int, int] = {}
+        #: bytes of the retained values
+        self.retained_bytes = 0
 
     def __bool__(self) -> bool:
         """Return whether there is anything to send."""
         return bool(self._waiting)
 
     def add(self, key: int, source: torch.Tensor, meta: TensorMeta) -> None:
-        """Copy a tensor now, in ``meta``'s layout. The workers will call it ``key``."""
+        """Copy a tensor now, in ``meta``'s layout, for the id ``key``."""
         if self._arena is not None and meta.nbytes >= self._threshold:
             slot = self._arena.allocate(meta.nbytes)
-            room = self._arena.view(slot.offset, meta.nbytes).view(meta.dtype)
-            room.as_strided(meta.shape, meta.stride).copy_(source)
+            target = self._arena.view(slot.offset, meta.nbytes).view(meta.dtype)
+            target.as_strided(meta.shape, meta.stride).copy_(source)
             self._unread[slot.offset] = set(range(self._readers))
             self._sizes[slot.offset] = slot.nbytes
             self._waiting.append((Put(key, meta, slot.offset), None))
@@ -127,14 +127,14 @@ class Uploads:
 
     def take(self) -> tuple[list[Put], list[Buffer]]:
         """Return the uploads to send now, and the bytes of those that are not in the arena."""
-        taken, self._waiting = self._waiting, []
-        return [put for put, _ in taken], [data for _, data in taken if data is not None]
+        uploads, self._waiting = self._waiting, []
+        return [put for put, _ in uploads], [data for _, data in uploads if data is not None]
 
     def was_read(self, offset: int, rank: int, seq: int) -> None:
         """Note that a worker has read, with this run, the value in the arena at ``offset``.
 
         Raises:
-            ProtocolError: there is none, or it has read it before.
+            ProtocolError: there is no such value, or the worker has read it before.
         """
         unread = self._unread.get(offset)
         if unread is None or rank not in unread:
@@ -143,35 +143,35 @@ class Uploads:
         if unread:
             return
         del self._unread[offset]
-        if self._keeps:
-            self._kept[offset] = seq
-            self.kept_bytes += self._sizes[offset]
+        if self._retains:
+            self._retained[offset] = seq
+            self.retained_bytes += self._sizes[offset]
         else:
             self._free(offset)
 
     def read_again(self, offset: int, rank: int, seq: int) -> None:
-        """Note that a worker that repeats a run has read the value there; it may have before."""
+        """Note a read by a worker that repeats a run; a second read is ignored."""
         if rank in self._unread.get(offset, ()):
             self.was_read(offset, rank, seq)
 
     def unread_since(self, seq: int) -> None:
-        """Note that runs from this one on are undone: their uploads are to be read again."""
-        for offset in [offset for offset, read in self._kept.items() if read >= seq]:
-            del self._kept[offset]
-            self.kept_bytes -= self._sizes[offset]
+        """Note the rollback of runs from this one on: their uploads will be read again."""
+        for offset in [offset for offset, read in self._retained.items() if read >= seq]:
+            del self._retained[offset]
+            self.retained_bytes -= self._sizes[offset]
             self._unread[offset] = set(range(self._readers))
 
     def covered(self, seq: int) -> None:
         """Free the values read up to this run: a later snapshot makes them superfluous."""
-        for offset in [offset for offset, read in self._kept.items() if read <= seq]:
-            del self._kept[offset]
-            self.kept_bytes -= self._sizes[offset]
+        for offset in [offset for offset, read in self._retained.items() if read <= seq]:
+            del self._retained[offset]
+            self.retained_bytes -= self._sizes[offset]
             self._free(offset)
 
-    def keep_no_more(self) -> None:
-        """Free the values that were read, now and later: there will be no snapshots."""
-        self._keeps = False
-        self.covered(max(self._kept.values(), default=0))
+    def stop_retaining(self) -> None:
+        """Free retained values, and retain none from now on: there will be no snapshots."""
+        self._retains = False
+        self.covered(max(self._retained.values(), default=0))
 
     def _free(self, offset: int) -> None:
         assert self._arena is not None
@@ -194,11 +194,11 @@ class Fetches:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        #: for each rank, offsets in its arena that are not read any more
-        self._read: list[deque[int]] = [deque() for _ in range(link.world_size)]
+        #: for each rank, offsets in its arena to release
+        self._released_offsets: list[deque[int]] = [deque() for _ in range(link.world_size)]
 
     def check(self, rank: int, done: Done, buffers: Sequence[memoryview], count: int) -> None:
-        """Raise ProtocolError unless so many values came, each with its bytes."""
+        """Raise ProtocolError unless an answer has ``count`` values, each with its bytes."""
         if len(done.fetched) != count:
             raise ProtocolError(f"{len(done.fetched)} values came instead of {count}")
         rest = iter(buffers)
@@ -209,13 +209,13 @@ class Fetches:
             if not meta.plain and (meta.offset or meta.extent != meta.numel):
                 raise ProtocolError(f"the memory of a value has gaps: {meta}")
             if item.offset is not None:
-                self._check_room(rank, item.offset, meta.nbytes)
+                self._check_range(rank, item.offset, meta.nbytes)
             elif len(next(rest, b"")) != meta.nbytes:
                 raise ProtocolError(f"a value of {meta.nbytes} bytes came without its bytes")
         if next(rest, None) is not None:
             raise ProtocolError("bytes came that belong to no value")
 
-    def _check_room(self, rank: int, offset: int, nbytes: int) -> None:
+    def _check_range(self, rank: int, offset: int, nbytes: int) -> None:
         arena = self._link.fetch_arena(rank)
         if arena is None:
             raise ProtocolError("a value lies in shared memory, of which there is none")
@@ -228,9 +228,9 @@ class Fetches:
         if regions is None:
             return self._block(0, answers[0], 0)
         blocks = [
-            (region, self._block(rank, answers[rank], which))
+            (region, self._block(rank, answers[rank], index))
             for rank, sent in regions.items()
-            for which, region in enumerate(sent)
+            for index, region in enumerate(sent)
         ]
         return joined(meta, blocks)
 
@@ -242,18 +242,18 @@ class Fetches:
         number = wire.NUMBERS.get(item.meta.dtype)
         return None if number is None else number.unpack(buffers[0])[0]
 
-    def _block(self, rank: int, answer: Answer, which: int) -> torch.Tensor:
+    def _block(self, rank: int, answer: Answer, index: int) -> torch.Tensor:
         fetched, buffers = answer[0].fetched, answer[1]
-        item = fetched[which]
+        item = fetched[index]
         assert isinstance(item, Fetched)
         meta = item.meta
         if item.offset is not None:
             arena = self._link.fetch_arena(rank)
             assert arena is not None
-            flat = tensor_over(arena, item.offset, meta.nbytes, self._read[rank].append)
+            flat = tensor_over(arena, item.offset, meta.nbytes, self._released_offsets[rank].append)
         elif meta.nbytes:
-            earlier = [one for one in fetched[:which] if isinstance(one, Fetched)]
-            flat = wire.received(buffers[sum(one.offset is None for one in earlier)])
+            preceding = [one for one in fetched[:index] if isinstance(one, Fetched)]
+            flat = wire.received(buffers[sum(one.offset is None for one in preceding)])
         else:
             return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         typed = flat.view(meta.dtype)
@@ -262,23 +262,23 @@ class Fetches:
         return typed.as_strided(meta.shape, meta.stride)
 
     def drop(self, rank: int, done: Done) -> None:
-        """Give back the room of fetched values that are not wanted any more."""
-        self._read[rank].extend(
+        """Release the arena slots of fetched values that will not be read."""
+        self._released_offsets[rank].extend(
             f.offset for f in done.fetched if isinstance(f, Fetched) and f.offset is not None
         )
 
     @property
     def waiting(self) -> bool:
-        """True if a rank is to be told of room that is not read any more."""
-        return any(self._read)
+        """True if there are offsets to release in some rank's arena."""
+        return any(self._released_offsets)
 
     def renew(self, rank: int) -> None:
-        """Forget the releases in a rank's arena: the rank has a new one."""
-        self._read[rank] = deque()
+        """Forget the releases in the arena of a rank that was replaced."""
+        self._released_offsets[rank] = deque()
 
     def releases(self, rank: int) -> tuple[int, ...]:
-        """Return the room in a rank's arena that is not read any more, each once."""
-        return tuple(drained(self._read[rank]))
+        """Remove and return the offsets to release in a rank's arena."""
+        return tuple(drain(self._released_offsets[rank]))
 
 
 def wanted(
@@ -291,7 +291,7 @@ def wanted(
     ]
 
 
-def drained(queue: deque[int]) -> list[int]:
+def drain(queue: deque[int]) -> list[int]:
     """Empty a queue that other threads may be adding to; return its items."""
     items = []
     while queue:

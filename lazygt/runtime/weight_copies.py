@@ -13,7 +13,7 @@ from lazygt.runtime.store import Failed, Store
 
 
 class Copier(Protocol):
-    """Protocol of a copier: it copies values to the places that a transfer of weights needs."""
+    """Protocol of a copier of values into the buffers of a weight transfer."""
 
     def copy_packed(
         self, packed: Any, value_of: Callable[[int], torch.Tensor]
@@ -34,23 +34,24 @@ class WeightCopies:
     def __init__(
         self, store: Store, device: torch.device, make: Callable[[torch.device], Copier] | None
     ) -> None:
-        self._store, self._device, self._make = store, device, make
+        self._store, self._device, self._make_copier = store, device, make
         self._copier: Copier | None = None
 
     def write(self, message: Write) -> Wrote:
-        """Copy blocks of values to the places that a transfer needs."""
+        """Copy blocks of values into the buffers of a transfer; return checksums or the error."""
         number = message.number
         try:
             if self._copier is None:
-                if self._make is None:
+                if self._make_copier is None:
                     raise ProtocolError("this worker was started without a copier")
-                self._copier = self._make(self._device)
+                self._copier = self._make_copier(self._device)
             checks, handles = self._copier.copy_packed(message.request, self._value)
         except Exception as error:  # noqa: BLE001 - reported to the client
             return Wrote(number, error=f"{type(error).__name__}: {error}")
         return Wrote(number, checks, "", handles)
 
     def _value(self, key: int) -> torch.Tensor:
+        """Return the value of an id; RuntimeError if it has failed."""
         value = self._store.get(key)
         if isinstance(value, Failed):
             raise RuntimeError(f"the value could not be computed: {value.failure.detail}")

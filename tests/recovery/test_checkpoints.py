@@ -701,7 +701,7 @@ def test_memory_without_room_for_snapshots_leaves_checkpoints(
         s.register(weight=weight)
 
         def without_room(rank: int, told: Any) -> None:
-            s._client._recover_no_more("there is no room")
+            s._client._disable_recovery("there is no room")
 
         monkeypatch.setattr(s._client, "_snapped", without_room)
         with pytest.warns(RuntimeWarning, match="death of a worker loses values"):

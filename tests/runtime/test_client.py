@@ -105,7 +105,7 @@ def test_an_upload_keeps_its_room_until_every_worker_has_read_it(arena) -> None:
 
 
 def test_upload_is_kept_until_snapshot_covers_its_reader(arena) -> None:
-    uploads = Uploads(arena, readers=2, threshold=META.nbytes, keeps=True)
+    uploads = Uploads(arena, readers=2, threshold=META.nbytes, retains=True)
     offsets = []
     for key in (7, 8):
         uploads.add(key, torch.arange(4.0), META)
@@ -115,16 +115,16 @@ def test_upload_is_kept_until_snapshot_covers_its_reader(arena) -> None:
     uploads.was_read(offsets[0], 0, 1)
     uploads.was_read(offsets[0], 1, 2)
     uploads.was_read(offsets[1], 1, 2)
-    assert uploads.kept_bytes == META.nbytes
+    assert uploads.retained_bytes == META.nbytes
     uploads.covered(1)
     assert arena.bytes_in_use == held
     uploads.read_again(offsets[0], 0, 1)  # once more after a recovery: it is known
     uploads.read_again(offsets[1], 1, 2)
     uploads.covered(2)
-    assert (arena.bytes_in_use, uploads.kept_bytes) == (held // 2, 0)
+    assert (arena.bytes_in_use, uploads.retained_bytes) == (held // 2, 0)
     uploads.read_again(offsets[1], 0, 3)
-    uploads.keep_no_more()
-    assert (arena.bytes_in_use, uploads.kept_bytes) == (0, 0)
+    uploads.stop_retaining()
+    assert (arena.bytes_in_use, uploads.retained_bytes) == (0, 0)
 
 
 def test_a_small_upload_travels_with_the_run(arena) -> None:
@@ -241,11 +241,11 @@ def test_ranks_that_meet_again_may_part_for_another_reason() -> None:
         return errors
 
     stuck, cause = parted(3, "KeyError")
-    failures.mended()
+    failures.group_renewed()
     late, other = parted(6, "IndexError")
     assert failures.take(late) is other
     assert failures.take(stuck) is cause
-    failures.mended()
+    failures.group_renewed()
     told: list[ExecutionError] = []
     failures.note(9, 0, Failure(5, COLLECTIVE_ERROR, "it left", 3), describe, told)
     failures.note(9, 1, Failure(7, COLLECTIVE_ERROR, "it left", 9), describe, told)

@@ -32,7 +32,7 @@ def test_large_blocks_take_turns(kind: str, rows: int, turns: bool) -> None:
   %2: f32[{rows}] = lazygt.wait(%1, [%0], [], 'data')
   return %2
 }}""")
-    assert shipped_plans.takes_turns(graph) is turns
+    assert shipped_plans.gathers_or_scatters(graph) is turns
 
 
 def resident(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""The compiled executor: the plan with compiled groups in the place of their fused nodes."""
+"""Executor of plans with compiled kernels instead of fused nodes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lazygt.runtime.wire import bits
 
 
 class CompiledExecutor(EagerExecutor):
-    """Executor of a plan with some fused nodes run as one compiled call each.
+    """Executor of a plan in which some fused nodes are one compiled call each.
 
     Args:
         groups: number of a fused node of ``plan.graph`` -> its callable.
-        code: as ``EagerExecutor`` takes it.
+        code: see ``EagerExecutor``.
     """
 
     def __init__(
@@ -35,14 +35,18 @@ class CompiledExecutor(EagerExecutor):
         groups: Mapping[int, Callable[..., Any]],
         code: MakeCode | None = None,
     ) -> None:
-        schedule, self._steps = plan.with_fused(groups)
-        kept = [number for number, node in enumerate(schedule.graph.nodes) if node.body is not None]
-        callables = dict(zip(kept, (groups[number] for number in sorted(groups)), strict=True))
+        schedule, self._first_steps = plan.with_fused(groups)
+        fused_nodes = [
+            number for number, node in enumerate(schedule.graph.nodes) if node.body is not None
+        ]
+        callables = dict(
+            zip(fused_nodes, (groups[number] for number in sorted(groups)), strict=True)
+        )
         super().__init__(plan, device, schedule, callables, code)
 
     def step_of(self, node: int) -> int:
         """Return the number of a node's first step in ``plan.steps``."""
-        return self._steps[node]
+        return self._first_steps[node]
 
 
 def compiled(
@@ -76,8 +80,8 @@ def compiled(
 class Compiled:
     """A loaded artifact: the callable of one fused node.
 
-    It takes the operands and then the run-time numbers of the node, writes the node's written
-    operands, and returns its fresh results, as a kernel does.
+    Its arguments are the operands and then the run-time numbers of the node. Like a kernel, it
+    writes the node's written operands and returns the new outputs.
     """
 
     def __init__(self, group: KernelGroup, code: Path, device: torch.device) -> None:
@@ -87,9 +91,9 @@ class Compiled:
         values = group.body.values
         shapes = [values[value] for value in group.body.outputs[: group.fresh]]
         self._shapes = [meta.shape for meta in shapes if meta is not None]
-        #: the bits of the numbers in ``_tensors``
+        #: bits of the numbers that ``_number_tensors`` contains
         self._numbers = b""
-        self._tensors: list[torch.Tensor] = []
+        self._number_tensors: list[torch.Tensor] = []
 
     def __call__(self, *args: Any) -> Any:
         count = self._operands
@@ -98,10 +102,10 @@ class Compiled:
             operands = [operand.view(-1) for operand in operands]
         numbers = args[count:]
         if numbers:
-            given = bits(numbers)
-            if given != self._numbers:
-                self._numbers, self._tensors = given, packed(numbers, self._device)
-            operands += self._tensors
+            number_bits = bits(numbers)
+            if number_bits != self._numbers:
+                self._numbers, self._number_tensors = number_bits, packed(numbers, self._device)
+            operands += self._number_tensors
         results = self._run(operands)[: len(self._shapes)]
         if self._flat:
             results = [r.view(shape) for r, shape in zip(results, self._shapes, strict=True)]
@@ -109,10 +113,10 @@ class Compiled:
 
 
 class CompiledLanes:
-    """A loaded artifact for a few lanes: the callable of a fused node of horizontal ops.
+    """A loaded artifact for per-tensor slices (lanes): the callable of a horizontally fused node.
 
-    Each call serves as many lanes as the artifact has; superfluous lanes of the last call work on
-    dummy tensors.
+    Each call of the code computes ``LANES`` lanes; superfluous lanes of the last call work on dummy
+    tensors.
     """
 
     def __init__(self, lanes: Lanes, node: Node, code: Path, device: torch.device) -> None:
@@ -121,65 +125,68 @@ class CompiledLanes:
         assert node.body is not None
         self._operands = len(node.body.inputs)
         count, width = len(lanes.operands), len(lanes.lane.inputs)
-        self._spare = [
+        self._dummy_tensors = [
             torch.ones(2, dtype=meta.dtype, device=device)
             for _ in range(-count % LANES)
             for meta in lanes.lane.inputs
         ]
-        taken = [value for lane in lanes.operands for value in lane]
-        taken += range(self._operands, self._operands + len(self._spare))
-        calls = range(0, len(taken), LANES * width)
-        #: for each call, the getter of its operands
-        self._calls = [itemgetter(*taken[first : first + LANES * width]) for first in calls]
+        operand_order = [value for lane in lanes.operands for value in lane]
+        operand_order += range(self._operands, self._operands + len(self._dummy_tensors))
+        calls = range(0, len(operand_order), LANES * width)
+        #: for each call, an ``itemgetter`` of its operands
+        self._calls = [itemgetter(*operand_order[first : first + LANES * width]) for first in calls]
         params = [index for lane in lanes.params for index in lane]
         params += [0] * (len(lanes.lane.params) * len(calls) * LANES - len(params))
-        self._params = torch.tensor(params).reshape(len(calls), -1)
-        fresh = _fresh(lanes, node)
-        #: (call, index among the call's results, shape) of each fresh result
+        self._param_indices = torch.tensor(params).reshape(len(calls), -1)
+        outputs_per_lane = _new_output_count(lanes, node)
+        #: (call, index among the call's results, shape) of each new output
         self._results = [
-            (lane // LANES, lane % LANES * fresh + place, meta.shape)
-            for (lane, place), meta in zip(lanes.outputs, node.fresh, strict=False)
+            (lane // LANES, lane % LANES * outputs_per_lane + position, meta.shape)
+            for (lane, position), meta in zip(lanes.outputs, node.fresh, strict=False)
             if meta is not None
         ]
         self._numbers = b""
-        self._tensors: list[list[torch.Tensor]] = [[] for _ in calls]
+        self._number_tensors: list[list[torch.Tensor]] = [[] for _ in calls]
 
     def __call__(self, *args: Any) -> Any:
         count = self._operands
         numbers = args[count:]
         if numbers:
-            given = bits(numbers)
-            if given != self._numbers:
-                self._numbers, self._tensors = given, self._packed(numbers)
+            number_bits = bits(numbers)
+            if number_bits != self._numbers:
+                self._numbers, self._number_tensors = number_bits, self._packed(numbers)
         vectors = [operand if operand.dim() == 1 else operand.view(-1) for operand in args[:count]]
-        vectors += self._spare
-        calls = zip(self._calls, self._tensors, strict=True)
+        vectors += self._dummy_tensors
+        calls = zip(self._calls, self._number_tensors, strict=True)
         returned = [self._run([*operands(vectors), *tensors]) for operands, tensors in calls]
-        results = [returned[call][place].view(shape) for call, place, shape in self._results]
+        results = [returned[call][index].view(shape) for call, index, shape in self._results]
         return results[0] if len(results) == 1 else results
 
     def _packed(self, numbers: tuple[Any, ...]) -> list[list[torch.Tensor]]:
         """Return the numbers of each call, packed as by ``packed``."""
-        rows = torch.tensor(numbers, dtype=torch.float64)[self._params]
-        return [[row] if self._device.type == "cpu" else list(row.unbind()) for row in rows]
+        numbers_by_call = torch.tensor(numbers, dtype=torch.float64)[self._param_indices]
+        return [
+            [call_numbers] if self._device.type == "cpu" else list(call_numbers.unbind())
+            for call_numbers in numbers_by_call
+        ]
 
 
-def _fresh(lanes: Lanes, node: Node) -> int:
-    """Return the number of a lane's outputs that are fresh."""
-    return len({place for _, place in lanes.outputs[: len(node.fresh)]})
+def _new_output_count(lanes: Lanes, node: Node) -> int:
+    """Return the number of new outputs of one lane."""
+    return len({output for _, output in lanes.outputs[: len(node.fresh)]})
 
 
 @cache
 def load(path: Path, device: torch.device) -> Callable[..., Any]:
     """Load an artifact's code, once per file and process.
 
-    The extension calls it directly. Torch's own loader serves CPUs without the extension. For a GPU
-    it would ask, by an event, for an earlier call of the same model: a CUDA graph can't capture
-    that, and CUDA's "not ready" would be the error of torch's next kernel.
+    The C++ extension calls the code directly; without it, torch's own loader serves CPUs. On a GPU,
+    torch's loader queries an event of an earlier call of the same model: a CUDA graph
+    can't capture that, and torch's next kernel would report CUDA's "not ready" as an error.
 
     Raises:
         LazyGTError: code for a GPU, and there is no extension.
-        RuntimeError: it can't be loaded here.
+        RuntimeError: the code can't be loaded here.
     """
     if device.type == "cuda" or native.load().module is not None:
         runner = native.extension().CompiledCode(str(path), str(device))

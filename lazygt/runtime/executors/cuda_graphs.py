@@ -1,9 +1,9 @@
-"""CUDA graphs of a worker: stretches of a plan, captured once, replayed by one launch.
+"""CUDA graphs of a worker: segments of a plan, captured once and replayed by one launch.
 
-A graph reads and writes the memory that it was captured with. An operand is there already if it
-lies at the same address in each run (weights, and results of an earlier stretch); any other is
-copied to the graph's own memory before a replay. Results lie in a pool that all graphs of the
-worker share, and only during a run: the caller copies those that live on.
+A graph reads and writes the memory that it was captured with. An operand with the same address in
+each run (a weight, or a result of an earlier segment) is used in place; any other is copied to the
+graph's own memory before a replay. Results lie in a pool that all graphs of the worker share, and
+only during a run: the caller copies those that live on.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from lazygt.runtime.store import Value
 
 #: Share of a GPU's free memory that graphs may take if no limit is set.
 FREE_SHARE = 0.5
-#: Captures of a worker that may fail before it tries no more.
+#: Number of failed captures after which a worker captures no more.
 FAILURES = 3
-#: Part of torch's error for an op that waits for the GPU while none may.
-_WAITED = "called a synchronizing CUDA operation"
+#: Text in torch's error for an op that synchronizes in sync debug mode.
+_SYNC_ERROR = "called a synchronizing CUDA operation"
 
 
 class Uncapturable(Exception):
-    """Reason for which a stretch is run step by step; nothing of it has been run."""
+    """Error for a segment that can't be a graph, before any step of it has run."""
 
 
 class CudaGraphs:
-    """The stream and the memory pool in which a worker captures.
+    """Capture of CUDA graphs, with the stream and the memory pool of one worker.
 
     Args:
-        limit: bytes that the graphs may keep; None: a share of the memory that is free now.
-        measured: a plan's graphs are used only if they are faster.
-        alignment: largest alignment of addresses that kernels look at, in bytes.
+        limit: bytes that the graphs may use; None: a share of the free memory.
+        measured: use a plan's graphs only if timed runs show that they are faster.
+        alignment: largest address alignment that kernels depend on, in bytes.
         cuda: ``torch.cuda``, or a stand-in for it.
 
     Attributes:
-        stopped_at: the node at which the last capture failed; None: at none of them.
+        stopped_at: the node at which the last capture failed; None: no node.
     """
 
     def __init__(
@@ -66,36 +66,36 @@ class CudaGraphs:
         self._stream: Any = None
         self._pool: Any = None
         self._pool_bytes = 0
-        self._kept: WeakSet[CapturedStretch] = WeakSet()
-        #: graphs of failed captures: the allocator may ask them until the process ends
+        self._captured: WeakSet[CapturedStretch] = WeakSet()
+        #: graphs of failed captures: torch's allocator may use them until the process ends
         self._failed: list[Any] = []
 
     @property
     def usable(self) -> bool:
-        """True while more may be captured: each failed capture leaves memory behind."""
+        """True while captures are allowed: each failed one leaks memory, so few may fail."""
         return len(self._failed) < FAILURES
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the graphs keep: their pool, and the memory of copied operands."""
-        if not self._kept:
+        """Bytes of all graphs: their pool, and the memory of copied operands."""
+        if not self._captured:
             return 0
-        return self._pool_bytes + sum(kept.nbytes for kept in self._kept)
+        return self._pool_bytes + sum(segment.nbytes for segment in self._captured)
 
     @property
     def limit(self) -> int:
-        """Bytes that the graphs may keep; without a set limit, it depends on the free memory."""
+        """Bytes that the graphs may use: the setting, or a share of the free memory."""
         if self._limit is not None:
             return self._limit
         return self.nbytes + int(FREE_SHARE * unused_bytes(self.device, self._cuda))
 
     def room_for(self, peak: int) -> bool:
-        """Return whether a plan with so many bytes alive at once fits into the limit."""
-        pool = self._pool_bytes if self._kept else 0
+        """Return whether a plan with ``peak`` live bytes fits into the limit."""
+        pool = self._pool_bytes if self._captured else 0
         return max(pool, peak) + self.nbytes - pool <= self.limit
 
     def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the time of a call with all of its work on the GPU, and its result."""
+        """Return the seconds of a call, with all of its GPU work, and the call's result."""
         self._cuda.synchronize(self.device)
         begin = self.clock()
         returned = run()
@@ -104,10 +104,10 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def nobody_waits(self) -> Iterator[None]:
-        """Context in which torch's ops raise if they would wait for the GPU; see ``waited``."""
+        """Context in which torch's ops raise if they would synchronize; see ``waited``."""
         before = self._cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it may miss some: so a capture may fail
+            warnings.simplefilter("ignore")  # the mode misses some ops: then the capture fails
             self._cuda.set_sync_debug_mode("error")
         try:
             yield
@@ -116,54 +116,54 @@ class CudaGraphs:
 
     @staticmethod
     def waited(error: Exception) -> bool:
-        """Return whether an op raised this because it would have waited."""
-        return _WAITED in str(error)
+        """Return whether an error is that of an op that would have synchronized."""
+        return _SYNC_ERROR in str(error)
 
     def captured(
         self,
-        stretch: Stretch,
+        segment: Stretch,
         interpreter: CheckedInterpreter,
         values: dict[int, Value],
         params: tuple[Any, ...],
         steady: set[int],
     ) -> CapturedStretch:
-        """Capture a stretch as a graph, without running it.
+        """Capture a segment as a graph, without running it.
 
         Args:
-            values: all values that are alive before it; they stay as they are.
-            steady: those that lie at the same address in each run.
+            values: all values that are alive before the segment; not changed.
+            steady: numbers of the values with the same address in each run.
 
         Raises:
-            Uncapturable: it can't be a graph.
+            Uncapturable: the segment can't be a graph.
             Exception: any error of a kernel or of CUDA; see ``stopped_at``.
         """
-        copies = self._copies(stretch, values, steady)
-        inside = {number: copies.get(number, values[number]) for number in stretch.takes}
+        copies = self._copies(segment, values, steady)
+        graph_values = {number: copies.get(number, values[number]) for number in segment.takes}
 
         def body() -> None:
-            for number in range(stretch.first, stretch.end):
+            for number in range(segment.first, segment.end):
                 self.stopped_at = number
-                interpreter.step(number, inside, params)
+                interpreter.step(number, graph_values, params)
             self.stopped_at = None
 
         graph = self._capture(body)
-        captured = CapturedStretch(stretch, graph, self, copies, inside, values)
-        self._kept.add(captured)
-        return captured
+        captured_segment = CapturedStretch(segment, graph, self, copies, graph_values, values)
+        self._captured.add(captured_segment)
+        return captured_segment
 
     def _copies(
-        self, stretch: Stretch, values: dict[int, Value], steady: set[int]
+        self, segment: Stretch, values: dict[int, Value], steady: set[int]
     ) -> dict[int, torch.Tensor]:
-        """Allocate copies of the stretch's operands that have no steady address."""
+        """Allocate copies of the segment's operands that have no steady address."""
         copies: dict[int, torch.Tensor] = {}
         shares = Counter(map(address, values.values()))
-        for number in stretch.takes:
-            value = _plain(values[number], self.device)
-            place = address(value)
-            if place == 0 or number in steady:
+        for number in segment.takes:
+            value = _capturable_tensor(values[number], self.device)
+            storage = address(value)
+            if storage == 0 or number in steady:
                 continue
-            alone = shares[place] == 1 and number in stretch.drops
-            if number in stretch.exposed and not alone:
+            sole_owner = shares[storage] == 1 and number in segment.drops
+            if number in segment.exposed and not sole_owner:
                 raise Uncapturable("others would not see what is written to a copy")
             if torch.empty_like(value).stride() != value.stride():
                 raise Uncapturable("a value whose elements do not lie side by side")
@@ -173,15 +173,15 @@ class CudaGraphs:
         return copies
 
     def _capture(self, body: Callable[[], None]) -> Any:
-        """Capture the GPU's work of ``body`` as a graph, without doing it.
+        """Capture the kernel launches of ``body`` as a graph, without executing them.
 
-        Draws are from the device's own generator, which torch has in each capture: a replay draws
-        the numbers that its kernels would have drawn, and advances the generator likewise.
+        torch registers the device's generator with each capture: a replay draws the same random
+        numbers as the kernels themselves, and advances the generator likewise.
         """
         cuda = self._cuda
         if self._stream is None:
             self._stream = cuda.Stream(self.device)
-        if not self._kept:
+        if not self._captured:
             self._pool, self._pool_bytes = cuda.graph_pool_handle(), 0
         graph = cuda.CUDAGraph()
         cuda.synchronize(self.device)
@@ -207,32 +207,32 @@ class CudaGraphs:
         Later ones have their own pool: torch's allocator may be left with half of this one.
         """
         self._failed.append(graph)
-        with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
+        with contextlib.suppress(RuntimeError):  # repeats that the capture has failed
             graph.capture_end()
         if self.device.type == "cuda":
             index = self.device.index or torch.cuda.current_device()
             with contextlib.suppress(RuntimeError):  # capture_end has come so far
                 torch._C._cuda_endAllocateToPool(index, self._pool)
-        # before torch 2.13 the generator takes itself for captured until another capture ends
+        # before torch 2.13 the generator stays in capture mode until another capture ends
         with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is empty
-            mended = self._cuda.CUDAGraph()
-            mended.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            mended.capture_end()
+            warnings.simplefilter("ignore")  # warns of the empty graph
+            empty_graph = self._cuda.CUDAGraph()
+            empty_graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            empty_graph.capture_end()
         clear_error(self.device)
         self._pool = self._cuda.graph_pool_handle()
 
     def _clear_workspaces(self) -> None:
-        """Clear cuBLAS's workspaces: a capture allocates one in the pool, and it is freed after."""
+        """Free cuBLAS's workspaces, so that a capture allocates one in the pool."""
         if self.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
 
 
 def graphs_of(device: torch.device, setting: str, limit: int | None) -> CudaGraphs | None:
-    """Make the graphs of a device; None: nothing is captured there.
+    """Create the capture of CUDA graphs for a device; None if it is off.
 
     Args:
-        setting, limit: of ``lazygt.session(cuda_graphs=..., max_cuda_graph_bytes=...)``.
+        setting, limit: arguments of ``lazygt.session(cuda_graphs=..., max_cuda_graph_bytes=...)``.
     """
     if device.type != "cuda" or setting == "off":
         return None
@@ -240,56 +240,58 @@ def graphs_of(device: torch.device, setting: str, limit: int | None) -> CudaGrap
 
 
 class CapturedStretch:
-    """A stretch as a graph.
+    """Segment of a plan, captured as a CUDA graph.
 
     Args:
         copies: value -> the memory that it is copied to before each replay.
-        inside: the values at the end of the capture.
-        outside: the values before it.
+        graph_values: the values at the end of the capture.
+        outer_values: the values before the segment.
 
     Attributes:
-        in_place: addresses of storages, not the graph's own, that it reads or writes.
-        storages: addresses of those that each replay overwrites.
+        in_place: addresses of other storages that the graph reads or writes.
+        storages: addresses of the storages that each replay overwrites.
         nbytes: bytes of the memory of copied operands.
 
     Raises:
-        Uncapturable: one of its results can't be handed out.
+        Uncapturable: a result has no plain memory.
     """
 
     def __init__(
         self,
-        stretch: Stretch,
+        segment: Stretch,
         graph: Any,
         graphs: CudaGraphs,
         copies: dict[int, torch.Tensor],
-        inside: dict[int, Value],
-        outside: dict[int, Value],
+        graph_values: dict[int, Value],
+        outer_values: dict[int, Value],
     ) -> None:
         device = graphs.device
-        self.stretch, self._graph = stretch, graph
+        self.stretch, self._graph = segment, graph
         self._alignment = graphs.alignment
         self._copies = [
             (numbers, [copies[number] for number in numbers]) for numbers in _by_dtype(copies)
         ]
         self.nbytes = sum(copy.untyped_storage().nbytes() for copy in copies.values())
-        homes = {
-            address(outside[number]): number for number in stretch.takes if number not in copies
+        operand_at = {
+            address(outer_values[number]): number
+            for number in segment.takes
+            if number not in copies
         }
-        homes.pop(0, None)
-        self.in_place = set(homes)
+        operand_at.pop(0, None)
+        self.in_place = set(operand_at)
         #: values in the graph's own memory
         self._static: dict[int, Any] = {}
         #: (value, the operand with its storage, its meta if that differs from the operand's)
         self._shared: list[tuple[int, int, TensorMeta | None]] = []
-        for number in stretch.gives:
-            value = inside[number]
-            home = homes.get(address(value))
-            if home is None:
-                self._static[number] = _plain(value, device)
+        for number in segment.gives:
+            value = graph_values[number]
+            operand = operand_at.get(address(value))
+            if operand is None:
+                self._static[number] = _capturable_tensor(value, device)
                 continue
-            meta = TensorMeta.of(_plain(value, device))
-            same = meta == TensorMeta.of(_plain(outside[home], device))
-            self._shared.append((number, home, None if same else meta))
+            meta = TensorMeta.of(_capturable_tensor(value, device))
+            same = meta == TensorMeta.of(_capturable_tensor(outer_values[operand], device))
+            self._shared.append((number, operand, None if same else meta))
         self.storages = {address(value) for value in self._static.values()} - {0}
         self.storages |= {address(copy) for copy in copies.values()} - {0}
 
@@ -306,26 +308,26 @@ class CapturedStretch:
             return False
         for copies, sources in loads:
             torch._foreach_copy_(copies, sources)
-        shared = [(number, values[home], meta) for number, home, meta in self._shared]
+        shared = [(number, values[operand], meta) for number, operand, meta in self._shared]
         self._graph.replay()
         for number in self.stretch.drops:
             values.pop(number, None)
         values.update(self._static)
         for number, source, meta in shared:
-            values[number] = source if meta is None else _view(source, meta)
+            values[number] = source if meta is None else _view_in_storage(source, meta)
         return True
 
     def _fits(self, copy: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether kernels treat a copy as they would the value.
+        """Return whether kernels give the same bits for a copy as for the value.
 
-        Some depend on strides, and on the alignment of the address.
+        Some kernels depend on strides and on the alignment of the address.
         """
-        round_enough = value.data_ptr() % self._alignment == 0
-        return round_enough and copy.stride() == value.stride() and copy.device == value.device
+        is_aligned = value.data_ptr() % self._alignment == 0
+        return is_aligned and copy.stride() == value.stride() and copy.device == value.device
 
 
 def address(value: Any) -> int:
-    """Return the address of a value's storage; 0: it has no memory."""
+    """Return the address of a value's storage; 0 for a value without memory."""
     if not isinstance(value, torch.Tensor) or value._is_zerotensor():
         return 0
     storage = value.untyped_storage()
@@ -333,7 +335,7 @@ def address(value: Any) -> int:
 
 
 def copied(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy values with the very same strides, in few launches."""
+    """Copy values with the same strides, with few kernel launches (foreach copies)."""
     results: dict[int, torch.Tensor] = {}
     dense: dict[int, torch.Tensor] = {}
     for position, value in enumerate(values):
@@ -349,18 +351,19 @@ def copied(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def own_storages(values: dict[int, Any], storages: set[int]) -> dict[int, Any]:
-    """Replace values in these storages by copies; values that shared memory share it again."""
+    """Replace values in these storages by copies; views of one storage share the copy."""
     copies: dict[int, torch.UntypedStorage] = {}
     for number, value in values.items():
-        place = address(value)
-        if place in storages:
-            if place not in copies:
-                copies[place] = value.untyped_storage().clone()
-            values[number] = _view(value, TensorMeta.of(value), copies[place])
+        storage = address(value)
+        if storage in storages:
+            if storage not in copies:
+                copies[storage] = value.untyped_storage().clone()
+            values[number] = _view_in_storage(value, TensorMeta.of(value), copies[storage])
     return values
 
 
-def _plain(value: Any, device: torch.device) -> torch.Tensor:
+def _capturable_tensor(value: Any, device: torch.device) -> torch.Tensor:
+    """Return ``value``; raise Uncapturable unless it is a plain tensor on the device."""
     if not isinstance(value, torch.Tensor) or value._is_zerotensor():
         raise Uncapturable("a value without memory")
     if value.is_conj() or value.is_neg():
@@ -371,14 +374,14 @@ def _plain(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _by_dtype(values: dict[int, torch.Tensor]) -> Iterable[list[int]]:
-    """Return the keys in groups that one launch copies."""
+    """Group the keys by dtype: one foreach launch copies each group."""
     groups: defaultdict[torch.dtype, list[int]] = defaultdict(list)
     for number, value in values.items():
         groups[value.dtype].append(number)
     return groups.values()
 
 
-def _view(
+def _view_in_storage(
     value: torch.Tensor, meta: TensorMeta, storage: torch.UntypedStorage | None = None
 ) -> torch.Tensor:
     """Return a tensor of this meta in the storage of a value, or in another one."""

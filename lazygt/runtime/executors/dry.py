@@ -1,7 +1,7 @@
-"""A worker that computes nothing: it knows the shapes of values, and answers with zeros.
+"""Dry worker: propagates the metas of values, computes nothing and answers with zeros.
 
-A script's uploads are kept and fetched back as they were; every other number is 0 and every other
-flag is False. A script that branches on values branches on those.
+Uploaded values are fetched unchanged; every other number is 0 and every other flag is False. A
+script that branches on values sees these.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lazygt.runtime.store import Failed, Value
 from lazygt.runtime.wire import Buffer
 from lazygt.runtime.worker import Worker
 
-#: Bytes of zeros that are made for one fetch, at most.
+#: Largest fetch that is answered with zeros, in bytes.
 MOST_ZEROS = 1 << 30
 
 
 class DryWorker(Worker):
-    """Worker that takes plans and runs like any other, and calls no kernel.
+    """Worker that handles plans and runs like any other, but calls no kernel.
 
     Its values are meta tensors. Ops with a result of data-dependent shape fail with a RuntimeError.
     """
@@ -35,24 +35,24 @@ class DryWorker(Worker):
     def __init__(self, max_plans: int, max_plan_bytes: int) -> None:
         super().__init__(max_plans=max_plans, max_plan_bytes=max_plan_bytes)
         self.plans.ops_device = None
-        self.exchange = _Zeros(self.store, None, None, None, 0)
+        self.exchange = _ZeroExchange(self.store, None, None, None, 0)
 
-    def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
+    def _plan_inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         return self.store.get_all(ids)
 
-    def _isolated(
+    def _run_plan(
         self, executor: EagerExecutor, inputs: list[Value], params: tuple[Any, ...]
     ) -> Outcome:
         plan = executor.plan
         values = list(inputs)
         for node in plan.graph.nodes:
-            values.extend(_stand_in(node, meta) for meta in node.results)
+            values.extend(_placeholder(node, meta) for meta in node.results)
         outputs = [values[number] for number in plan.graph.outputs]
-        returned = _answer(plan) if plan.asks else None
+        returned = _dynamic_results(plan) if plan.asks else None
         return Outcome(outputs, [], returned, [])
 
 
-class _Zeros(Exchange):
+class _ZeroExchange(Exchange):
     """Exchange that sends zeros for all computed values."""
 
     def send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
@@ -66,7 +66,8 @@ class _Zeros(Exchange):
         return super().send(value, buffers)
 
 
-def _stand_in(node: Node, meta: TensorMeta | None) -> Value:
+def _placeholder(node: Node, meta: TensorMeta | None) -> Value:
+    """Return the meta tensor of a result; a generator state is a real one."""
     if meta is None:
         return Failed(Failure(-1, "RuntimeError", f"{node.op}: its result was not computed"))
     if node.op == "lazygt.get_rng_state":  # nothing was drawn, and zeros are no state
@@ -76,12 +77,12 @@ def _stand_in(node: Node, meta: TensorMeta | None) -> Value:
     return meta.empty("meta")
 
 
-def _answer(plan: Plan) -> Any:
+def _dynamic_results(plan: Plan) -> Any:
     """Return the results of a plan's data-dependent last node: zeros if all are numbers."""
     node = plan.steps.graph.nodes[-1]
     known = op_facts(node)
     if known is not None and not node.writes and set(known.outputs) == {"p"}:
-        kinds = [str(each.type) for each in known.func._schema.returns]
+        kinds = [str(argument.type) for argument in known.func._schema.returns]
         return tuple(False if kind == "bool" else 0 for kind in kinds)
     detail = (
         f"{title(node.op)}: the shape of its result depends on values, and nothing is computed "

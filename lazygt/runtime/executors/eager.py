@@ -1,11 +1,10 @@
-"""The eager executor: node after node, with torch's own kernels.
+"""Eager executor of plans: node after node, with torch's own kernels.
 
-The first run goes through the checked interpreter, which compares every result with the client's
-inferred one; later runs go through code: a native program if the extension loads, else generated
-Python. A plan with a program that was checked in other sizes is a native program from the start,
-which compares its results itself. When a node fails there, the interpreter takes over at that node
-with the values as they stand: values that depend on the failed node are marked, everything else is
-still computed.
+The first run uses the checked interpreter, which compares every result with its inferred meta.
+Later runs use code: a native program if the C++ extension loads, else generated Python. If the same
+template was checked in other sizes, the first run uses a native program that checks its results
+itself. When a node fails in code, the interpreter continues at that node with the current values:
+values that depend on the failed node are marked as failed, and all others are still computed.
 """
 
 from __future__ import annotations
@@ -23,46 +22,46 @@ from lazygt import native
 from lazygt.graph.alias import DONE, WRITE_BACK
 from lazygt.graph.node import DEVICE, FUSED, Arg, Node, Param, Ref, params_in
 from lazygt.runtime import kernels
-from lazygt.runtime.executors.interpreter import CheckedInterpreter, Places, Stopped
+from lazygt.runtime.executors.interpreter import CheckedInterpreter, ReturnSlots, Stopped
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.kernels import clone, restride
 from lazygt.runtime.messages import Failure
 from lazygt.runtime.plan import Plan, PlanTemplate, Schedule
 from lazygt.runtime.store import Failed, Value
 
-# -- generated code: a schedule as straight-line Python --------------------------------------------
+# -- generated Python code -------------------------------------------------------------------------
 
 
 class GeneratedCode:
-    """Runner of a schedule up to its data-dependent last node, if there is one."""
+    """Schedule as straight-line Python code, up to a data-dependent last node."""
 
     def __init__(self, schedule: Schedule, interpreter: CheckedInterpreter, name: str) -> None:
-        self._run, self._lines = _Generator(schedule, interpreter, name).build()
+        self._run, self._node_of_line = _Generator(schedule, interpreter, name).build()
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> list[Value] | Stopped:
         """Return the outputs, or the node at which it stopped. ``inputs`` is emptied."""
         try:
             outputs: list[Value] = self._run(inputs, params)
         except Exception as error:  # noqa: BLE001 - the interpreter meets it again, and reports it
-            return self._where(error)
+            return self._stopped_at(error)
         return outputs
 
-    def _where(self, error: Exception) -> Stopped:
-        """Return the node that raised, and the values at that moment."""
+    def _stopped_at(self, error: Exception) -> Stopped:
+        """Return the node that raised, and the values at that moment, from the traceback."""
         trace = error.__traceback__
         assert trace is not None
         assert trace.tb_next is not None
         frame = trace.tb_next
-        node = self._lines[frame.tb_lineno]
-        named = frame.tb_frame.f_locals
-        values = {int(name[1:]): value for name, value in named.items() if name[0] == "v"}
+        node = self._node_of_line[frame.tb_lineno]
+        variables = frame.tb_frame.f_locals
+        values = {int(name[1:]): value for name, value in variables.items() if name[0] == "v"}
         error.__traceback__ = None
         return Stopped(node, values)
 
 
 @lru_cache(maxsize=256)
-def _compiled(source: str) -> CodeType:
-    """Compile the code of ``run``. Plans that differ in sizes share it: numbers are names."""
+def _code_of_source(source: str) -> CodeType:
+    """Compile the source of ``run`` (cached). Constants are names, so other sizes share it."""
     names: dict[str, Any] = {}
     exec(compile(source, "<plan>", "exec"), names)
     code: CodeType = names["run"].__code__
@@ -70,10 +69,12 @@ def _compiled(source: str) -> CodeType:
 
 
 class _End(Exception):
-    """Signal that the rest is the interpreter's: it reports a data-dependent node's results."""
+    """Signal that the interpreter has to continue, at a data-dependent last node."""
 
 
 class _Generator:
+    """Generator of the Python source of a schedule: ``vN`` is value N, ``kN`` a kernel."""
+
     def __init__(self, schedule: Schedule, interpreter: CheckedInterpreter, name: str) -> None:
         self.schedule, self.interpreter, self.name = schedule, interpreter, name
         self.names: dict[str, Any] = {
@@ -85,7 +86,7 @@ class _Generator:
         self.constants: dict[int, str] = {}
         self.kernels: dict[str, str] = {}
         self.source = ["def run(inputs, params):"]
-        self.lines = [0, 0]
+        self.node_of_line = [0, 0]
 
     def build(self) -> tuple[Callable[..., Any], list[int]]:
         graph = self.schedule.graph
@@ -102,8 +103,8 @@ class _Generator:
                 self.emit(number, f"del {dead}")
         outputs = ", ".join(map(self.output, range(len(graph.outputs))))
         self.emit(max(len(graph.nodes) - 1, 0), f"return [{outputs}]")
-        code = _compiled("\n".join(self.source)).replace(co_filename=f"<plan {self.name}>")
-        return FunctionType(code, self.names), self.lines
+        code = _code_of_source("\n".join(self.source)).replace(co_filename=f"<plan {self.name}>")
+        return FunctionType(code, self.names), self.node_of_line
 
     def output(self, position: int) -> str:
         value = f"v{self.schedule.graph.outputs[position]}"
@@ -114,7 +115,7 @@ class _Generator:
 
     def emit(self, number: int, line: str) -> None:
         self.source.append("    " + line)
-        self.lines.append(number)
+        self.node_of_line.append(number)
 
     def node(self, number: int, node: Node, results: range) -> None:
         modes = self.schedule.writes.modes[number]
@@ -129,7 +130,7 @@ class _Generator:
         args = [self.arg(a, copies) for a in node.args]
         args += [f"{name}={self.arg(a, copies)}" for name, a in node.kwargs]
         call = f"{self.kernel(number, node.op)}({', '.join(args)})"
-        pattern = self.pattern(self.interpreter.places(node, results))
+        pattern = self.pattern(self.interpreter.return_slots(node, results))
         self.emit(number, f"{pattern} = {call}" if pattern else call)
         for offset, target in enumerate(node.writes):
             version = results[len(node.fresh) + offset]
@@ -187,22 +188,22 @@ class _Generator:
         return name
 
     @staticmethod
-    def pattern(places: Places) -> str:
-        """Return the target that the returned value is assigned to; empty if nothing is new."""
-        parts = []
-        for place in places:
-            if isinstance(place, list):
-                parts.append("[" + ", ".join(f"v{number}" for number in place) + "]")
+    def pattern(slots: ReturnSlots) -> str:
+        """Return the assignment target of a call's returns; empty if no return is new."""
+        targets = []
+        for slot in slots:
+            if isinstance(slot, list):
+                targets.append("[" + ", ".join(f"v{number}" for number in slot) + "]")
             else:
-                parts.append("_" if place is None else f"v{place}")
-        return ", ".join(parts)
+                targets.append("_" if slot is None else f"v{slot}")
+        return ", ".join(targets)
 
 
-# -- the eager executor: node after node, with torch's own kernels ---------------------------------
+# -- eager executor --------------------------------------------------------------------------------
 
 
 class Code(Protocol):
-    """Protocol of a schedule prepared to run again and again."""
+    """Protocol of a schedule that was prepared for repeated runs."""
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> list[Value] | Stopped:
         """Return the outputs, or the node at which it stopped. ``inputs`` is emptied."""
@@ -213,7 +214,7 @@ MakeCode = Callable[[Schedule, CheckedInterpreter, str], Code]
 
 
 def code_of(setting: str) -> MakeCode:
-    """Return the factory of the code that ``LAZYGT_PLAN_CODE`` asks for.
+    """Return the factory of code for a value of ``LAZYGT_PLAN_CODE``.
 
     Raises:
         LazyGTError: native code, and there is no extension.
@@ -230,7 +231,7 @@ class Outcome:
     Attributes:
         outputs: the values of ``graph.outputs``.
         failures: the failures of nodes.
-        returned, written: of a data-dependent last node: its returns, and the tensors it wrote.
+        returned, written: returns of a data-dependent last node, and the tensors that it wrote.
     """
 
     __slots__ = ("failures", "outputs", "returned", "written")
@@ -246,10 +247,10 @@ class EagerExecutor:
     """Executor of a plan, node after node, with torch's own kernels.
 
     Args:
-        schedule: the schedule to run, if it is not the plan's own steps.
+        schedule: the schedule to run, if it differs from the plan's steps.
         compiled: callables of the fused nodes in ``schedule``, by number.
-        code: factory of the code; None: as ``code_of("auto")`` returns it.
-        template: of the plan, if there may be others of it.
+        code: factory of the code; None: ``code_of("auto")``.
+        template: the plan's template, if code is shared with plans of other sizes.
     """
 
     def __init__(
@@ -265,13 +266,13 @@ class EagerExecutor:
         self.schedule = schedule or plan.steps
         self.interpreter = CheckedInterpreter(self.schedule, device, compiled)
         self._make_code = code
-        #: code that runs it from the second time on, once it is made
+        #: code for all runs after the first; None until it is built
         self.code: Code | None = None
         self._checked = False
 
     @property
     def plain(self) -> EagerExecutor:
-        """The executor that runs it node after node: itself, unless it wraps another one."""
+        """The executor that runs the plan node by node: itself, unless it wraps another one."""
         return self
 
     def step_of(self, node: int) -> int:
@@ -286,13 +287,14 @@ class EagerExecutor:
             if not self._checked:
                 return self._run_first(inputs, params)
             if self.code is None:
-                self.code = self._made_code()
+                self.code = self._build_code()
             outputs = self.code.run(inputs, params)
         if isinstance(outputs, Stopped):
             return self.go_on(outputs, params)
         return Outcome(outputs, [], None, [])
 
-    def _made_code(self) -> Code:
+    def _build_code(self) -> Code:
+        """Build the code for later runs; native code shares instructions with other sizes."""
         template, name = self._template, self.plan.digest.hex()[:12]
         make = self._make_code or code_of("auto")
         if make is not NativeCode or template is None or self.interpreter.lays_out:
@@ -302,29 +304,29 @@ class EagerExecutor:
         return code
 
     def _run_first(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
-        """Do the first run, in which everything is checked."""
+        """Do the first run, in which all results are checked."""
         template = self._template
         if template is None or not template.checked or self._make_code is not NativeCode:
             outcome = self._run_checked(inputs, params)
             if template is not None:
                 template.checked |= self._checked and not self.interpreter.lays_out
             return outcome
-        code = self._made_code()
+        code = self._build_code()
         assert isinstance(code, NativeCode)
         outputs = code.run(inputs, params, check=True)
         if isinstance(outputs, list):
             self.code, self._checked = code, True
             return Outcome(outputs, [], None, [])
-        return self._go_on_checking(outputs, params, code)
+        return self._finish_first_run(outputs, params, code)
 
-    def _go_on_checking(
+    def _finish_first_run(
         self, stopped: Stopped, params: tuple[Any, ...], code: NativeCode
     ) -> Outcome:
-        """Do the rest of a first run."""
+        """Finish a first run in the interpreter, after its code has stopped."""
         failures: list[Failure] = []
         values, start = stopped.values, stopped.node
         if stopped.made:
-            failures = self.interpreter.look_at(start, values)
+            failures = self.interpreter.check_results(start, values)
             for dead in self.schedule.frees[start]:
                 values.pop(dead, None)
             start += 1
@@ -332,12 +334,12 @@ class EagerExecutor:
         outcome.failures[:0] = failures
         if not outcome.failures:
             self._checked = True
-            # a program with other strides is made anew
+            # a program with other strides is built in the next run
             self.code = None if self.interpreter.lays_out else code
         return outcome
 
     def go_on(self, stopped: Stopped, params: tuple[Any, ...]) -> Outcome:
-        """Do the rest of a run after its code has stopped."""
+        """Finish a run in the interpreter, after its code has stopped."""
         with torch._C._AutoDispatchBelowAutograd():
             return self._finish(stopped.values, params, stopped.node)
 
@@ -351,6 +353,7 @@ class EagerExecutor:
     def _finish(
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool = False
     ) -> Outcome:
+        """Interpret from node ``start`` on; return the outputs and failures."""
         failures = self.interpreter.run(values, params, start, check)
         for failure in failures:
             if not failure.seq:
@@ -364,13 +367,13 @@ class EagerExecutor:
 
 
 class TimedExecutor(EagerExecutor):
-    """Executor that runs another one's schedule node by node, and times each node.
+    """Executor that runs the schedule of another one node by node, and times each node.
 
-    A node's time contains its copies and the interpreter's own work around its kernel, some
-    microseconds; on a GPU each node waits for its kernels to end.
+    A node's time includes its copies and some microseconds of interpreter overhead; on a GPU, each
+    node is synchronized.
 
     Args:
-        mark: called with the step of each node that begins.
+        mark: callback with the step of each node that begins.
 
     Attributes:
         times: (step, count, begin, end) of the run, as ``messages.Timings`` has them.
@@ -380,12 +383,12 @@ class TimedExecutor(EagerExecutor):
         schedule, device = executor.schedule, executor.interpreter.device
         super().__init__(executor.plan, device, schedule)
         self._counts = [1 if n.body is None else len(n.body.nodes) for n in schedule.graph.nodes]
-        self._firsts = [0, *accumulate(self._counts)]
+        self._first_steps = [0, *accumulate(self._counts)]
         self.times: list[tuple[int, int, int, int]] = []
         self.interpreter = _Timed(schedule, device, executor.interpreter.compiled)
         self.interpreter.ran = self._ran
         if mark is not None:
-            self.interpreter.begins = lambda number: mark(self._firsts[number])
+            self.interpreter.begins = lambda number: mark(self._first_steps[number])
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         """Run the plan, once. ``inputs`` is emptied."""
@@ -394,11 +397,11 @@ class TimedExecutor(EagerExecutor):
 
     def step_of(self, node: int) -> int:
         """Return the number of a node's first step in ``plan.steps``."""
-        return self._firsts[node]
+        return self._first_steps[node]
 
     def _ran(self, number: int, begin: int) -> None:
         end = time.monotonic_ns()
-        self.times.append((self._firsts[number], self._counts[number], begin, end))
+        self.times.append((self._first_steps[number], self._counts[number], begin, end))
 
 
 class _Timed(CheckedInterpreter):

@@ -1,4 +1,4 @@
-"""The checked interpreter: runs node by node, checks results and contains failures."""
+"""Checked interpreter of a plan: runs node by node, checks results and contains failures."""
 
 from __future__ import annotations
 
@@ -19,27 +19,33 @@ from lazygt.runtime.messages import COLLECTIVE_ERROR, Failure
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
 
-# -- strides of kernels in the place of recorded ones, for as long as a plan runs ------------------
-# The strides determine the order in which kernels sum: a restrided result gives later sums other
-# last bits than eager torch. A result keeps its kernel's strides if every later view of it, and
-# of values that share its memory, exists for those strides too and names no strides itself.
+# -- strides of results ----------------------------------------------------------------------------
+# A kernel may return other strides than the recorded ones. Strides determine the order in which
+# later kernels sum, so a copy to the recorded strides gives other last bits than eager torch. A
+# result keeps its kernel's strides if every later view of its memory exists for those strides too
+# and takes no explicit strides.
 
-#: (node, returned) -> the tensors that a node returns anew.
+#: (node, returned) -> the new tensors among a node's returns.
 Fresh = Callable[[Node, Any], list[Any]]
 
 
 def lies_as(value: torch.Tensor, meta: TensorMeta) -> bool:
-    """Return whether each element is at the offset that ``meta`` gives it, in any strides."""
+    """Return whether each element has the same offset as in ``meta``: strides are equivalent."""
     return value.numel() <= 1 or meta.lies_as(value.stride())
 
 
-def may_stay(graph: Graph, number: int, slot: int, value: torch.Tensor, fresh: Fresh) -> bool:
-    """Return whether a result of node ``number`` may keep its strides in the rest of the plan."""
+def may_keep_strides(
+    graph: Graph, number: int, slot: int, value: torch.Tensor, new_outputs: Fresh
+) -> bool:
+    """Return whether a result of node ``number`` may keep its strides in later nodes.
+
+    The later views are replayed on meta tensors.
+    """
     sharing = {slot: TensorMeta.of(value).empty("meta")}
     with undispatched(), torch.no_grad():
         try:
             return all(
-                _follows(graph, node, results, sharing, fresh)
+                _accepts_strides(graph, node, results, sharing, new_outputs)
                 for later, (node, results) in enumerate(graph.numbered())
                 if later > number and not sharing.keys().isdisjoint(node.refs())
             )
@@ -47,16 +53,16 @@ def may_stay(graph: Graph, number: int, slot: int, value: torch.Tensor, fresh: F
             return False
 
 
-def _follows(
-    graph: Graph, node: Node, results: range, sharing: dict[int, torch.Tensor], fresh: Fresh
+def _accepts_strides(
+    graph: Graph, node: Node, results: range, sharing: dict[int, torch.Tensor], new_outputs: Fresh
 ) -> bool:
-    """Return whether a node takes values with their strides; add its views of them.
+    """Return whether a node accepts operands with other strides; add its views to ``sharing``.
 
     Args:
-        sharing: number -> meta tensor, of the values that share the memory in question.
+        sharing: number -> meta tensor of the values that share the result's memory.
 
     Raises:
-        Exception: torch's own, if a view does not exist.
+        Exception: torch's own, if a view does not exist for these strides.
     """
     if node.op == WRITE_BACK:
         base, chain = node.args[0].index, node.args[2]
@@ -64,26 +70,28 @@ def _follows(
             return True  # only its elements are copied
         sharing[results[0]] = sharing[base]
         kernels.viewed(sharing[base], chain)
-        return not params_in(chain) and not any(_strided(facts(overload(s[0]))) for s in chain)
+        return not params_in(chain) and not any(
+            _has_stride_argument(facts(overload(s[0]))) for s in chain
+        )
     f = op_facts(node)
     if f is None or f.foreign:
-        return False  # collectives and compiled code take the recorded strides
+        return False  # collectives and compiled code require the recorded strides
     for target, version in zip(node.writes, results[len(node.fresh) :], strict=True):
         if target in sharing:
             sharing[version] = sharing[target]
     if f.aliases:
-        views = fresh(node, _viewed(graph, node, f, sharing))
+        views = new_outputs(node, _view_results(graph, node, f, sharing))
         sharing.update(zip(results, views, strict=False))
-    return not (f.aliases and _strided(f))
+    return not (f.aliases and _has_stride_argument(f))
 
 
-def _strided(f: OpFacts) -> bool:
-    """Return whether a view op takes strides."""
+def _has_stride_argument(f: OpFacts) -> bool:
+    """Return whether a view op has an argument for strides."""
     return any(argument.name == "stride" for argument in f.func._schema.arguments)
 
 
-def _viewed(graph: Graph, node: Node, f: OpFacts, sharing: dict[int, torch.Tensor]) -> Any:
-    """Return a view op's results on meta tensors."""
+def _view_results(graph: Graph, node: Node, f: OpFacts, sharing: dict[int, torch.Tensor]) -> Any:
+    """Run a view op on meta tensors; return its results."""
 
     def leaf(arg: Arg) -> Any:
         if type(arg) is Ref:
@@ -96,18 +104,18 @@ def _viewed(graph: Graph, node: Node, f: OpFacts, sharing: dict[int, torch.Tenso
     return f.func(*args, **{name: map_arg(arg, leaf) for name, arg in node.kwargs})
 
 
-# -- the checked interpreter: runs node by node, checks results and contains failures --------------
+# -- checked interpreter ---------------------------------------------------------------------------
 
-#: For each return of a node: the number of its value, the numbers of a list's, or None: not new.
-Places = list[int | list[int] | None]
+#: For each return of a node: its value number, a list's value numbers, or None if it is not new.
+ReturnSlots = list[int | list[int] | None]
 
 
 class Stopped(NamedTuple):
-    """The point at which code has stopped: the interpreter takes over at ``node``.
+    """Point at which generated or native code has stopped: the interpreter continues at ``node``.
 
     Attributes:
-        values: the values at that moment.
-        made: the node's results are there, and not as promised.
+        values: the live values at that moment.
+        made: True if the node has run, and its results differ from the inferred metas.
     """
 
     node: int
@@ -122,12 +130,12 @@ class CheckedInterpreter:
         compiled: number of a fused node that is one step -> its callable.
 
     Attributes:
-        compiled: as given.
+        compiled: the argument.
         restrided: node number -> positions of results that are copied to the recorded strides.
-        relaid_outputs: position of an output that is copied so -> its strides.
-        relaid: (node number, result, strides that its kernel gave it) of such results, found since
-            the worker looked last.
-        returned, written: of the data-dependent last node of the last run.
+        relaid_outputs: position of an output that is copied to other strides -> these strides.
+        relaid: (node number, result, its kernel's strides) of results with unexpected strides,
+            until the worker reports them.
+        returned, written: results and written tensors of the data-dependent last node.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class CheckedInterpreter:
         self.relaid_outputs: dict[int, tuple[int, ...]] = {}
         self.relaid: list[tuple[int, int, tuple[int, ...]]] = []
         #: values with other strides than were recorded
-        self._loose: set[int] = set()
+        self._restrided_values: set[int] = set()
         self.returned: Any = None
         self.written: list[Any] = []
         self._results = [results for _, results in schedule.graph.numbered()]
@@ -150,7 +158,7 @@ class CheckedInterpreter:
 
     @property
     def lays_out(self) -> bool:
-        """True if some value has to be copied to other strides in each run."""
+        """True if each run has to copy some value to other strides."""
         return bool(self.restrided or self.relaid_outputs)
 
     def kernel(self, number: int, op: str) -> Callable[..., Any]:
@@ -170,44 +178,44 @@ class CheckedInterpreter:
             return f.outputs
         return ("f",) * len(node.fresh)
 
-    def places(self, node: Node, results: range) -> Places:
-        """Return the values that a node's returns become; empty if nothing new is returned."""
+    def return_slots(self, node: Node, results: range) -> ReturnSlots:
+        """Return the value number of each of a node's returns; empty if no return is new."""
         kinds = self.output_kinds(node)
-        fresh = list(results[: len(node.fresh)])
+        new_outputs = list(results[: len(node.fresh)])
         singles = sum(1 for kind in kinds if kind in ("f", "v"))
-        places: Places = []
-        for kind in kinds if fresh else ():
+        slots: ReturnSlots = []
+        for kind in kinds if new_outputs else ():
             if kind[0] in "wi":
-                places.append(None)
+                slots.append(None)
             elif kind in ("f", "v"):
-                places.append(fresh.pop(0))
+                slots.append(new_outputs.pop(0))
                 singles -= 1
             else:
-                taken = len(fresh) - singles
-                places.append(fresh[:taken])
-                del fresh[:taken]
-        return places
+                count = len(new_outputs) - singles
+                slots.append(new_outputs[:count])
+                del new_outputs[:count]
+        return slots
 
     def run(
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool
     ) -> list[Failure]:
-        """Run from node ``start`` on; results land in ``values``. Return the failures."""
+        """Run from node ``start`` on, adding results to ``values``; return the failures."""
         failures: list[Failure] = []
         self.returned, self.written = None, []
         #: while nothing has failed, nodes need no check for failed operands
-        failed = any(type(value) is Failed for value in values.values())
+        has_failed = any(type(value) is Failed for value in values.values())
         for number in range(start, len(self.schedule.graph.nodes)):
             node, results = self.schedule.graph.nodes[number], self._results[number]
-            poison = _poison(node, values) if failed else None
-            if poison is None:
+            failed_operand = _failed_operand(node, values) if has_failed else None
+            if failed_operand is None:
                 try:
                     self._node(number, node, results, values, params, check)
                 except Exception as error:  # noqa: BLE001 - reported to the client
                     failure = _failure(number, node, error)
                     failures.append(failure)
-                    poison, failed = Failed(failure), True
-            if poison is not None:
-                self._spoil(node, results, poison, values, failures)
+                    failed_operand, has_failed = Failed(failure), True
+            if failed_operand is not None:
+                self._mark_failed(node, results, failed_operand, values, failures)
             for dead in self.schedule.frees[number]:
                 values.pop(dead, None)
         return failures
@@ -218,12 +226,12 @@ class CheckedInterpreter:
         """Run one node, and drop the values that die there; raises the node's error.
 
         Args:
-            check: compare its results with the recorded ones; False: restride them as an earlier
-                check has found necessary.
+            check: compare the results with the inferred metas; False: restride those that an
+                earlier check has found.
         """
         node, results = self.schedule.graph.nodes[number], self._results[number]
         self._node(number, node, results, values, params, check)
-        self.relaid.clear()  # the client was told when the plan ran first
+        self.relaid.clear()  # reported to the client after the first run
         for position in () if check else self.restrided.get(number, ()):
             meta, result = node.results[position], results[position]
             assert meta is not None
@@ -231,36 +239,36 @@ class CheckedInterpreter:
         for dead in self.schedule.frees[number]:
             values.pop(dead, None)
 
-    def look_at(self, number: int, values: dict[int, Value]) -> list[Failure]:
-        """Check the results that a node has made already, as ``run`` does. Return the failures."""
+    def check_results(self, number: int, values: dict[int, Value]) -> list[Failure]:
+        """Check the results of a node that has run, as ``run`` does; return the failures."""
         node, results = self.schedule.graph.nodes[number], self._results[number]
         try:
             laid_out = self._checked(number, node, [values[result] for result in results])
         except Exception as error:  # noqa: BLE001 - reported to the client
             failures = [_failure(number, node, error)]
-            self._spoil(node, results, Failed(failures[0]), values, failures)
+            self._mark_failed(node, results, Failed(failures[0]), values, failures)
             return failures
         values.update(zip(results, laid_out, strict=True))
         return []
 
-    def _spoil(
+    def _mark_failed(
         self,
         node: Node,
         results: range,
-        poison: Failed,
+        failed: Failed,
         values: dict[int, Value],
         failures: list[Failure],
     ) -> None:
         """Mark the results of a node as failed."""
         if node.op in COLLECTIVES or node.op in POINT_TO_POINT or node.op == WAIT:
-            self._part(poison.failure, failures)
-        values.update(dict.fromkeys(results, poison))
+            self._leave_group(failed.failure, failures)
+        values.update(dict.fromkeys(results, failed))
         if node.dynamic:
-            self.returned = poison
+            self.returned = failed
 
     @staticmethod
-    def _part(failure: Failure, failures: list[Failure]) -> None:
-        """Leave the ranks that wait for a failed collective; the client gets the reason."""
+    def _leave_group(failure: Failure, failures: list[Failure]) -> None:
+        """Leave the process group, so that no rank waits for a failed collective."""
         left = group.abandon(f"{failure.kind}: {failure.detail}")
         if left and failure.kind != COLLECTIVE_ERROR and failure not in failures:
             failures.append(failure)
@@ -274,11 +282,12 @@ class CheckedInterpreter:
         params: tuple[Any, ...],
         check: bool,
     ) -> None:
+        """Call a node's kernel, and store its results in ``values``."""
         modes = self.schedule.writes.modes[number]
         if node.op == WRITE_BACK:
             values[results[0]] = self._write_back(node, modes[0], values, params)
-            if node.args[0].index in self._loose:
-                self._loose.add(results[0])
+            if node.args[0].index in self._restrided_values:
+                self._restrided_values.add(results[0])
             return
         copies = {
             target: kernels.clone(values[target])
@@ -290,12 +299,12 @@ class CheckedInterpreter:
         returned = self.kernel(number, node.op)(*args, **kwargs)
         written = [copies.get(target, values[target]) for target in node.writes]
         if node.dynamic:
-            self.returned, self.written = self._new(node, returned), written
+            self.returned, self.written = self._new_results(node, returned), written
             return
-        values_made = [*self._fresh(node, returned), *written]
+        result_values = [*self._new_outputs(node, returned), *written]
         if check:
-            values_made = self._checked(number, node, values_made)
-        values.update(zip(results, values_made, strict=True))
+            result_values = self._checked(number, node, result_values)
+        values.update(zip(results, result_values, strict=True))
 
     def _argument(
         self, arg: Arg, values: dict[int, Any], copies: dict[int, Any], params: tuple[Any, ...]
@@ -313,38 +322,40 @@ class CheckedInterpreter:
     def _write_back(
         self, node: Node, mode: str, values: dict[int, Any], params: tuple[Any, ...]
     ) -> torch.Tensor:
+        """Copy a value into a view of its base; return the base."""
         base, value = values[node.args[0].index], values[node.args[1].index]
         if mode == DONE:
             return base  # type: ignore[no-any-return]
         if mode == COPY:
             base = kernels.clone(base)
         chain = node.args[2]
-        if params_in(chain):  # views at positions that the run was given
+        if params_in(chain):  # view positions are run-time numbers
             chain = self._argument(chain, values, {}, params)
         return kernels.write_back(base, value, chain)
 
-    def _new(self, node: Node, returned: Any) -> list[Any]:
-        """Return an op's results, without the tensors that it only wrote.
+    def _new_results(self, node: Node, returned: Any) -> list[Any]:
+        """Return an op's results, without operands that it returns after a write.
 
-        Ints are included for a data-dependent op only; for others the client knows them.
+        Ints are included for a data-dependent op only; the client infers those of other ops.
         """
         kinds = self.output_kinds(node)
         items = (returned,) if len(kinds) == 1 else tuple(returned or ())
         known = "w" if node.dynamic else "wi"
         return [item for kind, item in zip(kinds, items, strict=True) if kind[0] not in known]
 
-    def _fresh(self, node: Node, returned: Any) -> list[Any]:
+    def _new_outputs(self, node: Node, returned: Any) -> list[Any]:
+        """Return the new tensors that a node returned, with lists flattened."""
         if not node.fresh:
             return []
         if isinstance(returned, torch.Tensor):
             return [returned]
-        fresh: list[Any] = []
-        for item in self._new(node, returned):
-            fresh.extend(item if isinstance(item, (list, tuple)) else (item,))
-        return fresh
+        outputs: list[Any] = []
+        for item in self._new_results(node, returned):
+            outputs.extend(item if isinstance(item, (list, tuple)) else (item,))
+        return outputs
 
-    def promised(self, number: int) -> list[tuple[int, TensorMeta]]:
-        """Return the results of a node that have known metas, with these."""
+    def expected_results(self, number: int) -> list[tuple[int, TensorMeta]]:
+        """Return (value number, inferred meta) of each result of a node that has a known meta."""
         node, results = self.schedule.graph.nodes[number], self._results[number]
         if node.op == WRITE_BACK or node.dynamic:
             return []
@@ -355,58 +366,66 @@ class CheckedInterpreter:
             if meta is not None and position not in opaque
         ]
 
-    def _checked(self, number: int, node: Node, made: list[Any]) -> list[Any]:
-        """Compare results with the inferred ones; only their strides may differ.
+    def _checked(self, number: int, node: Node, results: list[Any]) -> list[Any]:
+        """Check results against the inferred metas; only strides may differ.
 
-        A result keeps its kernel's strides if the rest of the plan allows it; else it is copied to
-        the recorded ones.
+        A result keeps its kernel's strides if the later nodes allow that; else it is copied to the
+        recorded strides.
         """
-        wrong = []
-        for position, (value, meta) in enumerate(zip(made, node.results, strict=True)):
-            if meta is None or value is None or _is_as_promised(value, meta):
+        restrided = []
+        for position, (value, meta) in enumerate(zip(results, node.results, strict=True)):
+            if meta is None or value is None or _matches_meta(value, meta):
                 continue
             if position in OPAQUE_RESULTS.get(node.op, ()):
                 continue
-            self._same_kind(node, value, meta)
-            if not self._stays(number, node, position, value, meta):
-                wrong.append(position)
-                made[position] = kernels.restride(value, meta.stride)
-        if wrong:
-            self.restrided[number] = tuple(wrong)
-        return made
+            self._check_shape_and_dtype(node, value, meta)
+            if not self._may_keep_strides(number, node, position, value, meta):
+                restrided.append(position)
+                results[position] = kernels.restride(value, meta.stride)
+        if restrided:
+            self.restrided[number] = tuple(restrided)
+        return results
 
-    def _stays(
+    def _may_keep_strides(
         self, number: int, node: Node, position: int, value: torch.Tensor, meta: TensorMeta
     ) -> bool:
         """Return whether a result with other strides than recorded may keep them.
 
         Raises:
-            GraphError: it may not, and a copy would no longer share its memory.
+            GraphError: it may not, and a copy would not share its base's memory.
         """
         slot, f = self._results[number][position], op_facts(node)
-        derived = not self._loose.isdisjoint(node.refs())
-        shares = position >= len(node.fresh) or (f is not None and f.views)
-        if shares and not derived and not lies_as(value, meta):
-            raise _broken_promise(node, value, meta)
-        if not (shares or derived):  # else another node is the cause
+        follows_restrided = not self._restrided_values.isdisjoint(node.refs())
+        is_view = position >= len(node.fresh) or (f is not None and f.views)
+        if is_view and not follows_restrided and not lies_as(value, meta):
+            raise _meta_mismatch(node, value, meta)
+        if not (is_view or follows_restrided):  # else an earlier node is the cause
             self.relaid.append((number, position, value.stride()))
         graph = self.schedule.graph
-        if lies_as(value, meta) or shares or may_stay(graph, number, slot, value, self._fresh):
-            self._loose.add(slot)
+        if (
+            lies_as(value, meta)
+            or is_view
+            or may_keep_strides(graph, number, slot, value, self._new_outputs)
+        ):
+            self._restrided_values.add(slot)
             return True
         return False
 
     def lay_out(self, outputs: list[Value], check: bool = False) -> None:
-        """Copy outputs to the recorded strides: the client knows them by these.
+        """Copy outputs to the recorded strides, which the client expects.
 
         Args:
-            check: note the outputs that need it.
+            check: determine the outputs that need a copy.
         """
         if check:
             slots, metas = self.schedule.graph.outputs, self.schedule.graph.values
             for position, (slot, value) in enumerate(zip(slots, outputs, strict=True)):
                 meta = metas[slot]
-                if slot not in self._loose or not isinstance(value, torch.Tensor) or meta is None:
+                if (
+                    slot not in self._restrided_values
+                    or not isinstance(value, torch.Tensor)
+                    or meta is None
+                ):
                     continue
                 if not lies_as(value, meta):
                     self.relaid_outputs[position] = meta.stride
@@ -416,17 +435,17 @@ class CheckedInterpreter:
                 outputs[position] = kernels.restride(value, stride)
 
     @staticmethod
-    def _same_kind(node: Node, value: torch.Tensor, meta: TensorMeta) -> None:
+    def _check_shape_and_dtype(node: Node, value: torch.Tensor, meta: TensorMeta) -> None:
         if tuple(value.shape) != meta.shape or value.dtype != meta.dtype:
-            raise _broken_promise(node, value, meta)
+            raise _meta_mismatch(node, value, meta)
 
 
-def _broken_promise(node: Node, value: torch.Tensor, meta: TensorMeta) -> GraphError:
+def _meta_mismatch(node: Node, value: torch.Tensor, meta: TensorMeta) -> GraphError:
     title, _, foreign = node.op.partition("@")
-    whose = "its fake kernel" if foreign else f"torch's meta kernel of {title}"
-    mend = "mend that (torch.library.register_fake)" if foreign else "please report this"
+    source = "its fake kernel" if foreign else f"torch's meta kernel of {title}"
+    remedy = "mend that (torch.library.register_fake)" if foreign else "please report this"
     return GraphError(
-        f"{whose} promised {meta}, but the op returned {TensorMeta.of(value)}; {mend}"
+        f"{source} promised {meta}, but the op returned {TensorMeta.of(value)}; {remedy}"
     )
 
 
@@ -436,11 +455,11 @@ def _failure(number: int, node: Node, error: Exception) -> Failure:
     return Failure(number, kind_of(error), str(error))
 
 
-def _poison(node: Node, values: Mapping[int, Value]) -> Failed | None:
+def _failed_operand(node: Node, values: Mapping[int, Value]) -> Failed | None:
     """Return the failed value that a node depends on, if there is one."""
     return next((v for ref in node.refs() if type(v := values.get(ref)) is Failed), None)
 
 
-def _is_as_promised(value: torch.Tensor, meta: TensorMeta) -> bool:
-    """Return whether a value equals its meta, even in strides that address no element."""
+def _matches_meta(value: torch.Tensor, meta: TensorMeta) -> bool:
+    """Return whether a value has the shape, dtype and exact strides of its meta."""
     return value.shape == meta.shape and value.dtype is meta.dtype and value.stride() == meta.stride

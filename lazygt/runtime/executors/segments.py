@@ -1,4 +1,4 @@
-"""Stretches: runs of a plan's steps, each captured as one CUDA graph or run step by step."""
+"""Segments (stretches) of a plan: runs of steps to capture as one CUDA graph, or to run singly."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from lazygt.graph.node import DEVICE, Node, Ref, params_in
 from lazygt.graph.ops import overload
 from lazygt.runtime.plan import Schedule
 
-#: Kernels from which a stretch is worth a graph: each graph costs a launch and copies.
+#: Smallest number of kernels of a CUDA graph: each graph costs a launch and copies.
 SHORTEST = 4
 #: Names in schemas of attention for the generator state at the start of dropout.
-_SEEDS = frozenset({"philox_seed", "philox_offset", "rng_state"})
+_SEED_NAMES = frozenset({"philox_seed", "philox_offset", "rng_state"})
 _ATTENTION = re.compile(r"aten\.\w*attention\w*\.\w+$")
-#: (first node, the one after the last, True if they are to be captured)
+#: (first node, end node, exclusive, True if the nodes are captured)
 Run = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some consecutive steps.
+    """Segment of a plan: consecutive steps, with their inputs and outputs.
 
     Attributes:
-        first, end: the nodes, without ``end``.
-        captured: they are to be a CUDA graph.
-        takes: values from before that they read.
-        gives: values that they make and that live on.
-        drops: values from before that die in them.
-        exposed: those of ``takes`` with memory that they write, or that ``gives`` shares.
-        params: run-time numbers that they take.
+        first, end: range of the nodes, ``end`` excluded.
+        captured: True if the segment is a CUDA graph.
+        takes: earlier values that the segment reads.
+        gives: values that the segment makes and that live after it.
+        drops: earlier values that die in the segment.
+        exposed: those of ``takes`` whose memory the segment writes, or that ``gives`` shares.
+        params: run-time numbers that the segment reads.
     """
 
     first: int
@@ -49,72 +49,77 @@ class Stretch:
     params: tuple[int, ...] = ()
 
 
-def cut(schedule: Schedule, apart: Collection[int], changing: Collection[int]) -> list[Stretch]:
-    """Cut a schedule into stretches; return none if none of them can be captured.
+def split_into_segments(
+    schedule: Schedule, excluded: Collection[int], changing: Collection[int]
+) -> list[Stretch]:
+    """Split a schedule into segments; return an empty list if none can be captured.
 
     Args:
-        apart: nodes that are known not to be capturable.
-        changing: params with numbers that change: they can't be part of a graph, which holds the
-            arguments of its kernels.
+        excluded: nodes that are known not to be capturable.
+        changing: params whose numbers change from run to run. Nodes with these can't be captured,
+            since a CUDA graph contains the arguments of its kernels.
     """
     nodes = schedule.graph.nodes
-    if any(_turns(node) for node in nodes):
+    if any(_resizes_operand(node) for node in nodes):
         return []
     metas = schedule.graph.values
-    astray = _astray(schedule, changing)
-    fits = [
-        number not in apart
-        and number not in astray
-        and not _masked(node, metas)
+    moving = _writes_through_moving_views(schedule, changing)
+    capturable_nodes = [
+        number not in excluded
+        and number not in moving
+        and not _writes_by_mask(node, metas)
         and capturable(node)
         and not any(index in changing for index in params_of(node))
         for number, node in enumerate(nodes)
     ]
-    runs = _runs(nodes, fits)
-    while torn := _torn(schedule, runs):
-        for number in torn:
-            fits[number] = False
-        runs = _runs(nodes, fits)
+    runs = _grouped(nodes, capturable_nodes)
+    while split_apart := _shares_outside_seeds(schedule, runs):
+        for number in split_apart:
+            capturable_nodes[number] = False
+        runs = _grouped(nodes, capturable_nodes)
     if not any(captured for _, _, captured in runs):
         return []
-    return list(_described(schedule, runs))
+    return list(_with_lifetimes(schedule, runs))
 
 
-def _runs(nodes: Sequence[Node], fits: list[bool]) -> list[Run]:
-    """Group consecutive nodes that fit, if they are enough for a graph, and the rest."""
+def _grouped(nodes: Sequence[Node], capturable_nodes: list[bool]) -> list[Run]:
+    """Group consecutive nodes: capturable ones, if enough for a graph, and the rest."""
     runs: list[Run] = []
-    for fit, numbers in groupby(range(len(nodes)), fits.__getitem__):
-        row = list(numbers)
-        long = fit and sum(_launches(nodes[number]) for number in row) >= SHORTEST
-        if runs and not long and not runs[-1][2]:
-            runs[-1] = runs[-1][0], row[-1] + 1, False
+    for is_capturable, numbers in groupby(range(len(nodes)), capturable_nodes.__getitem__):
+        nodes_of_run = list(numbers)
+        captured = (
+            is_capturable
+            and sum(_launches_kernel(nodes[number]) for number in nodes_of_run) >= SHORTEST
+        )
+        if runs and not captured and not runs[-1][2]:
+            runs[-1] = runs[-1][0], nodes_of_run[-1] + 1, False
         else:
-            runs.append((row[0], row[-1] + 1, long))
+            runs.append((nodes_of_run[0], nodes_of_run[-1] + 1, captured))
     return runs
 
 
-def _torn(schedule: Schedule, runs: list[Run]) -> set[int]:
-    """Return the captured nodes that share seeds of dropout with nodes outside their graph.
+def _shares_outside_seeds(schedule: Schedule, runs: list[Run]) -> set[int]:
+    """Return the captured nodes that share dropout seeds with nodes outside their graph.
 
-    Attention keeps its seeds on the GPU in a capture and on the host otherwise, and its backward
-    expects them on its own side: with an address on the other side the process dies.
+    In a capture, attention stores its seeds on the GPU, otherwise on the host. Its backward expects
+    the seeds on the same side: with an address of the other side the process crashes.
     """
-    graph_at = {n: at for at, (first, end, captured) in enumerate(runs) if captured
+    graph_at = {n: index for index, (first, end, captured) in enumerate(runs) if captured
                 for n in range(first, end)}  # fmt: skip
-    torn: set[int] = set()
-    for seed, users in _seeds(schedule).items():
-        alone = len({graph_at.get(number) for number in users}) == 1
-        inside = len(schedule.graph.inputs) <= seed and seed not in schedule.graph.outputs
-        if not (alone and inside):
-            torn.update(users & graph_at.keys())
-    return torn
+    nodes: set[int] = set()
+    for seed, users in _seed_users(schedule).items():
+        one_graph = len({graph_at.get(number) for number in users}) == 1
+        internal = len(schedule.graph.inputs) <= seed and seed not in schedule.graph.outputs
+        if not (one_graph and internal):
+            nodes.update(users & graph_at.keys())
+    return nodes
 
 
-def _seeds(schedule: Schedule) -> dict[int, set[int]]:
-    """Return the seeds of dropout in attention, and the nodes that make or take them."""
+def _seed_users(schedule: Schedule) -> dict[int, set[int]]:
+    """Return the dropout seeds of attention: value -> the nodes that make or read it."""
     users: defaultdict[int, set[int]] = defaultdict(set)
     for number, (node, results) in enumerate(schedule.graph.numbered()):
-        for seed in _own_seeds(node, results):
+        for seed in _seeds_of(node, results):
             users[seed].add(number)
         for ref in node.refs():
             if ref in users:
@@ -122,35 +127,35 @@ def _seeds(schedule: Schedule) -> dict[int, set[int]]:
     return users
 
 
-def _own_seeds(node: Node, results: range) -> Iterator[int]:
-    """Yield the seeds that attention returns, or is called with."""
+def _seeds_of(node: Node, results: range) -> Iterator[int]:
+    """Yield the seeds among a node's results and arguments, if the node is attention."""
     if not _ATTENTION.match(node.op) or drops_nothing(node):
         return
-    arguments, returned = _seed_places(node.op)
-    yield from (results[place] for place in returned)
-    for place in arguments:
-        arg = node.args[place] if place < len(node.args) else None
+    arguments, returned = _seed_indices(node.op)
+    yield from (results[index] for index in returned)
+    for index in arguments:
+        arg = node.args[index] if index < len(node.args) else None
         if isinstance(arg, Ref):
             yield arg.index
 
 
 @cache
-def _seed_places(op: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _seed_indices(op: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the positions of seeds among an op's arguments, and among its returned tensors."""
     schema = overload(op)._schema
-    tensors = [each for each in schema.returns if isinstance(each.type, torch.TensorType)]
+    tensors = [item for item in schema.returns if isinstance(item.type, torch.TensorType)]
     arguments, returned = (
-        tuple(place for place, each in enumerate(row) if each.name in _SEEDS)
-        for row in (schema.arguments, tensors)
+        tuple(index for index, item in enumerate(items) if item.name in _SEED_NAMES)
+        for items in (schema.arguments, tensors)
     )
     return arguments, returned
 
 
 def capturable(node: Node) -> bool:
-    """Return whether a node only launches kernels on its operands, as far as its op tells.
+    """Return whether a node only launches kernels on its operands, as far as its op shows.
 
-    Not so: collectives, which other ranks have to meet, ops that set a generator, code of users,
-    and ops with answers for Python.
+    Not capturable are collectives, ops that set a generator, custom ops, and ops that return Python
+    values.
     """
     if node.op == WRITE_BACK or node.body is not None:
         return True
@@ -166,15 +171,15 @@ def params_of(node: Node) -> list[int]:
     return params_in((*node.args, *(arg for _, arg in node.kwargs)))
 
 
-def _astray(schedule: Schedule, changing: Collection[int]) -> set[int]:
-    """Return the nodes that write through a view at a changing position."""
+def _writes_through_moving_views(schedule: Schedule, changing: Collection[int]) -> set[int]:
+    """Return the nodes that write through a view whose position changes from run to run."""
     views: set[int] = set()
     nodes: set[int] = set()
     for number, (node, results) in enumerate(schedule.graph.numbered()):
         f = op_facts(node)
         if f is not None and f.aliases:
-            moves = any(index in changing for index in params_of(node))
-            if moves or not views.isdisjoint(node.refs()):
+            is_moving = any(index in changing for index in params_of(node))
+            if is_moving or not views.isdisjoint(node.refs()):
                 views.update(results)
         if not views.isdisjoint(_written(node)):
             nodes.add(number)
@@ -182,15 +187,15 @@ def _astray(schedule: Schedule, changing: Collection[int]) -> set[int]:
     return nodes
 
 
-def steady_after(schedule: Schedule, stretch: Stretch, steady: set[int]) -> set[int]:
-    """Return the steady values that a stretch makes by writing steady values in place.
+def steady_writes(schedule: Schedule, segment: Stretch, steady: set[int]) -> set[int]:
+    """Return the values that a segment makes by in-place writes to steady values.
 
-    A value is steady if it lies at the same address in each run.
+    A value is steady if its address is the same in each run.
     """
     first = len(schedule.graph.inputs)
     versions: set[int] = set()
-    for number, node in enumerate(schedule.graph.nodes[: stretch.end]):
-        if number >= stretch.first:
+    for number, node in enumerate(schedule.graph.nodes[: segment.end]):
+        if number >= segment.first:
             modes = schedule.writes.modes[number]
             for offset, (target, mode) in enumerate(zip(_written(node), modes, strict=True)):
                 if mode != COPY and target in steady | versions:
@@ -205,54 +210,58 @@ def _written(node: Node) -> tuple[int, ...]:
     return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
 
 
-def _masked(node: Node, metas: tuple[object, ...]) -> bool:
-    """Return whether a node writes by a mask: its kernel asks the GPU for the mask's size."""
+def _writes_by_mask(node: Node, metas: tuple[object, ...]) -> bool:
+    """Return whether a node writes by a mask, which synchronizes to read the mask's count."""
     if "index_put" not in node.op:
         return False
     return any(getattr(metas[r], "dtype", None) in (torch.bool, torch.uint8) for r in node.refs())
 
 
-def _turns(node: Node) -> bool:
-    """Return whether a node reshapes its operand in place: that may be a graph's own tensor."""
+def _resizes_operand(node: Node) -> bool:
+    """Return whether a node changes its operand's shape in place, as ``squeeze_`` does."""
     f = op_facts(node)
     return f is not None and f.inplace_view
 
 
-def _launches(node: Node) -> bool:
+def _launches_kernel(node: Node) -> bool:
+    """Return whether a node launches a kernel; views don't."""
     f = op_facts(node)
     return f is None or not f.views
 
 
-def _described(schedule: Schedule, runs: list[Run]) -> Iterator[Stretch]:
+def _with_lifetimes(schedule: Schedule, runs: list[Run]) -> Iterator[Stretch]:
+    """Yield the segment of each run, with inputs, outputs and aliases from liveness analysis."""
     graph = schedule.graph
     numbered = list(graph.numbered())
     aliases = Aliases(graph)
     aliases.run()
     memory = aliases.memory
-    born = len(graph.inputs)
+    next_value = len(graph.inputs)
     for first, end, captured in runs:
-        before = born
+        first_value = next_value
         takes: dict[int, None] = {}
         freed: list[int] = []
         params: set[int] = set()
-        shown: set[int] = set()
+        exposed_memory: set[int] = set()
         for number in range(first, end):
             node, results = numbered[number]
-            takes.update(dict.fromkeys(ref for ref in node.refs() if ref < before))
+            takes.update(dict.fromkeys(ref for ref in node.refs() if ref < first_value))
             freed.extend(schedule.frees[number])
             params.update(params_of(node))
-            shown.update(memory[target] for target in _written(node))
-            born = results.stop
-        dead = set(freed)
-        gives = tuple(value for value in range(before, born) if value not in dead)
-        shown.update(memory[value] for value in gives)
+            exposed_memory.update(memory[target] for target in _written(node))
+            next_value = results.stop
+        freed_values = set(freed)
+        gives = tuple(
+            value for value in range(first_value, next_value) if value not in freed_values
+        )
+        exposed_memory.update(memory[value] for value in gives)
         yield Stretch(
             first,
             end,
             captured,
             tuple(takes),
             gives,
-            tuple(value for value in freed if value < before),
-            tuple(value for value in takes if memory[value] in shown),
+            tuple(value for value in freed if value < first_value),
+            tuple(value for value in takes if memory[value] in exposed_memory),
             tuple(sorted(params)),
         )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import lazygt
-from lazygt.runtime.executors.segments import cut
+from lazygt.runtime.executors.segments import split_into_segments
 from lazygt.runtime.plan import Plan
 
 FORWARD = "aten._scaled_dot_product_efficient_attention.default"
@@ -39,7 +39,7 @@ def recorded(dropout: float, reads_loss: bool) -> list[Plan]:
 def captured(plan: Plan, *apart: int) -> set[str]:
     """The ops that are in some graph."""
     nodes = plan.steps.graph.nodes
-    stretches = [each for each in cut(plan.steps, apart, ()) if each.captured]
+    stretches = [each for each in split_into_segments(plan.steps, apart, ()) if each.captured]
     assert stretches, "nothing else keeps the plan from being captured"
     return {node.op for each in stretches for node in nodes[each.first : each.end]}
 
