@@ -44,7 +44,7 @@ def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int
         carrier: ``sockets`` or ``local``.
         nbytes: payload size, as in ``Communication``.
     """
-    line = group.line(axis)
+    line = group.axis_group(axis)
     elements = max(nbytes // 4 // line.size, 1) * line.size
     buffer = torch.ones(elements, device=start.device)
     if carrier == "sockets":
