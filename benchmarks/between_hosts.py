@@ -45,7 +45,7 @@ class Rank:
 
     def reduce(self, nbytes: int, times: int) -> float:
         """Seconds of an all-reduce of so many bytes."""
-        line, buffer = group.line("ranks"), torch.ones(nbytes // 4)
+        line, buffer = group.axis_group("ranks"), torch.ones(nbytes // 4)
         backend = line.backend(buffer, "all_reduce", nbytes)
         backend.all_reduce(buffer, "sum").wait()
         begin = time.perf_counter()
@@ -55,7 +55,7 @@ class Rank:
 
     def there(self, nbytes: int, times: int) -> float:
         """Seconds that so many bytes take from one rank to the other: half of there and back."""
-        peer, data = group.line("ranks").single(1 - self._rank), memoryview(bytearray(nbytes))
+        peer, data = group.axis_group("ranks").single(1 - self._rank), memoryview(bytearray(nbytes))
         begin = time.perf_counter()
         for _ in range(times):
             if self._rank == 0:

@@ -49,7 +49,7 @@ class Rank:
         spec = GroupSpec(HOST, str(self._place), SECONDS, f"ranks={self._workers}")
         group.join(spec, self._rank, self._workers, self._listener)
         torch.set_num_threads(1)
-        line = group.line("ranks")
+        line = group.axis_group("ranks")
         store = dist.FileStore(str(self._place / "gloo"), self._workers)
         gloo = dist.ProcessGroupGloo(store, self._rank, self._workers, timedelta(seconds=SECONDS))
         equal = [0] * self._workers

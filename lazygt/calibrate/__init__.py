@@ -44,7 +44,7 @@ def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int
         carrier: ``sockets`` or ``local``.
         nbytes: payload size, as in ``Communication``.
     """
-    axis_group = group.line(axis)
+    axis_group = group.axis_group(axis)
     elements = max(nbytes // 4 // axis_group.size, 1) * axis_group.size
     buffer = torch.ones(elements, device=start.device)
     if carrier == "sockets":

@@ -117,8 +117,8 @@ class Exchange:
         if sum(map(len, buffers)) + data.numel() > self._max_inline_bytes:
             raise ValueError(
                 f"a value of {data.numel():,} bytes does not fit into an answer from another host, "
-                f"which has {max(self._max_inline_bytes, 0):,} bytes at most: fetch it in parts, or "
-                f"raise lazygt.session(max_message_bytes=...)"
+                f"which has {max(self._max_inline_bytes, 0):,} bytes at most: fetch parts of it, "
+                f"or raise lazygt.session(max_message_bytes=...)"
             )
         buffers.append(data.cpu().numpy().data)
         return Fetched(meta)

@@ -22,7 +22,7 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 class Work(Protocol):
-    """Collective under way."""
+    """Collective in flight."""
 
     def wait(self) -> object:
         """Wait for the result.
@@ -33,7 +33,7 @@ class Work(Protocol):
 
 
 class Backend(Protocol):
-    """Collectives among the ranks of one axis; each method begins one."""
+    """Collectives among the ranks of one axis; each method launches one."""
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
         """Reduce the buffers of all ranks, in place."""
@@ -42,7 +42,7 @@ class Backend(Protocol):
         """Gather the ``sent`` values of all ranks, of equal size, in rank order."""
 
     def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
-        """Reduce all ranks' values for this one; ``sent`` has equal parts for all ranks."""
+        """Reduce all ranks' values for this rank; ``sent`` has an equal block for each rank."""
 
     def all_to_all(
         self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
@@ -56,88 +56,90 @@ class Backend(Protocol):
 class SocketBackend:
     """Direct exchange by sockets: each rank sends to every other, and reduces in rank order.
 
-    So all get the same bits, independent of the other values in a buffer. For CPU tensors.
+    All ranks get the same bits, whatever other values share the buffer. For CPU tensors.
 
     Args:
-        peers: the ranks of the axis in their order; None for this one.
+        peers: the ranks of the axis in their order; None for this rank.
     """
 
     def __init__(self, peers: Sequence[Peer | None]) -> None:
         self.peers = tuple(peers)
-        self._begun: deque[Incoming] = deque()
+        self._queue: deque[Incoming] = deque()
         self._failure: OSError | None = None
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
-        parts = [buffer if peer is None else torch.empty_like(buffer) for peer in self.peers]
-        data = _bytes(buffer)
-        return self._begin([data] * len(parts), parts, lambda: reduce_in_order(parts, op, buffer))
+        operands = [buffer if peer is None else torch.empty_like(buffer) for peer in self.peers]
+        data = _memory_of(buffer)
+        return self._launch(
+            [data] * len(operands), operands, lambda: reduce_in_order(operands, op, buffer)
+        )
 
     def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
-        parts = list(buffer.view(len(self.peers), -1).unbind())
-        parts[self.peers.index(None)].copy_(sent)
-        return self._begin([_bytes(sent)] * len(parts), parts)
+        blocks = list(buffer.view(len(self.peers), -1).unbind())
+        blocks[self.peers.index(None)].copy_(sent)
+        return self._launch([_memory_of(sent)] * len(blocks), blocks)
 
     def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
         blocks = list(sent.view(len(self.peers), -1).unbind())
-        parts = [
-            part if peer is None else torch.empty_like(buffer)
-            for part, peer in zip(blocks, self.peers, strict=True)
+        operands = [
+            block if peer is None else torch.empty_like(buffer)
+            for block, peer in zip(blocks, self.peers, strict=True)
         ]
-        data = [_bytes(part) for part in blocks]
-        return self._begin(data, parts, lambda: reduce_in_order(parts, op, buffer))
+        data = [_memory_of(block) for block in blocks]
+        return self._launch(data, operands, lambda: reduce_in_order(operands, op, buffer))
 
     def all_to_all(
         self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
     ) -> Work:
-        parts, pieces = buffer.split(list(into)), sent.split(list(out))
-        me = self.peers.index(None)
-        parts[me].copy_(pieces[me])
-        return self._begin([_bytes(piece) for piece in pieces], parts)
+        received, blocks = buffer.split(list(into)), sent.split(list(out))
+        own_index = self.peers.index(None)
+        received[own_index].copy_(blocks[own_index])
+        return self._launch([_memory_of(block) for block in blocks], received)
 
     def exchange_text(self, text: str) -> TextExchange:
         """Exchange a text with every other rank, in order with the collectives.
 
         A rank that has left is sent nothing: its own text may have arrived before.
         """
-        told = TextExchange(self)
-        self._begun.append(told)
+        exchange = TextExchange(self)
+        self._queue.append(exchange)
         for peer in self.peers:
             if peer is not None:
                 with suppress(ConnectionError):
                     peer.send_text(text)
-        return told
+        return exchange
 
     def receive(self, incoming: Incoming) -> None:
-        """Receive everything begun before ``incoming``, and ``incoming``.
+        """Receive the data of all exchanges launched before ``incoming``, and of ``incoming``.
 
         Raises:
-            OSError: another rank has left, or did not come in time; from then on always the same,
-                since some ranks' parts have been read by then and others' have not.
+            OSError: another rank has left, or did not come in time. The same error is raised from
+                then on, since some ranks' data has been read and others' has not.
         """
         while not incoming.arrived:
             if self._failure is not None:
                 raise self._failure
-            first = self._begun[0]
+            first = self._queue[0]
             try:
-                for peer, part in zip(self.peers, first.parts, strict=True):
+                for peer, buffer in zip(self.peers, first.buffers, strict=True):
                     if peer is not None:
-                        first.read(peer, part)
+                        first.read(peer, buffer)
             except OSError as error:
                 self._failure = error
                 raise
-            self._begun.popleft().arrived = True
+            self._queue.popleft().arrived = True
 
-    def _begin(
+    def _launch(
         self,
         data: Sequence[memoryview],
-        parts: Sequence[torch.Tensor],
-        then: Callable[[], object] | None = None,
+        buffers: Sequence[torch.Tensor],
+        finish: Callable[[], object] | None = None,
     ) -> Incoming:
-        incoming = Incoming(self, parts, then)
-        self._begun.append(incoming)
-        for peer, piece in zip(self.peers, data, strict=True):
+        incoming = Incoming(self, buffers, finish)
+        self._queue.append(incoming)
+        for peer, block in zip(self.peers, data, strict=True):
             if peer is not None:
-                peer.send(piece)
+                peer.send(block)
         return incoming
 
 
@@ -145,23 +147,26 @@ class Incoming:
     """Values that other ranks send for one collective.
 
     Args:
-        parts: destination buffers, rank by rank.
-        then: computes the result from them.
+        buffers: destination buffers, rank by rank.
+        finish: computes the result from the buffers.
     """
 
     def __init__(
-        self, line: SocketBackend, parts: Sequence[Any], then: Callable[[], object] | None = None
+        self,
+        backend: SocketBackend,
+        buffers: Sequence[Any],
+        finish: Callable[[], object] | None = None,
     ) -> None:
-        self.parts, self.arrived = parts, False
-        self._line, self._then = line, then
+        self.buffers, self.arrived = buffers, False
+        self._backend, self._finish = backend, finish
 
     def wait(self) -> None:
-        self._line.receive(self)
-        if self._then is not None:
-            self._then()
+        self._backend.receive(self)
+        if self._finish is not None:
+            self._finish()
 
-    def read(self, peer: Peer, part: Any) -> None:
-        peer.receive(_bytes(part))
+    def read(self, peer: Peer, buffer: Any) -> None:
+        peer.receive(_memory_of(buffer))
 
 
 class TextExchange(Incoming):
@@ -171,11 +176,11 @@ class TextExchange(Incoming):
         texts: received texts by rank, after the wait.
     """
 
-    def __init__(self, line: SocketBackend) -> None:
-        super().__init__(line, line.peers)
+    def __init__(self, backend: SocketBackend) -> None:
+        super().__init__(backend, backend.peers)
         self.texts: dict[int, str] = {}
 
-    def read(self, peer: Peer, part: Any) -> None:
+    def read(self, peer: Peer, buffer: Any) -> None:
         self.texts[peer.rank] = peer.receive_text()
 
 
@@ -187,8 +192,8 @@ _REDUCTIONS: dict[str, Any] = {
 }
 
 
-#: Dtypes that torch does not reduce on a CPU -> the dtype of their reduction.
-_WIDER = {
+#: Dtype that torch can't reduce on a CPU -> wider dtype to reduce in.
+_REDUCTION_DTYPES = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     torch.float8_e4m3fn: torch.float32,
@@ -196,24 +201,24 @@ _WIDER = {
 }
 
 
-def reduce_in_order(parts: Sequence[torch.Tensor], op: str, into: torch.Tensor) -> None:
-    """Reduce the parts one after another; ``into`` may be any of them."""
-    if into.dtype in _WIDER:
-        wide = [part.to(_WIDER[into.dtype]) for part in parts]
-        reduce_in_order(wide, op, wide[0])
-        into.copy_(wide[0])
+def reduce_in_order(operands: Sequence[torch.Tensor], op: str, result: torch.Tensor) -> None:
+    """Reduce the parts one after another; ``result`` may be any of them."""
+    if result.dtype in _REDUCTION_DTYPES:
+        widened = [operand.to(_REDUCTION_DTYPES[result.dtype]) for operand in operands]
+        reduce_in_order(widened, op, widened[0])
+        result.copy_(widened[0])
         return
-    first, *others = parts
+    first, *others = operands
     if not others:
-        into.copy_(first)
+        result.copy_(first)
         return
     reduction = _REDUCTIONS[op]
-    for part in others[:-1]:
-        first = reduction(first, part)
-    reduction(first, others[-1], out=into)
+    for operand in others[:-1]:
+        first = reduction(first, operand)
+    reduction(first, others[-1], out=result)
 
 
-def _bytes(flat: torch.Tensor) -> memoryview:
+def _memory_of(flat: torch.Tensor) -> memoryview:
     return as_bytes(flat).numpy().data
 
 
@@ -230,10 +235,10 @@ _OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
-#: Dtypes that NCCL does not reduce -> the dtype of their reduction.
-_WIDER_YET = _WIDER | {torch.int16: torch.int32}
+#: Dtype that NCCL can't reduce -> wider dtype to reduce in.
+_NCCL_DTYPES = _REDUCTION_DTYPES | {torch.int16: torch.int32}
 #: Reduce op -> its equivalent for booleans as bytes.
-_OF_TRUTH = {"sum": "max", "max": "max", "min": "min", "prod": "min"}
+_BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "prod": "min"}
 
 
 class TorchBackend:
@@ -245,7 +250,7 @@ class TorchBackend:
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
         carried, op = _reducible(buffer, op)
         work: Work = dist.all_reduce(carried, _OPS[op], self._group, async_op=True)
-        return work if carried.dtype == buffer.dtype else _Then(work, buffer, carried)
+        return work if carried.dtype == buffer.dtype else _Converted(work, buffer, carried)
 
     def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
         received, data = as_bytes(buffer), as_bytes(sent)
@@ -257,7 +262,7 @@ class TorchBackend:
         same = carried.dtype == buffer.dtype
         received = buffer if same else carried.new_empty(buffer.shape)
         work: Work = _scatter(received, carried, _OPS[op], group=self._group, async_op=True)
-        return work if same else _Then(work, buffer, received)
+        return work if same else _Converted(work, buffer, received)
 
     def all_to_all(
         self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
@@ -274,7 +279,7 @@ class TorchBackend:
         return work
 
 
-class _Then:
+class _Converted:
     """Collective with a result in another dtype, converted in the wait."""
 
     def __init__(self, work: Work, buffer: torch.Tensor, carried: torch.Tensor) -> None:
@@ -288,14 +293,14 @@ class _Then:
 def _reducible(buffer: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     """Return a buffer and an op that NCCL can reduce, equivalent to the given ones."""
     if buffer.dtype == torch.bool:
-        return buffer.to(torch.uint8), _OF_TRUTH[op]
-    wider = _WIDER_YET.get(buffer.dtype)
+        return buffer.to(torch.uint8), _BOOL_OPS[op]
+    wider = _NCCL_DTYPES.get(buffer.dtype)
     return (buffer if wider is None else buffer.to(wider)), op
 
 
-#: SocketBackend and shared memory of the host, from and to which tensors on a GPU are copied.
+#: Backend by sockets and shared memory; GPU tensors are staged through host memory.
 HOST = "host"
-#: The same, and for tensors on GPUs torch.distributed.
+#: The same for CPU tensors, and NCCL (torch.distributed) for GPU tensors.
 NCCL = "nccl"
 
 
@@ -330,14 +335,14 @@ class PendingSends:
     """Sends in flight, with the memory that they are read from."""
 
     def __init__(self) -> None:
-        self._flying: list[tuple[Any, torch.Tensor]] = []
+        self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
     def keep(self, work: Any, data: torch.Tensor) -> None:
         """Keep ``data`` for as long as torch's ``work`` reads it."""
         # a wait would block the stream; NCCL reports completed sends
-        self._flying = [one for one in self._flying if not one[0].is_completed()]
-        self._flying.append((work, data))
+        self._in_flight = [one for one in self._in_flight if not one[0].is_completed()]
+        self._in_flight.append((work, data))
 
     def close(self) -> None:
         """Release all memory: this rank leaves, and sends in flight will not arrive."""
-        self._flying.clear()
+        self._in_flight.clear()

@@ -1,8 +1,8 @@
-"""Process group of the workers, joined in the background of a worker's start.
+"""Process group of the workers, joined by a background thread at a worker's start.
 
 Ranks on one host communicate through sockets and memory that only their user can reach, ranks on
 several hosts through encrypted connections. Torch's own process group, which listens on a TCP port,
-is made only for GPUs, for NCCL.
+is created only for GPUs, for NCCL.
 
 Joining waits for every other rank, and most plans need no collective. So a thread joins, and a
 collective calls `wait` first.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
-    """This rank's place on one axis of the mesh.
+    """Group of the ranks along one mesh axis, as this rank sees it.
 
     Attributes:
         size, index: number of ranks along the axis, and the index of this one.
@@ -73,7 +73,7 @@ class AxisGroup:
     downward: Any = None
 
     def backend(self, buffer: torch.Tensor, kind: str, nbytes: int) -> Backend:
-        """Return the backend for a payload size as in ``Communication``; equal on all ranks."""
+        """Return the backend for a payload of ``nbytes``; the same choice on all ranks."""
         if buffer.device.type != "cpu":
             return TorchBackend(self.group)
         return self.sockets if goes_by_sockets(kind, nbytes, self.size) else self.shared
@@ -99,8 +99,8 @@ class Group:
 
     Args:
         spec: the backend, the rendezvous of the ranks, and their timeout.
-        rendezvous: meeting point of this rank with others.
-        number: number of the session's earlier groups, which are all obsolete.
+        rendezvous: connector of this rank with others.
+        number: number of the group: count of the session's earlier groups, all obsolete.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Group:
         #: point-to-point sends of NCCL in flight, on any axis
         self.pending_sends = PendingSends()
         self._left = self._closed = False
-        #: the rank that left, so that NCCL's kernels were aborted; None: they were not
+        #: the rank whose departure aborted NCCL's kernels; None: no abort
         self.parted_from: int | None = None
-        self._leaving = threading.Lock()
-        self._lines: dict[str, AxisGroup] = {}
-        self._ends: dict[int, Ends] = {}
+        self._leave_lock = threading.Lock()
+        self._axis_groups: dict[str, AxisGroup] = {}
+        self._connections: dict[int, Ends] = {}
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._join, name="lazygt-group", daemon=True)
         self._thread.start()
@@ -146,15 +146,15 @@ class Group:
             ) from self._failure
 
     def abandon(self, reason: str) -> bool:
-        """Leave while others may be waiting: their collectives fail at once, as all later ones do.
+        """Leave the group while others may be waiting: their collectives fail at once.
 
         Args:
             reason: the reason, for the errors of later collectives of this rank.
 
         Returns:
-            True if other ranks notice; False if this rank had left, or not all have joined yet.
+            True if other ranks notice; False if this rank had left, or is still joining.
         """
-        with self._leaving:
+        with self._leave_lock:
             if self._left or self._thread.is_alive():
                 return False
             self._left, joined = True, self._failure is None
@@ -165,28 +165,34 @@ class Group:
         return joined
 
     def late(self) -> tuple[int, ...]:
-        """Return the ranks that a collective of this one waits for. For any thread.
+        """Return the ranks that a collective of this rank waits for. Thread-safe.
 
         NCCL's collectives do not report that.
         """
-        lines = list(self._lines.values())
-        turns = [turn.peers for line in lines for turn in (line.sockets, line.shared)]
-        alone = [(peer,) for line in lines for peer in line.singles]
-        return tuple(sorted({rank for peers in (*turns, *alone) for rank in late(peers)}))
+        axis_groups = list(self._axis_groups.values())
+        peers_in_turn = [
+            backend.peers
+            for axis_group in axis_groups
+            for backend in (axis_group.sockets, axis_group.shared)
+        ]
+        single_peers = [(peer,) for axis_group in axis_groups for peer in axis_group.singles]
+        return tuple(
+            sorted({rank for peers in (*peers_in_turn, *single_peers) for rank in late(peers)})
+        )
 
     @property
     def abandoned(self) -> bool:
-        """True if this rank has left, or never came."""
+        """True if this rank has left the group or could not join."""
         return self._failure is not None
 
     @property
     def left(self) -> bool:
-        """True if a collective of this group could not run here: none ever will again."""
+        """True if this rank has left the group; no collective of the group runs any more."""
         return self._left
 
     @property
     def nccl(self) -> bool:
-        """True if tensors on a GPU travel from there directly."""
+        """True if GPU tensors are exchanged by NCCL."""
         return self._spec.backend == NCCL
 
     def successor(self, number: int) -> Group:
@@ -203,34 +209,37 @@ class Group:
 
     def _leave(self, end: Callable[[], object]) -> None:
         self.pending_sends.close()
-        for ends in self._ends.values():
+        for ends in self._connections.values():
             for peer in ends:
                 peer.close()
-        for line in self._lines.values():
-            line.shared.close()
-        self._lines.clear()
+        for axis_group in self._axis_groups.values():
+            axis_group.shared.close()
+        self._axis_groups.clear()
         if dist.is_initialized():
             end()
 
     def _join(self) -> None:
+        """Connect to the peers, and create the group of each axis; ``wait`` raises errors."""
         try:
-            self._ends = self._rendezvous.meet(self.number, self._others())
+            self._connections = self._rendezvous.meet(self.number, self._peers_on_axes())
             if self.nccl:
                 self._join_nccl()
             for axis in self.mesh.names:  # every rank makes every group, in the same order
-                self._lines[axis] = self._line(self.mesh, axis)
+                self._axis_groups[axis] = self._new_axis_group(self.mesh, axis)
             if self.nccl:
-                threading.Thread(target=self._watch, name="lazygt-ranks", daemon=True).start()
+                threading.Thread(
+                    target=self._abort_on_departure, name="lazygt-ranks", daemon=True
+                ).start()
         except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
             self._failure = error
 
-    def _watch(self) -> None:
+    def _abort_on_departure(self) -> None:
         """Abort NCCL's kernels when a rank of this host has left.
 
-        They would wait for it, and the device's stream with them, until torch's watchdog ends the
-        process.
+        Otherwise the kernels, and the device's stream, would wait for that rank until torch's
+        watchdog ends the process.
         """
-        peers = [ends.small for ends in self._ends.values()]
+        peers = [ends.small for ends in self._connections.values()]
         self._thread.join()
         rank = first_to_leave(peers, lambda: self._left or self._closed)
         if rank is not None:
@@ -248,7 +257,7 @@ class Group:
         if store is not None:
             store = PrefixStore(f"nccl/{self.number}", store)
         else:
-            meet = rendezvous(self._place(self.number), self._rank, self._world_size)
+            meet = rendezvous(self._rendezvous_url(self.number), self._rank, self._world_size)
             store, _, _ = next(iter(meet))
         store.set_timeout(timeout)
         dist.init_process_group(
@@ -258,13 +267,13 @@ class Group:
             world_size=self._world_size,
             timeout=timeout,
         )
-        self._sweep()
+        self._remove_old_data()
 
-    def _place(self, number: int) -> str:
-        """Return the rendezvous address of a group: each group has a store of its own."""
+    def _rendezvous_url(self, number: int) -> str:
+        """Return the URL of a group's rendezvous file: each group has its own."""
         return f"file://{self._spec.directory}/group.{number}"
 
-    def _sweep(self) -> None:
+    def _remove_old_data(self) -> None:
         """Remove the rendezvous data of earlier groups.
 
         All ranks have left these; torch removes most of the files, not all.
@@ -277,29 +286,30 @@ class Group:
                 store.delete_all(f"nccl/{self.number - 1}/")
         else:
             for number in range(self.number):
-                Path(self._place(number).removeprefix("file://")).unlink(missing_ok=True)
+                Path(self._rendezvous_url(number).removeprefix("file://")).unlink(missing_ok=True)
 
-    def _others(self) -> list[int]:
-        """Return the ranks that share an axis with this one: two share one at most."""
+    def _peers_on_axes(self) -> list[int]:
+        """Return the ranks that share a mesh axis with this one, each once."""
         mesh = self.mesh
         return [
             rank
             for axis in mesh.names
-            for line in mesh.lines(axis)
-            if self.rank in line
-            for rank in line
+            for members in mesh.lines(axis)
+            if self.rank in members
+            for rank in members
             if rank != self.rank
         ]
 
-    def _line(self, mesh: Mesh, axis: str) -> AxisGroup:
+    def _new_axis_group(self, mesh: Mesh, axis: str) -> AxisGroup:
+        """Create the backends of an axis over this rank's connections."""
         members = next(ranks for ranks in mesh.lines(axis) if self.rank in ranks)
-        ends = [self._ends.get(rank) for rank in members]
+        connections = [self._connections.get(rank) for rank in members]
         return AxisGroup(
             len(members),
             members.index(self.rank),
-            SocketBackend([end and end.small for end in ends]),
-            _for_large([end and end.large for end in ends]),
-            tuple(end and end.single for end in ends),
+            SocketBackend([connection and connection.small for connection in connections]),
+            _large_value_backend([connection and connection.large for connection in connections]),
+            tuple(connection and connection.single for connection in connections),
             self._torch_group(mesh, axis, members) if self.nccl else None,
             self._new_group(mesh, axis, members) if self.nccl else None,
         )
@@ -313,38 +323,38 @@ class Group:
         seconds = timedelta(seconds=self._spec.timeout)
         return {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}[members]
 
-    def line(self, axis: str) -> AxisGroup:
-        """Return this rank's place on an axis, once all ranks have joined.
+    def axis_group(self, axis: str) -> AxisGroup:
+        """Return the group of an axis, once all ranks have joined.
 
         Raises:
             LazyGTError: this rank could not join, or the mesh has no such axis.
         """
         self.wait()
-        if axis not in self._lines:
+        if axis not in self._axis_groups:
             raise LazyGTError(f"the mesh {self._spec.mesh!r} has no axis {axis!r}")
-        return self._lines[axis]
+        return self._axis_groups[axis]
 
 
-def _for_large(peers: Sequence[Peer | None]) -> SharedMemoryBackend | PeerBackend:
+def _large_value_backend(peers: Sequence[Peer | None]) -> SharedMemoryBackend | PeerBackend:
     """Return the backend for large values: shared memory if all ranks are on one host.
 
-    All ranks decide alike: otherwise each has a peer on another host.
+    All ranks choose the same: with several hosts, each rank has a peer on another host.
     """
-    here = [peer for peer in peers if peer is None or isinstance(peer, PeerSocket)]
-    if len(here) == len(peers):
-        return SharedMemoryBackend(here)
+    local_peers = [peer for peer in peers if peer is None or isinstance(peer, PeerSocket)]
+    if len(local_peers) == len(peers):
+        return SharedMemoryBackend(local_peers)
     # why: few groups are on several hosts
     from lazygt.runtime.collectives.shared_backend import PeerBackend
 
     return PeerBackend(peers)
 
 
-def keep_apart(rank: int, world_size: int) -> None:
+def pin_to_cores(rank: int, world_size: int) -> None:
     """Pin this thread, and those it starts from now on, to this rank's share of the cores.
 
-    Ranks that wait for each other in turn look like one busy process, so a busy scheduler puts them
-    on one core, and there they stay. Nothing happens if a rank has more threads than its share has
-    cores, nor if that is one core, which others may want as well.
+    Ranks that alternately wait for each other look like one busy process, so the kernel's scheduler
+    may keep them on one core. No pinning happens if a rank has more threads than its share has
+    cores, or if the share is a single core.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]
@@ -364,12 +374,12 @@ def join(spec: GroupSpec, rank: int, world_size: int, listener: int, number: int
     """
     global _current
     if spec.backend == HOST and not spec.store:
-        keep_apart(rank, world_size)
+        pin_to_cores(rank, world_size)
     _current = Group(spec, rank, world_size, _rendezvous(spec, rank, listener), number)
 
 
 def _rendezvous(spec: GroupSpec, rank: int, listener: int) -> Rendezvous | Meeting:
-    """Return the meeting point of the ranks: on this host, or on several."""
+    """Return the connector of the ranks: for one host, or for several."""
     if not spec.store:
         return Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
     # why: only on several hosts are there encrypted connections, for which sockets are loaded
@@ -378,11 +388,12 @@ def _rendezvous(spec: GroupSpec, rank: int, listener: int) -> Rendezvous | Meeti
 
     token = bytes.fromhex(spec.token)
     store = StoreClient(spec.store, token, spec.timeout)
-    place = Place(spec.host, spec.rendezvous(rank), spec.address, spec.backend)
-    return Meeting(rank, place, listener, store, token, spec.timeout)
+    location = Place(spec.host, spec.rendezvous(rank), spec.address, spec.backend)
+    return Meeting(rank, location, listener, store, token, spec.timeout)
 
 
-def _own() -> Group:
+def _required_group() -> Group:
+    """Return this worker's group; LazyGTError if there is none."""
     if _current is None:
         raise LazyGTError("this worker is alone: there is no process group")
     return _current
@@ -392,18 +403,18 @@ def wait() -> None:
     """Wait until this worker's group is joined; call it before the first collective.
 
     Raises:
-        LazyGTError: this worker has no group (it is alone), or could not join it.
+        LazyGTError: this worker has no group (it is the only one), or could not join.
     """
-    _own().wait()
+    _required_group().wait()
 
 
-def line(axis: str) -> AxisGroup:
-    """Return this worker's place on an axis of the mesh.
+def axis_group(axis: str) -> AxisGroup:
+    """Return this worker's group of a mesh axis.
 
     Raises:
         LazyGTError: this worker has no group, or the mesh no such axis.
     """
-    return _own().line(axis)
+    return _required_group().axis_group(axis)
 
 
 def pending_sends() -> PendingSends:
@@ -412,7 +423,7 @@ def pending_sends() -> PendingSends:
     Raises:
         LazyGTError: this worker has no group.
     """
-    return _own().pending_sends
+    return _required_group().pending_sends
 
 
 def current() -> Group | None:

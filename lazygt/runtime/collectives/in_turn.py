@@ -1,4 +1,4 @@
-"""Collectives executed by a thread, in their order of beginning."""
+"""Base class of backends that execute collectives on a thread, in launch order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class InTurn(ABC):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._begun: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -37,7 +37,7 @@ class InTurn(ABC):
         C++, which aborts.
         """
         self._failure = self._failure or ConnectionError("this rank has left")
-        self._begun.put(None)
+        self._tasks.put(None)
         if self._thread is None:
             self._close()
         else:
@@ -45,27 +45,27 @@ class InTurn(ABC):
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
         """See `Backend`."""
-        return self._begin(lambda: self._all_reduce(buffer, op))
+        return self._enqueue(lambda: self._all_reduce(buffer, op))
 
     def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
         """See `Backend`."""
-        return self._begin(lambda: self._all_gather(as_bytes(buffer), as_bytes(sent)))
+        return self._enqueue(lambda: self._all_gather(as_bytes(buffer), as_bytes(sent)))
 
     def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
         """See `Backend`."""
-        return self._begin(lambda: self._reduce_scatter(buffer, sent, op))
+        return self._enqueue(lambda: self._reduce_scatter(buffer, sent, op))
 
     def all_to_all(
         self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
     ) -> Work:
         """See `Backend`."""
-        parts = list(as_bytes(buffer).split([count * buffer.itemsize for count in into]))
-        pieces = list(as_bytes(sent).split([count * sent.itemsize for count in out]))
-        return self._begin(lambda: self._all_to_all(parts, pieces))
+        received = list(as_bytes(buffer).split([count * buffer.itemsize for count in into]))
+        chunks = list(as_bytes(sent).split([count * sent.itemsize for count in out]))
+        return self._enqueue(lambda: self._all_to_all(received, chunks))
 
     @abstractmethod
     def _all_reduce(self, buffer: torch.Tensor, op: str) -> None:
-        """Do ``all_reduce`` on the thread; the others likewise."""
+        """Do ``all_reduce`` on the thread."""
 
     @abstractmethod
     def _all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> None:
@@ -75,22 +75,24 @@ class InTurn(ABC):
     def _reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> None: ...
 
     @abstractmethod
-    def _all_to_all(self, parts: Parts, pieces: Parts) -> None:
-        """Exchange parts from each rank and pieces to each rank, in bytes."""
+    def _all_to_all(self, received: Parts, chunks: Parts) -> None:
+        """Do ``all_to_all`` on the thread: bytes to each rank, and buffers for those of each."""
 
-    def _begin(self, run: Callable[[], None]) -> Work:
+    def _enqueue(self, run: Callable[[], None]) -> Work:
+        """Queue a collective for the thread; after a failure, return it failed."""
         task = _Task(run)
         if self._failure is not None:
             task.end(self._failure)
             return task
-        self._begun.put(task)
+        self._tasks.put(task)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._run_tasks, name=self._name, daemon=True)
             self._thread.start()
         return task
 
-    def _work(self) -> None:
-        while (task := self._begun.get()) is not None:
+    def _run_tasks(self) -> None:
+        """Execute queued collectives until ``close``; after a failure, fail the rest."""
+        while (task := self._tasks.get()) is not None:
             try:
                 if self._failure is None:
                     task.run()
@@ -101,7 +103,7 @@ class InTurn(ABC):
         self._close()
 
     def _close(self) -> None:  # noqa: B027 - one has nothing
-        """Release everything: no collective runs any more."""
+        """Release all resources: no collective runs any more."""
 
 
 class _Task:
@@ -118,7 +120,7 @@ class _Task:
         self._ended.set()
 
     def wait(self) -> None:
-        """See `Work`. Ends, since each of the thread's own waits does."""
+        """See `Work`. Every wait of the thread has a timeout."""
         self._ended.wait()
         if self._failure is not None:
             raise self._failure

@@ -1,7 +1,7 @@
-"""Exchange of indexed rows of a sharded value: gather from the ranks, or scatter to them.
+"""Distributed index_select and index_put of a row-sharded value, by all-to-all.
 
-Only the index determines the routes. So ranks first all-gather the row counts, and wait for them:
-one number for each pair of ranks.
+The index alone determines the routes. So ranks first all-gather the row counts, one number for each
+pair of ranks, and wait for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Begun(NamedTuple):
-    """Exchange under way: its buffer, its work, the sent tensor, and the unpacking function."""
+    """Exchange in flight: receive buffer, work, sent tensor, and unpacking function."""
 
     buffer: torch.Tensor
     work: Work
@@ -37,40 +37,44 @@ class Routes:
         counts: number of rows by requesting rank and owner.
     """
 
-    line: AxisGroup
+    axis_group: AxisGroup
     order: torch.Tensor
-    places: torch.Tensor
+    local_rows: torch.Tensor
     counts: Sequence[Sequence[int]]
 
-    def there(self, sent: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def to_owners(self, sent: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """Send this rank's values for its index, in ``order``, to the owners of the rows."""
-        named, wanted = self._counts()
-        return self._exchanged(sent, named, wanted)
+        requested, received = self._counts()
+        return self._all_to_all(sent, requested, received)
 
-    def back(self, sent: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def to_requesters(self, sent: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """Send this rank's values for requested rows back to the requesting ranks."""
-        named, wanted = self._counts()
-        return self._exchanged(sent, wanted, named)
+        requested, received = self._counts()
+        return self._all_to_all(sent, received, requested)
 
     def _counts(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the numbers of rows that this rank requests of each, and each of this one."""
-        me = self.line.index
+        """Return the row counts that this rank requests of each rank, and each rank of this one."""
+        me = self.axis_group.index
         return self.counts[me], [row[me] for row in self.counts]
 
-    def _exchanged(
+    def _all_to_all(
         self, sent: torch.Tensor, out: Sequence[int], into: Sequence[int]
     ) -> tuple[torch.Tensor, Work]:
-        row = math.prod(sent.shape[1:])
-        buffer = sent.new_empty(row * sum(into))
+        """Launch an all-to-all of rows; ``out`` and ``into`` are row counts by rank."""
+        row_size = math.prod(sent.shape[1:])
+        buffer = sent.new_empty(row_size * sum(into))
         columns = zip(*self.counts, strict=True)
-        most = max(*map(sum, self.counts), *map(sum, columns)) * row * sent.itemsize
-        work = self.line.backend(buffer, "all_to_all", most).all_to_all(
-            buffer, sent.view(-1), [row * count for count in into], [row * count for count in out]
+        largest = max(*map(sum, self.counts), *map(sum, columns)) * row_size * sent.itemsize
+        work = self.axis_group.backend(buffer, "all_to_all", largest).all_to_all(
+            buffer,
+            sent.view(-1),
+            [row_size * count for count in into],
+            [row_size * count for count in out],
         )
         return buffer, work
 
 
-def routed(line: AxisGroup, index: torch.Tensor, count: int, size: int) -> Routes:
+def route(axis_group: AxisGroup, index: torch.Tensor, count: int, size: int) -> Routes:
     """Compute the routes of ``index``, with all ranks' counts.
 
     Raises:
@@ -81,20 +85,26 @@ def routed(line: AxisGroup, index: torch.Tensor, count: int, size: int) -> Route
         raise IndexError(f"index {first if first < 0 else last} is out of range for {size} rows")
     ranks = index.div(count, rounding_mode="floor")
     order = ranks.argsort(stable=True)
-    counts = torch.bincount(ranks, minlength=line.size)
-    every = counts.new_empty(line.size * line.size)
-    line.backend(counts, "all_gather", every.nbytes).all_gather(every, counts).wait()
-    places = (index - ranks * count)[order]
-    return Routes(line, order, places, every.view(line.size, line.size).tolist())
+    counts = torch.bincount(ranks, minlength=axis_group.size)
+    all_counts = counts.new_empty(axis_group.size * axis_group.size)
+    axis_group.backend(counts, "all_gather", all_counts.nbytes).all_gather(
+        all_counts, counts
+    ).wait()
+    local_rows = (index - ranks * count)[order]
+    return Routes(
+        axis_group, order, local_rows, all_counts.view(axis_group.size, axis_group.size).tolist()
+    )
 
 
-def take(line: AxisGroup, value: torch.Tensor, index: torch.Tensor, count: int, size: int) -> Begun:
-    """Begin to gather the rows of ``index``."""
-    routes = routed(line, index, count, size)
-    asked, work = routes.there(routes.places)
+def take(
+    axis_group: AxisGroup, value: torch.Tensor, index: torch.Tensor, count: int, size: int
+) -> Begun:
+    """Launch the gather of the rows of ``index``: send row numbers to owners, values back."""
+    routes = route(axis_group, index, count, size)
+    requested_rows, work = routes.to_owners(routes.local_rows)
     work.wait()
-    sent = value.index_select(0, asked)
-    buffer, work = routes.back(sent)
+    sent = value.index_select(0, requested_rows)
+    buffer, work = routes.to_requesters(sent)
 
     def unpack(buffer: torch.Tensor) -> list[torch.Tensor]:
         rows = buffer.view(len(index), *value.shape[1:])
@@ -104,25 +114,25 @@ def take(line: AxisGroup, value: torch.Tensor, index: torch.Tensor, count: int, 
 
 
 def put(
-    line: AxisGroup,
+    axis_group: AxisGroup,
     value: torch.Tensor,
     index: torch.Tensor,
-    given: torch.Tensor,
+    source: torch.Tensor,
     count: int,
     size: int,
     added: bool,
 ) -> Begun:
-    """Begin to put or add all ranks' rows into their owners' blocks."""
-    routes = routed(line, index, count, size)
-    places, work = routes.there(routes.places)
+    """Launch the write, or the addition, of all ranks' rows into their owners' blocks."""
+    routes = route(axis_group, index, count, size)
+    local_rows, work = routes.to_owners(routes.local_rows)
     work.wait()
-    sent = given.index_select(0, routes.order)
-    received, work = routes.there(sent)
+    sent = source.index_select(0, routes.order)
+    received, work = routes.to_owners(sent)
     buffer = value.clone(memory_format=torch.contiguous_format).view(-1)
 
     def unpack(buffer: torch.Tensor) -> list[torch.Tensor]:
         block = buffer.view(value.shape)
-        rows = received.view(len(places), *value.shape[1:])
-        return [block.index_put_((places,), rows, accumulate=added)]
+        rows = received.view(len(local_rows), *value.shape[1:])
+        return [block.index_put_((local_rows,), rows, accumulate=added)]
 
     return Begun(buffer, work, sent, unpack)

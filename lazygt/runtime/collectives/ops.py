@@ -1,8 +1,8 @@
-"""Collectives as nodes of a plan: launched without waiting for other ranks, awaited later.
+"""Asynchronous collectives as nodes of a plan: a launch, and a later wait.
 
-Several values of one kind travel in one flat buffer (see ``graph.collectives``). Shards are as
-torch.chunk makes them: the first ranks of the axis hold ceil(n / ranks) rows, later ones the rest,
-which may be nothing. For collectives that need equal blocks, the last ones are padded.
+Several values of one kind share one flat buffer (bucketing, see ``graph.collectives``). Shards are
+those of torch.chunk: the first ranks of the axis own ceil(n / ranks) rows, later ones the rest,
+perhaps none. For collectives that need equal blocks, the last ones are padded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class AsyncCollective:
-    """Collective under way; an attribute of its buffer until the wait.
+    """Collective in flight; an attribute of its buffer until the wait.
 
     Attributes:
         work: the backend's handle.
@@ -43,20 +43,29 @@ class AsyncCollective:
 def launch(
     kind: str, values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis: str
 ) -> torch.Tensor:
-    """Begin a collective of several values; return its buffer for `wait`."""
-    line = group.line(axis)
+    """Launch a collective of several values; return its buffer for `wait`.
+
+    Args:
+        kind: name of the collective, such as ``all_reduce``.
+        moves: for each value, its dims and sizes; see ``graph.collectives``.
+        op: name of the reduction, for collectives that reduce.
+    """
+    axis_group = group.axis_group(axis)
     device = values[0].device
-    staged = not line.carries(device)
+    staged = not axis_group.carries(device)
     if staged:
         values = [value.cpu() for value in values]
-    begin = _OF_ROWS.get(kind)
+    begin = _INDEXED.get(kind)
     if begin is not None:
-        begun = begin(line, *values, *moves[0])
-        buffer, collective = begun.buffer, AsyncCollective(begun.work, begun.sent, begun.unpack)
+        exchange = begin(axis_group, *values, *moves[0])
+        buffer, collective = (
+            exchange.buffer,
+            AsyncCollective(exchange.work, exchange.sent, exchange.unpack),
+        )
     else:
-        buffer, collective = _STARTS[kind](values, moves, op, line)
+        buffer, collective = _STARTS[kind](values, moves, op, axis_group)
     if staged:
-        collective = _returning(collective, device)
+        collective = _copied_back(collective, device)
     buffer.collective = collective  # type: ignore[attr-defined]
     return buffer
 
@@ -64,44 +73,44 @@ def launch(
 def launch_(
     kind: str, values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis: str
 ) -> None:
-    """Begin an all-reduce, or a reduce-scatter, in the memory of its only operand."""
+    """Launch an all-reduce or a reduce-scatter in place, in the memory of its only operand."""
     (value,) = values
-    line = group.line(axis)
+    axis_group = group.axis_group(axis)
     if kind == "reduce_scatter":
-        value.collective = _scatter_over(value, moves, op, line)  # type: ignore[attr-defined]
+        value.collective = _reduce_scatter_in_place(value, moves, op, axis_group)  # type: ignore[attr-defined]
         return
-    if not line.carries(value.device):
-        _launch_staged(value, str(op), line)
+    if not axis_group.carries(value.device):
+        _launch_staged(value, str(op), axis_group)
         return
     flat = value.view(-1)
-    work = line.backend(flat, "all_reduce", flat.nbytes).all_reduce(flat, str(op))
-    value.collective = AsyncCollective(work, None, _nothing)  # type: ignore[attr-defined]
+    work = axis_group.backend(flat, "all_reduce", flat.nbytes).all_reduce(flat, str(op))
+    value.collective = AsyncCollective(work, None, _no_results)  # type: ignore[attr-defined]
 
 
-def _nothing(_: torch.Tensor) -> list[torch.Tensor]:
+def _no_results(_: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _scatter_over(
-    value: torch.Tensor, moves: Moves, op: str | None, line: group.AxisGroup
+def _reduce_scatter_in_place(
+    value: torch.Tensor, moves: Moves, op: str | None, axis_group: group.AxisGroup
 ) -> AsyncCollective:
-    """Begin a reduce-scatter that writes over this rank's block, if blocks are equal."""
-    if not line.carries(value.device):
-        _, collective = _reduce_scatter([value.cpu()], moves, op, line)
-        return _returning(collective, value.device)
-    if value.shape[0] % line.size or not value.is_contiguous():
-        return _reduce_scatter([value], moves, op, line)[1]
-    blocks = value.view(line.size, -1)
-    block = blocks[line.index]
-    rows = value.shape[0] // line.size
-    work = line.backend(block, "reduce_scatter", value.nbytes).reduce_scatter(
+    """Launch a reduce-scatter; if blocks are equal, the result overwrites this rank's block."""
+    if not axis_group.carries(value.device):
+        _, collective = _reduce_scatter([value.cpu()], moves, op, axis_group)
+        return _copied_back(collective, value.device)
+    if value.shape[0] % axis_group.size or not value.is_contiguous():
+        return _reduce_scatter([value], moves, op, axis_group)[1]
+    blocks = value.view(axis_group.size, -1)
+    block = blocks[axis_group.index]
+    block_rows = value.shape[0] // axis_group.size
+    work = axis_group.backend(block, "reduce_scatter", value.nbytes).reduce_scatter(
         block, blocks.view(-1), str(op)
     )
-    return AsyncCollective(work, None, lambda _: [block.view(rows, *value.shape[1:])])
+    return AsyncCollective(work, None, lambda _: [block.view(block_rows, *value.shape[1:])])
 
 
-def _launch_staged(value: torch.Tensor, op: str, line: group.AxisGroup) -> None:
-    """Begin an all-reduce in place, staged through the host's memory."""
+def _launch_staged(value: torch.Tensor, op: str, axis_group: group.AxisGroup) -> None:
+    """Launch an all-reduce in place, staged through the host's memory."""
     host = value.cpu()
     flat = host.view(-1)
 
@@ -109,28 +118,34 @@ def _launch_staged(value: torch.Tensor, op: str, line: group.AxisGroup) -> None:
         value.copy_(host)
         return []
 
-    work = line.backend(flat, "all_reduce", flat.nbytes).all_reduce(flat, op)
+    work = axis_group.backend(flat, "all_reduce", flat.nbytes).all_reduce(flat, op)
     value.collective = AsyncCollective(work, flat, unpack)  # type: ignore[attr-defined]
 
 
-def _returning(collective: AsyncCollective, device: torch.device) -> AsyncCollective:
+def _copied_back(collective: AsyncCollective, device: torch.device) -> AsyncCollective:
     """Return a collective with its results copied back to ``device``."""
 
     def unpack(buffer: torch.Tensor) -> list[torch.Tensor]:
-        return [made.to(device) for made in collective.unpack(buffer)]
+        return [result.to(device) for result in collective.unpack(buffer)]
 
     return AsyncCollective(collective.work, collective.sent, unpack)
 
 
-def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int], axis: str) -> Any:
+def wait(
+    buffer: torch.Tensor,
+    sent_tensors: Sequence[torch.Tensor],
+    owned_results: Sequence[int],
+    axis: str,
+) -> Any:
     """Wait for a launch; return its result, or the list of them.
 
     Args:
-        held: tensors that the launch sends without a copy.
-        kept: indices of results that get memory of their own; others may be views of the buffer.
+        sent_tensors: tensors that the launch sends without a copy.
+        owned_results: indices of results that get their own memory; others may be views of the
+            buffer.
 
     Raises:
-        LazyGTError: the buffer has no collective under way.
+        LazyGTError: the buffer has no collective in flight.
         OSError, RuntimeError: another rank has left, or did not come in time.
     """
     collective: AsyncCollective | None = buffer.__dict__.pop("collective", None)
@@ -138,152 +153,174 @@ def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int]
         raise LazyGTError(f"nothing is under way on axis {axis!r} in this buffer")
     collective.work.wait()
     results = collective.unpack(buffer)
-    for position in kept:
+    for position in owned_results:
         results[position] = results[position].clone()
     return results[0] if len(results) == 1 else results
 
 
-def at_once(
+def run_now(
     kind: str, value: torch.Tensor, move: Sequence[int], op: str | None, axis: str
 ) -> torch.Tensor:
-    """Return the result of a collective of one value."""
+    """Launch a collective of one value and wait for it; return the result."""
     result: torch.Tensor = wait(launch(kind, [value], [move], op, axis), (), (), axis)
     return result
 
 
-# -- the kinds: each returns its receive buffer, and the collective --------------------------------
+# -- kinds of collectives --------------------------------------------------------------------------
+# Each function launches one kind, and returns the receive buffer and the collective.
 
 Started = tuple[torch.Tensor, AsyncCollective]
 
 
 def _all_reduce(
-    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.AxisGroup
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis_group: group.AxisGroup
 ) -> Started:
     shapes = [value.shape for value in values]
     if len(values) == 1:
         buffer = values[0].clone(memory_format=torch.contiguous_format).view(-1)
-        where = slots("all_reduce", shapes, moves, line.size, buffer.itemsize)
+        layout = slots("all_reduce", shapes, moves, axis_group.size, buffer.itemsize)
     else:
-        where = slots("all_reduce", shapes, moves, line.size, values[0].itemsize)
-        buffer = values[0].new_empty(where.total)
-        _pack(_parts(buffer, where, shapes), values)
-    work = line.backend(buffer, "all_reduce", buffer.nbytes).all_reduce(buffer, str(op))
-    return buffer, AsyncCollective(work, None, lambda made: _parts(made, where, shapes))
+        layout = slots("all_reduce", shapes, moves, axis_group.size, values[0].itemsize)
+        buffer = values[0].new_empty(layout.total)
+        _pack(_slot_views(buffer, layout, shapes), values)
+    work = axis_group.backend(buffer, "all_reduce", buffer.nbytes).all_reduce(buffer, str(op))
+    return buffer, AsyncCollective(
+        work, None, lambda received: _slot_views(received, layout, shapes)
+    )
 
 
 def _all_gather(
-    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.AxisGroup
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis_group: group.AxisGroup
 ) -> Started:
-    where = slots("all_gather", [v.shape for v in values], moves, line.size, values[0].itemsize)
-    turned = [value.movedim(move[0], 0) for value, move in zip(values, moves, strict=True)]
-    blocks = [block_size(move[1], line.size, 0) for move in moves]
-    shapes = [(rows, *value.shape[1:]) for rows, value in zip(blocks, turned, strict=True)]
+    layout = slots(
+        "all_gather", [v.shape for v in values], moves, axis_group.size, values[0].itemsize
+    )
+    dim_first = [value.movedim(move[0], 0) for value, move in zip(values, moves, strict=True)]
+    blocks = [block_size(move[1], axis_group.size, 0) for move in moves]
+    shapes = [(rows, *value.shape[1:]) for rows, value in zip(blocks, dim_first, strict=True)]
     if len(values) == 1:
-        sent = _padded(turned[0], blocks[0]).view(-1)
+        sent = _padded(dim_first[0], blocks[0]).view(-1)
     else:
-        sent = values[0].new_empty(where.total)
-        rooms = _parts(sent, where, shapes)
-        _pack([room[: t.shape[0]] for room, t in zip(rooms, turned, strict=True)], turned)
-    buffer = sent.new_empty(line.size * where.total)
+        sent = values[0].new_empty(layout.total)
+        targets = _slot_views(sent, layout, shapes)
+        _pack(
+            [target[: t.shape[0]] for target, t in zip(targets, dim_first, strict=True)], dim_first
+        )
+    buffer = sent.new_empty(axis_group.size * layout.total)
 
-    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
-        ranks = made.view(line.size, where.total)
+    def unpack(received: torch.Tensor) -> list[torch.Tensor]:
+        by_rank = received.view(axis_group.size, layout.total)
         return [
-            ranks[:, start : start + length]
-            .reshape(line.size * shape[0], *shape[1:])[: move[1]]
+            by_rank[:, start : start + length]
+            .reshape(axis_group.size * shape[0], *shape[1:])[: move[1]]
             .movedim(0, move[0])
             .contiguous()
             for start, length, shape, move in zip(
-                where.starts, where.lengths, shapes, moves, strict=True
+                layout.starts, layout.lengths, shapes, moves, strict=True
             )
         ]
 
-    work = line.backend(sent, "all_gather", buffer.nbytes).all_gather(buffer, sent)
+    work = axis_group.backend(sent, "all_gather", buffer.nbytes).all_gather(buffer, sent)
     return buffer, AsyncCollective(work, sent, unpack)
 
 
 def _reduce_scatter(
-    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.AxisGroup
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis_group: group.AxisGroup
 ) -> Started:
-    where = slots("reduce_scatter", [v.shape for v in values], moves, line.size,
+    layout = slots("reduce_scatter", [v.shape for v in values], moves, axis_group.size,
                   values[0].itemsize)  # fmt: skip
-    turned = [value.movedim(move[0], 0) for value, move in zip(values, moves, strict=True)]
-    blocks = [block_size(value.shape[0], line.size, 0) for value in turned]
-    mine = [block_size(value.shape[0], line.size, line.index) for value in turned]
-    shapes = [(rows, *value.shape[1:]) for rows, value in zip(blocks, turned, strict=True)]
+    dim_first = [value.movedim(move[0], 0) for value, move in zip(values, moves, strict=True)]
+    blocks = [block_size(value.shape[0], axis_group.size, 0) for value in dim_first]
+    own_rows = [
+        block_size(value.shape[0], axis_group.size, axis_group.index) for value in dim_first
+    ]
+    shapes = [(rows, *value.shape[1:]) for rows, value in zip(blocks, dim_first, strict=True)]
     if len(values) == 1:
-        sent = _padded(turned[0], line.size * blocks[0]).view(-1)
-        buffer = block = sent.new_empty(where.total)
+        sent = _padded(dim_first[0], axis_group.size * blocks[0]).view(-1)
+        buffer = block = sent.new_empty(layout.total)
     else:
-        buffer = sent = values[0].new_empty(line.size * where.total)
-        _pack_blocks(sent.view(line.size, where.total), where, shapes, turned)
-        block = sent.view(line.size, where.total)[line.index]  # no other rank reads this rank's own
+        buffer = sent = values[0].new_empty(axis_group.size * layout.total)
+        _pack_blocks(sent.view(axis_group.size, layout.total), layout, shapes, dim_first)
+        block = sent.view(axis_group.size, layout.total)[
+            axis_group.index
+        ]  # no other rank reads this rank's own
 
     def unpack(_: torch.Tensor) -> list[torch.Tensor]:
         return [
-            part[:rows].movedim(0, move[0]).contiguous()
-            for part, rows, move in zip(_parts(block, where, shapes), mine, moves, strict=True)
+            view[:rows].movedim(0, move[0]).contiguous()
+            for view, rows, move in zip(
+                _slot_views(block, layout, shapes), own_rows, moves, strict=True
+            )
         ]
 
-    work = line.backend(block, "reduce_scatter", sent.nbytes).reduce_scatter(block, sent, str(op))
+    work = axis_group.backend(block, "reduce_scatter", sent.nbytes).reduce_scatter(
+        block, sent, str(op)
+    )
     return buffer, AsyncCollective(work, sent, unpack)
 
 
 def _all_to_all(
-    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.AxisGroup
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis_group: group.AxisGroup
 ) -> Started:
     (value,), ((split_dim, concat_dim, size),) = values, moves
-    parts = range(line.size)
-    splits = [block_size(value.shape[split_dim], line.size, index) for index in parts]
+    ranks = range(axis_group.size)
+    splits = [block_size(value.shape[split_dim], axis_group.size, index) for index in ranks]
     pieces = value.split(splits, split_dim)
     shape = list(value.shape)
-    shape[split_dim] = splits[line.index]
+    shape[split_dim] = splits[axis_group.index]
     shapes = []
-    for index in parts:
-        shape[concat_dim] = block_size(size, line.size, index)
+    for index in ranks:
+        shape[concat_dim] = block_size(size, axis_group.size, index)
         shapes.append(tuple(shape))
     counts = [torch.Size(one).numel() for one in shapes]
     buffer = value.new_empty(sum(counts))
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
 
-    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
-        received = [one.view(s) for one, s in zip(made.split(counts), shapes, strict=True)]
+    def unpack(received_buffer: torch.Tensor) -> list[torch.Tensor]:
+        received = [
+            one.view(s) for one, s in zip(received_buffer.split(counts), shapes, strict=True)
+        ]
         return [torch.cat(received, concat_dim)]
 
-    shape[split_dim], shape[concat_dim] = splits[0], block_size(size, line.size, 0)
-    largest = torch.Size(shape).numel() * value.itemsize  # all ranks have to choose alike
+    shape[split_dim], shape[concat_dim] = splits[0], block_size(size, axis_group.size, 0)
+    largest = (
+        torch.Size(shape).numel() * value.itemsize
+    )  # the same on all ranks, to choose one backend
     out = [piece.numel() for piece in pieces]
-    work = line.backend(buffer, "all_to_all", line.size * largest).all_to_all(
+    work = axis_group.backend(buffer, "all_to_all", axis_group.size * largest).all_to_all(
         buffer, sent, counts, out
     )
     return buffer, AsyncCollective(work, sent, unpack)
 
 
 def _send_recv(
-    values: Sequence[torch.Tensor], moves: Sequence[Any], op: str | None, line: group.AxisGroup
+    values: Sequence[torch.Tensor],
+    moves: Sequence[Any],
+    op: str | None,
+    axis_group: group.AxisGroup,
 ) -> Started:
-    (value,), ((dim, rows),) = values, moves
+    (value,), ((dim, transfers),) = values, moves
     sizes = list(value.shape)
     sizes[dim] = 1
-    row = math.prod(sizes)
-    out, into, most = ([0] * line.size for _ in range(3))
-    for source, target, count in rows:
-        most[source] += count * row * value.itemsize
-        if source == line.index:
+    row_size = math.prod(sizes)
+    out, into, sent_bytes = ([0] * axis_group.size for _ in range(3))
+    for source, target, count in transfers:
+        sent_bytes[source] += count * row_size * value.itemsize
+        if source == axis_group.index:
             out[target] += count
-        if target == line.index:
+        if target == axis_group.index:
             into[source] += count
     pieces = value.split(out, dim)
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
-    buffer = value.new_empty(sum(into) * row)
+    buffer = value.new_empty(sum(into) * row_size)
 
-    def unpack(come: torch.Tensor) -> list[torch.Tensor]:
-        received = come.split([count * row for count in into])
+    def unpack(received_buffer: torch.Tensor) -> list[torch.Tensor]:
+        received = received_buffer.split([count * row_size for count in into])
         shapes = [(*sizes[:dim], count, *sizes[dim + 1 :]) for count in into]
         return [torch.cat([one.view(s) for one, s in zip(received, shapes, strict=True)], dim)]
 
-    work = line.backend(buffer, "send_recv", max(most)).all_to_all(
-        buffer, sent, [count * row for count in into], [count * row for count in out]
+    work = axis_group.backend(buffer, "send_recv", max(sent_bytes)).all_to_all(
+        buffer, sent, [count * row_size for count in into], [count * row_size for count in out]
     )
     return buffer, AsyncCollective(work, sent, unpack)
 
@@ -297,7 +334,7 @@ _STARTS: dict[str, Callable[..., Started]] = {
 }
 
 
-_OF_ROWS: dict[str, Callable[..., indexed.Begun]] = {
+_INDEXED: dict[str, Callable[..., indexed.Begun]] = {
     "take_rows": indexed.take,
     "put_rows": indexed.put,
 }
@@ -306,35 +343,37 @@ _OF_ROWS: dict[str, Callable[..., indexed.Begun]] = {
 # -- slots -------------------------------------------------------------------------------------
 
 
-def _parts(
-    buffer: torch.Tensor, where: Slots, shapes: Sequence[Sequence[int]]
+def _slot_views(
+    buffer: torch.Tensor, layout: Slots, shapes: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Return views of the values in a buffer."""
+    """Return a view of each value's slot in a flat buffer."""
     return [
         buffer[start : start + length].view(tuple(shape))
-        for start, length, shape in zip(where.starts, where.lengths, shapes, strict=True)
+        for start, length, shape in zip(layout.starts, layout.lengths, shapes, strict=True)
     ]
 
 
-def _pack(rooms: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    torch._foreach_copy_(rooms, list(values))
+def _pack(targets: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    torch._foreach_copy_(targets, list(values))
 
 
 def _pack_blocks(
-    ranks: torch.Tensor,
-    where: Slots,
+    by_rank: torch.Tensor,
+    layout: Slots,
     shapes: Sequence[Sequence[int]],
     values: Sequence[torch.Tensor],
 ) -> None:
-    """Copy every rank's block of every value into that rank's row."""
-    rooms, blocks = [], []
+    """Copy every rank's block of every value into that rank's row of ``by_rank``."""
+    targets, blocks = [], []
     for start, length, shape, value in zip(
-        where.starts, where.lengths, shapes, values, strict=True
+        layout.starts, layout.lengths, shapes, values, strict=True
     ):
         for rank, block in enumerate(value.split(max(shape[0], 1))):
-            rooms.append(ranks[rank, start : start + length].view(tuple(shape))[: block.shape[0]])
+            targets.append(
+                by_rank[rank, start : start + length].view(tuple(shape))[: block.shape[0]]
+            )
             blocks.append(block)
-    _pack(rooms, blocks)
+    _pack(targets, blocks)
 
 
 def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
@@ -348,62 +387,75 @@ def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
 
 def all_reduce(value: torch.Tensor, op: str, axis: str) -> torch.Tensor:
     """Reduce the values of all ranks of the axis elementwise."""
-    return at_once("all_reduce", value, (), op, axis)
+    return run_now("all_reduce", value, (), op, axis)
 
 
 def all_gather(value: torch.Tensor, dim: int, size: int, axis: str) -> torch.Tensor:
     """Concatenate the blocks of all ranks of the axis; ``dim`` then has size ``size``."""
-    return at_once("all_gather", value, (dim, size), None, axis)
+    return run_now("all_gather", value, (dim, size), None, axis)
 
 
 def reduce_scatter(value: torch.Tensor, dim: int, op: str, axis: str) -> torch.Tensor:
     """Return this rank's block of the reduced values."""
-    return at_once("reduce_scatter", value, (dim,), op, axis)
+    return run_now("reduce_scatter", value, (dim,), op, axis)
 
 
 def all_to_all(
     value: torch.Tensor, split_dim: int, concat_dim: int, size: int, axis: str
 ) -> torch.Tensor:
     """Change a value's sharding from ``concat_dim``, of full ``size``, to ``split_dim``."""
-    return at_once("all_to_all", value, (split_dim, concat_dim, size), None, axis)
+    return run_now("all_to_all", value, (split_dim, concat_dim, size), None, axis)
 
 
 def send_recv(value: torch.Tensor, dim: int, rows: Any, axis: str) -> torch.Tensor:
-    """Send rows to other ranks; return the received ones; see ``graph.placement``."""
-    return at_once("send_recv", value, (dim, rows), None, axis)
+    """Send rows to other ranks; return the received rows; see ``graph.placement``.
+
+    Args:
+        rows: (source, target, count) of each transfer, the same on all ranks.
+    """
+    return run_now("send_recv", value, (dim, rows), None, axis)
 
 
 def take_rows(
     value: torch.Tensor, index: torch.Tensor, count: int, size: int, axis: str
 ) -> torch.Tensor:
-    """Gather rows of a value of ``size`` rows, sharded in blocks of ``count`` rows.
+    """Distributed index_select: gather rows of a value that is sharded over the axis.
 
-    The last ranks may have fewer.
+    Args:
+        index: row numbers of the full value.
+        count: rows of a rank's block; the last blocks may be smaller.
+        size: rows of the full value.
     """
-    flying = launch("take_rows", [value, index], [(count, size)], None, axis)
-    result: torch.Tensor = wait(flying, (), (), axis)
+    buffer = launch("take_rows", [value, index], [(count, size)], None, axis)
+    result: torch.Tensor = wait(buffer, (), (), axis)
     return result
 
 
 def put_rows(
     value: torch.Tensor,
     index: torch.Tensor,
-    given: torch.Tensor,
+    rows: torch.Tensor,
     count: int,
     size: int,
     added: bool,
     axis: str,
 ) -> torch.Tensor:
-    """Return this rank's rows of such a value, with all ranks' rows put or added."""
-    flying = launch("put_rows", [value, index, given], [(count, size, added)], None, axis)
-    result: torch.Tensor = wait(flying, (), (), axis)
+    """Distributed index_put: write or add all ranks' rows; return this rank's new block.
+
+    Args:
+        index, count, size: see ``take_rows``.
+        rows: one row for each number in ``index``.
+        added: add instead of overwriting.
+    """
+    buffer = launch("put_rows", [value, index, rows], [(count, size, added)], None, axis)
+    result: torch.Tensor = wait(buffer, (), (), axis)
     return result
 
 
 def shard(value: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
-    """Return this rank's block of a value that every rank of the axis has whole."""
-    line = group.line(axis)
-    start, stop = shard_bounds(value.shape[dim], line.size, line.index)
+    """Return this rank's block of a value that is replicated over the axis."""
+    axis_group = group.axis_group(axis)
+    start, stop = shard_bounds(value.shape[dim], axis_group.size, axis_group.index)
     return value.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
@@ -413,39 +465,39 @@ def first(value: torch.Tensor, axis: str) -> torch.Tensor:
     The sum over the ranks is the value.
     """
     result = value.clone(memory_format=torch.contiguous_format)
-    return result if group.line(axis).index == 0 else result.zero_()
+    return result if group.axis_group(axis).index == 0 else result.zero_()
 
 
 def send(value: torch.Tensor, peer: int, axis: str) -> None:
-    """Send a value to the rank at place ``peer`` of the axis; does not wait for it to arrive.
+    """Send a value to the rank at index ``peer`` of the axis, without waiting for its arrival.
 
     A copy is sent: the value's memory may be written as soon as this returns.
     """
-    line = group.line(axis)
+    axis_group = group.axis_group(axis)
     data = value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    if not line.carries(data.device):
+    if not axis_group.carries(data.device):
         data = data.cpu()
     if not data.numel():
         return
     flat = as_bytes(data.view(-1))
     if flat.device.type == "cpu":
-        line.single(peer).send(flat.numpy().data, given=True)
+        axis_group.single(peer).send(flat.numpy().data, given=True)
     else:
-        carrier = line.one_way(line.index, peer)
+        carrier = axis_group.one_way(axis_group.index, peer)
         group.pending_sends().keep(dist.isend(flat, group=carrier, group_dst=peer), data)
 
 
 def recv(
     peer: int, shape: list[int], dtype: torch.dtype, device: torch.device, axis: str
 ) -> torch.Tensor:
-    """Receive the next value from the rank at place ``peer`` of the axis; row-major."""
-    line = group.line(axis)
-    through = device if line.carries(device) else torch.device("cpu")
+    """Receive the next value from the rank at index ``peer`` of the axis, row-major."""
+    axis_group = group.axis_group(axis)
+    through = device if axis_group.carries(device) else torch.device("cpu")
     received = torch.empty(shape, dtype=dtype, device=through)
     if received.numel():
         flat = as_bytes(received.view(-1))
         if flat.device.type == "cpu":
-            line.single(peer).receive(flat.numpy().data)
+            axis_group.single(peer).receive(flat.numpy().data)
         else:
-            dist.recv(flat, group=line.one_way(peer, line.index), group_src=peer)
+            dist.recv(flat, group=axis_group.one_way(peer, axis_group.index), group_src=peer)
     return received.to(device)

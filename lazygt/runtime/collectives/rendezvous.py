@@ -1,10 +1,10 @@
-"""Rendezvous of ranks on several hosts, for UNIX sockets and encrypted connections.
+"""Rendezvous of ranks on several hosts.
 
 Ranks of one host use UNIX sockets, ranks of different hosts encrypted connections.
 
-For each group anew, every rank publishes in the session's store its host, and its socket for others
-of its host. Of two ranks on different hosts the lower one listens, and publishes in the store its
-endpoint and key. Both then prove to each other that they know the session's token.
+For each group, every rank publishes its host and the path of its UNIX socket in the session's
+store. Of two ranks on different hosts the lower one listens, and publishes its endpoint and public
+key in the store. Then each proves to the other that it knows the session's token.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ from lazygt.runtime.collectives.rendezvous_store import StoreClient, check_inter
 from lazygt.runtime.collectives.sockets import Ends, Peer, Rendezvous
 from lazygt.runtime.launch.channel import Keys
 
-# -- connections between two ranks on different hosts: bytes in order, over TCP, with CURVE --------
-# Each connection is one ZMQ PAIR. The rank that listens has a seat (a listening socket) for each
-# connection that it awaits; its key is fresh, and known only to readers of the session's store.
-# Others fail in the handshake, before they get the seat. ZMQ's own thread sends, encrypts and
-# receives, so that a send never waits. A broken connection is never restored: the data then in
-# flight is unknown.
+# -- encrypted connections: byte streams between two hosts, over TCP with CURVE --------------------
+# Each connection is one ZMQ PAIR. The listening rank has one socket (a seat) for each expected
+# connection, with a new key that only readers of the session's store know. Others fail in the
+# handshake. ZMQ's own thread sends, encrypts and receives, so that a send never waits. A broken
+# connection is never restored, since the data in flight is unknown.
 
 CHUNK_BYTES = 256 << 10
-"""Of a message of ZMQ's: so much is encrypted while what came before is on its way."""
+"""Bytes of one ZMQ message: one is encrypted while the message before is in flight."""
 
-_COPY_BELOW = 64 << 10  # bytes; pyzmq's way without a copy costs more than it saves for less
-_MOST_THREADS = 4  # each encrypts some 400 MB a second, of connections of its own
-_MOST_SOCKETS = 1 << 14  # a connection takes three of ZMQ's
+_ZERO_COPY_BYTES = 64 << 10  # below, pyzmq's zero-copy send costs more than a copy
+_MAX_THREADS = 4  # each encrypts about 400 MB a second
+_MAX_SOCKETS = 1 << 14  # a connection takes three of ZMQ's
 _HANDSHAKE_MS = 30_000
-_NEVER_MS = 1 << 29  # six days
-_LEAVES = b""  # a message: nothing follows
+_NO_RECONNECT_MS = 1 << 29  # six days
+_LEAVE_MESSAGE = b""  # the last message of a connection
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 _Context = zmq.Context[zmq.Socket[bytes]]
@@ -58,17 +57,17 @@ def context() -> _Context:
     It is never ended, since messages of ranks that leave may still be in flight.
     """
     cores = len(os.sched_getaffinity(0))
-    shared: _Context = zmq.Context(min(max(cores // 2, 1), _MOST_THREADS))
-    shared.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+    shared: _Context = zmq.Context(min(max(cores // 2, 1), _MAX_THREADS))
+    shared.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
     return shared
 
 
 class EncryptedPeer(Peer):
-    """Rank of another host.
+    """Encrypted connection to a rank on another host.
 
     Args:
         keys: the listener's keys; the other side has only the public one.
-        endpoint: endpoint at which the other listens; None: this rank listens.
+        endpoint: endpoint at which the peer listens; None: this rank listens.
         address: the IP address at which this rank listens.
 
     Attributes:
@@ -84,16 +83,16 @@ class EncryptedPeer(Peer):
         self._listens = endpoint is None
         self._socket = _pair(timeout, ipv6=":" in address or "[" in (endpoint or ""))
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
-        #: held for each use of either socket, which is short: no wait happens under it
+        #: lock of both sockets; no thread waits for data while it owns the lock
         self._lock = threading.Lock()
-        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()
-        for fd in (self._socket.FD, self._monitor.FD, self._wakes):
+        for fd in (self._socket.FD, self._monitor.FD, self._wake_eventfd):
             self._poller.register(fd, select.POLLIN)
         self._arrived = memoryview(b"")
-        #: descriptors of the connections there are, strangers' too; and the peer's, once it spoke
-        self._open: set[int] = set()
-        self._peers: int | None = None
+        #: descriptors of all open connections, strangers' included, and the peer's, once known
+        self._open_descriptors: set[int] = set()
+        self._peer_descriptor: int | None = None
         self._reading = self._ended = self._closed = False
         try:
             self.endpoint = _listen(self._socket, address, keys) if endpoint is None else endpoint
@@ -107,18 +106,18 @@ class EncryptedPeer(Peer):
         """See `Peer`: ZMQ's thread sends."""
         with self._lock:
             if self._ended or self._closed:
-                raise self._left()
+                raise self._left_error()
             for start in range(0, len(data), CHUNK_BYTES):
                 piece = data[start : start + CHUNK_BYTES]
                 try:
                     self._socket.send(
-                        piece, zmq.NOBLOCK, copy=not given or len(piece) < _COPY_BELOW
+                        piece, zmq.NOBLOCK, copy=not given or len(piece) < _ZERO_COPY_BYTES
                     )
                 except zmq.ZMQError as error:
-                    raise self._left() from error
+                    raise self._left_error() from error
                 self.sent_messages += 1
                 self.sent_bytes += len(piece)
-            # a send may swallow the descriptor's signal of arrivals
+            # a send may consume the descriptor's signal of arrivals
             if self._reading and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._wake()
 
@@ -129,7 +128,7 @@ class EncryptedPeer(Peer):
         try:
             while done < len(room):
                 if not self._arrived and not self.arrives(self._timeout):
-                    raise self._silent()
+                    raise self._timeout_error()
                 count = min(len(self._arrived), len(room) - done)
                 room[done : done + count] = self._arrived[:count]
                 self._arrived = self._arrived[count:]
@@ -138,21 +137,21 @@ class EncryptedPeer(Peer):
             self.awaited = False
 
     def arrives(self, seconds: float) -> bool:
-        """Wait for the other's next bytes; return whether some have arrived.
+        """Wait for the peer's next bytes; return whether some have arrived.
 
         Raises:
             ConnectionError: the other rank has left.
         """
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while not self._arrived:
-            if self._take():
+            if self._receive_next():
                 return True
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return False
-            if any(fd == self._wakes for fd, _ in self._poller.poll(left * 1000)):
-                with suppress(OSError):  # closed: `_take` notices that
-                    os.eventfd_read(self._wakes)
+            if any(fd == self._wake_eventfd for fd, _ in self._poller.poll(remaining * 1000)):
+                with suppress(OSError):  # closed: `_receive_next` notices that
+                    os.eventfd_read(self._wake_eventfd)
         return True
 
     def close(self) -> None:
@@ -162,66 +161,71 @@ class EncryptedPeer(Peer):
                 return
             self._closed = True
             with suppress(zmq.ZMQError):  # it has left before
-                self._socket.send(_LEAVES, zmq.NOBLOCK)
+                self._socket.send(_LEAVE_MESSAGE, zmq.NOBLOCK)
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close()
             if self._reading:
                 self._wake()
             else:
-                os.close(self._wakes)
+                os.close(self._wake_eventfd)
 
-    def _take(self) -> bool:
-        """Take a message if there is one; otherwise prepare to wait for it."""
+    def _receive_next(self) -> bool:
+        """Receive a message if there is one; return False to make the caller poll."""
         with self._lock:
             if self._closed and self._reading:
-                os.close(self._wakes)
+                os.close(self._wake_eventfd)
                 self._reading = False
             if self._ended or self._closed:
-                raise self._left()
-            frame = self._received()
-            # the last messages come before the connection's end, and are looked for after it
-            if frame is None and self._is_gone():
-                frame = self._received()
+                raise self._left_error()
+            frame = self._next_frame()
+            # the last messages arrive before the end, so look again after it
+            if frame is None and self._has_disconnected():
+                frame = self._next_frame()
                 self._ended = frame is None
             if frame is not None:
                 self._ended = not len(frame.buffer)
                 self._arrived = memoryview(frame.buffer)
             self._reading = frame is None and not self._ended
             if self._ended:
-                raise self._left()
+                raise self._left_error()
             return frame is not None
 
-    def _received(self) -> zmq.Frame | None:
+    def _next_frame(self) -> zmq.Frame | None:
+        """Return a message that has arrived; None if there is none."""
         try:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        if self._peers is None:
-            self._peers = int(frame.get(zmq.SRCFD))
+        if self._peer_descriptor is None:
+            self._peer_descriptor = int(frame.get(zmq.SRCFD))
         return frame
 
-    def _is_gone(self) -> bool:
-        """Return whether the connection has ended.
+    def _has_disconnected(self) -> bool:
+        """Return whether the peer's connection has ended.
 
-        Strangers' connections at a seat come and go, too.
+        Connections of strangers to the listening socket are ignored.
         """
         with suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
                 if event["event"] == zmq.EVENT_DISCONNECTED:
-                    self._open.discard(event["value"])
+                    self._open_descriptors.discard(event["value"])
                     if not self._listens:
-                        self._peers = event["value"]
+                        self._peer_descriptor = event["value"]
                 else:
-                    self._open.add(event["value"])
-        return self._peers is not None and self._peers not in self._open
+                    self._open_descriptors.add(event["value"])
+        return (
+            self._peer_descriptor is not None
+            and self._peer_descriptor not in self._open_descriptors
+        )
 
     def _wake(self) -> None:
-        os.eventfd_write(self._wakes, 1)
+        os.eventfd_write(self._wake_eventfd, 1)
 
 
 def _pair(timeout: float, ipv6: bool) -> zmq.Socket[bytes]:
+    """Create a PAIR socket with the options of both ends."""
     pair = context().socket(zmq.PAIR)
     pair.setsockopt(zmq.LINGER, round(timeout * 1000))
     pair.setsockopt(zmq.SNDHWM, 0)
@@ -229,7 +233,7 @@ def _pair(timeout: float, ipv6: bool) -> zmq.Socket[bytes]:
     pair.setsockopt(zmq.IPV6, ipv6)
     pair.setsockopt(zmq.MAXMSGSIZE, 2 * CHUNK_BYTES)
     pair.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    pair.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)  # -1 would drop unread messages
+    pair.setsockopt(zmq.RECONNECT_IVL, _NO_RECONNECT_MS)  # -1 would drop unread messages
     keep_alive(pair)
     return pair
 
@@ -250,10 +254,10 @@ def _connect(pair: zmq.Socket[bytes], endpoint: str, public: str) -> None:
     pair.connect(endpoint)
 
 
-# -- rendezvous of ranks on several hosts, for UNIX sockets and encrypted connections --------------
+# -- rendezvous ------------------------------------------------------------------------------------
 
-_LOOK_SECONDS = 0.5  # between two checks that an awaited rank has not joined a later group
-_WHICH = range(len(Ends._fields))
+_POLL_SECONDS = 0.5  # between two checks that an awaited rank has not joined a later group
+_CONNECTION_INDICES = range(len(Ends._fields))
 _PROOF_BYTES = 32
 
 
@@ -274,7 +278,7 @@ class Place(NamedTuple):
 
 
 class Meeting:
-    """Rendezvous of this rank with others on any host, in this group and all later ones.
+    """Connector of this rank to others on any host, in this group and all later ones.
 
     Args:
         place: location of this rank.
@@ -290,18 +294,18 @@ class Meeting:
     def __init__(
         self,
         rank: int,
-        place: Place,
+        location: Place,
         listener: int,
         store: StoreClient,
         token: bytes,
         timeout: float,
     ) -> None:
-        check_interface(place.address)
+        check_interface(location.address)
         self.store = store
-        self._rank, self._place, self._token, self._timeout = rank, place, token, timeout
-        self._doors: dict[int, str] = {}
-        self._local = Rendezvous(rank, listener, self._doors.__getitem__, timeout)
-        self._told: list[str] = []
+        self._rank, self._location, self._token, self._timeout = rank, location, token, timeout
+        self._socket_paths: dict[int, str] = {}
+        self._local = Rendezvous(rank, listener, self._socket_paths.__getitem__, timeout)
+        self._published_names: list[str] = []
 
     def meet(self, number: int, others: Collection[int]) -> dict[int, Ends]:
         """Connect with other ranks, all of which do the same for the group of this number.
@@ -309,18 +313,18 @@ class Meeting:
         Raises:
             OSError: a rank could not be reached, or did not come in time; or the store was lost.
         """
-        self._tell(number)
-        places = self._places(number, others)
-        self._check_backends(places)
-        self._doors.clear()
-        self._doors.update({rank: place.door for rank, place in places.items()})
-        here = [rank for rank in others if places[rank].host == self._place.host]
-        there = [rank for rank in others if rank not in here]
+        self._publish_location(number)
+        locations = self._locations(number, others)
+        self._check_backends(locations)
+        self._socket_paths.clear()
+        self._socket_paths.update({rank: location.door for rank, location in locations.items()})
+        local_ranks = [rank for rank in others if locations[rank].host == self._location.host]
+        remote_ranks = [rank for rank in others if rank not in local_ranks]
         with ExitStack() as undo:
-            ends = self._meet_others(number, there, undo)
-            ends |= self._local.meet(number, here)
+            connections = self._meet_remote_ranks(number, remote_ranks, undo)
+            connections |= self._local.meet(number, local_ranks)
             undo.pop_all()
-        return ends
+        return connections
 
     def close(self) -> None:
         """Stop accepting other ranks. Idempotent."""
@@ -329,48 +333,50 @@ class Meeting:
 
     # -- locations -------------------------------------------------------------------------------
 
-    def _tell(self, number: int) -> None:
+    def _publish_location(self, number: int) -> None:
         """Publish this rank's location, and delete its entries of earlier groups."""
-        for name in self._told:
+        for name in self._published_names:
             self.store.delete_key(name)
-        self._told.clear()
-        self._say(f"place/{number}/{self._rank}", self._place)
+        self._published_names.clear()
+        self._publish(f"place/{number}/{self._rank}", self._location)
         self.store.set(f"latest/{self._rank}", str(number))
 
-    def _say(self, name: str, what: Any) -> None:
-        self._told.append(name)
-        self.store.set(name, json.dumps(what))
+    def _publish(self, name: str, value: Any) -> None:
+        """Set a name in the store to a JSON value."""
+        self._published_names.append(name)
+        self.store.set(name, json.dumps(value))
 
-    def _places(self, number: int, others: Collection[int]) -> dict[int, Place]:
-        said = self._said(number, {rank: f"place/{number}/{rank}" for rank in others})
-        return {rank: Place(*what) for rank, what in said.items()}
+    def _locations(self, number: int, others: Collection[int]) -> dict[int, Place]:
+        """Wait for the locations of other ranks; return them by rank."""
+        values = self._wait_for_names(number, {rank: f"place/{number}/{rank}" for rank in others})
+        return {rank: Place(*fields) for rank, fields in values.items()}
 
-    def _said(self, number: int, names: dict[int, str]) -> dict[int, Any]:
+    def _wait_for_names(self, number: int, names: dict[int, str]) -> dict[int, Any]:
         """Wait until all of these names are set in the store; return the values by rank."""
-        until = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout
         while True:
             try:
-                self.store.wait(list(names.values()), timedelta(seconds=_LOOK_SECONDS))
+                self.store.wait(list(names.values()), timedelta(seconds=_POLL_SECONDS))
                 break
             except TimeoutError:
-                late = [rank for rank, name in names.items() if not self.store.check([name])]
-                self._check_current(number, late)
-                if late and time.monotonic() >= until:
-                    raise self._too_late(late[0]) from None
+                missing = [rank for rank, name in names.items() if not self.store.check([name])]
+                self._check_current(number, missing)
+                if missing and time.monotonic() >= deadline:
+                    raise self._late_error(missing[0]) from None
         return {rank: json.loads(self.store.get(name)) for rank, name in names.items()}
 
-    def _check_backends(self, places: dict[int, Place]) -> None:
+    def _check_backends(self, locations: dict[int, Place]) -> None:
         """Raise ConnectionError if ranks have different backends: they would never meet.
 
         That happens if one host has too few GPUs for NCCL.
         """
-        backend = self._place.backend
-        for rank, place in places.items():
-            if place.backend != backend:
+        backend = self._location.backend
+        for rank, location in locations.items():
+            if location.backend != backend:
                 raise ConnectionError(
-                    f"rank {self._rank} on host {self._place.host} talks through {backend!r}, rank "
-                    f"{rank} on host {place.host} through {place.backend!r}: every host needs a "
-                    f"GPU for each of its workers, or none may have that"
+                    f"rank {self._rank} on host {self._location.host} talks through {backend!r}, "
+                    f"rank {rank} on host {location.host} through {location.backend!r}: every host "
+                    f"needs a GPU for each of its workers, or none may have that"
                 )
 
     def _check_current(self, number: int, ranks: Iterable[int]) -> None:
@@ -380,63 +386,72 @@ class Meeting:
             if self.store.check([name]) and int(self.store.get(name)) > number:
                 raise ConnectionError(f"rank {rank} came for a later group: it had died before")
 
-    def _too_late(self, rank: int) -> TimeoutError:
+    def _late_error(self, rank: int) -> TimeoutError:
         return TimeoutError(f"rank {rank} did not come within {self._timeout:g} seconds")
 
     # -- ranks of other hosts --------------------------------------------------------------------
 
-    def _meet_others(
+    def _meet_remote_ranks(
         self, number: int, others: Collection[int], undo: ExitStack
     ) -> dict[int, Ends]:
         """Connect with ranks on other hosts; ``undo`` closes the connections."""
         higher = [rank for rank in others if rank > self._rank]
-        seats = self._seats(number, higher, undo)
+        connections = self._listen_for(number, higher, undo)
         lower = {rank: f"seats/{number}/{rank}" for rank in others if rank < self._rank}
-        for rank, (public, endpoints) in self._said(number, lower).items():
-            for which, endpoint in zip(_WHICH, endpoints[str(self._rank)], strict=True):
+        for rank, (public, endpoints) in self._wait_for_names(number, lower).items():
+            for index, endpoint in zip(
+                _CONNECTION_INDICES, endpoints[str(self._rank)], strict=True
+            ):
                 keys = Keys(public, "")
-                seat = EncryptedPeer(rank, self._timeout, keys, endpoint)
-                undo.callback(seat.close)
-                seat.send(memoryview(self._proof(number, self._rank, rank, which, endpoint)))
-                seats[rank, which] = seat
-        for (rank, which), seat in seats.items():
+                connection = EncryptedPeer(rank, self._timeout, keys, endpoint)
+                undo.callback(connection.close)
+                connection.send(memoryview(self._proof(number, self._rank, rank, index, endpoint)))
+                connections[rank, index] = connection
+        for (rank, index), connection in connections.items():
             if rank > self._rank:
-                self._check_proof(number, seat, which)
-                proof = self._proof(number, self._rank, rank, which, seat.endpoint)
-                seat.send(memoryview(proof))
-        for (rank, which), seat in seats.items():
+                self._check_proof(number, connection, index)
+                proof = self._proof(number, self._rank, rank, index, connection.endpoint)
+                connection.send(memoryview(proof))
+        for (rank, index), connection in connections.items():
             if rank < self._rank:
-                self._check_proof(number, seat, which)
-        return {rank: Ends(*(seats[rank, which] for which in _WHICH)) for rank in others}
+                self._check_proof(number, connection, index)
+        return {
+            rank: Ends(*(connections[rank, index] for index in _CONNECTION_INDICES))
+            for rank in others
+        }
 
-    def _seats(
+    def _listen_for(
         self, number: int, ranks: Collection[int], undo: ExitStack
     ) -> dict[tuple[int, int], EncryptedPeer]:
         """Listen for these ranks, and publish the endpoints."""
         if not ranks:
             return {}
-        keys, seats = Keys.generate(), {}
-        for rank, which in product(ranks, _WHICH):
-            seat = EncryptedPeer(rank, self._timeout, keys, address=self._place.address)
-            undo.callback(seat.close)
-            seats[rank, which] = seat
-        endpoints = {rank: [seats[rank, which].endpoint for which in _WHICH] for rank in ranks}
-        self._say(f"seats/{number}/{self._rank}", (keys.public, endpoints))
-        return seats
+        keys, connections = Keys.generate(), {}
+        for rank, index in product(ranks, _CONNECTION_INDICES):
+            connection = EncryptedPeer(rank, self._timeout, keys, address=self._location.address)
+            undo.callback(connection.close)
+            connections[rank, index] = connection
+        endpoints = {
+            rank: [connections[rank, index].endpoint for index in _CONNECTION_INDICES]
+            for rank in ranks
+        }
+        self._publish(f"seats/{number}/{self._rank}", (keys.public, endpoints))
+        return connections
 
-    def _proof(self, number: int, teller: int, listener: int, which: int, endpoint: str) -> bytes:
-        """Return proof of knowing the token, for one connection in one direction."""
-        about = json.dumps([number, teller, listener, which, endpoint]).encode()
-        return hashlib.blake2b(about, key=self._token, digest_size=_PROOF_BYTES).digest()
+    def _proof(self, number: int, prover: int, listener: int, index: int, endpoint: str) -> bytes:
+        """Return a keyed hash (BLAKE2b with the token) of one connection and direction."""
+        message = json.dumps([number, prover, listener, index, endpoint]).encode()
+        return hashlib.blake2b(message, key=self._token, digest_size=_PROOF_BYTES).digest()
 
-    def _check_proof(self, number: int, peer: EncryptedPeer, which: int) -> None:
-        until = time.monotonic() + self._timeout
-        while not peer.arrives(_LOOK_SECONDS):
+    def _check_proof(self, number: int, peer: EncryptedPeer, index: int) -> None:
+        """Receive and check the peer's proof of the session's token."""
+        deadline = time.monotonic() + self._timeout
+        while not peer.arrives(_POLL_SECONDS):
             self._check_current(number, [peer.rank])
-            if time.monotonic() >= until:
-                raise self._too_late(peer.rank)
-        room = bytearray(_PROOF_BYTES)
-        peer.receive(memoryview(room))
-        expected = self._proof(number, peer.rank, self._rank, which, peer.endpoint)
-        if not hmac.compare_digest(bytes(room), expected):
+            if time.monotonic() >= deadline:
+                raise self._late_error(peer.rank)
+        proof = bytearray(_PROOF_BYTES)
+        peer.receive(memoryview(proof))
+        expected = self._proof(number, peer.rank, self._rank, index, peer.endpoint)
+        if not hmac.compare_digest(bytes(proof), expected):
             raise ConnectionError(f"who came as rank {peer.rank} does not know the session's token")

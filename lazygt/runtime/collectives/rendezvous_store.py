@@ -1,13 +1,11 @@
-"""Store for the rendezvous of ranks on several hosts, in the client's process.
+"""Key-value store in the client's process, for the rendezvous of ranks on several hosts.
 
-It maps names to bytes.
-
-It replaces the file in a shared folder on one host. It has one socket, for peers that know the
-session's token: the server's key is derived from the token and never sent, so others fail in the
-handshake; and every request carries the token, inside the encryption.
+The server has one socket, for peers that know the session's token. Its key is derived from the
+token and never sent, so others fail in the handshake; and every request contains the token, inside
+the encryption. On one host, a file replaces the store.
 
 A request is ``token, number, op, arguments``. A client has one request at a time, and repeats it
-while there is no answer, under the same number: so no request is executed twice, even over a lossy
+under the same number until it is answered. So no request is executed twice, even over a lossy
 network.
 """
 
@@ -37,7 +35,7 @@ ROLE = "store"
 NUMBER = struct.Struct("<Q")
 ANSWER, WAIT, REFUSED = b"a", b"w", b"r"
 
-_MOST_BYTES = 16 << 20  # of a frame
+_MAX_FRAME_BYTES = 16 << 20  # of a frame
 _HANDSHAKE_MS = 10_000
 _SILENT_SECONDS = 15
 _FAILED_HANDSHAKES = (
@@ -59,7 +57,7 @@ class Reply(NamedTuple):
 class Table:
     """State of the store: values and waiting clients.
 
-    It is pure: requests in, replies out; no socket, no clock.
+    A pure state machine: requests in, replies out, without socket or clock.
 
     Attributes:
         values: values by name.
@@ -68,57 +66,57 @@ class Table:
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
         #: each client's last request: its number, and the reply, None while it waits
-        self._last: dict[bytes, tuple[int, Frames | None]] = {}
+        self._last_replies: dict[bytes, tuple[int, Frames | None]] = {}
         #: the pending request of each waiting client: op and names
-        self._wanted: dict[bytes, tuple[bytes, Frames]] = {}
+        self._pending_requests: dict[bytes, tuple[bytes, Frames]] = {}
         self._waiting: defaultdict[bytes, set[bytes]] = defaultdict(set)
 
     def ask(self, client: bytes, number: int, op: bytes, arguments: Frames) -> list[Reply]:
-        """Execute a request once; return the replies to it and to clients that waited for it."""
-        known, reply = self._last.get(client, (-1, None))
-        if number < known:
+        """Execute a request once; return its reply, and those to clients that waited for a name."""
+        last_number, reply = self._last_replies.get(client, (-1, None))
+        if number < last_number:
             return []
-        if number == known:
+        if number == last_number:
             return [Reply(client, reply or [NUMBER.pack(number), WAIT])]
-        self._forget(client)
-        self._last[client] = number, None
+        self._cancel_wait(client)
+        self._last_replies[client] = number, None
         if op in (b"get", b"wait"):
-            self._wanted[client] = op, arguments
-            return self._look(client, waits=True)
+            self._pending_requests[client] = op, arguments
+            return self._reply_if_set(client, is_new=True)
         try:
             result = _OPS[op](self.values, *arguments)
         except (KeyError, TypeError, ValueError) as error:
             return [self._reply(client, REFUSED, [f"{op!r}: {error}".encode()])]
         replies = [self._reply(client, ANSWER, [result])]
         if op in (b"set", b"add", b"compare"):
-            for waiting in tuple(self._waiting.pop(arguments[0], ())):
-                replies += self._look(waiting)
+            for waiting_client in tuple(self._waiting.pop(arguments[0], ())):
+                replies += self._reply_if_set(waiting_client)
         return replies
 
-    def _look(self, client: bytes, waits: bool = False) -> list[Reply]:
+    def _reply_if_set(self, client: bytes, is_new: bool = False) -> list[Reply]:
         """Return the reply to a waiting client if all its names are set.
 
-        Otherwise it waits for the first missing one.
+        Otherwise register the wait for the first missing name.
         """
-        op, names = self._wanted[client]
+        op, names = self._pending_requests[client]
         missing = next((name for name in names if name not in self.values), None)
         if missing is None:
-            del self._wanted[client]
+            del self._pending_requests[client]
             values = [self.values[name] for name in names] if op == b"get" else []
             return [self._reply(client, ANSWER, values)]
         self._waiting[missing].add(client)
-        return [Reply(client, [NUMBER.pack(self._last[client][0]), WAIT])] if waits else []
+        return [Reply(client, [NUMBER.pack(self._last_replies[client][0]), WAIT])] if is_new else []
 
     def _reply(self, client: bytes, state: bytes, frames: Sequence[bytes]) -> Reply:
-        number, _ = self._last[client]
+        number, _ = self._last_replies[client]
         reply = [NUMBER.pack(number), state, *frames]
-        self._last[client] = number, reply
+        self._last_replies[client] = number, reply
         return Reply(client, reply)
 
-    def _forget(self, client: bytes) -> None:
+    def _cancel_wait(self, client: bytes) -> None:
         """Cancel a client's wait: it has sent another request."""
-        if self._wanted.pop(client, None) is not None:
-            for name in [name for name, who in self._waiting.items() if client in who]:
+        if self._pending_requests.pop(client, None) is not None:
+            for name in [name for name, clients in self._waiting.items() if client in clients]:
                 self._waiting[name].discard(client)
                 if not self._waiting[name]:
                     del self._waiting[name]
@@ -161,10 +159,10 @@ def _delete(values: Values, name: bytes) -> bytes:
 
 
 def _delete_all(values: Values, prefix: bytes) -> bytes:
-    there = [name for name in values if name.startswith(prefix)]
-    for name in there:
+    names = [name for name in values if name.startswith(prefix)]
+    for name in names:
         del values[name]
-    return str(len(there)).encode()
+    return str(len(names)).encode()
 
 
 def _count(values: Values) -> bytes:
@@ -210,11 +208,11 @@ class StoreServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._listen(address)
         self._monitor = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
-        self._end, end = (self._context.socket(zmq.PAIR) for _ in range(2))
-        self._end.bind("inproc://end")
-        end.connect("inproc://end")
+        self._stop_socket, stop_socket = (self._context.socket(zmq.PAIR) for _ in range(2))
+        self._stop_socket.bind("inproc://end")
+        stop_socket.connect("inproc://end")
         self._thread = threading.Thread(
-            target=self._serve, args=(end,), name="lazygt-store", daemon=True
+            target=self._serve, args=(stop_socket,), name="lazygt-store", daemon=True
         )
         self._thread.start()
 
@@ -222,16 +220,16 @@ class StoreServer:
         """Stop the server. Idempotent."""
         if self._context.closed:
             return
-        self._end.send(b"")
+        self._stop_socket.send(b"")
         self._thread.join()
-        self._end.close(0)
+        self._stop_socket.close(0)
         self._context.term()
 
     def _listen(self, address: Address) -> zmq.Socket[bytes]:
         sock = self._context.socket(zmq.ROUTER)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, 0)
-        sock.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         sock.setsockopt(zmq.IPV6, 1)
         # a client that reconnects is the same client
         sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -243,21 +241,23 @@ class StoreServer:
         sock.bind(address.endpoint)
         return sock
 
-    def _serve(self, end: zmq.Socket[bytes]) -> None:
+    def _serve(self, stop_socket: zmq.Socket[bytes]) -> None:
+        """Answer requests until ``close``; runs on the server's thread."""
         poller = zmq.Poller()
-        for sock in (self._socket, self._monitor, end):
+        for sock in (self._socket, self._monitor, stop_socket):
             poller.register(sock, zmq.POLLIN)
-        while end not in (ready := dict(poller.poll())):
+        while stop_socket not in (ready := dict(poller.poll())):
             if self._monitor in ready:
                 parse_monitor_message(self._monitor.recv_multipart())
                 self.refused += 1
             if self._socket in ready:
                 self._answer(self._socket.recv_multipart())
         self._socket.disable_monitor()
-        for sock in (self._socket, self._monitor, end):
+        for sock in (self._socket, self._monitor, stop_socket):
             sock.close(0)
 
     def _answer(self, message: Frames) -> None:
+        """Check and execute a request; send the replies."""
         client, *request = message
         if len(request) < 3 or len(request[1]) != NUMBER.size:
             self.refused += 1
@@ -268,12 +268,14 @@ class StoreServer:
             return
         self.requests += 1
         for reply in self._table.ask(client, NUMBER.unpack(number)[0], op, arguments):
-            with suppress(zmq.ZMQError):  # it has gone; if it reconnects, it asks again
+            with suppress(
+                zmq.ZMQError
+            ):  # disconnected; after a reconnection it repeats its request
                 self._socket.send_multipart([reply.client, *reply.frames])
 
 
 def check_interface(host: str) -> None:
-    """Refuse to listen on all interfaces: some may lead to foreign networks.
+    """Refuse to listen on all interfaces: some may lead to untrusted networks.
 
     Raises:
         SecurityError: the host is no address of one interface.
@@ -288,22 +290,22 @@ def check_interface(host: str) -> None:
 
 
 def keep_alive(sock: zmq.Socket[bytes]) -> None:
-    """Close a connection after the silent loss of the other end, by a power cut, say.
+    """Enable TCP keep-alive: close a connection whose peer has vanished, by a power cut, say.
 
-    The kernel probes it, for longer than a tolerated network failure. ZMQ's own heartbeats abort
-    the process if a peer ends while its last messages are unread (libzmq issue 4364: a timer writes
+    The kernel probes the peer for longer than a tolerated network failure. ZMQ's own heartbeats
+    abort the process if a peer ends while its last messages are unread (libzmq issue 4364: a timer writes
     to the socket that has failed).
     """
     probe(sock, _SILENT_SECONDS)
     sock.setsockopt(zmq.TCP_MAXRT, _SILENT_SECONDS * 1000)  # while something is unacknowledged
 
 
-# -- client of the session's store for a rank; torch's backends, such as NCCL, can use it ----------
+# -- client, also as a torch Store for NCCL --------------------------------------------------------
 
 SILENCE = 20.0
-"""Seconds without a word from the store until it is lost; more than a network may fail for."""
+"""Seconds without an answer until the store is lost; more than a tolerated network failure."""
 
-_AGAIN_SECONDS = 1.0  # until a request is repeated
+_RETRY_SECONDS = 1.0  # until a request is repeated
 
 
 class StoreClient(Store):
@@ -321,9 +323,9 @@ class StoreClient(Store):
     ) -> None:
         super().__init__()
         self.endpoint, self._token, self._silence = endpoint, token, silence
-        self._seconds = timeout
+        self._timeout_seconds = timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._threads = threading.local()
+        self._thread_local = threading.local()
         self._clones: list[StoreClient] = []
 
     def set(self, key: str | bytes, value: str | bytes) -> None:
@@ -332,7 +334,7 @@ class StoreClient(Store):
         Raises:
             StoreLost: the store does not answer; all other methods raise this, too.
         """
-        self._ask(b"set", _bytes(key), _bytes(value))
+        self._request(b"set", _bytes(key), _bytes(value))
 
     def get(self, key: str | bytes) -> bytes:
         """Return a name's value, once it is set.
@@ -340,7 +342,7 @@ class StoreClient(Store):
         Raises:
             TimeoutError: it was not set in time.
         """
-        return self._wait(b"get", [key], self._seconds)[0]
+        return self._wait(b"get", [key], self._timeout_seconds)[0]
 
     def wait(self, keys: Sequence[str | bytes], timeout: timedelta | None = None) -> None:
         """Wait until all of these names are set.
@@ -348,47 +350,51 @@ class StoreClient(Store):
         Raises:
             TimeoutError: they were not in time.
         """
-        self._wait(b"wait", keys, self._seconds if timeout is None else timeout.total_seconds())
+        self._wait(
+            b"wait", keys, self._timeout_seconds if timeout is None else timeout.total_seconds()
+        )
 
     def add(self, key: str | bytes, amount: int) -> int:
         """Add to a number, 0 if missing; return the sum."""
-        return int(self._ask(b"add", _bytes(key), str(amount).encode())[0])
+        return int(self._request(b"add", _bytes(key), str(amount).encode())[0])
 
     def check(self, keys: Sequence[str | bytes]) -> bool:
         """Return whether all of these names are set."""
-        return self._ask(b"check", *map(_bytes, keys)) == [b"1"]
+        return self._request(b"check", *map(_bytes, keys)) == [b"1"]
 
     def delete_key(self, key: str | bytes) -> bool:
         """Remove a name; return whether it was there."""
-        return self._ask(b"delete", _bytes(key)) == [b"1"]
+        return self._request(b"delete", _bytes(key)) == [b"1"]
 
     def delete_all(self, prefix: str) -> int:
         """Remove all names with this prefix; return their number."""
-        return int(self._ask(b"delete_all", prefix.encode())[0])
+        return int(self._request(b"delete_all", prefix.encode())[0])
 
     def compare_set(self, key: str | bytes, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a name if it has the expected value (empty: or none); return its value then."""
-        return self._ask(b"compare", *map(_bytes, (key, expected, desired)))[0]
+        return self._request(b"compare", *map(_bytes, (key, expected, desired)))[0]
 
     def num_keys(self) -> int:
         """Return the number of names."""
-        return int(self._ask(b"count")[0])
+        return int(self._request(b"count")[0])
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time to wait for a name to be set."""
-        self._seconds = timeout.total_seconds()
+        self._timeout_seconds = timeout.total_seconds()
 
     @property
     def timeout(self) -> timedelta:
         """Time to wait for a name to be set."""
-        return timedelta(seconds=self._seconds)
+        return timedelta(seconds=self._timeout_seconds)
 
     def clone(self) -> StoreClient:
-        """Return the store for one more user; it is closed with this one.
+        """Return a second client of the store, closed with this one.
 
-        This one keeps it alive: torch's C++ would lose its Python part.
+        This client keeps the clone alive: torch's C++ would drop its Python object.
         """
-        self._clones.append(StoreClient(self.endpoint, self._token, self._seconds, self._silence))
+        self._clones.append(
+            StoreClient(self.endpoint, self._token, self._timeout_seconds, self._silence)
+        )
         return self._clones[-1]
 
     def close(self) -> None:
@@ -399,24 +405,26 @@ class StoreClient(Store):
 
     def _wait(self, op: bytes, keys: Sequence[str | bytes], seconds: float) -> Frames:
         try:
-            return self._ask(op, *map(_bytes, keys), seconds=seconds)
+            return self._request(op, *map(_bytes, keys), seconds=seconds)
         except TimeoutError:
             names = ", ".join(_bytes(key).decode(errors="replace") for key in keys)
             raise TimeoutError(
                 f"nobody has set {names} in the store at {self.endpoint} within {seconds:g} seconds"
             ) from None
 
-    def _ask(self, op: bytes, *arguments: bytes, seconds: float = float("inf")) -> Frames:
-        asking: _Asking | None = getattr(self._threads, "asking", None)
-        if asking is None:
-            asking = self._threads.asking = _Asking(self._context, self.endpoint, self._token)
-        state, *frames = asking.ask([op, *arguments], seconds, self._silence)
+    def _request(self, op: bytes, *arguments: bytes, seconds: float = float("inf")) -> Frames:
+        connection: _StoreConnection | None = getattr(self._thread_local, "asking", None)
+        if connection is None:
+            connection = self._thread_local.asking = _StoreConnection(
+                self._context, self.endpoint, self._token
+            )
+        state, *frames = connection.ask([op, *arguments], seconds, self._silence)
         if state == REFUSED:
             raise ProtocolError(f"the store refuses {frames[0].decode(errors='replace')}")
         return frames
 
 
-class _Asking:
+class _StoreConnection:
     """One thread's connection to the store."""
 
     def __init__(self, context: Any, endpoint: str, token: bytes) -> None:
@@ -440,22 +448,24 @@ class _Asking:
         """Return the store's final reply: its state, answered or refused, and the frames."""
         self._number += 1
         message = [self._token, NUMBER.pack(self._number), *request]
-        heard = begun = time.monotonic()
+        last_answer = start = time.monotonic()
         self._socket.send_multipart(message)
         while True:
             now = time.monotonic()
-            if now - begun >= seconds:
+            if now - start >= seconds:
                 raise TimeoutError
-            if now - heard >= silence:
+            if now - last_answer >= silence:
                 raise StoreLost(self._endpoint, silence)
-            left = min(_AGAIN_SECONDS, silence - (now - heard), seconds - (now - begun))
-            if not self._socket.poll(max(round(left * 1000), 1)):
+            wait_seconds = min(
+                _RETRY_SECONDS, silence - (now - last_answer), seconds - (now - start)
+            )
+            if not self._socket.poll(max(round(wait_seconds * 1000), 1)):
                 self._socket.send_multipart(message)
                 continue
-            number, *said = self._socket.recv_multipart()
-            heard = time.monotonic()
-            if number == message[1] and said[0] in (ANSWER, REFUSED):
-                return said
+            number, *answer = self._socket.recv_multipart()
+            last_answer = time.monotonic()
+            if number == message[1] and answer[0] in (ANSWER, REFUSED):
+                return answer
 
 
 def _bytes(text: str | bytes) -> bytes:

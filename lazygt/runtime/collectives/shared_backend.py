@@ -1,16 +1,15 @@
-"""Collectives of large tensors in the host's memory, which the ranks of one axis share.
+"""Collectives of large CPU tensors: in shared memory on one host, by connections between hosts.
 
-Each rank has two slots of memory that the others map. In a *round* every rank writes its data for
-the others into one of its slots, notifies them by a socket, and reads the data that they have
-written. The next round is in the other slot (double buffering). So a slot is written again only
-when all have read it: they notify of round k + 1 after they have read round k, and this rank has
-received that before it begins round k + 2.
+Each rank has two slots of memory that the others map. In a *round*, every rank writes its data for
+the others into one of its slots, notifies them by a socket, and reads their data. The next round
+uses the other slot (double buffering). A slot is overwritten only after all ranks have read it:
+they notify of round k + 1 after reading round k, and this rank receives that before round k + 2.
 
-Tensors go through the slots piece by piece. In an all-reduce each rank reduces its part of a piece,
-and the results are gathered in the next round. Ranks' values are reduced in rank order, one after
-another, from any slot: the same bits as of a small tensor, on every rank.
+Tensors are processed piece by piece. An all-reduce is a reduce-scatter and an all-gather of each
+piece: each rank reduces its share, and the results are gathered in the next round. Values are
+reduced in rank order, so all ranks get the same bits, equal to those of a small tensor.
 
-A thread executes the collectives, in their order of beginning.
+A thread executes the collectives in the order of their launch.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from lazygt.runtime.collectives.in_turn import InTurn, Parts
 from lazygt.runtime.collectives.sockets import Peer, PeerSocket
 
 SLOT_BYTES = 4 << 20
-"""Of each of a rank's two slots: so little that what was written is in a cache when it is read."""
+"""Bytes of a slot: small enough that written data is still in a CPU cache when it is read."""
 
-_TOLD = struct.Struct("<QQQ")  # number of the round, of rounds still needed, offset of the slot
+_ROUND_NOTICE = struct.Struct("<QQQ")  # round number, rounds still needed, offset of the slot
 
 
 class SharedMemoryBackend(InTurn):
-    """This rank's end of an axis. For CPU tensors.
+    """Shared-memory collectives of one axis, for CPU tensors of ranks on one host.
 
     Args:
-        peers: the ranks of the axis in their order; None for this one.
+        peers: the ranks of the axis in their order; None for this rank.
 
     Raises:
         OSError: another rank has left, or did not come in time.
@@ -44,13 +43,13 @@ class SharedMemoryBackend(InTurn):
     def __init__(self, peers: Sequence[PeerSocket | None]) -> None:
         super().__init__("lazygt-shared")
         self.peers = tuple(peers)
-        self._me = self.peers.index(None)
-        self._piece = SLOT_BYTES // len(self.peers) // ALIGNMENT * ALIGNMENT
+        self._rank_index = self.peers.index(None)
+        self._share_bytes = SLOT_BYTES // len(self.peers) // ALIGNMENT * ALIGNMENT
         self._arenas = [Arena.create(2 * SLOT_BYTES)]
-        self._arenas += _exchanged(self.peers, self._arenas[0].fd)
+        self._arenas += _exchange_arenas(self.peers, self._arenas[0].fd)
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self._offset = 0
-        self._round = 0
+        self._round_number = 0
 
     def _close(self) -> None:
         self._slots.clear()
@@ -62,133 +61,139 @@ class SharedMemoryBackend(InTurn):
     def _slot(self, rank: int, offset: int) -> torch.Tensor:
         """Return a slot, as bytes."""
         if (rank, offset) not in self._slots:
-            arena = self._arenas[0 if rank == self._me else 1 + rank - (rank > self._me)]
+            arena = self._arenas[
+                0 if rank == self._rank_index else 1 + rank - (rank > self._rank_index)
+            ]
             self._slots[rank, offset] = arena.view(offset, SLOT_BYTES)
         return self._slots[rank, offset]
 
-    def _mine(self) -> torch.Tensor:
+    def _next_slot(self) -> torch.Tensor:
         """Return the slot to write in the next round."""
         if not self._offset:
             self._offset = self._arenas[0].allocate(2 * SLOT_BYTES).offset
-        return self._slot(self._me, self._offset + self._round % 2 * SLOT_BYTES)
+        return self._slot(self._rank_index, self._offset + self._round_number % 2 * SLOT_BYTES)
 
-    def _others(self, more: int = 0) -> tuple[dict[int, torch.Tensor], int]:
-        """Report this rank's slot as written; return the other ranks' written slots, by rank.
+    def _finish_round(self, more: int = 0) -> tuple[dict[int, torch.Tensor], int]:
+        """Notify of this rank's written slot; return the other ranks' written slots, by rank.
 
         Args:
-            more: number of rounds of this collective still needed here.
+            more: number of further rounds that this rank needs.
 
         Returns:
-            The slots, and the number of rounds needed on any rank.
+            The slots, and the maximum of ``more`` over the ranks.
         """
-        where = self._offset + self._round % 2 * SLOT_BYTES
+        offset = self._offset + self._round_number % 2 * SLOT_BYTES
         for peer in self.peers:
             if peer is not None:
-                peer.send(memoryview(_TOLD.pack(self._round, more, where)))
+                peer.send(memoryview(_ROUND_NOTICE.pack(self._round_number, more, offset)))
         written = {}
-        room = bytearray(_TOLD.size)
+        notice = bytearray(_ROUND_NOTICE.size)
         for rank, peer in enumerate(self.peers):
             if peer is not None:
-                peer.receive(memoryview(room))
-                number, theirs, where = _TOLD.unpack(room)
-                if number != self._round:
-                    raise ConnectionError(f"rank {rank} is in round {number}, not {self._round}")
-                more = max(more, theirs)
-                written[rank] = self._slot(rank, where)
-        self._round += 1
+                peer.receive(memoryview(notice))
+                number, remote_more, offset = _ROUND_NOTICE.unpack(notice)
+                if number != self._round_number:
+                    raise ConnectionError(
+                        f"rank {rank} is in round {number}, not {self._round_number}"
+                    )
+                more = max(more, remote_more)
+                written[rank] = self._slot(rank, offset)
+        self._round_number += 1
         return written, more
 
     # -- the collectives ---------------------------------------------------------------------
 
     def _all_reduce(self, buffer: torch.Tensor, op: str) -> None:
         count = len(self.peers)
-        for piece in buffer.split(self._piece // buffer.itemsize * count):
-            parts = cut(piece, count)
-            mine = parts[self._me]
-            summands = self._swap(parts, mine)
-            made = self._mine()[: mine.nbytes].view(mine.dtype)
-            reduce_in_order(summands, op, made)
-            written, _ = self._others()
-            mine.copy_(made)
+        for piece in buffer.split(self._share_bytes // buffer.itemsize * count):
+            shares = split_evenly(piece, count)
+            own_share = shares[self._rank_index]
+            summands = self._exchange_shares(shares, own_share)
+            reduced = self._next_slot()[: own_share.nbytes].view(own_share.dtype)
+            reduce_in_order(summands, op, reduced)
+            written, _ = self._finish_round()
+            own_share.copy_(reduced)
             for rank, slot in written.items():
-                as_bytes(parts[rank]).copy_(slot[: parts[rank].nbytes])
+                as_bytes(shares[rank]).copy_(slot[: shares[rank].nbytes])
 
     def _reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> None:
-        step = self._piece // buffer.itemsize
-        rows = [row.split(step) for row in sent.view(len(self.peers), -1).unbind()]
-        for made, *parts in zip(buffer.split(step), *rows, strict=True):
-            reduce_in_order(self._swap(parts, made), op, made)
+        step = self._share_bytes // buffer.itemsize
+        blocks = [block.split(step) for block in sent.view(len(self.peers), -1).unbind()]
+        for result, *shares in zip(buffer.split(step), *blocks, strict=True):
+            reduce_in_order(self._exchange_shares(shares, result), op, result)
 
-    def _swap(self, parts: Parts, like: torch.Tensor) -> Parts:
-        """Give each rank its part; return all ranks' parts for this one, in rank order."""
-        slot = self._mine()
-        for rank, part in enumerate(parts):
-            if rank != self._me:
-                self._room(slot, rank, part.nbytes).copy_(as_bytes(part))
-        written, _ = self._others()
-        summands = [parts[self._me]] * len(parts)
-        for rank, theirs in written.items():
-            summands[rank] = self._room(theirs, self._me, like.nbytes).view(like.dtype)
+    def _exchange_shares(self, shares: Parts, like: torch.Tensor) -> Parts:
+        """Send each rank its share; return all ranks' shares for this rank, in rank order."""
+        slot = self._next_slot()
+        for rank, share in enumerate(shares):
+            if rank != self._rank_index:
+                self._share_region(slot, rank, share.nbytes).copy_(as_bytes(share))
+        written, _ = self._finish_round()
+        summands = [shares[self._rank_index]] * len(shares)
+        for rank, remote_slot in written.items():
+            summands[rank] = self._share_region(remote_slot, self._rank_index, like.nbytes).view(
+                like.dtype
+            )
         return summands
 
-    def _room(self, slot: torch.Tensor, rank: int, nbytes: int) -> torch.Tensor:
+    def _share_region(self, slot: torch.Tensor, rank: int, nbytes: int) -> torch.Tensor:
         """Return the region of a slot for one rank."""
-        return slot[rank * self._piece : rank * self._piece + nbytes]
+        return slot[rank * self._share_bytes : rank * self._share_bytes + nbytes]
 
     def _all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> None:
-        rows = buffer.view(len(self.peers), -1)
-        rows[self._me].copy_(sent)
+        blocks = buffer.view(len(self.peers), -1)
+        blocks[self._rank_index].copy_(sent)
         for start in range(0, sent.numel(), SLOT_BYTES):
             piece = sent[start : start + SLOT_BYTES]
-            self._mine()[: piece.numel()].copy_(piece)
-            written, _ = self._others()
+            self._next_slot()[: piece.numel()].copy_(piece)
+            written, _ = self._finish_round()
             for rank, slot in written.items():
-                rows[rank, start : start + piece.numel()].copy_(slot[: piece.numel()])
+                blocks[rank, start : start + piece.numel()].copy_(slot[: piece.numel()])
 
-    def _all_to_all(self, parts: Parts, pieces: Parts) -> None:
-        parts[self._me].copy_(pieces[self._me])
-        largest = max(piece.numel() for piece in pieces)
+    def _all_to_all(self, received: Parts, sent: Parts) -> None:
+        received[self._rank_index].copy_(sent[self._rank_index])
+        largest = max(block.numel() for block in sent)
         more, start = 1, 0
-        while more:  # as often as the largest piece of any rank needs
-            slot, stop = self._mine(), start + self._piece
-            for rank, piece in enumerate(pieces):
-                if rank != self._me:
-                    there = piece[start:stop]
-                    self._room(slot, rank, there.numel()).copy_(there)
-            written, more = self._others(max(-(-(largest - stop) // self._piece), 0))
-            for rank, theirs in written.items():
-                there = parts[rank][start:stop]
-                there.copy_(self._room(theirs, self._me, there.numel()))
+        while more:  # until the largest block of any rank is sent
+            slot, stop = self._next_slot(), start + self._share_bytes
+            for rank, block in enumerate(sent):
+                if rank != self._rank_index:
+                    chunk = block[start:stop]
+                    self._share_region(slot, rank, chunk.numel()).copy_(chunk)
+            written, more = self._finish_round(max(-(-(largest - stop) // self._share_bytes), 0))
+            for rank, remote_slot in written.items():
+                chunk = received[rank][start:stop]
+                chunk.copy_(self._share_region(remote_slot, self._rank_index, chunk.numel()))
             start = stop
 
 
-def _exchanged(peers: Sequence[PeerSocket | None], fd: int) -> Iterator[Arena]:
-    """Send this rank's memory to the others; yield theirs, in their order."""
-    there = [peer for peer in peers if peer is not None]
-    for peer in there:
+def _exchange_arenas(peers: Sequence[PeerSocket | None], fd: int) -> Iterator[Arena]:
+    """Send this rank's arena to the others; yield theirs, in rank order."""
+    remote_peers = [peer for peer in peers if peer is not None]
+    for peer in remote_peers:
         peer.send_descriptor(fd)
-    for peer in there:
+    for peer in remote_peers:
         yield Arena.attach(peer.receive_descriptor())
 
 
-def cut(piece: torch.Tensor, count: int) -> Parts:
-    """Split a piece into ``count`` parts, the last ones perhaps empty."""
+def split_evenly(piece: torch.Tensor, count: int) -> Parts:
+    """Split a piece into ``count`` shares, the last ones perhaps empty."""
     size = -(-piece.numel() // count)
     return [piece[rank * size : (rank + 1) * size] for rank in range(count)]
 
 
-# -- collectives of large tensors between ranks on several hosts, over their connections -----------
-# Tensors go piece by piece. An all-reduce is a reduce-scatter and an all-gather of each piece:
-# each rank reduces its part in rank order, and sends the result to all, with the same bits as on
-# one host. While others' parts of a piece are in flight, those of the next one are sent; each
+# -- collectives between hosts ---------------------------------------------------------------------
+# Tensors are sent piece by piece. An all-reduce is a reduce-scatter and an all-gather of each
+# piece: each rank reduces its share in rank order and sends the result to all, with the same bits
+# as on one host. Pieces are pipelined: the next one is sent while the last one is in flight. Each
 # rank sends as many bytes as in a ring all-reduce.
 
 PIECE_BYTES = 1 << 20
-"""Of what goes to one rank at a time."""
+"""Bytes of the data that is sent to one rank at a time."""
 
 
 class PeerBackend(InTurn):
-    """This rank's end of an axis. For CPU tensors.
+    """Collectives of one axis over connections, for CPU tensors of ranks on several hosts.
 
     Args:
         peers: the ranks of the axis in their order; None for this one.
@@ -197,77 +202,81 @@ class PeerBackend(InTurn):
     def __init__(self, peers: Sequence[Peer | None]) -> None:
         super().__init__("lazygt-peers")
         self.peers = tuple(peers)
-        self._me = self.peers.index(None)
+        self._rank_index = self.peers.index(None)
 
     # -- the collectives ---------------------------------------------------------------------
 
     def _all_reduce(self, buffer: torch.Tensor, op: str) -> None:
         count = len(self.peers)
         step = PIECE_BYTES // buffer.itemsize * count
-        pieces = [cut(piece, count) for piece in buffer.split(step)]
+        pieces = [split_evenly(piece, count) for piece in buffer.split(step)]
 
         def reduce(number: int) -> None:
-            here = pieces[number][self._me]
-            reduce_in_order(self._summands(here, here), op, here)
-            self._send([here] * count)
+            own_share = pieces[number][self._rank_index]
+            reduce_in_order(self._receive_shares(own_share, own_share), op, own_share)
+            self._send([own_share] * count)
             if number:
                 self._receive(pieces[number - 1])
 
-        _in_rounds(len(pieces), lambda number: self._send(pieces[number]), reduce)
+        _pipelined(len(pieces), lambda number: self._send(pieces[number]), reduce)
         self._receive(pieces[-1])
 
     def _reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> None:
         step = PIECE_BYTES // buffer.itemsize
-        rows = [row.split(step) for row in sent.view(len(self.peers), -1).unbind()]
+        blocks = [block.split(step) for block in sent.view(len(self.peers), -1).unbind()]
         results = buffer.split(step)
 
         def reduce(number: int) -> None:
-            into = results[number]
-            reduce_in_order(self._summands(rows[self._me][number], into), op, into)
+            result = results[number]
+            reduce_in_order(
+                self._receive_shares(blocks[self._rank_index][number], result), op, result
+            )
 
-        _in_rounds(len(results), lambda number: self._send([row[number] for row in rows]), reduce)
+        _pipelined(
+            len(results), lambda number: self._send([block[number] for block in blocks]), reduce
+        )
 
     def _all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> None:
-        rows = buffer.view(len(self.peers), -1)
-        self._all_to_all(list(rows.unbind()), [sent] * len(self.peers))
+        blocks = buffer.view(len(self.peers), -1)
+        self._all_to_all(list(blocks.unbind()), [sent] * len(self.peers))
 
-    def _all_to_all(self, parts: Parts, pieces: Parts) -> None:
-        parts[self._me].copy_(pieces[self._me])
-        largest = max(each.numel() for each in (*parts, *pieces))
+    def _all_to_all(self, received: Parts, sent: Parts) -> None:
+        received[self._rank_index].copy_(sent[self._rank_index])
+        largest = max(block.numel() for block in (*received, *sent))
 
-        def there(whole: Parts, number: int) -> Parts:
+        def chunks(blocks: Parts, number: int) -> Parts:
             start = number * PIECE_BYTES
-            return [each[start : start + PIECE_BYTES] for each in whole]
+            return [block[start : start + PIECE_BYTES] for block in blocks]
 
-        _in_rounds(
+        _pipelined(
             -(-largest // PIECE_BYTES),
-            lambda number: self._send(there(pieces, number)),
-            lambda number: self._receive(there(parts, number)),
+            lambda number: self._send(chunks(sent, number)),
+            lambda number: self._receive(chunks(received, number)),
         )
 
     # -- rounds ------------------------------------------------------------------------------
 
-    def _send(self, parts: Parts) -> None:
-        """Send each rank its part."""
-        for peer, part in zip(self.peers, parts, strict=True):
+    def _send(self, shares: Parts) -> None:
+        """Send each rank its share."""
+        for peer, share in zip(self.peers, shares, strict=True):
             if peer is not None:
-                peer.send(_data(part))
+                peer.send(_memory_of(share))
 
-    def _receive(self, parts: Parts) -> None:
-        """Receive a part from each rank."""
-        for peer, part in zip(self.peers, parts, strict=True):
+    def _receive(self, shares: Parts) -> None:
+        """Receive a share from each rank."""
+        for peer, share in zip(self.peers, shares, strict=True):
             if peer is not None:
-                peer.receive(_data(part))
+                peer.receive(_memory_of(share))
 
-    def _summands(self, here: torch.Tensor, like: torch.Tensor) -> Parts:
-        """Receive all ranks' parts for this one; return them in rank order."""
-        parts = [here if peer is None else torch.empty_like(like) for peer in self.peers]
-        self._receive(parts)
-        return parts
+    def _receive_shares(self, own_share: torch.Tensor, like: torch.Tensor) -> Parts:
+        """Receive all ranks' shares for this rank; return them in rank order."""
+        shares = [own_share if peer is None else torch.empty_like(like) for peer in self.peers]
+        self._receive(shares)
+        return shares
 
 
-def _in_rounds(count: int, send: Callable[[int], None], receive: Callable[[int], None]) -> None:
-    """Pipeline rounds: send the next round's parts before receiving this round's."""
+def _pipelined(count: int, send: Callable[[int], None], receive: Callable[[int], None]) -> None:
+    """Pipeline rounds: send the next round's data before receiving this round's."""
     for number in range(count + 1):
         if number < count:
             send(number)
@@ -275,5 +284,5 @@ def _in_rounds(count: int, send: Callable[[int], None], receive: Callable[[int],
             receive(number - 1)
 
 
-def _data(part: torch.Tensor) -> memoryview:
+def _memory_of(part: torch.Tensor) -> memoryview:
     return as_bytes(part).numpy().data

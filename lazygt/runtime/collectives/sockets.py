@@ -1,11 +1,10 @@
-"""UNIX sockets between each two ranks that share an axis; only their user can reach them.
+"""UNIX sockets between ranks of one host that share an axis; only their user can connect.
 
-They are for ranks on one host; `encrypted` connections lead to other hosts. Gloo would listen on a
-TCP port instead, where anybody may connect, and hand each message to a thread of its own on either
-side: for 32 KiB between two ranks on four cores that took 170 us, and 4 ms in one of ten; a socket
-takes 11 us.
+Connections to other hosts are encrypted (see ``rendezvous``). Gloo would listen on a TCP port
+instead, where anybody may connect, and hand each message to a thread on either side: for 32 KiB
+between two ranks on four cores that took 170 us, and 4 ms in one of ten; a socket takes 11 us.
 
-Each message of a socket is read in its turn. A send never waits: bytes beyond the socket's room are
+Messages of a socket are read in order. A send never waits: bytes beyond the socket's buffer are
 sent by a thread, so ranks that send to each other cannot deadlock.
 """
 
@@ -24,7 +23,9 @@ from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
 
-_ROOM = 1 << 20  # bytes that a socket is asked to take without a reader; the host may allow fewer
+_SEND_BUFFER_BYTES = (
+    1 << 20
+)  # bytes that a socket is asked to take without a reader; the host may allow fewer
 _NUMBER = struct.Struct("<Q")
 _HELLO = struct.Struct("<QII")  # number of the group, rank, index of its socket
 _WELCOME = b"w"
@@ -47,9 +48,9 @@ class Peer(ABC):
 
     @property
     def has_sent(self) -> bool | None:
-        """True if there is something to receive, or the other has left; None if unknown.
+        """True if there is data to receive, or the peer has left; None if unknown.
 
-        For any thread.
+        Thread-safe.
         """
         return None
 
@@ -58,7 +59,7 @@ class Peer(ABC):
         """Send bytes. Does not wait; they may be overwritten as soon as this returns.
 
         Args:
-            given: True if they never will be, so that no copy is needed.
+            given: True if the caller never overwrites them, so that no copy is needed.
 
         Raises:
             ConnectionError: the other rank has left.
@@ -66,7 +67,7 @@ class Peer(ABC):
 
     @abstractmethod
     def receive(self, room: memoryview) -> None:
-        """Fill ``room`` with the next bytes from the other.
+        """Fill the buffer ``room`` with the next bytes from the peer.
 
         Raises:
             ConnectionError: the other rank has left.
@@ -75,7 +76,7 @@ class Peer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave: the other reads all sent bytes, and then that this rank has left.
+        """Leave: the peer reads all sent bytes, and then the end of the connection.
 
         Does not wait: unsent bytes are sent in the background.
         """
@@ -86,32 +87,32 @@ class Peer(ABC):
         self.send(memoryview(_NUMBER.pack(len(data)) + data))
 
     def receive_text(self) -> str:
-        """Receive a text that the other sent with ``send_text``; as ``receive``."""
+        """Receive a text that the peer sent with ``send_text``; as ``receive``."""
         number = bytearray(_NUMBER.size)
         self.receive(memoryview(number))
         data = bytearray(*_NUMBER.unpack(number))
         self.receive(memoryview(data))
         return data.decode()
 
-    def _left(self) -> ConnectionError:
+    def _left_error(self) -> ConnectionError:
         return ConnectionError(f"rank {self.rank} has left: the connection to it is closed")
 
-    def _silent(self) -> TimeoutError:
+    def _timeout_error(self) -> TimeoutError:
         return TimeoutError(f"rank {self.rank} sent nothing for {self._timeout:g} seconds")
 
 
 class PeerSocket(Peer):
     """Another rank of this host, at the other end of a UNIX socket."""
 
-    def __init__(self, end: socket.socket, rank: int, timeout: float) -> None:
+    def __init__(self, connection: socket.socket, rank: int, timeout: float) -> None:
         super().__init__(rank, timeout)
-        self._end = end
-        end.setblocking(True)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
+        self._socket = connection
+        connection.setblocking(True)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         # the kernel's own timeout: Python's costs a poll a message
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time(timeout))
-        self._late: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()
-        #: one is counted by the sender, one by the thread: equal when the socket has it all
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
+        self._unsent: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()
+        #: chunks queued by the sender, and sent by the thread; equal: nothing is unsent
         self._queued = self._sent = 0
         self._thread: threading.Thread | None = None
         self._failure: OSError | None = None
@@ -120,92 +121,92 @@ class PeerSocket(Peer):
     @property
     def has_sent(self) -> bool:
         """See `Peer`."""
-        if self._end.fileno() < 0:
+        if self._socket.fileno() < 0:
             return True
         poller = select.poll()
-        poller.register(self._end, select.POLLIN)
+        poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0))
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 once it is closed."""
-        return self._end.fileno()
+        return self._socket.fileno()
 
     def send(self, data: memoryview, *, given: bool = False) -> None:
-        """See `Peer`: bytes beyond the socket's room are sent by a thread."""
+        """See `Peer`: bytes beyond the socket's buffer are sent by a thread."""
         if self._failure is not None:
-            raise self._left() from self._failure
+            raise self._left_error() from self._failure
         done = 0
         if self._queued == self._sent and len(data):
             try:
-                done = self._end.send(data, socket.MSG_DONTWAIT)
+                done = self._socket.send(data, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 done = 0
             except OSError as error:
-                raise self._left() from error
+                raise self._left_error() from error
         if done < len(data):
-            self._later(data[done:] if given else bytes(data[done:]))
+            self._queue_for_thread(data[done:] if given else bytes(data[done:]))
 
-    def receive(self, room: memoryview) -> None:
+    def receive(self, remaining: memoryview) -> None:
         """See `Peer`."""
         self.awaited = True
         try:
-            while len(room):
+            while len(remaining):
                 try:
-                    count = self._end.recv_into(room, 0, socket.MSG_WAITALL)
+                    count = self._socket.recv_into(remaining, 0, socket.MSG_WAITALL)
                 except BlockingIOError:
-                    raise self._silent() from None
+                    raise self._timeout_error() from None
                 except OSError as error:
-                    raise self._left() from error
+                    raise self._left_error() from error
                 if not count:
-                    raise self._left()
-                room = room[count:]
+                    raise self._left_error()
+                remaining = remaining[count:]
         finally:
             self.awaited = False
 
     def send_descriptor(self, fd: int) -> None:
         """Send a file descriptor, before anything else; as ``send``."""
         try:
-            socket.send_fds(self._end, [_WELCOME], [fd])
+            socket.send_fds(self._socket, [_WELCOME], [fd])
         except OSError as error:
-            raise self._left() from error
+            raise self._left_error() from error
 
     def receive_descriptor(self) -> int:
         """Receive the other's descriptor, as this process's own; as ``receive``."""
         try:
-            _, fds, _, _ = socket.recv_fds(self._end, len(_WELCOME), 1)
+            _, fds, _, _ = socket.recv_fds(self._socket, len(_WELCOME), 1)
         except BlockingIOError:
-            raise self._silent() from None
+            raise self._timeout_error() from None
         except OSError as error:
-            raise self._left() from error
+            raise self._left_error() from error
         if not fds:
-            raise self._left()
+            raise self._left_error()
         os.set_inheritable(fds[0], False)
         return fds[0]
 
     def close(self) -> None:
         """See `Peer`: the thread hangs up when it has sent the rest."""
         self._closing = True
-        self._late.put(None)
+        self._unsent.put(None)
         if self._thread is None or not self._thread.is_alive() or self._queued == self._sent:
             self._hang_up()
 
     def _hang_up(self) -> None:
         with suppress(OSError):  # the other has left before
-            self._end.shutdown(socket.SHUT_RDWR)
-        self._end.close()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
-    def _later(self, data: bytes | memoryview) -> None:
+    def _queue_for_thread(self, data: bytes | memoryview) -> None:
         self._queued += 1
-        self._late.put(data)
+        self._unsent.put(data)
         if self._thread is None:
             name = f"lazygt-send-{self.rank}"
-            self._thread = threading.Thread(target=self._send_late, name=name, daemon=True)
+            self._thread = threading.Thread(target=self._send_unsent, name=name, daemon=True)
             self._thread.start()
 
-    def _send_late(self) -> None:
-        while (data := self._late.get()) is not None:
+    def _send_unsent(self) -> None:
+        while (data := self._unsent.get()) is not None:
             try:
-                self._end.sendall(data)
+                self._socket.sendall(data)
             except OSError as error:
                 self._failure = error
                 break
@@ -215,22 +216,22 @@ class PeerSocket(Peer):
 
 
 def late(peers: Sequence[Peer | None]) -> list[int]:
-    """Return the awaited ones of ranks that are read one after another.
+    """Return the ranks that a thread waits for, given peers that are read one after another.
 
-    They have sent nothing yet. Empty if no thread waits.
+    These have sent nothing yet. Empty if no thread waits.
     """
-    others = [peer for peer in peers if peer is not None]
-    for place, peer in enumerate(others):
+    remote = [peer for peer in peers if peer is not None]
+    for index, peer in enumerate(remote):
         if peer.awaited:
-            later = [other.rank for other in others[place + 1 :] if other.has_sent is False]
-            return later if peer.has_sent else [peer.rank, *later]
+            silent = [other.rank for other in remote[index + 1 :] if other.has_sent is False]
+            return silent if peer.has_sent else [peer.rank, *silent]
     return []
 
 
 def first_to_leave(peers: Sequence[Peer], is_over: Callable[[], bool]) -> int | None:
-    """Wait until a rank of this host has closed its end; return the rank.
+    """Wait until a rank of this host has closed its socket; return the rank.
 
-    The kernel closes the end of one that dies.
+    The kernel closes the socket of a process that dies.
 
     Args:
         is_over: returns whether to stop waiting; called twice a second.
@@ -253,7 +254,7 @@ class Ends(NamedTuple):
 
     Attributes:
         small: carries collectives of small values.
-        large: carries the places of large values in shared memory; between hosts, the values.
+        large: carries the offsets of large values in shared memory; between hosts, the values.
         single: carries point-to-point values.
     """
 
@@ -263,14 +264,14 @@ class Ends(NamedTuple):
 
 
 class Rendezvous:
-    """Socket at which other ranks find this one, in this group and in all later ones.
+    """Listener for the connections of other ranks of this host, in this and all later groups.
 
-    The client has made the sockets before any rank starts, in a directory that only its user can
-    enter; so no rank waits for a socket to appear, and no one else can connect.
+    The client creates the listening sockets before any rank starts, in a directory that only its
+    user can enter. So no rank waits for a socket to appear, and no other user can connect.
 
     Args:
         listener: a descriptor of this rank's own socket, closed with this.
-        place_of: returns the path of a rank's socket.
+        path_of: returns the path of a rank's socket.
         timeout: seconds to wait for another rank.
 
     Attributes:
@@ -280,13 +281,13 @@ class Rendezvous:
     store: Any = None
 
     def __init__(
-        self, rank: int, listener: int, place_of: Callable[[int], str], timeout: float
+        self, rank: int, listener: int, path_of: Callable[[int], str], timeout: float
     ) -> None:
-        self._rank, self._place_of, self._timeout = rank, place_of, timeout
+        self._rank, self._path_of, self._timeout = rank, path_of, timeout
         self._listener = socket.socket(fileno=listener)
         self._listener.set_inheritable(False)
         #: accepted connections, by the group's number, rank and index of its socket
-        self._visitors: dict[tuple[int, int, int], socket.socket] = {}
+        self._accepted: dict[tuple[int, int, int], socket.socket] = {}
 
     def meet(self, number: int, others: Collection[int]) -> dict[int, Ends]:
         """Connect with other ranks, all of which do the same for the group of this number.
@@ -294,100 +295,105 @@ class Rendezvous:
         Raises:
             OSError: a rank could not be reached, or did not come in time.
         """
-        for key in [key for key in self._visitors if key[0] < number]:
-            self._visitors.pop(key).close()  # came for a group that never was
-        found: dict[tuple[int, int], socket.socket] = {}
+        for key in [key for key in self._accepted if key[0] < number]:
+            self._accepted.pop(key).close()  # came for a group that was abandoned
+        connections: dict[tuple[int, int], socket.socket] = {}
         try:
-            for rank, which in product(others, range(len(Ends._fields))):
+            for rank, index in product(others, range(len(Ends._fields))):
                 if rank < self._rank:
-                    found[rank, which] = self._visit(number, rank, which)
-            for rank, which in product(others, range(len(Ends._fields))):
+                    connections[rank, index] = self._connect(number, rank, index)
+            for rank, index in product(others, range(len(Ends._fields))):
                 if rank > self._rank:
-                    found[rank, which] = self._visited(number, rank, which)
-            for (rank, _), end in found.items():
+                    connections[rank, index] = self._await_connection(number, rank, index)
+            for (rank, _), connection in connections.items():
                 if rank < self._rank:
-                    self._welcomed(end, rank)
+                    self._await_welcome(connection, rank)
         except BaseException:
-            for end in found.values():
-                end.close()
+            for connection in connections.values():
+                connection.close()
             raise
-        ends = range(len(Ends._fields))
+        indices = range(len(Ends._fields))
         return {
-            rank: Ends(*(PeerSocket(found[rank, which], rank, self._timeout) for which in ends))
+            rank: Ends(
+                *(PeerSocket(connections[rank, index], rank, self._timeout) for index in indices)
+            )
             for rank in others
         }
 
     def close(self) -> None:
         """Stop accepting other ranks. Idempotent."""
         self._listener.close()
-        for end in self._visitors.values():
+        for end in self._accepted.values():
             end.close()
-        self._visitors.clear()
+        self._accepted.clear()
 
-    def _visit(self, number: int, rank: int, which: int) -> socket.socket:
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def _connect(self, number: int, rank: int, index: int) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             # again the kernel's: with Python's a socket at which many wait would turn this one away
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(self._timeout))
-            end.connect(self._place_of(rank))
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(0))
-            end.settimeout(self._timeout)
-            end.sendall(_HELLO.pack(number, self._rank, which))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self._timeout))
+            connection.connect(self._path_of(rank))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(0))
+            connection.settimeout(self._timeout)
+            connection.sendall(_HELLO.pack(number, self._rank, index))
         except BlockingIOError:
-            end.close()
-            raise self._too_late(rank) from None
+            connection.close()
+            raise self._late_error(rank) from None
         except BaseException:
-            end.close()
+            connection.close()
             raise
-        return end
+        return connection
 
-    def _welcomed(self, end: socket.socket, rank: int) -> None:
-        """Wait until a visited rank has begun to meet, too."""
+    def _await_welcome(self, connection: socket.socket, rank: int) -> None:
+        """Wait until the connected rank has accepted the connection for this group."""
         try:
-            said = end.recv(len(_WELCOME))
+            answer = connection.recv(len(_WELCOME))
         except TimeoutError:
-            raise self._too_late(rank) from None
-        if said != _WELCOME:
+            raise self._late_error(rank) from None
+        if answer != _WELCOME:
             raise ConnectionError(f"rank {rank} has left")
 
-    def _visited(self, number: int, rank: int, which: int) -> socket.socket:
-        """Return the connection of an expected rank; earlier ones of others are kept."""
-        until = time.monotonic() + self._timeout
-        while (number, rank, which) not in self._visitors:
-            self._listener.settimeout(max(until - time.monotonic(), 1e-3))
+    def _await_connection(self, number: int, rank: int, index: int) -> socket.socket:
+        """Accept connections until an expected one has come; cache the others."""
+        deadline = time.monotonic() + self._timeout
+        while (number, rank, index) not in self._accepted:
+            self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
-                end, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except TimeoutError:
-                raise self._too_late(rank) from None
-            self._admit(end, number)
-            if any(later > number and who == rank for later, who, _ in self._visitors):
+                raise self._late_error(rank) from None
+            self._admit(connection, number)
+            if any(later > number and other == rank for later, other, _ in self._accepted):
                 raise ConnectionError(f"rank {rank} came for a later group: it had died before")
-        end = self._visitors.pop((number, rank, which))
-        end.sendall(_WELCOME)
-        return end
+        connection = self._accepted.pop((number, rank, index))
+        connection.sendall(_WELCOME)
+        return connection
 
-    def _admit(self, end: socket.socket, number: int) -> None:
+    def _admit(self, connection: socket.socket, number: int) -> None:
         """Accept a connection of this user's processes, unless their group has been left."""
-        end.settimeout(self._timeout)
-        if is_own(end) and len(hello := end.recv(_HELLO.size, socket.MSG_WAITALL)) == _HELLO.size:
+        connection.settimeout(self._timeout)
+        if (
+            is_same_user(connection)
+            and len(hello := connection.recv(_HELLO.size, socket.MSG_WAITALL)) == _HELLO.size
+        ):
             key = _HELLO.unpack(hello)
             if key[0] >= number:
-                self._visitors[key] = end
+                self._accepted[key] = connection
                 return
-        end.close()
+        connection.close()
 
-    def _too_late(self, rank: int) -> TimeoutError:
+    def _late_error(self, rank: int) -> TimeoutError:
         return TimeoutError(f"rank {rank} did not come within {self._timeout:g} seconds")
 
 
-def _time(seconds: float) -> bytes:
+def _timeval(seconds: float) -> bytes:
     """Return seconds as the kernel's timeval; 0: for ever."""
-    whole = int(seconds)
-    return _TIME.pack(whole, int((seconds - whole) * 1e6))
+    full_seconds = int(seconds)
+    return _TIME.pack(full_seconds, int((seconds - full_seconds) * 1e6))
 
 
-def is_own(end: socket.socket) -> bool:
+def is_same_user(connection: socket.socket) -> bool:
     """Return whether a process of this user is at the other end."""
-    asked = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(asked)[1]
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(credentials)[1]
     return user == os.geteuid()

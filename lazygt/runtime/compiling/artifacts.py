@@ -1,8 +1,7 @@
 """Artifacts: compiled groups on disk, each with a record of its speedup.
 
-A record holds a checksum of itself and of the code, which is named by it as well. Disks fill up
-and machines lose power: code that differs from the written code is never loaded, and is compiled
-again.
+A record contains a checksum of itself and of the code, whose file name contains it too. Disks fill
+up and machines lose power: damaged code is never loaded, and is compiled again.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ class Cache:
     """Directory of artifacts, stored as ``KEY.json`` and ``KEY-CHECKSUM.so``.
 
     Args:
-        place: its path; None: the user's own, see ``cache_place``.
+        place: path of the directory; None: the user's default, see ``cache_place``.
     """
 
     def __init__(self, place: str | None = None) -> None:
         self.place = cache_place(place)
 
     def directory(self) -> Path:
-        """Return the directory, which is made if it is missing.
+        """Return the directory, created if it is missing.
 
         Raises:
             PermissionError: as ``private_directory``.
@@ -72,7 +71,7 @@ class Cache:
         """Return the path of an artifact's compiled code, after a check of its checksum.
 
         Raises:
-            ValueError: that is no key, or there is no such artifact, or it is damaged.
+            ValueError: ``key`` is no key, or the artifact is missing or damaged.
             PermissionError: as ``directory``.
         """
         _check(key)
@@ -82,10 +81,10 @@ class Cache:
         return record[1]
 
     def find(self, key: str) -> Record | None:
-        """Return the record of an artifact that is there whole; None if it is missing or damaged.
+        """Return the record of an intact artifact; None if it is missing or damaged.
 
         Raises:
-            ValueError: that is no key.
+            ValueError: ``key`` is no key.
             PermissionError: as ``directory``.
         """
         _check(key)
@@ -94,21 +93,21 @@ class Cache:
 
     def _read(self, key: str) -> tuple[Record, Path] | None:
         """Return an artifact's record and the path of its code; None: missing or damaged."""
-        place = self.directory()
+        directory = self.directory()
         try:
-            record, checksum = _decoded((place / f"{key}.json").read_bytes())
-            code = place / _code_name(key, checksum)
-            whole = checksum == _checksum(code.read_bytes(), asdict(record))
+            record, checksum = _decoded((directory / f"{key}.json").read_bytes())
+            code = directory / _code_name(key, checksum)
+            is_intact = checksum == _checksum(code.read_bytes(), asdict(record))
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None  # missing, or not written by us: it is compiled again
-        return (record, code) if whole else None
+        return (record, code) if is_intact else None
 
     def copy_of(self, key: str) -> tuple[bytes, bytes]:
         """Return the record and the code of an artifact, as another machine's cache takes them.
 
         Raises:
-            OSError: it is not there (any more).
-            ValueError: it is damaged.
+            OSError: the artifact is missing.
+            ValueError: the record is damaged.
         """
         record = (self.directory() / f"{key}.json").read_bytes()
         try:
@@ -121,8 +120,8 @@ class Cache:
         """Store a copy of an artifact from another machine's cache.
 
         Raises:
-            ValueError: that is no key, or it is damaged.
-            OSError: it can't be written, or as ``directory``.
+            ValueError: ``key`` is no key, or the copy is damaged.
+            OSError: the files can't be written, or as ``directory``.
         """
         _check(key)
         known, checksum = _decoded(record)
@@ -131,12 +130,12 @@ class Cache:
         self.keep(key, code, known)
 
     def keep(self, key: str, code: bytes, record: Record) -> None:
-        """Store an artifact; its record is written last, so that it stands for the whole."""
+        """Store an artifact; the record is written last, so it exists only with the code."""
         fields = asdict(record)
         checksum = _checksum(code, fields)
-        place = self.directory()
-        replace(place / _code_name(key, checksum), code)
-        replace(place / f"{key}.json", json.dumps(fields | {"checksum": checksum}).encode())
+        directory = self.directory()
+        replace(directory / _code_name(key, checksum), code)
+        replace(directory / f"{key}.json", json.dumps(fields | {"checksum": checksum}).encode())
 
 
 def _check(key: str) -> None:
@@ -151,7 +150,7 @@ def _decoded(record: bytes) -> tuple[Record, str]:
         ValueError, KeyError, TypeError, OverflowError, RecursionError: it is no record of ours.
     """
     fields = json.loads(record)
-    times = tuple((int(n), float(eager), float(mine)) for n, eager, mine in fields["times"])
+    times = tuple((int(n), float(eager), float(compiled)) for n, eager, compiled in fields["times"])
     if not times:
         raise ValueError("a record without times")
     return Record(float(fields["seconds"]), times), str(fields["checksum"])
@@ -166,11 +165,10 @@ def _checksum(code: bytes, record: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode() + b"\0" + code).hexdigest()
 
 
-# -- installs: compiled artifacts on hosts that don't see the client's cache -----------------------
-# A rank of each such host is asked whether its cache has an artifact, and is sent the missing
-# ones; the next session finds them there. Only when all hosts have a plan's artifacts is it
-# swapped, on all ranks at once: compiled code may round in another way, and no two ranks may
-# differ in that.
+# -- installation of artifacts on other hosts ------------------------------------------------------
+# One rank of each host without the client's cache is queried for artifacts and receives missing
+# ones, which stay there for later sessions. A plan is swapped on all ranks at once, after all hosts
+# have its artifacts: compiled code may round differently, and ranks must not differ in that.
 
 
 class Tell(Protocol):
@@ -180,89 +178,102 @@ class Tell(Protocol):
 
 
 class Installs:
-    """Artifacts on other hosts.
+    """State of artifacts on other hosts.
 
     Args:
-        elsewhere: returns the current hosts, each with one of its ranks.
+        remote_hosts: returns the current hosts, each with one of its ranks.
         cache: the client's.
 
     Attributes:
-        pending: (artifact, host) without an answer yet.
-        error: the reason against compiled code on a host; empty: none has been reported.
+        pending: (artifact, host) of unanswered requests.
+        error: a host's reason against compiled code; empty: none was reported.
     """
 
     def __init__(
-        self, elsewhere: Callable[[], Mapping[int, int]], cache: Cache, device: str, tell: Tell
+        self,
+        remote_hosts: Callable[[], Mapping[int, int]],
+        cache: Cache,
+        device: str,
+        send_message: Tell,
     ) -> None:
-        self._elsewhere, self._cache, self._device, self._tell = elsewhere, cache, device, tell
+        self._remote_hosts, self._cache, self._device, self._send_message = (
+            remote_hosts,
+            cache,
+            device,
+            send_message,
+        )
         self.pending: set[tuple[str, int]] = set()
-        #: those of them with code that was sent
-        self._given: set[tuple[str, int]] = set()
-        self._there: set[tuple[str, int]] = set()
+        #: those of ``pending`` with code that was sent
+        self._sent_code: set[tuple[str, int]] = set()
+        self._installed: set[tuple[str, int]] = set()
         self.error = ""
 
     def ready(self, keys: Iterable[str]) -> bool:
         """Return whether all hosts have these artifacts; request those not requested before.
 
         Args:
-            keys: of artifacts; an empty one asks whether code that is compiled here runs there.
+            keys: keys of artifacts; the empty key queries whether locally compiled code runs there.
         """
         if self.error:
             return False
-        hosts = self._elsewhere()
+        hosts = self._remote_hosts()
         wanted = [(key, host) for key in keys for host in hosts]
         for key, host in wanted:
-            if (key, host) not in self._there | self.pending:
+            if (key, host) not in self._installed | self.pending:
                 self.pending.add((key, host))
-                self._ask(key, hosts[host])
-        return self._there.issuperset(wanted)
+                self._request(key, hosts[host])
+        return self._installed.issuperset(wanted)
 
-    def _ask(self, key: str, rank: int) -> None:
-        self._tell(rank, Install(key, toolchain(self._device)))
+    def _request(self, key: str, rank: int) -> None:
+        self._send_message(rank, Install(key, toolchain(self._device)))
 
-    def answered(self, rank: int, told: Installed) -> None:
-        """Take a rank's answer."""
-        hosts = self._elsewhere()
-        for about in [(told.key, host) for host, asked in hosts.items() if asked == rank]:
-            if about not in self.pending:
-                continue  # it was asked twice, before a recovery and after it
-            if told.lacks and not told.error and about not in self._given:
-                self._given.add(about)
-                self._give(told.key, rank)
+    def answered(self, rank: int, installed: Installed) -> None:
+        """Handle a rank's answer: send missing code, or note success or failure."""
+        hosts = self._remote_hosts()
+        for request in [
+            (installed.key, host) for host, host_rank in hosts.items() if host_rank == rank
+        ]:
+            if request not in self.pending:
+                continue  # requested twice, before a recovery and after it
+            if installed.lacks and not installed.error and request not in self._sent_code:
+                self._sent_code.add(request)
+                self._send_code(installed.key, rank)
                 continue
-            self.pending.discard(about)
-            self._given.discard(about)
-            error = told.error or ("its cache does not keep what it is given" if told.lacks else "")
+            self.pending.discard(request)
+            self._sent_code.discard(request)
+            error = installed.error or (
+                "its cache does not keep what it is given" if installed.lacks else ""
+            )
             if error:
                 self.error = self.error or f"worker {rank}: {error}"
             else:
-                self._there.add(about)
+                self._installed.add(request)
 
-    def _give(self, key: str, rank: int) -> None:
+    def _send_code(self, key: str, rank: int) -> None:
         try:
             artifact = self._cache.copy_of(key)
-            self._tell(rank, Install(key, toolchain(self._device)), artifact)
+            self._send_message(rank, Install(key, toolchain(self._device)), artifact)
         except (OSError, ValueError) as error:  # no longer there, or longer than a message may be
             self.answered(rank, Installed(key, error=f"it could not be sent: {error}"))
 
     def again(self) -> None:
         """Repeat requests after workers were replaced, before they get any other message.
 
-        They may be on new hosts. Unanswered requests are repeated. Artifacts of plans are given,
-        without asking, to all hosts that may lack them: an artifact is there before its plan is.
+        New workers may be on new hosts. Unanswered requests are repeated. Installed artifacts are
+        sent, without a query, to all hosts that may lack them, before the plans that use them.
         """
-        hosts = self._elsewhere()
-        self._given.clear()
-        known = {key for key, _ in self._there}
+        hosts = self._remote_hosts()
+        self._sent_code.clear()
+        known = {key for key, _ in self._installed}
         self.pending &= {(key, host) for key, _ in self.pending for host in hosts}
         for key, host in sorted(self.pending):
-            self._ask(key, hosts[host])
+            self._request(key, hosts[host])
         for key in sorted(known):
             for host, rank in hosts.items():
-                if (key, host) not in self._there | self.pending:
+                if (key, host) not in self._installed | self.pending:
                     self.pending.add((key, host))
-                    self._given.add((key, host))
+                    self._sent_code.add((key, host))
                     if key:
-                        self._give(key, rank)
+                        self._send_code(key, rank)
                     else:
-                        self._ask(key, rank)
+                        self._request(key, rank)

@@ -1,4 +1,4 @@
-"""The client's side of the compile process."""
+"""Client side of the compile process."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from lazygt.runtime.compiling.kernel_group import KernelGroup
 _PIPE_BYTES = 1 << 20
 
 
-_END_SECONDS = 5.0  # for a process that has closed its pipe, or was killed
+_EXIT_TIMEOUT = 5.0  # for a process that has closed its pipe, or was killed
 
 
 class Compiler:
     """Queue of groups to compile, one after another; the process starts with the first.
 
     Args:
-        frozen_after: seconds after which a process that is stopped is given up.
-        timeout: the same for one that answers nothing.
+        frozen_after: seconds after which a stopped process is killed.
+        timeout: seconds without an answer after which the process is killed.
 
     Attributes:
         pending: keys that were requested and not answered.
@@ -43,9 +43,9 @@ class Compiler:
     def __init__(self, device: str, cache: Cache, frozen_after: float, timeout: float) -> None:
         self._cache = cache
         self._frozen_after, self._timeout = frozen_after, timeout
-        #: time of its last answer, and time at which it was first seen stopped
-        self._heard = 0.0
-        self._stopped: float | None = None
+        #: time of the last answer, and time since which the process is stopped
+        self._last_answer = 0.0
+        self._stopped_since: float | None = None
         self.pending: set[str] = set()
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
@@ -53,7 +53,7 @@ class Compiler:
         self._unpacker = msgpack.Unpacker()
         self._waiting: deque[tuple[str, bytes]] = deque()
         #: keys that were written and not answered, with the bytes of their requests
-        self._written: dict[str, int] = {}
+        self._sent_bytes: dict[str, int] = {}
 
     @property
     def pid(self) -> int | None:
@@ -83,17 +83,17 @@ class Compiler:
         self._send()
 
     def _send(self) -> None:
-        """Write the requests that surely fit into the pipe, so that no step ever waits for it."""
+        """Write the requests that fit into the pipe, so that the client never blocks."""
         if self._process is None:
             return
         pipe = _pipe(self._process.stdin)
-        room = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+        capacity = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
         while self._waiting:
             key, data = self._waiting[0]
-            if self._written and sum(self._written.values()) + len(data) > room:
+            if self._sent_bytes and sum(self._sent_bytes.values()) + len(data) > capacity:
                 return
             self._waiting.popleft()
-            self._written[key] = len(data)
+            self._sent_bytes[key] = len(data)
             with contextlib.suppress(BrokenPipeError):  # `answers` finds that it ended
                 pipe.write(data)
                 pipe.flush()
@@ -107,19 +107,19 @@ class Compiler:
     def answers(self) -> dict[str, str]:
         """Return new answers: key -> error, empty for success. Does not wait."""
         answers: dict[str, str] = {}
-        told = select.poll()
+        poller = select.poll()
         if self.pending:
-            told.register(self.descriptor, select.POLLIN)
-        while self.pending and told.poll(0):
+            poller.register(self.descriptor, select.POLLIN)
+        while self.pending and poller.poll(0):
             data = os.read(self.descriptor, 1 << 16)
             if not data:
-                return answers | self._ended()
+                return answers | self._exit_errors()
             self._unpacker.feed(data)
             answers.update((answer["key"], answer["error"]) for answer in self._unpacker)
             self.pending -= answers.keys()
-            self._heard = time.monotonic()
+            self._last_answer = time.monotonic()
         for key in answers:
-            self._written.pop(key, None)
+            self._sent_bytes.pop(key, None)
         self._send()
         return answers
 
@@ -127,36 +127,36 @@ class Compiler:
         """End a process that will not answer; return an error for each pending key.
 
         Args:
-            since: start of the wait for it.
+            since: start of the wait, a time of the monotonic clock.
         """
         now = time.monotonic()
         if self._process is None or not self.pending:
             return {}
         if not is_stopped(self._process.pid):
-            self._stopped = None
-        elif self._stopped is None:
-            self._stopped = now
-        elif now - self._stopped >= self._frozen_after:
-            return self._lost("the compile process is stopped")
-        if now - max(since, self._heard) >= self._timeout:
-            return self._lost(
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since >= self._frozen_after:
+            return self._fail_pending("the compile process is stopped")
+        if now - max(since, self._last_answer) >= self._timeout:
+            return self._fail_pending(
                 f"the compile process has answered nothing for {self._timeout:g} s; "
                 f"lazygt.session(compile_timeout=...) waits longer"
             )
         return {}
 
-    def _ended(self) -> dict[str, str]:
+    def _exit_errors(self) -> dict[str, str]:
         """Return an error for each pending key of a process that has ended."""
         assert self._process is not None
         try:
-            code = self._process.wait(_END_SECONDS)
+            code = self._process.wait(_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
-            return self._lost("the compile process has hung up")
+            return self._fail_pending("the compile process has hung up")
         signalled = "signal SIGKILL" if code == -signal.SIGKILL else f"signal {-code}"
         how = self._oom_kills.explained(signalled if code < 0 else f"exit code {code}", "")
-        return self._lost(f"the compile process ended ({how})")
+        return self._fail_pending(f"the compile process ended ({how})")
 
-    def _lost(self, why: str) -> dict[str, str]:
+    def _fail_pending(self, why: str) -> dict[str, str]:
         errors = dict.fromkeys(self.pending, why)
         self.close()
         return errors
@@ -164,16 +164,16 @@ class Compiler:
     def close(self) -> None:
         """End the process and its children. May be called twice."""
         process, self._process = self._process, None
-        self._stopped = None
+        self._stopped_since = None
         self.pending.clear()
         self._waiting.clear()
-        self._written.clear()
+        self._sent_bytes.clear()
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):  # it ended by itself, its group with it
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # the disk hangs, say
-            process.wait(_END_SECONDS)
+            process.wait(_EXIT_TIMEOUT)
         for pipe in (process.stdin, process.stdout):
             _pipe(pipe).close()
 

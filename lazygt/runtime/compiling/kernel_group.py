@@ -1,9 +1,9 @@
-"""A fused node in the compiler's form, and the name of its artifact.
+"""Fused nodes as input of the compiler, and the keys of their artifacts.
 
-An artifact serves every fused node of the same structure: a group of pointwise ops on tensors of
-one shape is compiled for vectors of any length, others for their sizes, or with those dims left
-open that were seen to vary. Of horizontal ops a few lanes are compiled together, for vectors of any
-lengths.
+An artifact serves every fused node of the same structure. A group of pointwise ops on tensors of
+one shape is compiled for vectors of any length; other groups are compiled for their sizes, with
+dynamic dims where sizes were seen to vary. Of a horizontally fused group, a few per-tensor slices (lanes)
+are compiled together, for vectors of any lengths.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from lazygt.graph.ops import overload
 from lazygt.graph.per_tensor import LANES, Lanes, abreast, lanes_of
 from lazygt.host.gpus import host_gpus
 
-# -- ops that take a number, rewritten to take a tensor of one element in its stead ----------------
-# The compiled code of a group is made once for all numbers: they are operands of it.
+# -- decompositions of ops with numbers ------------------------------------------------------------
+# Each function takes one-element tensors instead of numbers, so that compiled code serves all
+# numbers: they are operands.
 
 _Optional = Tensor | None
 
@@ -59,9 +60,9 @@ def _threshold_backward(grad: Tensor, of: Tensor, threshold: Any) -> Tensor:
 def _var(x: Tensor, dims: Sequence[int] | None = None, *, correction: Any, keepdim: bool = False
          ) -> Tensor:  # fmt: skip
     dims = list(dims or range(x.dim()))
-    around = torch.var(x, dims, correction=0, keepdim=keepdim)
-    count = x.numel() / max(around.numel(), 1)
-    return torch.mul(around, count / (count - correction).clamp(min=0))
+    biased = torch.var(x, dims, correction=0, keepdim=keepdim)
+    count = x.numel() / max(biased.numel(), 1)
+    return torch.mul(biased, count / (count - correction).clamp(min=0))
 
 
 def _std(x: Tensor, dims: Sequence[int] | None = None, *, correction: Any, keepdim: bool = False
@@ -79,7 +80,7 @@ def _normalized(x: Tensor, dims: list[int], eps: Any) -> tuple[Tensor, Tensor, T
     return (x - mean) * rstd, mean, var, rstd
 
 
-def _scaled(x: Tensor, weight: _Optional, bias: _Optional) -> Tensor:
+def _affine(x: Tensor, weight: _Optional, bias: _Optional) -> Tensor:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
@@ -88,7 +89,7 @@ def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: _Optional, bias: _Optional, eps: Any
 ) -> tuple[Tensor, ...]:
     normal, mean, _, rstd = _normalized(x, list(range(x.dim() - len(shape), x.dim())), eps)
-    return _scaled(normal, weight, bias), mean, rstd
+    return _affine(normal, weight, bias), mean, rstd
 
 
 def _group_norm(
@@ -97,7 +98,7 @@ def _group_norm(
     normal, mean, _, rstd = _normalized(x.reshape(n, groups, -1), [2], eps)
     normal = normal.reshape(x.shape)
     columns = [None if each is None else _by_channel(each, x) for each in (weight, bias)]
-    return _scaled(normal, *columns), mean.reshape(n, groups), rstd.reshape(n, groups)
+    return _affine(normal, *columns), mean.reshape(n, groups), rstd.reshape(n, groups)
 
 
 def _batch_norm(
@@ -116,11 +117,11 @@ def _batch_norm(
         assert running_var is not None
         rstd = torch.rsqrt(running_var + eps)
         normal = (x - _by_channel(running_mean, x)) * _by_channel(rstd, x)
-        return _scaled(normal, *columns), x.new_empty(0), x.new_empty(0)
+        return _affine(normal, *columns), x.new_empty(0), x.new_empty(0)
     dims = [0, *range(2, x.dim())]
     normal, mean, var, rstd = _normalized(x, dims, eps)
     mean, var, rstd = mean.reshape(-1), var.reshape(-1), rstd.reshape(-1)
-    results = [_scaled(normal, *columns), mean, rstd]
+    results = [_affine(normal, *columns), mean, rstd]
     if running_mean is not None and running_var is not None:
         count = x.numel() / x.shape[1]
         results.append(momentum * mean + (1 - momentum) * running_mean)
@@ -163,8 +164,8 @@ def _by_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.reshape(1, -1, *[1] * (x.dim() - 2))
 
 
-#: Write operands although their schemas don't say so; those of ``BY_TENSOR`` return new versions.
-WRITE_UNSAID = frozenset({"aten.native_batch_norm.default"})
+#: Ops with writes that their schemas hide; the functions in ``BY_TENSOR`` return new versions.
+HIDDEN_WRITES = frozenset({"aten.native_batch_norm.default"})
 
 BY_TENSOR: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": _add,
@@ -196,7 +197,7 @@ BY_TENSOR: dict[str, Callable[..., Any]] = {
 }
 
 
-# -- A fused node in the compiler's form, and the name of its artifact -----------------------------
+# -- group -----------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
 
@@ -210,7 +211,7 @@ class Members(torch.nn.Module):
     Args:
         body: the members.
         writes: pairs (operand, output of the body): the operand is overwritten with it.
-        fresh: number of the body's outputs, from the first, that are returned.
+        fresh: number of new outputs: the first outputs of the body, which are returned.
     """
 
     def __init__(self, body: Graph, writes: tuple[tuple[int, int], ...], fresh: int) -> None:
@@ -218,23 +219,23 @@ class Members(torch.nn.Module):
         self.body, self.writes, self.fresh = body, writes, fresh
 
     def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Return the fresh outputs."""
+        """Run the members on the operands and numbers; return the new outputs."""
         count = len(self.body.inputs)
         numbers = operands[count:]
         if numbers and numbers[0].dim():
             numbers = numbers[0].unbind()
         values: dict[int, Any] = dict(enumerate(operands[:count]))
         for node, results in self.body.numbered():
-            values.update(zip(results, _member(node, values, numbers), strict=True))
+            values.update(zip(results, _run_member(node, values, numbers), strict=True))
         for operand, output in self.writes:
             operands[operand].copy_(values[self.body.outputs[output]])
         return tuple(values[value] for value in self.body.outputs[: self.fresh])
 
 
-def _member(
+def _run_member(
     node: Node, values: Mapping[int, Tensor | None], numbers: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    """Return a member's results: fresh ones, then new versions of written operands."""
+    """Run one member; return its new results, then new versions of written operands."""
     op, dropped = pure_form(node.op)
     first = next(tensor for value in node.refs() if (tensor := values[value]) is not None)
 
@@ -251,7 +252,7 @@ def _member(
     kwargs = {name: leaf(arg) for name, arg in node.kwargs if name != dropped}
     if node.op == "aten.copy_.default":
         return [torch.empty_like(args[0]).copy_(args[1])]
-    by_tensor = BY_TENSOR.get(op) if numbers_of(node) or op in WRITE_UNSAID else None
+    by_tensor = BY_TENSOR.get(op) if numbers_of(node) or op in HIDDEN_WRITES else None
     returned = (by_tensor or overload(op))(*args, **kwargs)
     results = [returned] if isinstance(returned, Tensor) else list(returned)
     return [_cast(result, meta) for result, meta in zip(results, node.results, strict=True)]
@@ -283,15 +284,15 @@ Dims = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class KernelGroup:
-    """A fused node in the compiler's form.
+    """Fused node as input of the compiler.
 
     Attributes:
         body: the members.
         writes: pairs (operand, output of the body) that are written back.
         fresh: number of new outputs.
-        flat: every tensor is taken as a vector; its length is open.
-        open_dims: for each input of the body, its dims of open size; empty if ``flat``.
-        lanes: number of alike parts of a flat body, each with vectors of its own length.
+        flat: every tensor is viewed as a vector of dynamic length.
+        open_dims: for each input of the body, its dynamic dims; empty if ``flat``.
+        lanes: number of equal slices of a flat body, each with vectors of its own length.
     """
 
     body: Graph
@@ -309,7 +310,7 @@ class KernelGroup:
         fresh, writes = len(node.fresh), _writes(node)
         lanes = lanes_of(body)
         if lanes is not None:
-            return _abreast(lanes, writes)
+            return _group_of_lanes(lanes, writes)
         flat = _is_flat(body)
         return KernelGroup(body, writes, fresh, flat, () if flat else open_dims)
 
@@ -325,15 +326,15 @@ class KernelGroup:
         lines.append(str(self.lanes))
         dims = self.open_dims or ((),) * len(body.inputs)
         for meta, some in zip(body.inputs, dims, strict=True):
-            lines.append(self._shown(meta, some))
+            lines.append(self._shape_text(meta, some))
         results = tuple(meta for node in body.nodes for meta in node.results)
         for node in body.nodes:
-            lines.append(_read(node))
+            lines.append(_node_text(node))
         # results follow from the inputs, but for their dtypes nothing else has to be trusted
         lines.append(" ".join(str(meta.dtype) for meta in results if meta is not None))
         return "\n".join(lines)
 
-    def _shown(self, meta: TensorMeta, some: tuple[int, ...]) -> str:
+    def _shape_text(self, meta: TensorMeta, some: tuple[int, ...]) -> str:
         if self.flat:
             return str(meta.dtype)
         if not some:
@@ -351,10 +352,10 @@ class KernelGroup:
         text = f"{VERSION}\n{toolchain(device)}\n{self.structure()}{under}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def skeleton(self) -> str:
+    def structure_without_sizes(self) -> str:
         """Return the structure without sizes: groups that differ only in these share it."""
         shapeless = [f"{meta.dtype} {len(meta.shape)}" for meta in self.body.inputs]
-        nodes = map(_read, self.body.nodes)
+        nodes = map(_node_text, self.body.nodes)
         return "\n".join([*shapeless, *nodes, str(self.writes), str(self.body.outputs)])
 
 
@@ -367,27 +368,29 @@ def _writes(node: Node) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _abreast(lanes: Lanes, writes: tuple[tuple[int, int], ...]) -> KernelGroup:
+def _group_of_lanes(lanes: Lanes, writes: tuple[tuple[int, int], ...]) -> KernelGroup:
     """Build the group of a few lanes; a lane's outputs are its fresh ones, then written ones."""
     targets: dict[int, int] = {}  # output of a lane -> its input that is overwritten with it
     for operand, output in writes:
-        which, place = lanes.outputs[output]
-        targets[place] = lanes.operands[which].index(operand)
-    width, count = len(lanes.lane.inputs), len(lanes.lane.outputs)
-    fresh = count - len(targets)
+        lane_index, output_of_lane = lanes.outputs[output]
+        targets[output_of_lane] = lanes.operands[lane_index].index(operand)
+    operands_per_lane, count = len(lanes.lane.inputs), len(lanes.lane.outputs)
+    new_outputs = count - len(targets)
     body = abreast(lanes.lane, LANES, lanes.length)
-    rows = [body.outputs[which * count : (which + 1) * count] for which in range(LANES)]
-    outputs = [value for row in rows for value in row[:fresh]]
+    outputs_by_lane = [
+        body.outputs[lane_index * count : (lane_index + 1) * count] for lane_index in range(LANES)
+    ]
+    outputs = [value for lane_outputs in outputs_by_lane for value in lane_outputs[:new_outputs]]
     pairs = []
-    for which, row in enumerate(rows):
-        for place in range(fresh, count):
-            pairs.append((which * width + targets[place], len(outputs)))
-            outputs.append(row[place])
+    for lane_index, lane_outputs in enumerate(outputs_by_lane):
+        for output_of_lane in range(new_outputs, count):
+            pairs.append((lane_index * operands_per_lane + targets[output_of_lane], len(outputs)))
+            outputs.append(lane_outputs[output_of_lane])
     body = replace(body, outputs=tuple(outputs))
-    return KernelGroup(body, tuple(pairs), LANES * fresh, True, (), LANES)
+    return KernelGroup(body, tuple(pairs), LANES * new_outputs, True, (), LANES)
 
 
-def _read(node: Node) -> str:
+def _node_text(node: Node) -> str:
     return f"{node.op} {exact(node.args)} {exact(node.kwargs)} {node.writes}"
 
 
@@ -419,7 +422,7 @@ def _instructions() -> str:
     try:
         with open("/proc/cpuinfo") as lines:
             named = (line.partition(":") for line in lines)
-            told = next((text for name, _, text in named if name.strip() in _INSTRUCTIONS), "")
+            features = next((text for name, _, text in named if name.strip() in _INSTRUCTIONS), "")
     except OSError:
         return ""
-    return hashlib.sha256(" ".join(sorted(told.split())).encode()).hexdigest()[:8]
+    return hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""The compile service: compiles a group, times it against its single ops, and keeps it."""
+"""Compile service: compiles a group, times it against its single ops, and caches the code."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor
 from lazygt.runtime.plan import Plan
 
-#: Sizes at which a group of open length is timed, and one of lanes.
+#: Vector lengths at which a group is timed, and those for a group of lanes.
 _LENGTHS = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
 _LANE_LENGTHS = (1 << 5, 1 << 8, 1 << 12)
-#: Seconds spent on timing one form of one group, and the smallest number of runs: the machine has
-#: other work.
-_TIMING, _RUNS = 0.05, 8
+#: Seconds of timing one form of a group, and the smallest number of runs.
+_TIMING_SECONDS, _MIN_RUNS = 0.05, 8
 _RTOL = {torch.float16: 1e-2, torch.bfloat16: 1e-1}
 _OPTIONS = {
     # one artifact serves workers with any number of threads
@@ -41,7 +40,7 @@ def begin(directory: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Make this process a compile process, on one thread; return its request handler.
 
     Args:
-        directory: the cache's.
+        directory: path of the artifact cache.
     """
     torch.set_num_threads(1)
     mend_outer_loop_fusion()
@@ -65,7 +64,7 @@ def mend_outer_loop_fusion() -> None:
 
 
 def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
-    """Compile one group, keep the artifact, and return the outcome.
+    """Compile one group, cache the artifact, and return the outcome.
 
     Returns:
         ``key`` and ``error``; the latter is empty if the artifact lies in the cache.
@@ -99,16 +98,18 @@ def compile_group(group: KernelGroup, device: torch.device) -> Path:
         Exception: of torch.export, Inductor or the C++ compiler.
     """
     module = Members(group.body, group.writes, group.fresh)
-    operands = tuple(example(_sized(group, max(group.numel, 2)), device))
-    program = torch.export.export(module, operands, dynamic_shapes=(_open(group, device),))
-    _check_open(group, program)
+    operands = tuple(example(_with_length(group, max(group.numel, 2)), device))
+    program = torch.export.export(
+        module, operands, dynamic_shapes=(_dynamic_shapes(group, device),)
+    )
+    _check_dynamic(group, program)
     code = torch._inductor.aot_compile(program.module(), operands, options=_OPTIONS)
     return Path(str(code))
 
 
-def _open(group: KernelGroup, device: torch.device) -> tuple[Any, ...]:
-    """Return the open sizes, as torch.export takes them."""
-    numbers = (None,) * len(packed(_numbers(group), device))
+def _dynamic_shapes(group: KernelGroup, device: torch.device) -> tuple[Any, ...]:
+    """Return torch.export's ``dynamic_shapes`` of the operands."""
+    numbers = (None,) * len(packed(_example_numbers(group), device))
     if group.flat:
         lengths = [torch.export.Dim(f"length{lane}", min=2) for lane in range(group.lanes)]
         width = len(group.body.inputs) // group.lanes
@@ -117,8 +118,8 @@ def _open(group: KernelGroup, device: torch.device) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(some, torch.export.Dim.AUTO) for some in dims) + numbers
 
 
-def _check_open(group: KernelGroup, program: Any) -> None:
-    """Raise ValueError if torch.export fixed a size that was to be open."""
+def _check_dynamic(group: KernelGroup, program: Any) -> None:
+    """Raise ValueError if torch.export specialized a dynamic size."""
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     for placeholder, some in zip(placeholders, group.open_dims, strict=False):
         shape = placeholder.meta["val"].shape
@@ -127,41 +128,44 @@ def _check_open(group: KernelGroup, program: Any) -> None:
 
 
 def example(group: KernelGroup, device: torch.device) -> list[torch.Tensor]:
-    """Return operands and numbers to try a group with."""
+    """Return random operands, and numbers, to run a group with."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for meta in group.body.inputs:
-        room = torch.rand(meta.extent, generator=generator) + 0.5
-        room = (room > 1 if meta.dtype == torch.bool else room.to(meta.dtype)).to(device)
-        tensors.append(room.as_strided(meta.shape, meta.stride, meta.offset))
-    return tensors + packed(_numbers(group), device)
+        memory = torch.rand(meta.extent, generator=generator) + 0.5
+        memory = (memory > 1 if meta.dtype == torch.bool else memory.to(meta.dtype)).to(device)
+        tensors.append(memory.as_strided(meta.shape, meta.stride, meta.offset))
+    return tensors + packed(_example_numbers(group), device)
 
 
-def _numbers(group: KernelGroup) -> tuple[float, ...]:
+def _example_numbers(group: KernelGroup) -> tuple[float, ...]:
     return (0.5,) * len(group.body.params)
 
 
 def times(
     group: KernelGroup, code: Path, device: torch.device
 ) -> tuple[tuple[int, float, float], ...]:
-    """Check the code against the members run one by one, and time both."""
+    """Check the code against eager members; return (length, eager s, compiled s) by length."""
     lengths = _LANE_LENGTHS if group.lanes > 1 else _LENGTHS
-    rows = []
+    measurements = []
     for length in lengths if group.flat else (group.numel,):
-        sized = _sized(group, length, shortest=1)
-        operands, numbers = example(sized, device)[: len(group.body.inputs)], _numbers(group)
+        sized = _with_length(group, length, shortest=1)
+        operands, numbers = (
+            example(sized, device)[: len(group.body.inputs)],
+            _example_numbers(group),
+        )
         body = widened(sized.body, group.lanes) if group.lanes > 1 else sized.body
         compiled, eager = Compiled(sized, code, device), EagerExecutor(Plan.build(body), device)
-        _check(sized, compiled, eager, operands, numbers)
-        rows.append((
+        _check_results(sized, compiled, eager, operands, numbers)
+        measurements.append((
             length,
-            _seconds(lambda: eager.run(list(operands), numbers), device),  # noqa: B023
-            _seconds(lambda: compiled(*operands, *numbers), device),  # noqa: B023
+            _best_seconds(lambda: eager.run(list(operands), numbers), device),  # noqa: B023
+            _best_seconds(lambda: compiled(*operands, *numbers), device),  # noqa: B023
         ))  # fmt: skip
-    return tuple(rows)
+    return tuple(measurements)
 
 
-def _sized(group: KernelGroup, length: int, shortest: int = 0) -> KernelGroup:
+def _with_length(group: KernelGroup, length: int, shortest: int = 0) -> KernelGroup:
     """Return the group for vectors of this length; each further lane's is one longer.
 
     Args:
@@ -175,7 +179,7 @@ def _sized(group: KernelGroup, length: int, shortest: int = 0) -> KernelGroup:
     return replace(group, body=vectors(group.body, lengths))
 
 
-def _check(
+def _check_results(
     group: KernelGroup,
     compiled: Callable[..., Any],
     eager: EagerExecutor,
@@ -192,11 +196,11 @@ def _check(
         assert isinstance(wanted, torch.Tensor)
         expected = wanted.cpu()
         rtol = _RTOL.get(expected.dtype, 1e-4)
-        atol = rtol * _size_of(expected)
+        atol = rtol * _magnitude(expected)
         torch.testing.assert_close(result.cpu(), expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
-def _size_of(values: torch.Tensor) -> float:
+def _magnitude(values: torch.Tensor) -> float:
     """Return the largest absolute value, at least 1.
 
     It scales the tolerance: sums that cancel out are as exact as their terms.
@@ -205,13 +209,13 @@ def _size_of(values: torch.Tensor) -> float:
     return max(1.0, float(finite.max())) if finite.numel() else 1.0
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the shortest time of several runs."""
     best = float("inf")
-    end = time.perf_counter() + _TIMING
+    end = time.perf_counter() + _TIMING_SECONDS
     runs = 0
     with torch.no_grad():
-        while runs < _RUNS or time.perf_counter() < end:
+        while runs < _MIN_RUNS or time.perf_counter() < end:
             begin, runs = time.perf_counter(), runs + 1
             run()
             if device.type == "cuda":

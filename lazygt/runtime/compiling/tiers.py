@@ -1,9 +1,9 @@
-"""Tiers: the choice of the plans that run compiled code, and the time of the swap.
+"""Tiered compilation: chooses the plans that run compiled code, and swaps it in.
 
 A new plan runs at once, node by node. When it is seen again its fused nodes are compiled, in
-another process; artifacts in the cache are there at once. When all of a plan's groups have their
-answer, and all hosts have the artifacts, those that gain are swapped in on every worker, between
-two runs.
+another process, unless the cache has their artifacts. When all of a plan's groups are compiled or
+have failed, and all hosts have the artifacts, the faster ones are swapped in on every worker,
+between two runs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lazygt.runtime.compiling.kernel_group import Dims, KernelGroup
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 
-#: Groups of one structure that are remembered for the sizes in which they differ.
-_LIKE = 8
+#: Number of groups of one structure whose sizes are compared, to find dynamic dims.
+_MAX_SIMILAR = 8
 #: The run of a plan after which it counts as hot.
-_HOT = 2
+_HOT_RUN = 2
 #: Seconds from the first hot plan to the first compile: a shorter program would gain nothing.
-_PATIENCE = 0.5
+_COMPILE_DELAY = 0.5
 #: Seconds of waiting between two checks that the compile process still runs.
-_LOOK = 0.5
+_POLL_SECONDS = 0.5
 #: The run of a plan from which swapping in its finished compiled code is worthwhile.
-_SETTLED = 4
+_SWAP_RUN = 4
 
 
 @dataclass(slots=True)
@@ -89,30 +89,30 @@ class Tiers:
     ) -> None:
         self.mode = mode
         #: busy: there is work after any plan's run; settled: the last run of each plan with work
-        self.busy, self.settled = False, _SETTLED if mode != "off" else 0
+        self.busy, self.settled = False, _SWAP_RUN if mode != "off" else 0
         #: compiles by key, in the order of their requests
         self.compiles: dict[str, Compile] = {}
         self._client = client
         self._device = device
         self._cache = cache
         self._compiler = Compiler(device, cache, frozen_after, compile_timeout)
-        client.swap_failed = self._has_work
+        client.swap_failed = self._set_busy
         self._installs: Installs | None = None
         if client.link.elsewhere and device != "cpu":
             self.mode = "off"  # a GPU's code names files of the host that has compiled it
         elif client.link.elsewhere:
             self._installs = Installs(lambda: client.link.elsewhere, cache, device, client.install)
             client.installs, client.installing = self._installs, self._installs.pending
-        #: True if plans wait only for other hosts to have their artifacts
-        self._late = False
+        #: True if some plan waits only for the installation of artifacts on other hosts
+        self._waits_for_hosts = False
         self._records: dict[str, Record | None] = {}
         #: plans with unanswered groups, with (node number, key, elements) of each group
         self._waiting: dict[bytes, tuple[PlanRecord, list[list[tuple[int, str, int]]]]] = {}
-        self._seen: dict[str, list[Node]] = {}
+        self._similar_nodes: dict[str, list[Node]] = {}
         #: hot plans that have not been considered, and the time of the first one
         self._hot: list[PlanRecord] = []
-        self._since: float | None = None
-        self._warned = False
+        self._first_hot_time: float | None = None
+        self._has_warned = False
 
     @property
     def pid(self) -> int | None:
@@ -130,24 +130,28 @@ class Tiers:
         if self.mode == "off":
             return
         if self._compiler.pending:
-            self._take(self._compiler.answers())
+            self._handle_answers(self._compiler.answers())
         if self._client.swap_errors:
-            self._report()
-        if entry.runs == _HOT and not entry.considered:
+            self._report_swap_errors()
+        if entry.runs == _HOT_RUN and not entry.considered:
             self._hot.append(entry)
-            self._since = self._since or time.monotonic()
-        if self._hot and self._since and time.monotonic() - self._since > _PATIENCE:
+            self._first_hot_time = self._first_hot_time or time.monotonic()
+        if (
+            self._hot
+            and self._first_hot_time
+            and time.monotonic() - self._first_hot_time > _COMPILE_DELAY
+        ):
             self._consider_hot()
-        elif self._waiting and (entry.runs == _SETTLED or self._late):
+        elif self._waiting and (entry.runs == _SWAP_RUN or self._waits_for_hosts):
             self._swap_in()
-        self._note_work()
+        self._update_busy()
 
-    def _has_work(self) -> None:
+    def _set_busy(self) -> None:
         self.busy = True
 
-    def _note_work(self) -> None:
+    def _update_busy(self) -> None:
         swaps = self._client.entries.swapping or self._client.swap_errors
-        self.busy = bool(self._hot or self._compiler.pending or swaps or self._late)
+        self.busy = bool(self._hot or self._compiler.pending or swaps or self._waits_for_hosts)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being compiled and everything compiled is swapped in.
@@ -166,18 +170,18 @@ class Tiers:
                 return False
             self._consider_hot()
         while self._compiler.pending:
-            left = _LOOK if end is None else min(end - time.monotonic(), _LOOK)
-            if left <= 0:
+            remaining = _POLL_SECONDS if end is None else min(end - time.monotonic(), _POLL_SECONDS)
+            if remaining <= 0:
                 return False
-            self._client.wait_beside(self._compiler.descriptor, left)
-            self._take(self._compiler.answers() or self._compiler.given_up(begin))
+            self._client.wait_beside(self._compiler.descriptor, remaining)
+            self._handle_answers(self._compiler.answers() or self._compiler.given_up(begin))
         self._swap_in(now=True)
         while in_time := self._client.wait_compiled(end):
-            self._report()
-            if not self._late and not self._client.entries.swapping:
+            self._report_swap_errors()
+            if not self._waits_for_hosts and not self._client.entries.swapping:
                 break
             self._swap_in(now=True)
-        self._note_work()
+        self._update_busy()
         return in_time
 
     def close(self) -> None:
@@ -185,8 +189,8 @@ class Tiers:
         self._compiler.close()
 
     def _consider_hot(self) -> None:
-        """Consider the hot plans, once all hosts are known to run code that is compiled here."""
-        if not self._everywhere([""]):
+        """Consider the hot plans, once all hosts are known to run locally compiled code."""
+        if not self._installed_everywhere([""]):
             return
         while self._hot:
             self._consider(self._hot.pop())
@@ -194,31 +198,31 @@ class Tiers:
     # -- one plan ------------------------------------------------------------------------
 
     def _consider(self, entry: PlanRecord) -> None:
-        """Find or order the artifacts of a plan's fused nodes."""
+        """Look up the artifacts of a plan's fused nodes, or request their compilation."""
         entry.considered = True
         try:
-            wanted = [self._wanted(plan) for plan in entry.plans]
+            keys = [self._artifact_keys(plan) for plan in entry.plans]
         except OSError as error:
-            self._give_up(error)
+            self._stop_compiling(error)
             return
-        if any(wanted):
-            self._waiting[entry.names[0]] = entry, wanted
+        if any(keys):
+            self._waiting[entry.names[0]] = entry, keys
             self._swap_in()
 
-    def _wanted(self, plan: Plan) -> list[tuple[int, str, int]]:
-        """List a plan's fused nodes: (number, artifact key, elements); order missing artifacts.
+    def _artifact_keys(self, plan: Plan) -> list[tuple[int, str, int]]:
+        """List (node, artifact key, elements) of a plan's fused nodes; request missing artifacts.
 
         Raises:
             OSError: the cache can't be used, or no process can be started.
         """
-        wanted = []
+        keys = []
         flags = flags_of_code(plan.flags)
         for number, group, line in self._groups(plan):
             key = group.key(self._device, flags)
-            wanted.append((number, key, group.numel))
+            keys.append((number, key, group.numel))
             if key not in self._records and key not in self._compiler.pending:
-                self._order(key, group, line, flags)
-        return wanted
+                self._look_up_or_compile(key, group, line, flags)
+        return keys
 
     def _groups(self, plan: Plan) -> Iterator[tuple[int, KernelGroup, str]]:
         graph = plan.graph
@@ -226,17 +230,17 @@ class Tiers:
             if node.body is not None:
                 group = KernelGroup.of(node)
                 if not group.flat:
-                    group = KernelGroup.of(node, self._varying(group, node))
+                    group = KernelGroup.of(node, self._varying_dims(group, node))
                 yield number, group, graph.line(number)
 
-    def _varying(self, group: KernelGroup, node: Node) -> Dims:
-        """Return the operand dims in which a group differs from others like it."""
-        others = self._seen.setdefault(group.skeleton(), [])
-        if len(others) < _LIKE and all(other.body != node.body for other in others):
+    def _varying_dims(self, group: KernelGroup, node: Node) -> Dims:
+        """Return the operand dims whose sizes vary among groups of the same structure."""
+        others = self._similar_nodes.setdefault(group.structure_without_sizes(), [])
+        if len(others) < _MAX_SIMILAR and all(other.body != node.body for other in others):
             others.append(node)
         return open_dims([other.body.inputs for other in others if other.body is not None])
 
-    def _order(self, key: str, group: KernelGroup, line: str, flags: Flags) -> None:
+    def _look_up_or_compile(self, key: str, group: KernelGroup, line: str, flags: Flags) -> None:
         names = named_ops(group.body.nodes)
         compile = Compile(key, len(group.body.nodes), line, "compiling", names=names)
         self.compiles[key] = compile
@@ -248,12 +252,12 @@ class Tiers:
         compile.status, compile.seconds = "cached", record.seconds
         compile.gain = record.gain(group.numel)
 
-    def _take(self, answers: dict[str, str]) -> None:
+    def _handle_answers(self, answers: dict[str, str]) -> None:
         for key, error in answers.items():
             try:
                 record = None if error else self._cache.find(key)
             except OSError as unusable:
-                self._give_up(unusable)
+                self._stop_compiling(unusable)
                 return
             self._records[key] = record
             compile = self.compiles[key]
@@ -268,7 +272,7 @@ class Tiers:
         if answers:
             self._swap_in()
 
-    def _give_up(self, error: OSError | str) -> None:
+    def _stop_compiling(self, error: OSError | str) -> None:
         """Stop compiling.
 
         The cache can't be used, or no process can be started, or a host can't run the code.
@@ -283,38 +287,38 @@ class Tiers:
         self._warn(f"no fused group can be compiled: {error}")
 
     def _swap_in(self, now: bool = False) -> None:
-        """Swap in the plans that have all answers, and runs enough to be worth it."""
-        self._late = False
+        """Swap in the plans with all answers and, unless ``now``, enough runs."""
+        self._waits_for_hosts = False
         for digest, (entry, wanted) in list(self._waiting.items()):
-            if entry.runs < _SETTLED and not now:
+            if entry.runs < _SWAP_RUN and not now:
                 continue
             if any(key not in self._records for groups in wanted for _, key, _ in groups):
                 continue
-            groups = [[one[:2] for one in each if self._saves(*one[1:])] for each in wanted]
-            if not self._everywhere({key for each in groups for _, key in each}):
-                self._late = self.mode != "off"
+            groups = [[one[:2] for one in each if self._is_faster(*one[1:])] for each in wanted]
+            if not self._installed_everywhere({key for each in groups for _, key in each}):
+                self._waits_for_hosts = self.mode != "off"
                 continue
             del self._waiting[digest]
             if any(groups):
                 self._client.swap(entry, groups)
 
-    def _everywhere(self, keys: Collection[str]) -> bool:
-        """Return whether all hosts have these artifacts; if one can't have them, none gets any."""
+    def _installed_everywhere(self, keys: Collection[str]) -> bool:
+        """Return whether all hosts have these artifacts; stop compiling if one can't run code."""
         if self._installs is None:
             return True
-        there = self._installs.ready(keys)
+        installed = self._installs.ready(keys)
         if self._installs.error and self.mode != "off":
-            self._give_up(f"a host can't run it: {self._installs.error}")
-        return there and self.mode != "off"
+            self._stop_compiling(f"a host can't run it: {self._installs.error}")
+        return installed and self.mode != "off"
 
-    def _saves(self, key: str, numel: int) -> bool:
+    def _is_faster(self, key: str, numel: int) -> bool:
         """Return whether a group of so many elements is faster compiled."""
         record = self._records[key]
         return record is not None and record.saved(numel) > 0
 
     # -- failures ------------------------------------------------------------------------
 
-    def _report(self) -> None:
+    def _report_swap_errors(self) -> None:
         """Warn of plans that a rank could not swap; all ranks go back to that rank's tier."""
         errors, self._client.swap_errors = self._client.swap_errors, []
         for digest, error in errors:
@@ -325,8 +329,8 @@ class Tiers:
 
     def _warn(self, what: str) -> None:
         """Warn, once, of the loss and its remedy."""
-        if not self._warned:
-            self._warned = True
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"lazygt: {what}\nIt runs op by op, as before, which is right but slower. "
                 f"lazygt.why(session) lists every compile; lazygt.session(compile='off') asks for "

@@ -237,7 +237,7 @@ class GraphedExecutor(EagerExecutor):
         graphs: the CUDA graphs of the worker.
 
     Attributes:
-        news: the decision since the worker read this attribute last.
+        pending_report: the decision since the worker read this attribute last.
         given_up: ``plain`` will do all further runs.
     """
 
@@ -245,7 +245,7 @@ class GraphedExecutor(EagerExecutor):
         interpreter = plain.interpreter
         super().__init__(plain.plan, interpreter.device, plain.schedule, interpreter.compiled)
         self._plain = plain
-        self.news: Captured | None = None
+        self.pending_report: Captured | None = None
         self._graphs = graphs
         self._phase, self._runs, self._captures = _WATCH, 0, 0
         #: addresses of the inputs, and the numbers, of the last observed run
@@ -420,7 +420,7 @@ class GraphedExecutor(EagerExecutor):
 
     def _give_up(self, reason: str, failed: bool = False) -> None:
         self._phase, self._captured = _PLAIN, None
-        self.news = Captured(self.plan.digest, error=reason, failed=failed)
+        self.pending_report = Captured(self.plan.digest, error=reason, failed=failed)
 
     def _report(self, gain: float) -> None:
         assert self._captured is not None
@@ -431,7 +431,7 @@ class GraphedExecutor(EagerExecutor):
             for n in self.schedule.graph.nodes[segment.first : segment.end]
         ]
         steps = sum(1 if node.body is None else len(node.body.nodes) for node in nodes)
-        self.news = Captured(self.plan.digest, len(captures), steps, nbytes, gain)
+        self.pending_report = Captured(self.plan.digest, len(captures), steps, nbytes, gain)
 
 
 class _Asking(CheckedInterpreter):

@@ -108,7 +108,7 @@ def check_rows(axis: str, whole: torch.Tensor, line: group.AxisGroup, dim: int) 
 
 def check_dtypes(axis: str) -> None:
     """Those among them that are reduced in others."""
-    line = group.line(axis)
+    line = group.axis_group(axis)
     for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float8_e5m2):
         values = [torch.randn(5, 3).mul(2).round().to(dtype) for _ in range(line.size)]
         exact = [
@@ -141,7 +141,7 @@ def check_limits(axis: str) -> None:
     The maximum of zeros of both signs is either: torch's vectorised loop takes another than the
     loop over the elements that remain.
     """
-    line = group.line(axis)
+    line = group.axis_group(axis)
     for dtype, kind in ((dtype, kind) for dtype, kinds in LIMITS.items() for kind in kinds):
         values = [draw((4, 7), dtype, kind) for _ in range(line.size)]
         ops_of = {"sum": torch.add} if dtype.is_complex else REDUCTIONS
@@ -164,7 +164,7 @@ def main() -> None:
         collectives.SOCKET_BYTES = collectives.EXTRA_BYTES = small
         for shape in [*itertools.product(SIZES, SIZES), LARGE]:
             for axis in mesh.names:
-                line = group.line(axis)
+                line = group.axis_group(axis)
                 assert (line.size, line.index) == (mesh.size(axis), mesh.index(rank, axis))
                 values = [torch.randn(shape) for _ in range(line.size)]
                 check_reductions(axis, values, line)

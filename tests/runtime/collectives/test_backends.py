@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lazygt.graph.collectives import EXTRA_BYTES, SOCKET_BYTES, ring_bytes
 from lazygt.runtime.collectives import ops
 from lazygt.runtime.collectives.backends import SocketBackend, TorchBackend, Work
-from lazygt.runtime.collectives.group import AxisGroup, keep_apart
+from lazygt.runtime.collectives.group import AxisGroup, pin_to_cores
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
 from lazygt.runtime.collectives.sockets import PeerSocket
 
@@ -245,5 +245,5 @@ def test_a_rank_keeps_to_its_share_of_cores(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr("os.sched_setaffinity", lambda _, each: kept.append(set(each)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    keep_apart(1, 2)
+    pin_to_cores(1, 2)
     assert kept == ([] if mine is None else [mine])

@@ -138,7 +138,7 @@ def test_rank_that_died_after_announcing_is_not_awaited(
     """The other has read where the dead one listened, or listens for it; then it comes again."""
     for dead in (0, 1):
         ranks = meetings("ab")[-2:]
-        ranks[dead]._tell(dead * 2)
+        ranks[dead]._publish_location(dead * 2)
         if dead == 0:
             public = Keys.generate().public
             ranks[0]._say("seats/0/0", (public, {1: [f"tcp://{HOST}:1"] * 3}))

@@ -89,7 +89,7 @@ def with_ranks(mesh: str, place: Path, hosts: list[int], store: Sequence[str] = 
 
 def test_a_worker_alone_has_no_line() -> None:
     with pytest.raises(LazyGTError, match="alone"):
-        group.line("data")
+        group.axis_group("data")
 
 
 def test_a_mesh_runs_through_its_last_axis_fastest() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from lazygt.runtime.collectives import shared_backend
 from lazygt.runtime.collectives.backends import Backend, SocketBackend
-from lazygt.runtime.collectives.group import _for_large
+from lazygt.runtime.collectives.group import _large_value_backend
 from lazygt.runtime.collectives.rendezvous import CHUNK_BYTES, EncryptedPeer, context
 from lazygt.runtime.collectives.shared_backend import PeerBackend, SharedMemoryBackend
 from lazygt.runtime.collectives.sockets import PeerSocket
@@ -61,7 +61,9 @@ class Axis:
         size = self.size = len(hosts)
         self.rows = [*connected("a" * size, timeout), *connected(hosts, timeout)]
         self.sockets = [SocketBackend(row) for row in self.rows[:size]]
-        self.shared: list[Any] = together(size, lambda rank: _for_large(self.rows[size + rank]))
+        self.shared: list[Any] = together(
+            size, lambda rank: _large_value_backend(self.rows[size + rank])
+        )
         kind = SharedMemoryBackend if len(set(hosts)) == 1 else PeerBackend
         assert all(isinstance(backend, kind) for backend in self.shared)
 
@@ -244,7 +246,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_without_end(hosts: str) -> 
 
 def test_ranks_that_are_in_different_rounds_do_not_read_each_other() -> None:
     axis = Axis("aa")
-    axis.shared[1]._round = 7
+    axis.shared[1]._round_number = 7
     works = [each.all_reduce(torch.ones(3), "sum") for each in axis.shared]
     with pytest.raises(ConnectionError, match="rank 1 is in round 7, not 0"):
         works[0].wait()

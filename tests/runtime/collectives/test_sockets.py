@@ -195,7 +195,7 @@ def test_early_rank_waits_for_later_group(doors: Doors) -> None:
 
 def test_rank_coming_for_abandoned_group_is_told(doors: Doors) -> None:
     first, second = doors(2)
-    end = second._visit(3, 0, 0)
+    end = second._connect(3, 0, 0)
     first._timeout = 0.05
     with pytest.raises(TimeoutError):
         first.meet(4, [1])
@@ -239,7 +239,7 @@ def test_ranks_queue_at_a_door_that_has_no_room(doors: Doors) -> None:
 def test_full_rendezvous_socket_times_out(doors: Doors) -> None:
     first, second = doors(2, 0.05)
     first._listener.listen(0)
-    waiting = second._visit(0, 0, 0)
+    waiting = second._connect(0, 0, 0)
     with waiting, pytest.raises(TimeoutError, match="rank 0 did not come"):
         second.meet(0, [0])
 

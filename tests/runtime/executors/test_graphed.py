@@ -76,9 +76,9 @@ class Both:
         torch.default_generator.set_state(state)
         outcome = self.executor.run(list(inputs), params)
         assert torch.equal(torch.default_generator.get_state(), drawn), "other numbers were drawn"
-        if self.executor.news is not None:
-            self.news.append(self.executor.news)
-            self.executor.news = None
+        if self.executor.pending_report is not None:
+            self.news.append(self.executor.pending_report)
+            self.executor.pending_report = None
         return outcome, expected
 
     def run(self, inputs: Sequence[Tensor], *params: Any) -> list[Tensor]:
@@ -437,8 +437,8 @@ def test_compiled_groups_are_captured() -> None:
         first = outcome.outputs[0]
         assert isinstance(first, Tensor)
         weight = first
-    assert executor.news is not None
-    assert executor.news.steps == 6, "the group has two"
+    assert executor.pending_report is not None
+    assert executor.pending_report.steps == 6, "the group has two"
     assert len(called) == FIRST, "a capture of the group calls it once, whatever is replayed"
     assert cuda.replays == runs - FIRST + 1
 
