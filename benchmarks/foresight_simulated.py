@@ -21,7 +21,7 @@ from benchmarks.foresight_rows import Row
 from lazygt.machine import Machine, machine_of
 from lazygt.machine.prices import line_seconds
 from lazygt.session import Session
-from lazygt.simulation import DRY, Living, Rehearsal
+from lazygt.simulation import DRY, LiveValue, Rehearsal
 from lazygt.simulation.rank_memory import ACTIVATIONS, KINDS
 from lazygt.submit.memory import GRADIENTS
 
@@ -52,7 +52,7 @@ def recorded(row: Row, layers: int, microbatches: int) -> Program:
     machine = machine_of(row.machine)
     settings = {**DRY, **_ONE_PLAN, "device": machine.device, "machine": row.machine}
     with Session(mesh=mesh_of(row), **settings) as session:
-        living = Living(session)
+        living = LiveValue(session)
         training = Training(row, layers)
         session.flush()
         training.step(microbatches)

@@ -32,7 +32,7 @@ from lazygt.host.files import create
 from lazygt.recovery.checkpoint.checkpoint_file import write
 from lazygt.recovery.checkpoint.encoding import _KINDS, encoded
 from lazygt.recovery.checkpoint.saved import Contents, versions
-from lazygt.recovery.checkpoint.values import Leaf, class_of, state_of
+from lazygt.recovery.checkpoint.states import Leaf, class_of, state_of
 
 #: Callables that a pickle would name to run a command, and others that lead there.
 GLOBALS = (

@@ -20,7 +20,7 @@ import psutil
 import zmq
 
 from benchmarks.harness import ROOT, Report
-from lazygt.runtime.cluster import frames
+from lazygt.runtime.cluster import tcp
 from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.launch.channel import Keys
 
@@ -32,9 +32,9 @@ _GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0"  # of ZMTP 3.0 (rfc.zeromq.org/spec/
 
 def hostile(draw: random.Random) -> Iterator[list[bytes]]:
     """Messages of which none may be accepted, without an end."""
-    hello = bytes(frames.pack_hello(1, True, b"", 0))
-    stale = bytes(frames.pack_hello(1, False, b"", 0))  # of a connection that nobody knows
-    message = bytes(frames.pack(frames.MESSAGE, [b"run this"]))
+    hello = bytes(tcp.pack_hello(1, True, b"", 0))
+    stale = bytes(tcp.pack_hello(1, False, b"", 0))  # of a connection that nobody knows
+    message = bytes(tcp.pack(tcp.MESSAGE, [b"run this"]))
     while True:
         cut = draw.randrange(len(hello))
         flipped = bytearray(hello)
@@ -46,11 +46,11 @@ def hostile(draw: random.Random) -> Iterator[list[bytes]]:
         yield []
         yield [stale]
         yield [struct.pack("<QQ", draw.getrandbits(64), draw.getrandbits(64)) + message[16:]]
-        yield [struct.pack("<QQ", 1, 0) + frames.GOODBYE + b"\0\0\0\0"]
-        yield [struct.pack("<QQcI", 1, 0, frames.MESSAGE, 0xFFFFFFFF) + draw.randbytes(30)]
-        yield [bytes(frames.pack(frames.RECEIVED, (), draw.getrandbits(32)))]
-        yield [bytes(frames.pack(bytes([draw.randrange(256) | 1]), [draw.randbytes(5)]))]
-        yield [bytes(frames.pack(frames.HELLO, [draw.randbytes(13), hello, b""]))]
+        yield [struct.pack("<QQ", 1, 0) + tcp.GOODBYE + b"\0\0\0\0"]
+        yield [struct.pack("<QQcI", 1, 0, tcp.MESSAGE, 0xFFFFFFFF) + draw.randbytes(30)]
+        yield [bytes(tcp.pack(tcp.RECEIVED, (), draw.getrandbits(32)))]
+        yield [bytes(tcp.pack(bytes([draw.randrange(256) | 1]), [draw.randbytes(5)]))]
+        yield [bytes(tcp.pack(tcp.HELLO, [draw.randbytes(13), hello, b""]))]
         yield [hello[:16] + bytes(draw.sample(hello[16:], len(hello) - 16))]
         yield [bytes(flipped)] if not _is_hello(bytes(flipped)) else [b""]
 
@@ -58,13 +58,13 @@ def hostile(draw: random.Random) -> Iterator[list[bytes]]:
 def _is_hello(frame: bytes) -> bool:
     """Whether it still is a hello that would be welcomed."""
     try:
-        _, _, kind, view = frames.parse(memoryview(frame))
-        if kind != frames.HELLO:
+        _, _, kind, view = tcp.parse(memoryview(frame))
+        if kind != tcp.HELLO:
             return False
-        hello, _ = frames.read_hello(view)
-        here = frames.versions_here()
-        return isinstance(hello, frames.Hello) and not here.differences(hello.versions)
-    except frames.ProtocolError:
+        hello, _ = tcp.read_hello(view)
+        here = tcp.versions_here()
+        return isinstance(hello, tcp.Hello) and not here.differences(hello.versions)
+    except tcp.ProtocolError:
         return False
 
 

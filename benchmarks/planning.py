@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 import lazygt
 from benchmarks.harness import Report, parser
 from lazygt.graph.mesh import Mesh
-from lazygt.simulation import DRY, Living, predict
+from lazygt.simulation import DRY, LiveValue, predict
 
 MESH = "data=32,model=8,stage=4"
 MACHINE = "h100"
@@ -135,7 +135,7 @@ def measured(layers: int, microbatches: int, mesh: str = MESH) -> Figures:
     whole = {"flush_on_backward": False, "max_graph_nodes": 20_000}  # one plan a step
     settings = {**DRY, **whole, "machine": MACHINE, "device": "cuda", "mesh": mesh}
     with lazygt.session(**settings) as s:
-        living = Living(s)
+        living = LiveValue(s)
         step = training_step(layers, microbatches, mesh)
         s.flush()
         for number in range(3):

@@ -21,7 +21,7 @@ __version__ = _VERSION
 #: Modules of the names that are loaded on first use. A worker process runs plans; the front
 #: (device, recorder, session) is the client's alone.
 _MODULES = {
-    "lazygt.recovery.checkpoint.program": "resume",
+    "lazygt.recovery.checkpoint.checkpointing": "resume",
     "lazygt.observe.explain": "explain",
     "lazygt.observe.picture": "render to_networkx",
     "lazygt.observe.timeline": "profile",
@@ -127,7 +127,7 @@ if TYPE_CHECKING:
     from lazygt.record.custom.functions import apply as apply
     from lazygt.record.tensor import LazyTensor as LazyTensor
     from lazygt.record.tensor import Viewer as _Viewer
-    from lazygt.recovery.checkpoint.program import resume as resume
+    from lazygt.recovery.checkpoint.checkpointing import resume as resume
     from lazygt.session import current as current
     from lazygt.simulation.program import simulate as simulate
     from lazygt.sweeps.running import sweep as sweep

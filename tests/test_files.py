@@ -36,11 +36,11 @@ _MEMORY = "memory without a name, by its descriptor in a process of this user's"
 #: Places outside ``lazygt.host.files`` that make files, and why they may.
 MAY_MAKE = {
     "calibrate/__init__.py": {"mkdir": _NAMED_BY_THE_USER},
-    "cli/sweep.py": {"TemporaryFile": "it has no name"},
+    "cli/simulate.py": {"TemporaryFile": "it has no name"},
     "native/build.py": {"mkdir": _NAMED_BY_THE_USER},
     "runtime/compiling/compiler.py": {"write_text": _OF_THE_KERNEL},
     "runtime/launch/channel.py": {"bind": "ZMQ is given the descriptor of a socket that listens"},
-    "runtime/launch/status_reader.py": {"open": _MEMORY},
+    "runtime/launch/status_file.py": {"open": _MEMORY},
     "sweeps/steps.py": {"write_text": _OF_THE_KERNEL},
     "transfer/transports/cuda_ipc.py": {"open": _MEMORY},
     "transfer/transports/broadcast_group.py": {

@@ -18,8 +18,17 @@ from typing import Any
 import torch
 
 from lazygt.calibrate import device_benchmarks
-from lazygt.calibrate.device_benchmarks import FULL, QUICK, SMALLEST, Device, Size
-from lazygt.calibrate.fits import EventClock, Exchange, HostClock, fit_carrier
+from lazygt.calibrate.device_benchmarks import (
+    FULL,
+    QUICK,
+    SMALLEST,
+    BenchmarkSize,
+    Device,
+    EventClock,
+    ExchangeFit,
+    HostClock,
+    fit_carrier,
+)
 from lazygt.config import VERSION
 from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
 from lazygt.host import files
@@ -154,7 +163,7 @@ def carriers(
         progress: called after each measurement.
     """
     names = ("local", "sockets") if device == "cpu" else ("local",)
-    rows: dict[str, list[Exchange]] = {name: [] for name in names}
+    rows: dict[str, list[ExchangeFit]] = {name: [] for name in names}
     for ranks in groups:
         with Session(workers=ranks, device=device, threads=threads, compile="off"):
             many, few = torch.zeros(5 * rounds), torch.zeros(rounds)
@@ -168,7 +177,7 @@ def carriers(
                         )
                         start = many if nbytes <= _SMALL else few
                         duration = apply(seconds, start, _AXIS, name, kind, nbytes).item()
-                        rows[name].append(Exchange(sent, ranks, duration))
+                        rows[name].append(ExchangeFit(sent, ranks, duration))
                         progress()
     return {name: fit_carrier(rows[name], slopes[name]) for name in names}
 
@@ -193,7 +202,7 @@ Told = Callable[[str, int, int], object]
 
 def measure(
     device: str = "cpu",
-    size: Size = FULL,
+    size: BenchmarkSize = FULL,
     threads: int = 1,
     told: Told = lambda what, done, of: None,
 ) -> Machine:
@@ -215,7 +224,7 @@ def measure(
 class _Calibration:
     """Measurements of one machine; ``values`` are the figures so far, by key."""
 
-    def __init__(self, device: str, size: Size, threads: int, told: Told) -> None:
+    def __init__(self, device: str, size: BenchmarkSize, threads: int, told: Told) -> None:
         self.base = default_machine(device)
         self.device, self.size, self.threads, self._told = device, size, threads, told
         self.values: dict[str, float] = {}

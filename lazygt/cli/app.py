@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import typer
 
-from lazygt.cli.dump import diff, dump, log
+from lazygt.cli.dump import diff, dump, log, viz
 from lazygt.cli.plan_serving import comm, plan_serving
 from lazygt.cli.pool import app as pool
 from lazygt.cli.script import SETTINGS, ScriptCommand
 from lazygt.cli.serve import keys, serve, worker
 from lazygt.cli.setup import build_native, calibrate
 from lazygt.cli.show import doctor, explain, profile, why
-from lazygt.cli.simulate import simulate
-from lazygt.cli.sweep import sweep
-from lazygt.cli.viz import viz
+from lazygt.cli.simulate import simulate, sweep
 from lazygt.observe.top.command import top
 from lazygt.record.context import current_session
 

@@ -31,7 +31,7 @@ _NO_SETTINGS: Mapping[str, Any] = {}
 
 
 @dataclass
-class Ran:
+class ScriptRun:
     """Result of running a script: the sessions that it opened, in order, and whether it failed."""
 
     sessions: list[Session]
@@ -44,7 +44,7 @@ def run_script(
     inline: bool = False,
     settings: Mapping[str, Any] = _NO_SETTINGS,
     opened: Callable[[Session], object] = lambda session: None,
-) -> Ran:
+) -> ScriptRun:
     """Run a script, inside a session if it opens none of its own. Its errors are printed.
 
     Ctrl-C ends the script as an error would.
@@ -63,7 +63,7 @@ def run_script(
 
     with overseen(lambda options: forced_upon(options, settings), register):
         failed = _run(script, args, inline)
-    return Ran(sessions, failed)
+    return ScriptRun(sessions, failed)
 
 
 class _ScriptSession(Session):
@@ -258,7 +258,7 @@ def run(
     inline: bool,
     settings: Mapping[str, Any] | None = None,
     opened: Callable[[Session], object] = lambda session: None,
-) -> Ran:
+) -> ScriptRun:
     """Run the script of a command; ends the command if the file does not exist.
 
     Args:
@@ -278,7 +278,7 @@ def check_output(context: typer.Context, path: Path) -> None:
         fail(context, f"there is no folder {path.parent} to write {path.name} into")
 
 
-def finish(ran: Ran) -> None:
+def finish(ran: ScriptRun) -> None:
     """End the command with exit code 1 if the script failed."""
     if ran.failed:
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from lazygt.cli.script import check_output
 from lazygt.config import cache_setting, wheels_setting
 from lazygt.machine import CALIBRATED, Machine, calibrated_place, default_machine
 from lazygt.machine.file import in_order
-from lazygt.machine.schema import quantity
+from lazygt.machine.model import quantity
 from lazygt.native import fit
 from lazygt.native.build import BuildError, build, install
 from lazygt.native.build import write as write_wheel

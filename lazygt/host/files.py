@@ -8,15 +8,34 @@ a file is truncated only after its owner was checked. Modes are set independentl
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import secrets
 import shlex
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+# -- the fastest CRC-32 available ------------------------------------------------------------------
+
+
+def _fastest_crc32() -> Callable[..., int]:
+    """Return ISA-L's function, ten times as fast, if ``isal`` is installed; else zlib's."""
+    for name in ("isal.isal_zlib", "zlib"):
+        try:
+            crc32: Callable[..., int] = importlib.import_module(name).crc32
+        except ImportError:
+            continue
+        return crc32
+    raise ImportError("this Python has no zlib")
+
+
+#: CRC of bytes, continued from the CRC of the bytes before them.
+crc32 = _fastest_crc32()
+
 
 # -- anonymous memory files (memfd) ----------------------------------------------------------------
 # Processes share them by descriptor; the memory is freed with the last descriptor.

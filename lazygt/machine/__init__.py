@@ -6,21 +6,21 @@ All costs come from a ``Machine``. ``machine_of`` finds one: ``machines/`` has t
 
 from lazygt.machine.find import (
     CALIBRATED,
+    Gpus,
     calibrated_place,
     default_machine,
     machine_of,
     on_hosts,
     shipped,
 )
-from lazygt.machine.gpus import Gpus
-from lazygt.machine.model import Figure, Link, Machine
+from lazygt.machine.model import Figure, LinkFigures, Machine
 from lazygt.machine.prices import collective_seconds
 
 __all__ = [
     "CALIBRATED",
     "Figure",
     "Gpus",
-    "Link",
+    "LinkFigures",
     "Machine",
     "calibrated_place",
     "collective_seconds",

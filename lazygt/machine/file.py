@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lazygt.errors import MachineError
-from lazygt.machine.model import Figure, Machine
-from lazygt.machine.schema import (
+from lazygt.machine.model import (
     BASES,
     CARRIERS,
     DEVICES,
@@ -20,6 +19,8 @@ from lazygt.machine.schema import (
     LINK,
     RANGES,
     VERSION,
+    Figure,
+    Machine,
     Quantity,
     quantity,
 )

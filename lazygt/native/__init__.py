@@ -30,7 +30,7 @@ class Loaded(NamedTuple):
     reason: str
 
 
-class Choice(NamedTuple):
+class RecorderChoice(NamedTuple):
     """The recorder of this process.
 
     Attributes:
@@ -69,15 +69,15 @@ def _load(build: Build) -> ModuleType:
 
 
 @cache
-def choice() -> Choice:
+def choice() -> RecorderChoice:
     """Choose this process's recorder, once, since the device is registered once."""
     setting = recorder_setting()
     if setting == "python":
-        return Choice("python", f"LAZYGT_RECORDER={setting}")
+        return RecorderChoice("python", f"LAZYGT_RECORDER={setting}")
     loaded = load()
     if loaded.module is not None:
-        return Choice("native", f"LAZYGT_RECORDER={setting}, and {loaded.reason}")
-    return Choice("python", loaded.reason, missing=setting == "native")
+        return RecorderChoice("native", f"LAZYGT_RECORDER={setting}, and {loaded.reason}")
+    return RecorderChoice("python", loaded.reason, missing=setting == "native")
 
 
 def recording() -> ModuleType | None:

@@ -17,9 +17,8 @@ from torch import nn
 from lazygt.graph.mesh import FSDPUnit, Mesh, Placements, Sharding
 from lazygt.graph.placement import Placement, Replicate, Shard, as_placement
 from lazygt.parallel.distribute import own_parameter
-from lazygt.parallel.fsdp_module import as_fsdp_module
+from lazygt.parallel.fsdp_module import apply_policy, as_fsdp_module
 from lazygt.parallel.fsdp_overrides import Knobs, Wrap, knobs_for, rewraps
-from lazygt.parallel.mixed_precision import apply_policy
 from lazygt.record.annotate import set_sharding, stored_now
 from lazygt.record.tensor import LazyTensor, is_lazy, storage_of, view_of
 from lazygt.session import current

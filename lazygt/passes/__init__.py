@@ -2,12 +2,11 @@
 
 from lazygt.machine import Machine
 from lazygt.passes.base import Pass, run_passes
-from lazygt.passes.collectives.unpack import Unpack
 from lazygt.passes.cse import CommonSubexpressions, DeadCode
 from lazygt.passes.fold import Fold
 from lazygt.passes.foreach import Foreach
 from lazygt.passes.fuse import Fuse
-from lazygt.passes.lifetime import Lifetime
+from lazygt.passes.lifetime import Lifetime, Unpack
 
 #: Passes on a program, for any number of ranks.
 BEFORE_SHARDING: tuple[Pass, ...] = (Fold(), CommonSubexpressions(), DeadCode())

@@ -14,7 +14,7 @@ from lazygt.graph.meta import exact
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.passes.base import Placed, placed, rebuild, written_through
 from lazygt.passes.fold import is_view
-from lazygt.passes.questions import ask, fits
+from lazygt.passes.guards import fits, guard
 
 # -- dce: dead code elimination --------------------------------------------------------------------
 # Random ops stay even without readers: each advances the one generator, and the numbers of later
@@ -94,7 +94,7 @@ def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
     if is_view(earlier.node):
         return True
     return all(
-        uses[value] >= number or meta is None or ask(fits, meta, given=(_SMALL,))
+        uses[value] >= number or meta is None or guard(fits, meta, given=(_SMALL,))
         for value, meta in zip(earlier.results, earlier.node.results, strict=True)
     )
 

@@ -28,7 +28,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, params_in, ref
 from lazygt.graph.ops import overload
 from lazygt.passes.base import Placed, placed, rebuild, view_source, written_through
-from lazygt.passes.questions import ask, row_major
+from lazygt.passes.guards import guard, row_major
 
 #: The value that replaces the node's result, the node that replaces the node, or None: no change.
 Folded = int | Node | None
@@ -141,7 +141,7 @@ class _Fold:
         meta, root_meta = self.metas[value], self.metas[root]
         if root in self.written or meta is None or root_meta is None:
             return False
-        return root_meta is meta or ask(_no_larger, root_meta, meta)
+        return root_meta is meta or guard(_no_larger, root_meta, meta)
 
     def _record_root(self, node: Node, row: Placed) -> None:
         """Record the base of a view's results."""
@@ -184,7 +184,7 @@ class _Fold:
         meta, result_meta = self.metas[root] if root is not None else None, self.metas[result]
         if root is None or root in self.written or meta is None or result_meta is None:
             return None
-        if meta.dtype != result_meta.dtype or not ask(row_major, meta):
+        if meta.dtype != result_meta.dtype or not guard(row_major, meta):
             return None
         return Node(node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh)
 
@@ -203,7 +203,7 @@ class _Fold:
         """Fold arithmetic on constants; torch's own kernel computes the result."""
         meta = self.metas[result]
         assert meta is not None
-        if not ask(row_major, meta) or meta.offset or meta.dtype not in _COMPUTED:
+        if not guard(row_major, meta) or meta.offset or meta.dtype not in _COMPUTED:
             return None
         operands = [self._constant_operand(arg) for arg in node.args]
         tensors = any(isinstance(operand, torch.Tensor) for operand in operands)

@@ -20,7 +20,7 @@ from lazygt.graph.node import Graph, Node, Param, Ref
 from lazygt.graph.per_tensor import EACH, MERGE, SPLIT, ForeachForm, part
 from lazygt.graph.placement import COLLECTIVE_OPS
 from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled, view_source
-from lazygt.passes.questions import ask, fits
+from lazygt.passes.guards import fits, guard
 
 #: Bytes up to which a tensor is small: its launch costs more than its arithmetic.
 SMALL = 16 << 10
@@ -84,7 +84,7 @@ def _sees_own_writes(node: Node, form: ForeachForm, memory: Sequence[int]) -> bo
 
 
 def _is_small(meta: TensorMeta | None) -> bool:
-    return meta is None or ask(fits, meta, given=(SMALL,))
+    return meta is None or guard(fits, meta, given=(SMALL,))
 
 
 def _single_tensor_node(row: Placed, index: int) -> Placed:

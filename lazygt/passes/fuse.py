@@ -37,7 +37,7 @@ from lazygt.passes.base import (
     view_source,
 )
 from lazygt.passes.foreach import SMALL
-from lazygt.passes.questions import ask, fits, row_major
+from lazygt.passes.guards import fits, guard, row_major
 
 #: Most members of a group: compile time grows with them.
 MOST_MEMBERS = 256
@@ -221,13 +221,13 @@ def _is_profitable(context: Surroundings, group: Sequence[int], prices: Prices) 
     """Return whether a group has a gain, and can be compiled."""
     saved = _saved(context, group)
     given = (prices, *_launches(context, group), tuple([times for _, times in saved]))
-    if not ask(_gains, *[meta for meta, _ in saved], given=given):
+    if not guard(_gains, *[meta for meta, _ in saved], given=given):
         return False
     if not lane_count(context.rows[group[0]].node):
         return True
     body = _fused(context, list(group)).node.body
     assert body is not None
-    return lanes_of(body, lambda meta: ask(row_major, meta)) is not None
+    return lanes_of(body, lambda meta: guard(row_major, meta)) is not None
 
 
 def _gains(
@@ -345,7 +345,7 @@ class _Groups:
         memory = self.order.memory
         tensors = [self.metas[value] for value in node.refs()] + list(node.results)
         metas = list(dict.fromkeys(meta for meta in tensors if meta is not None))
-        group = _Group(metas[ask(_widest, *metas) if len(metas) > 1 else 0], [number])
+        group = _Group(metas[guard(_widest, *metas) if len(metas) > 1 else 0], [number])
         for value in (*node.refs(), *node.writes):
             view = self.metas[value], self.moving_views_of.get(value)
             group.views.setdefault(memory[value], set()).add(view)
@@ -386,7 +386,7 @@ class _Groups:
             return "it meets what is computed for another tensor"
         space, group_space = single.space, group.space
         if space is not None and group_space is not None and space is not group_space \
-                and ask(_wider, space, group_space):  # fmt: skip
+                and guard(_wider, space, group_space):  # fmt: skip
             return "a larger op needs it"
         most = MOST_HORIZONTAL if single.tensor_count else MOST_MEMBERS
         if len(group.members) + 1 + (len(target.members) if target is not None else 0) > most:
@@ -426,7 +426,7 @@ class _Groups:
 
     def _is_large(self, value: int, space: TensorMeta) -> bool:
         """Return whether a value fills a group's iteration space, and that is not small."""
-        return self.metas[value] == space and not ask(fits, space, given=(SMALL,))
+        return self.metas[value] == space and not guard(fits, space, given=(SMALL,))
 
     def _close(self, group: _Group, reason: str) -> None:
         group.closed = reason

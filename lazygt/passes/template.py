@@ -19,7 +19,7 @@ from lazygt.graph.node import Arg, Graph, Node, Param, Ref, verify
 from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import LEAST, Resize, Sizes, sized
 from lazygt.passes.base import Pass, run_passes
-from lazygt.passes.questions import Asked, noted, told_apart
+from lazygt.passes.guards import Guards, recorded_guards, specialization_key
 
 # -- skeletons: symbolic graphs --------------------------------------------------------------------
 # Graphs with equal keys are one program in several sizes. 0, 1 and negative numbers are not
@@ -201,7 +201,7 @@ class Templates(Generic[P]):
             plan = self.resize(template, symbolic.sizes, check)
             if plan is not None:
                 return Optimised(plan, template, symbolic.sizes)
-        with noted() as asked:
+        with recorded_guards() as asked:
             optimised = run_passes(graph, self._passes, check, stages)
         verify(optimised)
         plan = self._make(optimised)
@@ -244,7 +244,7 @@ class Template(Generic[P]):
         )
         return _BYTES_A_WORD * words + sum(variant.plan.nbytes for variant in self._variants)
 
-    def keep(self, sizes: Sizes, asked: Asked, plan: P) -> None:
+    def keep(self, sizes: Sizes, asked: Guards, plan: P) -> None:
         """Add a plan for sizes for which ``resized`` returned None.
 
         A plan with a computed size, one that is not a size of the program, is not cached.
@@ -268,7 +268,9 @@ class Template(Generic[P]):
 
 def _alike(plan: Resizable, other: Resizable) -> bool:
     """Return whether two plans differ in sizes only, although some sizes have become equal."""
-    counts = [told_apart(either.graph.inputs, either.graph.nodes) for either in (plan, other)]
+    counts = [
+        specialization_key(either.graph.inputs, either.graph.nodes) for either in (plan, other)
+    ]
     return counts[0] == counts[1]
 
 
@@ -282,6 +284,6 @@ class _Variant(NamedTuple, Generic[P]):
     """
 
     sizes: Sizes
-    asked: Asked
+    asked: Guards
     plan: P
     positions: tuple[int, ...]

@@ -21,7 +21,6 @@ import msgspec
 
 from lazygt.errors import OverQuota, PoolError, ProtocolError
 from lazygt.pool import requests
-from lazygt.pool.client_connection import Visitor
 from lazygt.pool.hosted import Hosted
 from lazygt.pool.policy import Lease, Policy
 from lazygt.pool.published import PublishedValue, PublishedValues
@@ -39,17 +38,17 @@ from lazygt.pool.requests import (
     Listed,
     Names,
     Ok,
-    Piece,
+    PoolReport,
     Publish,
-    Report,
+    Rules,
     Status,
     Value,
+    ValuePiece,
 )
-from lazygt.pool.rules import Rules
-from lazygt.pool.sessions import Sessions
+from lazygt.pool.sessions import Sessions, Visitor
 from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.launch.mailbox import Frame
-from lazygt.runtime.wire import Part, decode
+from lazygt.runtime.wire import Message, decode
 
 # -- requests for published values -----------------------------------------------------------------
 
@@ -78,7 +77,7 @@ class Publishing:
         self.values = PublishedValues()
         self._rules, self._held, self._visitors = rules, held, visitors
 
-    def handle(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> None:
+    def handle(self, visitor: Visitor, message: Message, rest: list[memoryview]) -> None:
         """Handle a request.
 
         Raises:
@@ -88,7 +87,7 @@ class Publishing:
         match message:
             case Publish():
                 self._publish(visitor, message)
-            case Piece():
+            case ValuePiece():
                 self._append_piece(visitor, rest)
             case Fetch(name):
                 self._send(visitor, name)
@@ -149,11 +148,11 @@ class Publishing:
                 visitor.send(*message)
 
 
-def _messages(value: PublishedValue) -> Iterator[tuple[Part, list[Frame]]]:
+def _messages(value: PublishedValue) -> Iterator[tuple[Message, list[Frame]]]:
     """Yield the messages of a value: its metas, then its bytes in pieces."""
     yield Value(value.rows), []
     for piece in value.pieces():
-        yield Piece(), [piece]
+        yield ValuePiece(), [piece]
 
 
 # -- status report of a pool -----------------------------------------------------------------------
@@ -396,7 +395,7 @@ class Gateway:
         except PoolError as error:
             visitor.fail(error)
 
-    def _handle(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> None:
+    def _handle(self, visitor: Visitor, message: Message, rest: list[memoryview]) -> None:
         """Handle a request to the pool."""
         match message:
             case Ask():
@@ -435,7 +434,7 @@ class Gateway:
             frames = [msgspec.msgpack.encode(pages_by_session)]
             for entry in status["sessions"]:
                 entry["unheard"] = round(self.sessions.unheard(entry["session"]), 3)
-        visitor.send(Report(json.dumps(status)), frames)
+        visitor.send(PoolReport(json.dumps(status)), frames)
 
     def _check_administrates(self, visitor: Visitor) -> None:
         """Raise PoolError unless the client's key may administer."""

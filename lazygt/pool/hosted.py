@@ -5,18 +5,203 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from lazygt.errors import PoolError
+import msgspec
+
+from lazygt.errors import PoolError, ProtocolError
 from lazygt.host import processes
-from lazygt.pool.gate import Gate
 from lazygt.runtime.cluster.agent import Agent, Connected
+from lazygt.runtime.cluster.protocol import Closed, Died, Look, Opened, Said, Tell, read
 from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
 from lazygt.runtime.launch.launcher import WORKER_FACTORY
+from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_reader import Page
+from lazygt.runtime.launch.status_file import Page
+from lazygt.runtime.messages import Done, Run
+from lazygt.runtime.wire import Buffer, Count, size_of
+
+# -- admission control of a session: a connection to its agent, with a queue of runs ---------------
+# The queued runs wait for a turn of the scheduler. Only a message's kind and the number of its
+# run are decoded.
+
+#: Seconds that workers may take to start. Until their first answer, or this time, runs count
+#: neither as running nor in run-seconds.
+_START_SECONDS = 60.0
+
+
+class Gate:
+    """Connection that holds back a client's runs and counts the answers; see ``Connected``.
+
+    All methods are for the gateway's thread, except ``send``, which is for any: workers' answers
+    are sent on the threads that wait for them.
+
+    Args:
+        connection: connection to the client.
+        may_pass: returns whether the next run may be forwarded, given the number of running ones.
+        changed: called after an answer, on the thread that sends it.
+    """
+
+    def __init__(
+        self,
+        connection: Connected,
+        may_pass: Callable[[int], bool],
+        changed: Callable[[], None],
+    ) -> None:
+        self.fd = connection.fd
+        self._connection, self._may_pass, self._changed = connection, may_pass, changed
+        self._queued: deque[list[memoryview]] = deque()
+        self._lock = threading.Lock()
+        #: run -> workers that have not answered it
+        self._running: dict[int, int] = {}
+        #: the last forwarded run, and its workers so far; its messages to other workers pass, too
+        self._last_run, self._run_workers = 0, set[int]()
+        #: time from which run-seconds count: the first answer, or the end of `_START_SECONDS`
+        self._counts_from = time.monotonic() + _START_SECONDS
+        self._busy_since = 0.0
+        self._seconds = 0.0
+        #: process ids of the workers, by part
+        self.pids: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def closed(self) -> str | None:
+        """Reason for the connection's end, or None."""
+        return self._connection.closed
+
+    def close(self, reason: str = "done") -> None:
+        """Do nothing: the gateway closes the connection."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of the queued messages."""
+        return sum(map(size_of, self._queued))
+
+    def put(self, frames: list[memoryview]) -> None:
+        """Queue a message from the client for the agent.
+
+        Raises:
+            ProtocolError: the message is a malformed run.
+        """
+        parse_run(frames)
+        if Look.begins(frames[0]):  # status requests don't wait behind runs
+            self._queued.appendleft(frames)
+        else:
+            self._queued.append(frames)
+
+    def take(self) -> list[memoryview] | None:
+        """Return the next message that may be forwarded; None: there is none."""
+        if not self._queued:
+            return None
+        frames = self._queued[0]
+        run = parse_run(frames)
+        if run is not None and not self._admit(*run):
+            return None
+        return self._queued.popleft()
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send a message to the client; count it if it answers a run."""
+        self._connection.send(frames)
+        header = bytes(frames[0])
+        if Said.begins(header):
+            if Done.begins(frames[1]):
+                self._count_answer(sequence_number(frames[1]))
+        elif Opened.begins(header):
+            opened = read([header], (Opened,))
+            assert isinstance(opened, Opened)
+            self.pids = {**self.pids, opened.part: tuple(opened.pids)}
+        elif Died.begins(header) or Closed.begins(header):
+            self._reset_runs()
+
+    def load(self) -> tuple[float, int, int]:
+        """Return the run time since the last call in seconds, and the counts of runs.
+
+        The counts are those of running and of queued runs.
+        """
+        now = time.monotonic()
+        with self._lock:
+            self._add_run_time(now)
+            seconds, self._seconds = self._seconds, 0.0
+            running = len(self._running) if now >= self._counts_from else 0
+        queued = sum(parse_run(frames) is not None for frames in self._queued)
+        return seconds, running, queued
+
+    def _admit(self, number: int, workers: tuple[int, ...]) -> bool:
+        """Return whether a run's message may be forwarded; count the run as running then."""
+        with self._lock:
+            running = len(self._running)
+        if number != self._last_run or not self._run_workers.isdisjoint(workers):
+            if not self._may_pass(running):
+                return False
+            self._last_run, self._run_workers = number, set()
+        self._run_workers.update(workers)
+        with self._lock:
+            self._add_run_time(time.monotonic())
+            self._running[number] = self._running.get(number, 0) + len(workers)
+        return True
+
+    def _count_answer(self, number: int) -> None:
+        """Count one worker's answer; the last one ends the run."""
+        with self._lock:
+            self._counts_from = min(self._counts_from, time.monotonic())
+            self._add_run_time(time.monotonic())
+            unanswered = self._running.get(number, 0) - 1
+            if unanswered > 0:
+                self._running[number] = unanswered
+            else:
+                self._running.pop(number, None)
+        self._changed()
+
+    def _reset_runs(self) -> None:
+        """Forget the running runs, because their workers have ended."""
+        with self._lock:
+            self._add_run_time(time.monotonic())
+            self._running.clear()
+        self._changed()
+
+    def _add_run_time(self, now: float) -> None:
+        """Add the time until now to the run time, if a run is running."""
+        if self._running:
+            self._seconds += max(now - max(self._busy_since, self._counts_from), 0.0)
+        self._busy_since = now
+
+
+def parse_run(frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]] | None:
+    """Parse a run's number and workers from a message to an agent; None for other messages.
+
+    Raises:
+        ProtocolError: the message is malformed.
+    """
+    if len(frames) < 2 or not Tell.begins(frames[0]) or not Run.begins(frames[1]):
+        return None
+    message = read(frames, (Tell,))
+    assert isinstance(message, Tell)
+    return sequence_number(frames[1]), message.workers
+
+
+class _Numbered(msgspec.Struct, array_like=True):
+    """The beginning of a `Run` or a `Done`."""
+
+    kind: int
+    seq: Count
+
+
+def sequence_number(header: Buffer) -> int:
+    """Return the number of a run, from the header of its message or of the answer to it.
+
+    Raises:
+        ProtocolError: the header has no valid number.
+    """
+    try:
+        return msgspec.msgpack.decode(header, type=_Numbered).seq
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"a run without a number: {error}") from error
+
+
+# -- hosted session of a pool: client connection, admission, and agent of its workers --------------
 
 #: Allowed factories of a worker's copier; see ``session.COPIER``.
 _COPIERS = frozenset({"", "lazygt.transfer.copier:copier_for"})

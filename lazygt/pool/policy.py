@@ -14,6 +14,8 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from lazygt.errors import (
     GangTooLarge,
     OverQuota,
@@ -22,25 +24,117 @@ from lazygt.errors import (
     PoolFull,
     SessionEnded,
 )
-from lazygt.pool.events import (
-    Asked,
-    ClientBack,
-    ClientGone,
-    Drain,
-    End,
-    Event,
-    Evict,
-    Grant,
-    Instruction,
-    Load,
-    Ran,
-    Refuse,
-    Released,
-    Tick,
-    Used,
-)
-from lazygt.pool.rules import Rules
-from lazygt.pool.scheduler import Turns
+from lazygt.pool.requests import Rules
+from lazygt.pool.scheduler import Pause, Resume, Turns
+
+# -- events and instructions of a pool's policy ----------------------------------------------------
+
+# -- events ------------------------------------------------------------------------------------
+
+
+class SessionRequested(Struct, frozen=True):
+    """A client's request for a session."""
+
+    session: str
+    client: str
+    workers: int
+    cores: int  # torch threads of all its workers
+    grace: float = 0.0  # seconds for which its connection may be dead
+    detach: bool = False  # True if the session outlives its client, until it is ended or expires
+
+
+class Released(Struct, frozen=True):
+    """End of a session: its processes are gone, or it has left the queue."""
+
+    session: str
+
+
+class Load(Struct, frozen=True):
+    """Numbers of a session's runs on its workers, and of those waiting for a turn."""
+
+    session: str
+    running: int
+    held: int
+
+
+class RunTime(Struct, frozen=True):
+    """Seconds that a session's workers have run since the last such event."""
+
+    session: str
+    seconds: float
+
+
+class MemoryUsed(Struct, frozen=True):
+    """Bytes held by sessions' workers, and by clients' published values."""
+
+    sessions: Mapping[str, int]
+    published: Mapping[str, int]
+
+
+class ClientGone(Struct, frozen=True):
+    """Loss of a session's client."""
+
+    session: str
+    for_good: bool = False  # True if the client will not come back: its process has ended or left
+
+
+class ClientBack(Struct, frozen=True):
+    """Return of a session's client."""
+
+    session: str
+
+
+class Drain(Struct, frozen=True):
+    """Request to admit no more sessions, and to refuse the waiting ones."""
+
+
+class Evict(Struct, frozen=True):
+    """Request to end a session."""
+
+    session: str
+
+
+class PolicyTick(Struct, frozen=True):
+    """Passage of time."""
+
+
+Event = (
+    SessionRequested | Released | Load | RunTime | MemoryUsed | ClientGone | ClientBack | Drain
+    | Evict | PolicyTick
+)  # fmt: skip
+
+
+# -- instructions ------------------------------------------------------------------------------
+
+
+class Grant(Struct, frozen=True):
+    """Instruction to start a session's workers in these worker slots."""
+
+    session: str
+    places: tuple[int, ...]
+
+
+class Refuse(Struct, frozen=True):
+    """Instruction to refuse a client's session."""
+
+    session: str
+    error: PoolError
+
+
+class EndSession(Struct, frozen=True):
+    """Instruction to end a session's processes, and notify its client.
+
+    `Released` follows when the processes are gone.
+    """
+
+    session: str
+    error: PoolError
+
+
+Instruction = Grant | Refuse | EndSession | Pause | Resume
+
+
+# -- admission policy of a pool as a pure state machine: gang scheduling with a fair queue ---------
 
 
 @dataclass(slots=True)
@@ -55,7 +149,7 @@ class Lease:
         memory: bytes of the workers at the last measurement.
     """
 
-    request: Asked
+    request: SessionRequested
     places: tuple[int, ...] = ()
     granted: float = 0.0
     expires: float | None = None
@@ -101,15 +195,15 @@ class Policy:
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Return the instructions that follow from an event at ``now``, in order of time."""
         match event:
-            case Asked():
+            case SessionRequested():
                 return self._request(event, now)
             case Released(session):
                 return self._release(session, now)
             case Load(session, running, held):
                 return [*self.turns.load(session, running, held, now)]
-            case Ran(session, seconds):
+            case RunTime(session, seconds):
                 return self._ran(session, seconds, now)
-            case Used(sessions, published):
+            case MemoryUsed(sessions, published):
                 return self._check_memory(sessions, published, now)
             case ClientGone(session, for_good):
                 return self._client_gone(session, for_good, now)
@@ -119,12 +213,12 @@ class Policy:
                 return self._drain()
             case Evict(session):
                 return self._end(session, "it was evicted (lazygt pool evict)", now)
-            case Tick():
+            case PolicyTick():
                 return self._tick(now)
         return []
 
     def seconds_to_next(self, now: float) -> float | None:
-        """Return the seconds until the next `Tick` is due; None: not before another event."""
+        """Return the seconds until the next `PolicyTick` is due; None: not before another event."""
         expiries = [
             max(lease.expires - now, 0.0)
             for lease in self.leases.values()
@@ -135,7 +229,7 @@ class Policy:
 
     # -- admission -----------------------------------------------------------------------
 
-    def _request(self, request: Asked, now: float) -> list[Instruction]:
+    def _request(self, request: SessionRequested, now: float) -> list[Instruction]:
         """Queue a session and admit as many as fit; refuse one if the queue is too long."""
         error = self._objection(request)
         if error is not None:
@@ -158,7 +252,7 @@ class Policy:
         client = max(self._queue, key=lambda name: (len(self._queue[name]), name == newcomer))
         return self._queue[client][-1]
 
-    def _objection(self, request: Asked) -> PoolError | None:
+    def _objection(self, request: SessionRequested) -> PoolError | None:
         """Return the reason to refuse a session, or None."""
         if request.session in self.leases:
             return PoolError(f"there is a session {request.session!r} already")
@@ -198,7 +292,7 @@ class Policy:
             steps += self.turns.add(request.session, client, request.workers, now)
         return steps
 
-    def _dequeue(self, request: Asked) -> None:
+    def _dequeue(self, request: SessionRequested) -> None:
         """Remove a session from the queue."""
         waiting = self._queue[request.client]
         waiting.remove(request.session)
@@ -273,7 +367,7 @@ class Policy:
             self._drop_waiting(session)
             return [Refuse(session, error), *self._admit(now)]
         lease.ending = True
-        return [End(session, error), *self.turns.remove(session, now)]
+        return [EndSession(session, error), *self.turns.remove(session, now)]
 
     def _check_memory(
         self, sessions: Mapping[str, int], published: Mapping[str, int], now: float

@@ -22,27 +22,26 @@ from lazygt.pool.requests import (
     TO_CLIENT,
     DrainAll,
     EvictOne,
-    Failed,
     Fetch,
     Forget,
     Listed,
     Names,
     Ok,
-    Piece,
+    PoolReport,
     Publish,
-    Report,
+    RequestFailed,
     Status,
     Value,
+    ValuePiece,
 )
 from lazygt.runtime.cluster.agent import Connected
 from lazygt.runtime.cluster.connection import Connection, dial
 from lazygt.runtime.cluster.keys import KeyFile
 from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
-from lazygt.runtime.launch.status_file import decoded
-from lazygt.runtime.launch.status_reader import Pages
-from lazygt.runtime.wire import Part, decode, encode, received
+from lazygt.runtime.launch.status_file import Pages, decoded
+from lazygt.runtime.wire import Message, decode, encode, received
 
-M = TypeVar("M", bound=Part)
+M = TypeVar("M", bound=Message)
 
 _POLL_SECONDS = 0.5
 #: Bytes of a message besides its payload: numbers, lengths, headers.
@@ -93,7 +92,7 @@ def answer(connection: Connected, kinds: tuple[type[M], ...], deadline: float) -
     while True:
         while (frames := connection.take()) is not None:
             message = decode(frames[:1], TO_CLIENT)
-            if isinstance(message, Failed):
+            if isinstance(message, RequestFailed):
                 raise message.error()
             if isinstance(message, kinds):
                 return message, frames[1:]
@@ -158,7 +157,7 @@ class Pool:
         metas = tuple((key, _meta(t)) for key, t in dense.items())
         self._request(Publish(name, metas, shared), Ok)
         for piece in _pieces(dense):
-            self._connection.send(encode(Piece(), [piece]))
+            self._connection.send(encode(ValuePiece(), [piece]))
         if any(meta.nbytes for _, meta in metas):
             self._answer(Ok)
 
@@ -172,7 +171,7 @@ class Pool:
         data = bytearray()
         total = sum(meta.nbytes for _, meta in metas)
         while len(data) < total:
-            _, (piece,) = self._answer_with_frames(Piece)
+            _, (piece,) = self._answer_with_frames(ValuePiece)
             data += piece
         tensors = dict(_tensors(metas, memoryview(data)))
         return tensors[""] if list(tensors) == [""] else tensors
@@ -190,7 +189,7 @@ class Pool:
 
         Other keys' sessions are only counted, unless this key may administer.
         """
-        report: dict[str, Any] = json.loads(self._request(Status(), Report).text)
+        report: dict[str, Any] = json.loads(self._request(Status(), PoolReport).text)
         return report
 
     def look(self) -> tuple[dict[str, Any], dict[str, Pages]]:
@@ -200,7 +199,7 @@ class Pool:
             ProtocolError: the pool's answer has no pages.
         """
         self._connection.send(encode(Status(pages=True)))
-        report, frames = self._answer_with_frames(Report)
+        report, frames = self._answer_with_frames(PoolReport)
         if not frames:
             raise ProtocolError("a pool's report without its status pages")
         return json.loads(report.text), decoded(frames[0], dict[str, Pages])
@@ -235,7 +234,7 @@ class Pool:
     ) -> None:
         self.close()
 
-    def _request(self, message: Part, kind: type[M]) -> M:
+    def _request(self, message: Message, kind: type[M]) -> M:
         self._connection.send(encode(message))
         return self._answer(kind)
 

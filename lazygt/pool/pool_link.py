@@ -20,9 +20,9 @@ from lazygt.pool.requests import (
     AreYouThere,
     Ask,
     Doing,
-    Failed,
     Leave,
     Ok,
+    RequestFailed,
     Waits,
     Watched,
     is_ours,
@@ -32,8 +32,7 @@ from lazygt.runtime.cluster.connection import Connection
 from lazygt.runtime.cluster.remote import RemoteHost
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.opening import link_spec
-from lazygt.runtime.launch.status_file import StatusFile
-from lazygt.runtime.launch.status_reader import Page, read_client
+from lazygt.runtime.launch.status_file import Page, StatusFile, read_client
 from lazygt.runtime.wire import decode, encode
 
 _LEAVE_SECONDS = 10.0
@@ -107,7 +106,7 @@ class SessionConnection:
             if not is_ours(frames[0]):
                 return frames
             message = decode(frames[:1], TO_CLIENT)
-            if isinstance(message, Failed):
+            if isinstance(message, RequestFailed):
                 self.error = message.error()
             elif isinstance(message, Watched) and (page := self.status_page()) is not None:
                 self.send(encode(Doing(), [msgspec.msgpack.encode(page)]))

@@ -5,19 +5,71 @@ Tags begin at 32; the header alone distinguishes these messages from an agent's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lazygt import errors
 from lazygt.errors import PoolError
 from lazygt.graph.meta import TensorMeta
-from lazygt.runtime.wire import Buffer, Count, Part
+from lazygt.runtime.wire import Buffer, Count, Message
+
+# -- limits of a pool, and quotas of its clients ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Quota of all sessions of one client; None: no limit.
+
+    Attributes:
+        sessions: sessions with workers, or waiting for them.
+        workers: workers of these sessions.
+        cores: torch threads of these workers.
+        memory: bytes of the workers and the published values.
+    """
+
+    sessions: int | None = None
+    workers: int | None = None
+    cores: int | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Limits of a pool.
+
+    Attributes:
+        workers: number of worker slots (places).
+        at_once: number of workers that may run at the same time.
+        queue: number of sessions that may wait for workers.
+        grace: maximum seconds for which a session's connection may be dead.
+        expiry: seconds that a detached session lives without its client.
+        quotas: quota of each client; all others have ``quota``.
+        hidden: True if workers can't inspect one another.
+    """
+
+    workers: int
+    at_once: int
+    queue: int = 64
+    grace: float = 300.0
+    expiry: float = 24 * 3600.0
+    quota: Quota = Quota()
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    hidden: bool = False
+
+    def of(self, client: str) -> Quota:
+        """Return a client's quota."""
+        return self.quotas.get(client, self.quota)
+
+
+# -- messages between a pool and its clients, beside those of a session's agent --------------------
 
 _FIRST_TAG = 32
 
 # -- to a pool -------------------------------------------------------------------------------
 
 
-class Ask(Part, tag=32):
+class Ask(Message, tag=32):
     """Request for a session."""
 
     workers: Count
@@ -26,12 +78,12 @@ class Ask(Part, tag=32):
     detach: bool
 
 
-class Leave(Part, tag=33):
+class Leave(Message, tag=33):
     """Notice that the client leaves its session; answered by ``Ok`` when its workers have ended."""
 
 
-class Publish(Part, tag=34):
-    """Request to publish a value; answered by ``Ok`` before and after its ``Piece``s."""
+class Publish(Message, tag=34):
+    """Request to publish a value; answered by ``Ok`` before and after its ``ValuePiece``s."""
 
     name: str
     #: name and meta of each tensor, in the order of their bytes; "": a single tensor
@@ -39,28 +91,28 @@ class Publish(Part, tag=34):
     shared: bool = False  # True if other clients may fetch it
 
 
-class Piece(Part, tag=35):
+class ValuePiece(Message, tag=35):
     """The next bytes of a value, in the frame that follows; in either direction."""
 
 
-class Fetch(Part, tag=36):
+class Fetch(Message, tag=36):
     """Request for a published value; answered by ``Value`` and its pieces."""
 
     name: str
 
 
-class Names(Part, tag=37):
+class Names(Message, tag=37):
     """Request for the names of published values; answered by ``Listed``."""
 
 
-class Forget(Part, tag=38):
+class Forget(Message, tag=38):
     """Request to remove a published value; answered by ``Ok``."""
 
     name: str
 
 
-class Status(Part, tag=39):
-    """Request for a ``Report``.
+class Status(Message, tag=39):
+    """Request for a ``PoolReport``.
 
     Without the right to administer, other clients' sessions are only counted.
     """
@@ -68,48 +120,48 @@ class Status(Part, tag=39):
     pages: bool = False  # True to include the status pages of workers and clients
 
 
-class DrainAll(Part, tag=40):
+class DrainAll(Message, tag=40):
     """Request to admit no more sessions; answered by ``Ok``; for administrators."""
 
 
-class EvictOne(Part, tag=41):
+class EvictOne(Message, tag=41):
     """Request to end a session; answered by ``Ok``; another client's for administrators."""
 
     session: str
 
 
-class Doing(Part, tag=42):
+class Doing(Message, tag=42):
     """Status page of a session's client, in the frame that follows."""
 
 
-class AreYouThere(Part, tag=46):
+class AreYouThere(Message, tag=46):
     """Request for a sign of life; answered by ``Here``."""
 
 
 # -- to a client -----------------------------------------------------------------------------
 
 
-class Waits(Part, tag=48):
+class Waits(Message, tag=48):
     """Notice that a session waits, with the number of sessions before it."""
 
     ahead: Count
 
 
-class Admitted(Part, tag=49):
+class Admitted(Message, tag=49):
     """Notice that a session has workers; later messages are for and from its agent."""
 
     session: str
     device: str  # device of the workers
 
 
-class Failed(Part, tag=50):
+class RequestFailed(Message, tag=50):
     """Error of a refused request or an ended session, as its class and arguments."""
 
     kind: str
     given: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, error: PoolError) -> Failed:
+    def of(cls, error: PoolError) -> RequestFailed:
         """Build the message of an error."""
         return cls(type(error).__name__, tuple(error.given))
 
@@ -124,42 +176,42 @@ class Failed(Part, tag=50):
             return PoolError(f"{self.kind}: {', '.join(map(str, self.given))}")
 
 
-class Ok(Part, tag=51):
+class Ok(Message, tag=51):
     """Confirmation of a request."""
 
 
-class Value(Part, tag=52):
+class Value(Message, tag=52):
     """A published value; its pieces follow. See ``Publish``."""
 
     rows: tuple[tuple[str, TensorMeta], ...]
 
 
-class Listed(Part, tag=53):
+class Listed(Message, tag=53):
     """Published values: name, bytes, client, shared."""
 
     rows: tuple[tuple[str, Count, str, bool], ...] = ()
 
 
-class Report(Part, tag=54):
+class PoolReport(Message, tag=54):
     """Report of the pool as JSON; a frame with status pages by session follows on request."""
 
     text: str
 
 
-class Watched(Part, tag=55):
+class Watched(Message, tag=55):
     """Request for the client's status page; answered by ``Doing``, when the client is free."""
 
 
-class Here(Part, tag=60):
+class Here(Message, tag=60):
     """Sign of life of the pool."""
 
 
-TO_POOL: tuple[type[Part], ...] = (
-    Ask, Leave, Publish, Piece, Fetch, Names, Forget, Status, DrainAll, EvictOne, Doing,
+TO_POOL: tuple[type[Message], ...] = (
+    Ask, Leave, Publish, ValuePiece, Fetch, Names, Forget, Status, DrainAll, EvictOne, Doing,
     AreYouThere,
 )  # fmt: skip
-TO_CLIENT: tuple[type[Part], ...] = (
-    Waits, Admitted, Failed, Ok, Value, Piece, Listed, Report, Watched, Here,
+TO_CLIENT: tuple[type[Message], ...] = (
+    Waits, Admitted, RequestFailed, Ok, Value, ValuePiece, Listed, PoolReport, Watched, Here,
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import zmq
 
 from lazygt.pool.gateway import Gateway
 from lazygt.pool.pool_client import LONGEST
-from lazygt.pool.rules import Quota, Rules
+from lazygt.pool.requests import Quota, Rules
 from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.cluster.keys import KeyFile, Keyring
 

@@ -5,37 +5,117 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from lazygt.errors import LazyGTError, PoolError
+from msgspec.structs import replace
+
+from lazygt.errors import LazyGTError, PoolError, ProtocolError
 from lazygt.host.files import make_folder
-from lazygt.pool.client_connection import Visitor
-from lazygt.pool.events import (
-    Asked,
+from lazygt.pool.hosted import Hosted, Terms
+from lazygt.pool.policy import (
     ClientBack,
     ClientGone,
     Drain,
-    End,
+    EndSession,
     Event,
     Evict,
     Grant,
     Instruction,
     Load,
-    Ran,
+    MemoryUsed,
+    Policy,
+    PolicyTick,
     Refuse,
     Released,
-    Tick,
-    Used,
+    RunTime,
+    SessionRequested,
 )
-from lazygt.pool.hosted import Hosted, Terms
-from lazygt.pool.policy import Policy
-from lazygt.pool.requests import Admitted, Ask, Ok, Waits
-from lazygt.pool.rules import Rules
+from lazygt.pool.published import PublishedValue
+from lazygt.pool.requests import Admitted, Ask, Ok, RequestFailed, Rules, Waits, Watched
 from lazygt.pool.scheduler import Resume
-from lazygt.runtime.launch.status_reader import Pages
+from lazygt.runtime.cluster.connection import Connection
+from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.launch.status_file import CAPACITY, ClientPage, Page, Pages, decoded
+from lazygt.runtime.wire import Message, encode
+
+# -- client connection of a pool -------------------------------------------------------------------
+
+#: Seconds for which a client's status page is valid without a new request.
+_STALE_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class Visitor:
+    """A connected client with an allowed key.
+
+    Attributes:
+        session: name of the client's session, if it has requested one.
+        publishing: incomplete value that the client is uploading.
+        lost: True while the connection is dead.
+    """
+
+    connection: Connection
+    session: str | None = None
+    publishing: PublishedValue | None = None
+    lost: bool = False
+    #: messages of requested published values
+    sending: deque[Iterator[tuple[Message, list[Frame]]]] = field(default_factory=deque)
+    #: last status page of the client, its time, and the time of an unanswered request for the next
+    _page: Page | None = None
+    _page_time: float = 0.0
+    _requested_at: float | None = None
+
+    @property
+    def client(self) -> str:
+        """Name of the client's key."""
+        return self.connection.peer
+
+    def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
+        """Send a message, unless the connection has ended."""
+        if self.connection.closed is None:
+            self.connection.send(encode(message, list(frames)))
+
+    def latest_page(self) -> Page | None:
+        """Return the client's last status page, and request the next.
+
+        None: no recent page has arrived.
+        """
+        now = time.monotonic()
+        if self._requested_at is None:
+            if now - self._page_time > _STALE_SECONDS:
+                self._page = None
+            self._requested_at = now
+            self.send(Watched())
+        page = self._page
+        return page and replace(page, age=page.age + now - self._page_time)
+
+    @property
+    def unheard(self) -> float:
+        """Seconds since the unanswered request for a status page; 0: none is pending."""
+        return 0.0 if self._requested_at is None else time.monotonic() - self._requested_at
+
+    def store_page(self, frames: Sequence[Frame]) -> None:
+        """Store a received status page.
+
+        Raises:
+            ProtocolError: the page is malformed, or the client has no session.
+        """
+        if self.session is None or len(frames) != 1 or len(frames[0]) > 2 * CAPACITY:
+            raise ProtocolError("a status page of nobody's")
+        page = decoded(frames[0], Page)
+        decoded(page.message, ClientPage)
+        self._page, self._page_time, self._requested_at = page, time.monotonic(), None
+
+    def fail(self, error: PoolError) -> None:
+        """Send an error to the client."""
+        self.send(RequestFailed.of(error))
+
+
+# -- sessions of a pool: execution of the policy's instructions ------------------------------------
 
 _log = logging.getLogger("lazygt")
 
@@ -97,7 +177,7 @@ class Sessions:
         if now >= self._next_measurement and self.hosted:
             self._next_measurement = now + _MEASURE_SECONDS
             self._measure_memory()
-        self._handle(Tick())
+        self._handle(PolicyTick())
         self._forward_messages()
 
     def end_all(self) -> None:
@@ -121,7 +201,9 @@ class Sessions:
         self._visitors[session] = visitor
         cores = ask.cores or ask.workers
         grace = ask.grace if ask.grace > 0.0 else 0.0  # also for NaN
-        self._handle(Asked(session, visitor.client, ask.workers, cores, grace, ask.detach))
+        self._handle(
+            SessionRequested(session, visitor.client, ask.workers, cores, grace, ask.detach)
+        )
         if session in self.policy.queue:
             visitor.send(Waits(self.policy.queue.index(session)))
 
@@ -222,7 +304,7 @@ class Sessions:
                 self._start(session)
             case Refuse(session, error):
                 self._notify_end(session, error)
-            case End(session, error):
+            case EndSession(session, error):
                 self._notify_end(session, error)
                 self._end(session, kill=True)
             case Resume(session):
@@ -296,12 +378,12 @@ class Sessions:
                 continue
             seconds, running, queued = hosted.gate.load()
             if seconds:
-                self._handle(Ran(session, seconds))
+                self._handle(RunTime(session, seconds))
             self._handle(Load(session, running, queued))
 
     def _measure_memory(self) -> None:
         """Measure the memory of all hosted sessions, and report it to the policy."""
         living = {name: hosted for name, hosted in self.hosted.items() if not hosted.ending}
         sizes = {name: hosted.memory() for name, hosted in living.items()}
-        self._handle(Used(sizes, self._published()))
+        self._handle(MemoryUsed(sizes, self._published()))
         self.active |= self.hosted.keys()

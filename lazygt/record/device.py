@@ -26,22 +26,22 @@ from torch.utils.backend_registration import (
 )
 
 from lazygt.record import (
-    accelerator,
     autograd,
     bridge,
     copies,
     factories,
-    flag_changes,
     host_rng,
-    methods,
     multiprocessing,
-    other_devices,
     rng,
+    session_patches,
     subclasses,
     swap,
     tensor,
     torch_compile,
 )
+from lazygt.record import autograd as accelerator
+from lazygt.record import session_patches as other_devices
+from lazygt.record import subclasses as methods
 from lazygt.record.context import NAME, OpenSession, note_use, recorder, session_stack
 from lazygt.record.custom import registry
 from lazygt.record.formulas import autocast, derivatives
@@ -68,8 +68,10 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 #: Also active while no session is open: the patches then answer as torch itself would.
 _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *multiprocessing.PATCHES,
                   *derivatives.PATCHES, *autocast.PATCHES, *registry.PATCHES,
-                  *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
-_IN_SESSIONS = Patches(*swap.IN_SESSIONS, *other_devices.IN_SESSIONS, *flag_changes.IN_SESSIONS)
+                  *(methods.METHOD_PATCHES if NATIVE is not None else ()))  # fmt: skip
+_IN_SESSIONS = Patches(
+    *swap.IN_SESSIONS, *other_devices.DEVICE_PATCHES, *session_patches.FLAG_PATCHES
+)
 #: Lock of the stack of sessions, and of the patches that depend on the stack.
 _patch_lock = threading.RLock()
 

@@ -8,7 +8,7 @@ from typing import Any
 from lazygt.graph.meta import TensorMeta, exact
 from lazygt.graph.node import Arg, Node, Param, Ref
 from lazygt.graph.sizes import LEAST, sized, sizes_in
-from lazygt.passes.questions import told_apart
+from lazygt.passes.guards import specialization_key
 from lazygt.record.trie import TrieNode
 
 Steps = Sequence[TrieNode]
@@ -60,10 +60,10 @@ class Outline:
 
 
 def _distinct_count(steps: Sequence[TensorMeta | Node | None]) -> int:
-    """Return the number of distinct metas and nodes, as ``told_apart`` counts them."""
+    """Return the number of distinct metas and nodes, as ``specialization_key`` counts them."""
     nodes = [step for step in steps if isinstance(step, Node)]
     metas = [step for step in steps if isinstance(step, TensorMeta)]
-    return told_apart(metas, nodes)
+    return specialization_key(metas, nodes)
 
 
 def _all_sizes(step: TensorMeta | Node | None) -> frozenset[int]:

@@ -40,7 +40,7 @@ from lazygt.runtime.messages import (
     Snapped,
 )
 from lazygt.runtime.plan_records import swap_message
-from lazygt.runtime.wire import Buffer, Part, decode
+from lazygt.runtime.wire import Buffer, Message, decode
 
 # -- suspected failures ----------------------------------------------------------------------------
 # A collective may fail on one rank because another rank is dying: the dying rank's sockets are
@@ -48,11 +48,11 @@ from lazygt.runtime.wire import Buffer, Part, decode
 # every rank has answered the same run. Then no rank has died in the run, and the failure is real.
 
 
-class Told(NamedTuple):
+class Notification(NamedTuple):
     """Message received from a rank, with its buffers."""
 
     rank: int
-    message: Part
+    message: Message
     buffers: list[Any]
 
 
@@ -69,9 +69,9 @@ class Doubts:
         self._seq = 0
         #: ranks that have not answered that run
         self._missing: set[int] = set()
-        self._deferred: list[Told] = []
+        self._deferred: list[Notification] = []
 
-    def sort_out(self, received: Told) -> Iterator[Told]:
+    def sort_out(self, received: Notification) -> Iterator[Notification]:
         """Yield the messages that are confirmed by now, in the order of their arrival."""
         answer = received.message if isinstance(received.message, Done) else None
         if self._missing:
@@ -103,7 +103,7 @@ class Doubts:
         """Confirm all messages at once from here on, since workers are not replaced any more."""
         self._waiting_for = lambda seq: set()
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[Notification]:
         """Remove and return all deferred messages; no failure is suspected any more."""
         deferred, self._deferred = self._deferred, []
         self._missing.clear()

@@ -24,7 +24,7 @@ from lazygt.runtime.store import Failed, Store
 
 if TYPE_CHECKING:
     from lazygt.runtime.arenas import Arena
-    from lazygt.runtime.host_copies import HostCopies
+    from lazygt.runtime.exchange import HostCopies
 
 #: Values that no snapshot has yet, by id: the meta and the bytes of the memory.
 New = dict[int, tuple[TensorMeta, torch.Tensor]]

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from lazygt.errors import DeviceLost, ProtocolError, WorkerDied, WorkerFrozen
-from lazygt.recovery.recover import Told
+from lazygt.recovery.recover import Notification
 from lazygt.runtime.failures import Describe
 from lazygt.runtime.messages import (
     TO_CLIENT,
@@ -27,7 +27,7 @@ from lazygt.runtime.messages import (
 )
 from lazygt.runtime.plan_records import PlanRecord, again_message
 from lazygt.runtime.reports import InFlightRun, Reports
-from lazygt.runtime.wire import Buffer, Part, decode, size_of
+from lazygt.runtime.wire import Buffer, Message, decode, size_of
 
 
 class Answers(Reports):
@@ -150,7 +150,7 @@ class Answers(Reports):
             if isinstance(decoded, Lost):  # the worker's last message
                 self._recover_from(self.device_lost(rank, decoded))
                 return
-            for trusted in self._trusted_messages(Told(rank, decoded, frames[1:])):
+            for trusted in self._trusted_messages(Notification(rank, decoded, frames[1:])):
                 self._dispatch(*trusted)
         except ProtocolError as error:
             self._fatal_error = ProtocolError(
@@ -159,13 +159,13 @@ class Answers(Reports):
             )
             raise self._fatal_error from error
 
-    def _trusted_messages(self, message: Told) -> Iterable[Told]:
+    def _trusted_messages(self, message: Notification) -> Iterable[Notification]:
         """Return the messages to handle now; a message of a rank that may be dying is held back."""
         if self.recovery is None or self.link.world_size == 1:
             return (message,)
         return self.recovery.doubts.sort_out(message)
 
-    def _dispatch(self, rank: int, message: Part, buffers: list[memoryview]) -> None:
+    def _dispatch(self, rank: int, message: Message, buffers: list[memoryview]) -> None:
         """Call the handler of a message's type."""
         match message:
             case Done():
@@ -365,7 +365,7 @@ class Answers(Reports):
             self._handle_message(message)
 
 
-def _subject_number(message: Part) -> int:
+def _subject_number(message: Message) -> int:
     """Return the number of the run, transfer or process group that a message is about; else 0."""
     match message:
         case Done() | Need():

@@ -17,7 +17,7 @@ from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures
 from lazygt.runtime.known_runs import number_reader
 from lazygt.runtime.launch.link import Link
-from lazygt.runtime.messages import Failure, Install, Memory, Renew, Run, Write
+from lazygt.runtime.messages import Failure, Install, MemoryUse, Renew, Run, Write
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import (
     Answer,
@@ -348,7 +348,7 @@ class Client(Orders):
             self.run(None, (), (), why="synchronize()", timed=True)
         self.synchronize()
 
-    def memory(self, groups: Sequence[Iterable[int]]) -> list[Memory]:
+    def memory(self, groups: Sequence[Iterable[int]]) -> list[MemoryUse]:
         """Return each worker's memory, by rank, once it has done everything sent before.
 
         Args:

@@ -24,7 +24,7 @@ from lazygt.errors import CodeError, ProtocolError
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.node import Graph
 from lazygt.graph.ops import Foreign, OpFacts, add_foreign, overload, title
-from lazygt.runtime.wire import Buffer, Part, fitting, pack, unpack
+from lazygt.runtime.wire import Buffer, Message, fitting, pack, unpack
 
 # -- schema of custom ops --------------------------------------------------------------------------
 # A definition refers to the code of an op. The code lies in modules and shared libraries, which a
@@ -38,7 +38,7 @@ _TAGS_BY_NAME = {
 }
 
 
-class Definition(Part):
+class Definition(Message):
     """Definition of a custom op: its name, schema and code.
 
     Attributes:
@@ -95,7 +95,7 @@ def foreign_ops(graph: Graph) -> list[Foreign]:
 # -- on the wire -------------------------------------------------------------------------
 
 
-class Definitions(Part):
+class Definitions(Message):
     """Definitions of a plan's custom ops, and the client's module search path."""
 
     path: tuple[str, ...]

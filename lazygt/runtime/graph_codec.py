@@ -13,7 +13,7 @@ from lazygt.graph.flags import Flags, check_flags
 from lazygt.graph.meta import TORCH_NAMES, TensorMeta
 from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
 from lazygt.graph.sizes import Size
-from lazygt.runtime.wire import Buffer, Count, Part, pack, unpack
+from lazygt.runtime.wire import Buffer, Count, Message, pack, unpack
 
 #: Both sides compare it in their hello.
 VERSION = 6
@@ -66,7 +66,7 @@ def decode_program(data: Buffer, symbolic: bool = False) -> tuple[Graph, Flags]:
         raise ProtocolError(f"not a graph: {error}") from error
 
 
-class _NodeFields(Part):
+class _NodeFields(Message):
     op: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
@@ -77,7 +77,7 @@ class _NodeFields(Part):
     body: _GraphFields | None
 
 
-class _GraphFields(Part):
+class _GraphFields(Message):
     inputs: tuple[TensorMeta, ...]
     params: tuple[str, ...]
     nodes: tuple[_NodeFields, ...]

@@ -32,8 +32,7 @@ from lazygt.graph.placement import (
 )
 from lazygt.host.gpus import why_none, why_unusable
 from lazygt.runtime import custom_ops, wire
-from lazygt.runtime.collectives import group
-from lazygt.runtime.collectives import ops as collective_ops
+from lazygt.runtime.collectives import collective_ops, group
 
 # -- cuDNN's recurrent layers ----------------------------------------------------------------------
 

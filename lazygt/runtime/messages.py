@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.runtime.wire import Count, Part
+from lazygt.runtime.wire import Count, Message
 
 #: Kind of a failed collective, most likely caused by another rank's failure.
 COLLECTIVE_ERROR = "CollectiveError"
@@ -24,7 +24,7 @@ Name = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Update = tuple[Literal[0, 1], tuple[Count, ...]]
 
 
-class Put(Part):
+class Put(Message):
     """A tensor sent to the workers: in the arena at ``offset``, or as the next buffer."""
 
     id: Count
@@ -32,14 +32,14 @@ class Put(Part):
     offset: Count | None = None
 
 
-class Fetched(Part, tag=0):
+class Fetched(Message, tag=0):
     """A fetched value: its meta, and its arena offset (None: it is the next buffer)."""
 
     meta: TensorMeta
     offset: Count | None = None
 
 
-class Failure(Part, tag=1):
+class Failure(Message, tag=1):
     """Reason of a value's failure: node number, kind of exception, message."""
 
     node: int
@@ -52,7 +52,7 @@ class Failure(Part, tag=1):
         return self if self.seq else Failure(self.node, self.kind, self.detail, seq)
 
 
-class Timings(Part):
+class Timings(Message):
     """Start and end times of a run, in nanoseconds of the worker host's monotonic clock."""
 
     begin: int  # start of the handling of the run message
@@ -62,7 +62,7 @@ class Timings(Part):
     steps: tuple[tuple[Count, Count, int, int], ...] = ()
 
 
-class Memory(Part):
+class MemoryUse(Message):
     """A worker's memory, in bytes."""
 
     #: bytes of values' memory: one number for each requested group of ids, and one for all
@@ -75,26 +75,26 @@ class Memory(Part):
     resident: Count  # resident bytes of the process in the host's memory
 
 
-class Made(Part, tag=0):
+class Made(Message, tag=0):
     """A tensor that a data-dependent node returned or wrote, under the worker's id."""
 
     meta: TensorMeta
     id: Count
 
 
-class Several(Part, tag=1):
+class Several(Message, tag=1):
     """A list that a data-dependent node returned."""
 
     items: tuple[Made | Several | Plain, ...] = ()
 
 
-class Plain(Part, tag=2):
+class Plain(Message, tag=2):
     """A Python value that a data-dependent node returned."""
 
     value: Any = None
 
 
-class Reply(Part):
+class Reply(Message):
     """Result of a data-dependent last node, and the tensors that it wrote; or its failure."""
 
     returned: tuple[Made | Several | Plain, ...] = ()
@@ -105,7 +105,7 @@ class Reply(Part):
 # -- to a worker ---------------------------------------------------------------------------
 
 
-class Ship(Part, tag=1):
+class Ship(Message, tag=1):
     """Plan for a worker: a template in these sizes.
 
     The template is the next buffer, and the buffer after that the code of its custom ops, if it has
@@ -123,7 +123,7 @@ class Ship(Part, tag=1):
     groups: tuple[tuple[Count, str], ...] = ()
 
 
-class Run(Part, tag=2):
+class Run(Message, tag=2):
     """Request to run a plan (or nothing) after receiving ``puts``; then to answer ``fetches``.
 
     Attributes:
@@ -154,14 +154,14 @@ class Run(Part, tag=2):
     failed: Failure | None = None
 
 
-class Swap(Part, tag=5):
+class Swap(Message, tag=5):
     """Request to run these fused nodes of a plan as these artifacts from now on: (node, key)."""
 
     digest: Name
     groups: tuple[tuple[Count, str], ...] = ()
 
 
-class Install(Part, tag=17):
+class Install(Message, tag=17):
     """Request to store an artifact in the host's cache; answered by ``Installed``.
 
     Its record and its code are the next buffers; without them, report whether it is cached.
@@ -171,21 +171,21 @@ class Install(Part, tag=17):
     toolchain: str  # see `kernel_group.toolchain`
 
 
-class Write(Part, tag=7):
+class Write(Message, tag=7):
     """Request to copy blocks for a transfer; see ``weight_copies.Copier``."""
 
     number: int
     request: Any
 
 
-class Renew(Part, tag=10):
+class Renew(Message, tag=10):
     """Request to leave the current process group, and join the one of this number."""
 
     number: Count
     since: Count  # id of the first value that a broken collective may have left incomplete
 
 
-class Copied(Part):
+class Copied(Message):
     """A value in a snapshot."""
 
     id: Count
@@ -195,14 +195,14 @@ class Copied(Part):
     borrowed: bool = False  # in the client's arena, not in the snapshots' memory
 
 
-class Snap(Part, tag=13):
+class Snap(Message, tag=13):
     """Request to take a snapshot. The delta codecs of all plans are reset."""
 
     number: Count
     committed: Count = 0  # number of the last snapshot that all ranks have; drop older ones
 
 
-class Restore(Part, tag=14):
+class Restore(Message, tag=14):
     """Request to drop all state, plans included, and restore a snapshot."""
 
     epoch: Count  # number of recoveries so far, this one included; ``Restored`` returns it
@@ -218,7 +218,7 @@ class Restore(Part, tag=14):
 # -- to the client -------------------------------------------------------------------------
 
 
-class Done(Part, tag=3):
+class Done(Message, tag=3):
     """The answer to a run.
 
     Attributes:
@@ -236,24 +236,24 @@ class Done(Part, tag=3):
     fetched: list[Fetched | Failure] = []  # noqa: RUF012
     reply: Reply | None = None
     timings: Timings | None = None
-    memory: Memory | None = None
+    memory: MemoryUse | None = None
 
 
-class Need(Part, tag=4):
+class Need(Message, tag=4):
     """Request for the plan of run ``seq``, which the worker has evicted."""
 
     seq: Count
     digest: Name
 
 
-class Swapped(Part, tag=6):
+class Swapped(Message, tag=6):
     """Report that a plan was swapped, or an error that keeps it on its tier."""
 
     digest: Name
     error: str = ""
 
 
-class Installed(Part, tag=18):
+class Installed(Message, tag=18):
     """Report that a host has an artifact in its cache, lacks it, or can't have it."""
 
     key: str
@@ -261,7 +261,7 @@ class Installed(Part, tag=18):
     error: str = ""
 
 
-class Wrote(Part, tag=8):
+class Wrote(Message, tag=8):
     """Checksums of the blocks that were written, or the error."""
 
     number: int
@@ -270,13 +270,13 @@ class Wrote(Part, tag=8):
     handles: tuple[Any, ...] = ()  # handles by which receivers find the blocks
 
 
-class Left(Part, tag=9):
+class Left(Message, tag=9):
     """Report that the worker has left the session's process group of this number, for good."""
 
     number: Count
 
 
-class Relaid(Part, tag=11):
+class Relaid(Message, tag=11):
     """Report of kernel results with other strides than the plan has."""
 
     digest: Name
@@ -284,7 +284,7 @@ class Relaid(Part, tag=11):
     rows: tuple[tuple[Count, Count, tuple[int, ...]], ...]
 
 
-class Captured(Part, tag=12):
+class Captured(Message, tag=12):
     """Report that a plan runs as CUDA graphs from now on, or why it can't."""
 
     digest: Name
@@ -296,7 +296,7 @@ class Captured(Part, tag=12):
     failed: bool = False  # a capture has failed, for ``error``
 
 
-class Snapped(Part, tag=15):
+class Snapped(Message, tag=15):
     """Report that a snapshot was taken."""
 
     number: Count
@@ -311,13 +311,13 @@ class Snapped(Part, tag=15):
     error: str = ""  # reason of a failure; empty: the snapshot was taken
 
 
-class Restored(Part, tag=16):
+class Restored(Message, tag=16):
     """Report that a worker has the values of a snapshot again."""
 
     epoch: Count
 
 
-class Lost(Part, tag=19):
+class Lost(Message, tag=19):
     """Report of the loss of the device after a failed kernel; the worker's last message."""
 
     #: failure of the op that met the error, with its run; node -1: no op
@@ -325,7 +325,7 @@ class Lost(Part, tag=19):
     exact: bool = False  # the failure is that of the op whose kernel failed
 
 
-TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Install, Write, Renew, Snap, Restore)
-TO_CLIENT: tuple[type[Part], ...] = (
+TO_WORKER: tuple[type[Message], ...] = (Ship, Run, Swap, Install, Write, Renew, Snap, Restore)
+TO_CLIENT: tuple[type[Message], ...] = (
     Done, Need, Swapped, Installed, Wrote, Left, Relaid, Captured, Snapped, Restored, Lost,
 )  # fmt: skip

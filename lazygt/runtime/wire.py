@@ -53,7 +53,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 P = TypeVar("P")
 
 
-class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A struct that travels as its fields, in order, and is its own schema.
 
     Trailing fields that have an empty default (None, False, empty) and that value are left out.
@@ -77,7 +77,7 @@ class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 @cache
-def _form(kind: type[Part]) -> tuple[tuple[Any, ...], int]:
+def _form(kind: type[Message]) -> tuple[tuple[Any, ...], int]:
     """Return a part's first fields (its tag), and the number of fields that always travel."""
     tag = kind.__struct_config__.tag
     begin = () if tag is None else (tag,)
@@ -121,7 +121,7 @@ def _to_ext(value: Any) -> Any:
         return _numbered_ext(code, value.index)
     if kind is complex:  # 0.0 and -0.0 are equal, and would share a place in the cache
         return msgpack.ExtType(_COMPLEX, msgpack.packb((value.real, value.imag)))
-    if isinstance(value, Part):
+    if isinstance(value, Message):
         return value.packed()
     if kind is int:
         raise OverflowError(f"{value} does not fit into 64 bits")
@@ -210,7 +210,7 @@ def bits(numbers: tuple[bool | int | float | complex, ...]) -> bytes:
 # -- messages ----------------------------------------------------------------------------
 
 
-def encode(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
+def encode(message: Message, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
     """Encode a message as frames.
 
     Raises:
@@ -222,7 +222,7 @@ def encode(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
         raise RuntimeError("value cannot be converted to type int64_t without overflow") from error
 
 
-def hand_over(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
+def hand_over(message: Message, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
     """Return a message for a receiver in this process, which gets the object itself.
 
     Raises:
@@ -235,7 +235,7 @@ def hand_over(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
     return [cast(Buffer, message), *buffers]
 
 
-def _handed_over(message: Part, kinds: tuple[type[Part], ...]) -> Part:
+def _handed_over(message: Message, kinds: tuple[type[Message], ...]) -> Message:
     if type(message) not in kinds:
         raise ProtocolError(f"unknown message kind {type(message).__name__}")
     return message
@@ -243,10 +243,10 @@ def _handed_over(message: Part, kinds: tuple[type[Part], ...]) -> Part:
 
 def size_of(frames: Sequence[Buffer]) -> int:
     """Return the bytes that a message takes on its way."""
-    return sum([len(frame) for frame in frames if not isinstance(frame, Part)])
+    return sum([len(frame) for frame in frames if not isinstance(frame, Message)])
 
 
-def decode(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
+def decode(frames: Sequence[Buffer], kinds: tuple[type[Message], ...]) -> Message:
     """Decode the message in these frames.
 
     Args:
@@ -255,7 +255,7 @@ def decode(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
     Raises:
         ProtocolError: it is none of them.
     """
-    if frames and isinstance(frames[0], Part):
+    if frames and isinstance(frames[0], Message):
         return _handed_over(frames[0], kinds)
     header = unpack(frames[0]) if frames else None
     tag = header[0] if type(header) is tuple and header else None
@@ -266,7 +266,7 @@ def decode(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
 
 
 @cache
-def _by_tag(kinds: tuple[type[Part], ...]) -> dict[Any, type[Part]]:
+def _by_tag(kinds: tuple[type[Message], ...]) -> dict[Any, type[Message]]:
     return {kind.__struct_config__.tag: kind for kind in kinds}
 
 

@@ -19,16 +19,12 @@ from lazygt.graph.flags import Flags, read_flags, write_flags
 from lazygt.recovery.snapshot import Snapshots
 from lazygt.runtime import kernels
 from lazygt.runtime.collectives import desync, group
-from lazygt.runtime.dynamic_results import DYNAMIC_IDS, DynamicResults
-from lazygt.runtime.exchange import Exchange
+from lazygt.runtime.exchange import Exchange, HostCopies
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
 from lazygt.runtime.executors.interpreter import Stopped
 from lazygt.runtime.executors.native import NativeCode
-from lazygt.runtime.host_copies import HostCopies
-from lazygt.runtime.insight import WorkerInsight
 from lazygt.runtime.kernels import RandomStream
 from lazygt.runtime.known_runs import KnownRuns, Unfinished
-from lazygt.runtime.memory import measured_memory
 from lazygt.runtime.messages import (
     COLLECTIVE_ERROR,
     TO_WORKER,
@@ -53,8 +49,15 @@ from lazygt.runtime.messages import (
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.shipped_plans import ShippedPlans
 from lazygt.runtime.store import Failed, Store, Value
-from lazygt.runtime.weight_copies import Copier, WeightCopies
-from lazygt.runtime.wire import Buffer, Part, decode, encode
+from lazygt.runtime.wire import Buffer, Message, decode, encode
+from lazygt.runtime.worker_requests import (
+    DYNAMIC_IDS,
+    DynamicResults,
+    WeightCopier,
+    WeightCopies,
+    WorkerInsight,
+    measured_memory,
+)
 
 if TYPE_CHECKING:
     from lazygt.runtime.arenas import Arena
@@ -105,7 +108,7 @@ class Worker:
         plan_code: str | None = None,
         cuda_graphs: str | None = None,
         max_cuda_graph_bytes: int | None = None,
-        copier: Callable[[torch.device], Copier] | None = None,
+        copier: Callable[[torch.device], WeightCopier] | None = None,
         encode: Callable[..., list[Buffer]] = encode,
         snapshots: Arena | None = None,
     ) -> None:
@@ -471,7 +474,7 @@ class _DeviceLost(Exception):
 
 def _copied_frames(frames: Sequence[Buffer]) -> list[Buffer]:
     """Return a message's frames, copied out of the receive buffer."""
-    return [frame if isinstance(frame, Part) else bytes(frame) for frame in frames]
+    return [frame if isinstance(frame, Message) else bytes(frame) for frame in frames]
 
 
 def _failed_outcome(plan: Plan, failure: Failure) -> Outcome:

@@ -7,15 +7,15 @@ plan.needed                 the fewest GPUs with which the p99 holds
 
 from __future__ import annotations
 
-from lazygt.serving.arrivals import Bursty, Poisson, Recorded, read_arrivals
 from lazygt.serving.planning import plan
 from lazygt.serving.report import ServicePlan
+from lazygt.serving.simulation import Bursty, Poisson, RecordedArrivals, read_arrivals
 from lazygt.serving.stages import Stage, parse_stage
 
 __all__ = [
     "Bursty",
     "Poisson",
-    "Recorded",
+    "RecordedArrivals",
     "ServicePlan",
     "Stage",
     "parse_stage",

@@ -16,8 +16,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lazygt.graph.text import count, duration
-from lazygt.serving.formulas import HIGH_LOAD, StageNumbers, gpus_needed, stage_numbers
-from lazygt.serving.stages import parse_count, parse_duration, parse_settings, read_settings
+from lazygt.serving.stages import (
+    HIGH_LOAD,
+    StageNumbers,
+    gpus_needed,
+    parse_count,
+    parse_duration,
+    parse_settings,
+    read_settings,
+    stage_numbers,
+)
 
 #: Relative tolerance: claims are rounded.
 _ROUNDING = 0.02

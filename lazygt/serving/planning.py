@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from functools import cache
 
 from lazygt.graph.text import duration
-from lazygt.serving.arrivals import Arrivals, Poisson, Recorded, parse_arrivals
-from lazygt.serving.formulas import HIGH_LOAD, StageNumbers, gpus_at_load, stage_numbers
 from lazygt.serving.mistakes import Claim, Remark, judged, parse_claim, spotted
 from lazygt.serving.provision import (
     AT_HIGH_LOAD,
@@ -16,21 +14,33 @@ from lazygt.serving.provision import (
     FOR_SLO,
     FORMULAS,
     GIVEN,
-    Choice,
     Gpus,
     Point,
+    ServiceChoice,
     gpus_that_hold,
     more,
 )
 from lazygt.serving.report import ServicePlan
 from lazygt.serving.simulation import (
     BALANCES,
-    Run,
+    Arrivals,
+    Poisson,
+    RecordedArrivals,
+    ServiceRun,
+    parse_arrivals,
     simulate,
     simulated_seconds,
     tried_seconds,
 )
-from lazygt.serving.stages import Stage, check_service, parse_stage
+from lazygt.serving.stages import (
+    HIGH_LOAD,
+    Stage,
+    StageNumbers,
+    check_service,
+    gpus_at_load,
+    parse_stage,
+    stage_numbers,
+)
 
 #: Maximum additions of GPUs after a long simulation misses the SLO that short ones held.
 _MAX_ADDITIONS = 10
@@ -67,7 +77,7 @@ def plan(
     if isinstance(arrivals, str):
         arrivals = parse_arrivals(arrivals)
     if qps is None:
-        if not isinstance(arrivals, Recorded):
+        if not isinstance(arrivals, RecordedArrivals):
             raise ValueError("how many requests a second? Give qps, or a file of arrival times")
         qps = arrivals.qps
     parsed_stages = tuple(
@@ -92,7 +102,7 @@ class _Service:
     ) -> None:  # fmt: skip
         self.qps, self.stages, self.arrivals = qps, stages, arrivals
         self.balance, self.seed = balance, seed
-        if isinstance(arrivals, Recorded):
+        if isinstance(arrivals, RecordedArrivals):
             self.seconds = self.trial_seconds = len(arrivals.seen) / qps
         else:
             self.seconds = self.trial_seconds = seconds or simulated_seconds(qps, stages)
@@ -108,7 +118,7 @@ class _Service:
             for stage, count in zip(self.stages, gpus, strict=True)
         )
 
-    def _run(self, gpus: Gpus, qps: float, seconds: float) -> Run:
+    def _run(self, gpus: Gpus, qps: float, seconds: float) -> ServiceRun:
         numbers = self._numbers(qps, gpus)
         return simulate(qps, numbers, self.arrivals, seconds, self.balance, self.seed)
 
@@ -125,7 +135,7 @@ class _Service:
             tuple(choices), chosen, tuple(self._curve(chosen)), tuple(remarks),
         )  # fmt: skip
 
-    def _choices(self, slo: float | None) -> list[Choice]:
+    def _choices(self, slo: float | None) -> list[ServiceChoice]:
         """Simulate the GPUs of the formulas or settings, those at high load, and for the SLO."""
         gpus_requested = any(stage.gpus for stage in self.stages)
         first = tuple(numbers.gpus for numbers in self.numbers)
@@ -151,13 +161,13 @@ class _Service:
             enough = more(enough)
         return None
 
-    def _choice(self, reason: str, gpus: Gpus) -> Choice:
-        return Choice(reason, gpus, self._load(gpus), self.run(gpus, self.qps, self.seconds))
+    def _choice(self, reason: str, gpus: Gpus) -> ServiceChoice:
+        return ServiceChoice(reason, gpus, self._load(gpus), self.run(gpus, self.qps, self.seconds))
 
     def _load(self, gpus: Gpus) -> float:
         return max(numbers.load for numbers in self._numbers(self.qps, gpus))
 
-    def _curve(self, chosen: Choice) -> list[Point]:
+    def _curve(self, chosen: ServiceChoice) -> list[Point]:
         """Simulate the chosen GPUs at each load of ``CURVE_LOADS``."""
         if not chosen.load:
             return []
@@ -169,7 +179,7 @@ class _Service:
             points.append(Point(load, qps, mean, self.run(chosen.gpus, qps, seconds)))
         return points
 
-    def _formula_remarks(self, first: Choice) -> list[Remark]:
+    def _formula_remarks(self, first: ServiceChoice) -> list[Remark]:
         """Return a remark if the formulas are far from the simulation."""
         mean, simulated = sum(each.mean for each in self.numbers), first.run.latency.mean
         if abs(simulated - mean) <= 0.1 * mean or first.load >= 1:
@@ -179,7 +189,7 @@ class _Service:
                              f"batches are not always full")]  # fmt: skip
 
 
-def _slo_remarks(slo: float | None, choices: Sequence[Choice]) -> list[Remark]:
+def _slo_remarks(slo: float | None, choices: Sequence[ServiceChoice]) -> list[Remark]:
     """Return remarks on choices that miss the SLO."""
     if slo is None or not choices[0].load:
         return []

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lazygt.serving.formulas import HIGH_LOAD, busy_gpus
-from lazygt.serving.simulation import Run
-from lazygt.serving.stages import Stage
+from lazygt.serving.simulation import ServiceRun
+from lazygt.serving.stages import HIGH_LOAD, Stage, busy_gpus
 
 #: Number of GPUs of each stage; 0 for a stage without.
 Gpus = tuple[int, ...]
-Try = Callable[[Gpus], Run]
+Try = Callable[[Gpus], ServiceRun]
 
 _GROWTH = 1.25
 #: Maximum multiple of the busy GPUs: beyond it latency is not caused by waiting.
@@ -102,7 +101,7 @@ FORMULAS, GIVEN = "as the formulas say", "as given"
 AT_HIGH_LOAD, FOR_SLO = f"busy for {HIGH_LOAD:.0%}", "fewest for the SLO"
 
 
-class Choice(NamedTuple):
+class ServiceChoice(NamedTuple):
     """A number of GPUs, simulated.
 
     Attributes:
@@ -114,7 +113,7 @@ class Choice(NamedTuple):
     why: str
     gpus: Gpus
     load: float
-    run: Run
+    run: ServiceRun
 
 
 class Point(NamedTuple):
@@ -129,4 +128,4 @@ class Point(NamedTuple):
     load: float
     qps: float
     mean: float
-    run: Run
+    run: ServiceRun

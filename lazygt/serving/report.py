@@ -14,11 +14,10 @@ from rich.text import Text
 
 from lazygt.graph.text import count, duration
 from lazygt.host.files import open_output
-from lazygt.serving.arrivals import Arrivals
-from lazygt.serving.formulas import HIGH_LOAD, StageNumbers
 from lazygt.serving.mistakes import Remark
-from lazygt.serving.provision import FOR_SLO, Choice, Point
-from lazygt.serving.simulation import Run
+from lazygt.serving.provision import FOR_SLO, Point, ServiceChoice
+from lazygt.serving.simulation import Arrivals, ServiceRun
+from lazygt.serving.stages import HIGH_LOAD, StageNumbers
 from lazygt.tables import Printed
 
 if TYPE_CHECKING:
@@ -99,8 +98,8 @@ class ServicePlan(Printed):
     seed: int
     seconds: float
     formulas: tuple[StageNumbers, ...]
-    choices: tuple[Choice, ...]
-    chosen: Choice
+    choices: tuple[ServiceChoice, ...]
+    chosen: ServiceChoice
     curve: tuple[Point, ...]
     remarks: tuple[Remark, ...]
 
@@ -110,7 +109,7 @@ class ServicePlan(Printed):
         return sum(stage.mean for stage in self.formulas)
 
     @property
-    def needed(self) -> Choice | None:
+    def needed(self) -> ServiceChoice | None:
         """The fewest GPUs with a p99 within the SLO; None if there are none, or no SLO."""
         return next((choice for choice in self.choices if choice.why == FOR_SLO), None)
 
@@ -183,7 +182,7 @@ class ServicePlan(Printed):
     def _balance(self) -> str:
         return "one queue" if self.balance == "shared" else f"a queue a GPU ({self.balance})"
 
-    def _gpus_by_stage(self, choice: Choice) -> dict[str, int]:
+    def _gpus_by_stage(self, choice: ServiceChoice) -> dict[str, int]:
         """Return the number of GPUs by stage."""
         pairs = zip(self.formulas, choice.gpus, strict=True)
         return {numbers.stage.name: gpus for numbers, gpus in pairs if gpus}
@@ -227,7 +226,7 @@ class ServicePlan(Printed):
                           )  # fmt: skip
         return table
 
-    def _slo_text(self, run: Run) -> str:
+    def _slo_text(self, run: ServiceRun) -> str:
         if self.slo is None:
             return "-"
         return "holds" if run.latency.p99 <= self.slo else "missed"
@@ -252,11 +251,11 @@ def _gpus_text(by_stage: dict[str, int]) -> str:
     return ", ".join(f"{count(gpus, 'GPU')} for {name}" for name, gpus in by_stage.items())
 
 
-def _latencies(run: Run) -> Sequence[str]:
+def _latencies(run: ServiceRun) -> Sequence[str]:
     return [duration(seconds) for seconds in run.latency]
 
 
-def _batch_sizes(run: Run) -> str:
+def _batch_sizes(run: ServiceRun) -> str:
     """Return the mean number of requests in the batches of each stage."""
     return ", ".join(f"{stage.requests:.3g}" for stage in run.stages if stage.requests)
 
@@ -271,7 +270,7 @@ def _formula_dict(numbers: StageNumbers) -> dict[str, Any]:
             "fan": stage.fan, "items": stage.items, "delay": stage.delay, **fields}  # fmt: skip
 
 
-def _run_dict(run: Run) -> dict[str, Any]:
+def _run_dict(run: ServiceRun) -> dict[str, Any]:
     stages = [
         {"name": each.name, **each.latency._asdict(), "load": each.load, "batch": each.requests}
         for each in run.stages

@@ -28,7 +28,7 @@ class LineCheck(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Check(Printed):
+class PredictionCheck(Printed):
     """Prediction against measurement. Prints as a table.
 
     Attributes:
@@ -58,7 +58,7 @@ class Check(Printed):
         yield table
 
 
-def check(prediction: Prediction, runs: Iterable[TimedRun]) -> Check:
+def check(prediction: Prediction, runs: Iterable[TimedRun]) -> PredictionCheck:
     """Compare a prediction with timed runs of the same plans.
 
     Raises:
@@ -81,7 +81,7 @@ def check(prediction: Prediction, runs: Iterable[TimedRun]) -> Check:
         for line in {**nanoseconds, **predicted}
     ]
     rows.sort(key=lambda row: -max(row.predicted, row.measured))
-    return Check(prediction.computing, seconds / 1e9, rows)
+    return PredictionCheck(prediction.computing, seconds / 1e9, rows)
 
 
 def _warm(runs: Iterable[TimedRun]) -> dict[str, list[TimedRun]]:

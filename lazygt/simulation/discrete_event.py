@@ -18,11 +18,10 @@ from lazygt.graph.collectives import Communication, communications_by_node
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
-from lazygt.machine.outside import Outside, outside
-from lazygt.machine.prices import line_seconds
+from lazygt.machine.prices import Outside, line_seconds, outside
 from lazygt.runtime.plan import Plan
 from lazygt.simulation.node_times import Kernel, flops_of, kernels_of, product_flops
-from lazygt.simulation.rank_memory import Memory, Told, memory_of
+from lazygt.simulation.rank_memory import KnownCategories, Memory, memory_of
 
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
 
@@ -98,7 +97,7 @@ class Rehearsal:
         mesh: Mesh,
         *,
         compiled: bool = True,
-        told: Told = Told(),  # noqa: B008 - nothing is known
+        told: KnownCategories = KnownCategories(),  # noqa: B008 - nothing is known
     ) -> None:
         plan_of_rank = list(plans) * (mesh.world_size if len(plans) == 1 else 1)
         first_ranks: dict[int, int] = {}
@@ -138,7 +137,7 @@ class _ClassWork:
         mesh: Mesh,
         class_of: Sequence[int],
         compiled: bool,
-        told: Told,
+        told: KnownCategories,
     ) -> None:
         self.rank, self.graph = rank, plan.graph
         self.axis_groups = {

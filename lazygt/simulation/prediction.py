@@ -18,7 +18,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
 from lazygt.host.files import write_output
 from lazygt.machine import Machine
-from lazygt.machine.outside import Outside, farthest
+from lazygt.machine.prices import Outside, farthest
 from lazygt.observe.report import (
     OUTSIDE,
     CollectiveRow,
@@ -29,7 +29,7 @@ from lazygt.observe.report import (
     shown,
 )
 from lazygt.simulation.discrete_event import RankClass, Simulated, Span
-from lazygt.simulation.rank_memory import KINDS, Held
+from lazygt.simulation.rank_memory import KINDS, HeldMemory
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 from lazygt.submit.memory import OPTIMIZER, PARAMETERS
 from lazygt.tables import Printed, plain_table
@@ -93,7 +93,7 @@ class Peak(NamedTuple):
     rank: int
     line: str
     kinds: dict[str, int]
-    lines: Sequence[Held]
+    lines: Sequence[HeldMemory]
 
 
 @dataclass(frozen=True, repr=False)
@@ -201,7 +201,9 @@ class Prediction(Printed):
         kinds = {kind: run.beside.get(kind, 0) + nbytes for kind, nbytes in memory.kinds.items()}
         bytes_by_line = Counter({(row.kind, row.line): row.nbytes for row in memory.lines})
         bytes_by_line.update({(kind, ""): nbytes for kind, nbytes in run.beside.items()})
-        lines = [Held(kind, line, nbytes) for (kind, line), nbytes in bytes_by_line.most_common()]
+        lines = [
+            HeldMemory(kind, line, nbytes) for (kind, line), nbytes in bytes_by_line.most_common()
+        ]
         return Peak(sum(kinds.values()), ranks.rank, memory.line, kinds, lines)
 
     @property

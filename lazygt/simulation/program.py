@@ -28,7 +28,7 @@ from lazygt.session import Session
 from lazygt.simulation.discrete_event import Rehearsal
 from lazygt.simulation.node_times import node_seconds
 from lazygt.simulation.prediction import Prediction, SimulatedRun
-from lazygt.simulation.rank_memory import ACTIVATIONS, Told
+from lazygt.simulation.rank_memory import ACTIVATIONS, KnownCategories
 from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 from lazygt.submit.history import Flush
 from lazygt.submit.memory import OTHER
@@ -45,7 +45,7 @@ _MAX_PERIOD = 64
 _EQUAL = 1 + 1e-9
 
 
-class Living(Observer):
+class LiveValue(Observer):
     """Observer of a dry session: values that a rank holds in each run, by category.
 
     Attributes:
@@ -55,7 +55,7 @@ class Living(Observer):
 
     def __init__(self, session: Session) -> None:
         self.beside: dict[int, Counter[str]] = {}
-        self.told: dict[bytes, Told] = {}
+        self.told: dict[bytes, KnownCategories] = {}
         self._category_of: dict[int, str] = {}
         self._written_inputs: dict[bytes, list[tuple[int, int]]] = {}
         self._memory_kinds = session._submitter.kinds
@@ -80,7 +80,7 @@ class Living(Observer):
         if entry is not None:
             retained = [position for position, key in enumerate(inputs) if key in self._store]
             categories = self._categories(inputs), self._categories(outputs)
-            self.told[entry.plan.digest] = Told(*categories, frozenset(retained))
+            self.told[entry.plan.digest] = KnownCategories(*categories, frozenset(retained))
         other_bytes, inputs_read = Counter[str](), set(inputs)
         for key, value in self._store.values.items():
             if isinstance(value, torch.Tensor) and key not in inputs_read and key not in outputs:
@@ -144,7 +144,7 @@ def simulate(
         changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
         session_settings: dict[str, Any] = {k: v for k, v in changed.items() if v is not None}
         with trial.made() as forced, Session(**session_settings) as session:
-            living = Living(session)
+            living = LiveValue(session)
             program()
         return predict(session, priced, living, compiled=compiled), forced
 
@@ -155,7 +155,7 @@ def simulate(
 
 @gc_paused()
 def predict(
-    session: Session, machine: Machine, living: Living, *, compiled: bool = True
+    session: Session, machine: Machine, living: LiveValue, *, compiled: bool = True
 ) -> Prediction:
     """Predict a step of a dry session's program.
 
@@ -255,9 +255,9 @@ def repeated(names: Sequence[Any], weights: Sequence[float]) -> tuple[int, int]:
 
 
 def _simulated_run(
-    entry: PlanRecord, run: int, living: Living, mesh: Mesh, machine: Machine, compiled: bool
+    entry: PlanRecord, run: int, living: LiveValue, mesh: Mesh, machine: Machine, compiled: bool
 ) -> SimulatedRun:
     """Simulate a run of a plan on all ranks."""
-    categories = living.told.get(entry.plan.digest, Told())
+    categories = living.told.get(entry.plan.digest, KnownCategories())
     simulated = Rehearsal(entry.plans, mesh, compiled=compiled, told=categories).on(machine)
     return SimulatedRun(entry.plan.digest.hex()[:12], simulated, living.beside.get(run, {}))

@@ -39,7 +39,7 @@ _COPIES = frozenset({"_to_copy", "clone", "copy", "contiguous"})
 _EXCHANGES = COLLECTIVES | {LAUNCH, LAUNCH_, WAIT}
 
 
-class Told(NamedTuple):
+class KnownCategories(NamedTuple):
     """Categories of a plan's inputs and outputs, as known to the client.
 
     Attributes:
@@ -52,7 +52,7 @@ class Told(NamedTuple):
     kept: frozenset[int] = frozenset()
 
 
-class Held(NamedTuple):
+class HeldMemory(NamedTuple):
     """Live bytes of one category and line.
 
     Attributes:
@@ -78,11 +78,11 @@ class Memory(NamedTuple):
     peak: int
     line: str
     kinds: dict[str, int]
-    lines: tuple[Held, ...]
+    lines: tuple[HeldMemory, ...]
     history: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-def memory_of(graph: Graph, told: Told = Told()) -> Memory:  # noqa: B008 - nothing is known
+def memory_of(graph: Graph, told: KnownCategories = KnownCategories()) -> Memory:  # noqa: B008 - nothing is known
     """Compute the live bytes of a rank at each node of a graph by liveness, and their peak.
 
     Values that the graph does not read are not counted.
@@ -133,7 +133,7 @@ def _lines(
     inputs: Sequence[Change],
     changes: Sequence[tuple[Sequence[Change], Sequence[Change]]],
     category_of: Sequence[str],
-) -> tuple[Held, ...]:
+) -> tuple[HeldMemory, ...]:
     """Sum the live bytes at the last node of ``changes`` by category and line.
 
     Args:
@@ -148,7 +148,7 @@ def _lines(
         number = producer.get(change.home)
         line = "" if number is None else graph.line(number)
         alive[_category(change, category_of), line] += change.nbytes
-    rows = [Held(kind, line, nbytes) for (kind, line), nbytes in alive.items() if nbytes]
+    rows = [HeldMemory(kind, line, nbytes) for (kind, line), nbytes in alive.items() if nbytes]
     return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
@@ -162,7 +162,7 @@ def _makers(graph: Graph) -> list[tuple[int, int]]:
 # -- categories of values ------------------------------------------------------------------------
 
 
-def value_kinds(graph: Graph, homes: Sequence[int], told: Told) -> list[str]:
+def value_kinds(graph: Graph, homes: Sequence[int], told: KnownCategories) -> list[str]:
     """Return the category of each value's memory.
 
     Args:

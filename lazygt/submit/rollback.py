@@ -60,7 +60,7 @@ class Stepped(NamedTuple):
                 del optimizer.state[parameter]
 
 
-class Watched:
+class WatchedState:
     """Cache of the CPU tensors of optimizers that step."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Rewind:
         self._recorder, self._client, self._planner = recorder, client, planner
         #: sent runs, oldest first
         self.runs: deque[Recorded] = deque(maxlen=max_ahead + _SPARE)
-        self._watched = Watched()
+        self._watched = WatchedState()
         #: optimizers' steps, and overwritten storages, since the oldest of those runs
         self._steps: deque[tuple[Position, Stepped]] = deque(maxlen=max_ahead + _SPARE)
         self._overwritten: deque[Overwritten] = deque()

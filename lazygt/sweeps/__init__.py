@@ -3,8 +3,7 @@
 from lazygt.sweeps.knobs import FORCED, Combination, combinations, is_knob, matching, parsed
 from lazygt.sweeps.report import Row, Sweep, verdict
 from lazygt.sweeps.running import Ground, ProgramFailed, Run, rows_of, sweep
-from lazygt.sweeps.shares import Shares
-from lazygt.sweeps.steps import Steps, StepsDone, Stopwatch, Window
+from lazygt.sweeps.steps import Shares, Steps, StepsDone, Stopwatch, Window
 
 __all__ = [
     "FORCED", "Combination", "Ground", "ProgramFailed", "Row", "Run", "Shares", "Steps",

@@ -15,7 +15,7 @@ from rich.text import Text
 from lazygt.graph.text import amount, duration
 from lazygt.host.files import open_output
 from lazygt.sweeps.knobs import Combination
-from lazygt.sweeps.shares import Shares
+from lazygt.sweeps.steps import Shares
 from lazygt.tables import Printed, plain_table
 
 if TYPE_CHECKING:

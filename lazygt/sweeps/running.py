@@ -21,11 +21,18 @@ from lazygt.graph.text import amount
 from lazygt.machine import Gpus, machine_of
 from lazygt.parallel.fsdp_overrides import forced_knobs
 from lazygt.session import Session
-from lazygt.simulation import DRY, Living, Prediction, predict
+from lazygt.simulation import DRY, LiveValue, Prediction, predict
 from lazygt.sweeps.knobs import Combination, combinations, matching
 from lazygt.sweeps.report import FAILED, MEASURED, SIMULATED, SKIPPED, Row, Sweep
-from lazygt.sweeps.shares import Shares, measured_shares, simulated_shares
-from lazygt.sweeps.steps import Steps, StepsDone, Stopwatch, Window
+from lazygt.sweeps.steps import (
+    Shares,
+    Steps,
+    StepsDone,
+    Stopwatch,
+    Window,
+    measured_shares,
+    simulated_shares,
+)
 
 #: Usable share of a rank's memory; predictions omit workspaces of kernels and fragmentation.
 SAFE = 0.9
@@ -106,10 +113,10 @@ def _row(combo: Combination, run: Run, ground: Ground) -> Row:
 
 def _predicted(combo: Combination, run: Run, ground: Ground) -> Prediction:
     """Predict a step of a combination, without computing anything."""
-    observers: dict[int, Living] = {}
+    observers: dict[int, LiveValue] = {}
 
     def opened(session: Session) -> None:
-        observers[id(session)] = Living(session)
+        observers[id(session)] = LiveValue(session)
         steps.opened(session)
 
     steps = Steps(DRY_STEPS, lambda session, done: ground.tick())

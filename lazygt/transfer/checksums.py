@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lazygt.runtime.crc32 import crc32 as _crc32
+from lazygt.host.files import crc32 as _crc32
 
 THREADS = 4
 _JOB_BYTES = 2 << 20  # small copies share a job: submitting one costs as much as copying 200 KB

@@ -28,7 +28,7 @@ _FDS_AT_ONCE = 8
 _LONGEST_SECONDS = 2_000_000  # poll takes no longer ones
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
-Message = Mapping[str, Any]
+ControlMessage = Mapping[str, Any]
 
 
 class PeerGone(Exception):
@@ -62,7 +62,7 @@ class Deadline:
         return self.remaining == 0.0
 
 
-class Connection:
+class ControlConnection:
     """One end of a control connection; used by one thread.
 
     Attributes:
@@ -96,7 +96,7 @@ class Connection:
         """Descriptors to poll for reading: the socket, and the peer's pidfd."""
         return self._sock.fileno(), self._pidfd
 
-    def send(self, message: Message, deadline: Deadline, fds: Sequence[int] = ()) -> None:
+    def send(self, message: ControlMessage, deadline: Deadline, fds: Sequence[int] = ()) -> None:
         """Send a message.
 
         Raises:
@@ -204,12 +204,12 @@ class Connection:
         return message
 
 
-def connect(address: str) -> Connection:
+def connect(address: str) -> ControlConnection:
     """Connect to the socket at a path.
 
     Raises:
         OSError: nobody listens there.
-        PeerGone, SecurityError: see `Connection`.
+        PeerGone, SecurityError: see `ControlConnection`.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -217,4 +217,4 @@ def connect(address: str) -> Connection:
     except OSError:
         sock.close()
         raise
-    return Connection(sock)
+    return ControlConnection(sock)

@@ -12,7 +12,7 @@ from typing import Any
 from lazygt.errors import ProtocolError, SecurityError
 from lazygt.host.files import bind
 from lazygt.runtime.launch.session_directory import SessionDirectory
-from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone
+from lazygt.transfer.control import PROTOCOL, ControlConnection, ControlMessage, Deadline, PeerGone
 from lazygt.transfer.layout import ReceiverLayout
 from lazygt.transfer.transfer_errors import (
     ManifestMismatch,
@@ -45,7 +45,7 @@ class ReceiverLink:
         left: True if the receiver said goodbye, and holds no tensors.
     """
 
-    connection: Connection
+    connection: ControlConnection
     name: str
     layout: ReceiverLayout | None = None
     version: int = 0
@@ -80,7 +80,7 @@ class Receivers:
         bind(self._listener, self.address)
         self._listener.listen(64)
         self._listener.setblocking(False)
-        self._unadmitted: list[Connection] = []
+        self._unadmitted: list[ControlConnection] = []
         #: recently refused receivers, with the reasons
         self._refusals: deque[str] = deque(maxlen=_MAX_REFUSALS)
         self.connected: list[ReceiverLink] = []
@@ -96,7 +96,11 @@ class Receivers:
     # -- sending ---------------------------------------------------------------------------
 
     def send(
-        self, receiver: ReceiverLink, message: Message, deadline: Deadline, fds: Sequence[int]
+        self,
+        receiver: ReceiverLink,
+        message: ControlMessage,
+        deadline: Deadline,
+        fds: Sequence[int],
     ) -> None:
         """Send a message to one receiver.
 
@@ -111,7 +115,7 @@ class Receivers:
             self.drop(receiver)
             raise ReceiverFrozen((receiver.name,), deadline.seconds, self.during) from None
 
-    def send_all(self, message: Message, deadline: Deadline) -> None:
+    def send_all(self, message: ControlMessage, deadline: Deadline) -> None:
         """Send a message to every receiver of the transfer."""
         for receiver in list(self.active):
             self.send(receiver, message, deadline, ())
@@ -195,7 +199,7 @@ class Receivers:
         """Wait at most ``seconds`` for messages, disconnects and new connections; handle them."""
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
-        peers: dict[int, ReceiverLink | Connection] = {}
+        peers: dict[int, ReceiverLink | ControlConnection] = {}
         for receiver in self.connected:
             peers |= dict.fromkeys(receiver.connection.descriptors, receiver)
         for connection in self._unadmitted:
@@ -250,11 +254,11 @@ class Receivers:
         except BlockingIOError:
             return
         try:
-            self._unadmitted.append(Connection(sock))
+            self._unadmitted.append(ControlConnection(sock))
         except (PeerGone, SecurityError):
             return  # a process of another user: the socket is closed
 
-    def _admit(self, connection: Connection) -> None:
+    def _admit(self, connection: ControlConnection) -> None:
         """Read the first message of a connection, and admit or refuse its receiver."""
         try:
             for message in connection.receive():
@@ -266,7 +270,7 @@ class Receivers:
             if connection in self._unadmitted:
                 self._unadmitted.remove(connection)
 
-    def _answer_hello(self, connection: Connection, hello: Message) -> None:
+    def _answer_hello(self, connection: ControlConnection, hello: ControlMessage) -> None:
         """Admit a receiver by `welcome`, or refuse it with a reason."""
         refusal = self._refusal(hello)
         deadline = Deadline(_HELLO_SECONDS)
@@ -279,7 +283,7 @@ class Receivers:
         connection.send({"kind": "welcome"}, deadline)
         self.connected.append(ReceiverLink(connection, hello["name"], layout))
 
-    def _refusal(self, hello: Message) -> str | None:
+    def _refusal(self, hello: ControlMessage) -> str | None:
         """Return the reason to refuse a receiver, or None."""
         if hello["kind"] != "hello" or hello.get("protocol") != PROTOCOL:
             return f"this sender speaks transfer protocol {PROTOCOL}"

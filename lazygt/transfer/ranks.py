@@ -27,7 +27,7 @@ from torch import Tensor
 from lazygt.graph.mesh import Mesh
 from lazygt.host.files import bind
 from lazygt.runtime.launch.session_directory import SessionDirectory
-from lazygt.transfer.control import Connection, Deadline, PeerGone, connect
+from lazygt.transfer.control import ControlConnection, Deadline, PeerGone, connect
 from lazygt.transfer.copier import Copier
 from lazygt.transfer.copy_request import CopyReply, CopyRequest, RemoteModel, TensorLocation
 from lazygt.transfer.extractor import HeldElsewhere, ModuleExtractor
@@ -96,17 +96,17 @@ class MeetingPlace:
         bind(self._listener, self.address)
         self._listener.listen(dist.get_world_size())
 
-    def meet(self, deadline: Deadline) -> dict[int, tuple[Connection, dict[str, Any]]]:
+    def meet(self, deadline: Deadline) -> dict[int, tuple[ControlConnection, dict[str, Any]]]:
         """Accept every rank; return connection and `hello` message by rank.
 
         Raises:
             TransferError: a rank did not come in time, or has gone.
         """
-        arrived: dict[int, tuple[Connection, dict[str, Any]]] = {}
+        arrived: dict[int, tuple[ControlConnection, dict[str, Any]]] = {}
         try:
             for _ in range(dist.get_world_size()):
                 self._listener.settimeout(max(deadline.remaining, 1e-3))
-                connection = Connection(self._listener.accept()[0])
+                connection = ControlConnection(self._listener.accept()[0])
                 hello = _first_message(connection, deadline)
                 arrived[hello["rank"]] = connection, hello
         except (TimeoutError, PeerGone, OSError):
@@ -124,7 +124,7 @@ class MeetingPlace:
         self._directory.close()
 
 
-def _first_message(connection: Connection, deadline: Deadline) -> dict[str, Any]:
+def _first_message(connection: ControlConnection, deadline: Deadline) -> dict[str, Any]:
     """Return the first message of a connection."""
     while wait_for([connection], deadline.remaining):
         for message in connection.receive():
@@ -132,7 +132,7 @@ def _first_message(connection: Connection, deadline: Deadline) -> dict[str, Any]
     raise TimeoutError
 
 
-def wait_for(connections: Sequence[Connection], seconds: float) -> bool:
+def wait_for(connections: Sequence[ControlConnection], seconds: float) -> bool:
     """Return whether a message or a disconnect arrives within ``seconds``."""
     poller = select.poll()
     for connection in connections:
@@ -149,7 +149,7 @@ class RankSource:
     """
 
     def __init__(
-        self, ranks: Mapping[int, tuple[Connection, dict[str, Any]]], deadline: Deadline
+        self, ranks: Mapping[int, tuple[ControlConnection, dict[str, Any]]], deadline: Deadline
     ) -> None:
         self.mesh = Mesh(("ranks",), (len(ranks),))
         self.turn = threading.Lock()
@@ -323,14 +323,14 @@ def _device_of(shards: RankPart) -> torch.device:
     return next((tensor.device for tensor in shards.tensors.values()), torch.device("cpu"))
 
 
-def _send_hello(connection: Connection, shards: RankPart, deadline: Deadline) -> None:
+def _send_hello(connection: ControlConnection, shards: RankPart, deadline: Deadline) -> None:
     """Send this rank's manifest digest and the bounds of its blocks."""
     hello = {"kind": "hello", "rank": dist.get_rank(), "digest": shards.manifest.digest}
     connection.send({**hello, "blocks": list(shards.blocks.items())}, deadline)
 
 
 def _copy_until_end(
-    connection: Connection, copier: Copier, shards: RankPart, deadline: Deadline
+    connection: ControlConnection, copier: Copier, shards: RankPart, deadline: Deadline
 ) -> dict[str, Any]:
     """Execute copy requests; return the message that ends the transfer."""
     while wait_for([connection], deadline.remaining + RESULT_SECONDS):

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from lazygt.errors import ProtocolError
 from lazygt.transfer.checksums import CopyPool
-from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone, connect
+from lazygt.transfer.control import (
+    PROTOCOL,
+    ControlConnection,
+    ControlMessage,
+    Deadline,
+    PeerGone,
+    connect,
+)
 from lazygt.transfer.layout import ReceiverLayout
 from lazygt.transfer.manifest import Manifest, check_complete, difference
 from lazygt.transfer.transfer_errors import SenderGone, TransferError
@@ -180,7 +187,7 @@ class Receiver(Readings):
         self._inbox: deque[dict[str, Any]] = deque()
         self._wake = Wake()
         self._closing = self._closed = False
-        self._delayed_begin: Message | None = None
+        self._delayed_begin: ControlMessage | None = None
         self._admitted = False
         self._pool = CopyPool()
         transport.attach(self._address, self._wake)
@@ -245,7 +252,7 @@ class Receiver(Readings):
                 self._inbox.clear()
         return "it is closed"
 
-    def _serve(self, link: Connection) -> None:
+    def _serve(self, link: ControlConnection) -> None:
         """Send `hello`, and handle messages until the receiver is closed."""
         hello = {"protocol": PROTOCOL, "strategy": self.strategy, "name": self.name}
         blocks = {} if self.layout is None else {"layout": self.layout.packed}
@@ -264,7 +271,7 @@ class Receiver(Readings):
         if not self._transport.holds_memory():
             link.send({"kind": "leave"}, Deadline(_SEND_SECONDS))
 
-    def _handle(self, link: Connection, message: dict[str, Any]) -> None:
+    def _handle(self, link: ControlConnection, message: dict[str, Any]) -> None:
         """Run the protocol step of a message; messages of other transfers are ignored."""
         kind = message["kind"]
         if kind == "welcome":
@@ -284,7 +291,7 @@ class Receiver(Readings):
             else:
                 self._drop_staged()
 
-    def _run_step(self, link: Connection, message: Message, step: Any) -> None:
+    def _run_step(self, link: ControlConnection, message: ControlMessage, step: Any) -> None:
         """Run a protocol step; send an error to the sender, and drop the transfer."""
         try:
             step(link, message)
@@ -302,7 +309,7 @@ class Receiver(Readings):
                 mismatch=isinstance(error, Mismatch),
             )
 
-    def _on_begin(self, link: Connection, message: Message) -> None:
+    def _on_begin(self, link: ControlConnection, message: ControlMessage) -> None:
         """Allocate a staging buffer, or answer `held` and retry once readers release one."""
         if "deadline" not in message:
             self._transport.invited(message, link.take_fd)
@@ -330,12 +337,12 @@ class Receiver(Readings):
         if mismatch is not None:
             raise Mismatch(mismatch)
 
-    def _on_coming(self, link: Connection, message: Message) -> None:
+    def _on_coming(self, link: ControlConnection, message: ControlMessage) -> None:
         """Prepare the transport for an announced request."""
         assert self._staging is not None
         self._transport.coming(self._staging, message, partial(self._wait_or_abort, link))
 
-    def _on_parts(self, link: Connection, message: Message) -> None:
+    def _on_parts(self, link: ControlConnection, message: ControlMessage) -> None:
         """Fetch and verify blocks that have been copied."""
         staged = self._staging
         assert staged is not None
@@ -344,7 +351,7 @@ class Receiver(Readings):
         staged.verify_blocks(self._pool, blocks, message["checks"])
         self._answer(link, message, "staged")
 
-    def _on_prepare(self, link: Connection, message: Message) -> None:
+    def _on_prepare(self, link: ControlConnection, message: ControlMessage) -> None:
         """Add the unchanged blocks, and vote for the commit if all bytes are there."""
         staged = self._staging
         assert staged is not None
@@ -356,7 +363,7 @@ class Receiver(Readings):
         staged.complete = True
         self._answer(link, message, "prepared")
 
-    def _on_commit(self, link: Connection, message: Message) -> None:
+    def _on_commit(self, link: ControlConnection, message: ControlMessage) -> None:
         """Flip readers to the staged version, and answer with the seconds of the flip."""
         staged = self._staging
         if staged is None or staged.new is None or not staged.complete:
@@ -376,7 +383,7 @@ class Receiver(Readings):
 
     # -- receiving, also in the middle of a long step -------------------------------------------
 
-    def _poll(self, link: Connection, seconds: float | None = None) -> None:
+    def _poll(self, link: ControlConnection, seconds: float | None = None) -> None:
         """Wait for a message, a disconnect, a `Wake`, or the deadline of a transfer."""
         if seconds is None and self._staging is not None:
             seconds = self._staging.deadline.remaining
@@ -387,7 +394,7 @@ class Receiver(Readings):
         if self._wake.fd in ready:
             os.eventfd_read(self._wake.fd)
 
-    def _receive(self, link: Connection) -> None:
+    def _receive(self, link: ControlConnection) -> None:
         """Read all messages; answer pings at once, and queue the others."""
         for message in link.receive():
             if message["kind"] == "ping":
@@ -397,7 +404,7 @@ class Receiver(Readings):
             else:
                 self._inbox.append(message)
 
-    def _wait_or_abort(self, link: Connection, seconds: float) -> None:
+    def _wait_or_abort(self, link: ControlConnection, seconds: float) -> None:
         """Wait at most ``seconds`` for a message in the middle of a step.
 
         Raises:
@@ -412,11 +419,13 @@ class Receiver(Readings):
         if any(_is_about(message, staged, "abort") for message in self._inbox):
             raise Aborted
 
-    def _answer(self, link: Connection, message: Message, kind: str, **fields: Any) -> None:
+    def _answer(
+        self, link: ControlConnection, message: ControlMessage, kind: str, **fields: Any
+    ) -> None:
         link.send(
             {"kind": kind, "transfer": message["transfer"], **fields}, Deadline(_SEND_SECONDS)
         )
 
 
-def _is_about(message: Message, staged: StagedVersion, kind: str) -> bool:
+def _is_about(message: ControlMessage, staged: StagedVersion, kind: str) -> bool:
     return message["kind"] == kind and message.get("transfer") == staged.transfer

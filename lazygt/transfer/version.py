@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lazygt.errors import ProtocolError
 from lazygt.transfer.checksums import Checksum, CopyPool, checksum_named
-from lazygt.transfer.control import Deadline, Message
+from lazygt.transfer.control import ControlMessage, Deadline
 from lazygt.transfer.layout import Bounds, ReceiverLayout, localized, slices
 from lazygt.transfer.manifest import Manifest
 from lazygt.transfer.transfer_errors import TransferError
@@ -61,7 +61,7 @@ class StagedVersion:
     """
 
     def __init__(
-        self, begin: Message, last: Version | None, layout: ReceiverLayout | None = None
+        self, begin: ControlMessage, last: Version | None, layout: ReceiverLayout | None = None
     ) -> None:
         self.transfer, self.version = int(begin["transfer"]), int(begin["version"])
         if last is not None and last.full_manifest.packed == begin["manifest"]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import lazygt
 from lazygt import calibrate
 from lazygt.calibrate import KINDS, device_benchmarks
-from lazygt.calibrate.fits import HostClock
+from lazygt.calibrate.device_benchmarks import HostClock
 from lazygt.cli.app import app
 from lazygt.graph.collectives import goes_by_sockets
 from lazygt.machine import CALIBRATED, default_machine, machine_of

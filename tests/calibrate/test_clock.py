@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lazygt.calibrate.fits import EventClock, HostClock, least
+from lazygt.calibrate.device_benchmarks import EventClock, HostClock, least
 
 
 class Scripted:

@@ -7,11 +7,16 @@ import random
 
 import pytest
 
-from lazygt.calibrate.device_benchmarks import FULL
-from lazygt.calibrate.fits import Exchange, Product, fit_carrier, fit_matmul
+from lazygt.calibrate.device_benchmarks import (
+    FULL,
+    ExchangeFit,
+    ProductFit,
+    fit_carrier,
+    fit_matmul,
+)
 
 
-def timed(rows: int, columns: int, depth: int, units: int, noise: float = 0.0) -> list[Product]:
+def timed(rows: int, columns: int, depth: int, units: int, noise: float = 0.0) -> list[ProductFit]:
     draw = random.Random(0)
     found = []
     for dtype, rate in (("f32", 1e11), ("f64", 4e10)):
@@ -19,7 +24,7 @@ def timed(rows: int, columns: int, depth: int, units: int, noise: float = 0.0) -
             tiles = math.ceil(m / rows) * math.ceil(n / columns)
             flops = 2 * math.ceil(tiles / units) * units * rows * columns * (k + depth)
             seconds = flops / rate * (1 + noise * draw.random())
-            found.append(Product(dtype, m, n, k, seconds))
+            found.append(ProductFit(dtype, m, n, k, seconds))
     return found
 
 
@@ -40,9 +45,9 @@ def test_a_law_under_noise() -> None:
 
 def exchanges(
     latency: float, each: float, bandwidth: float, groups: tuple[int, ...]
-) -> list[Exchange]:
+) -> list[ExchangeFit]:
     return [
-        Exchange(sent, ranks, latency + each * (ranks - 2) + sent / bandwidth)
+        ExchangeFit(sent, ranks, latency + each * (ranks - 2) + sent / bandwidth)
         for ranks in groups
         for sent in (4e3, 16e3, 64e3, 256e3, 1e6, 4e6, 16e6, 64e6)
     ]
@@ -75,7 +80,7 @@ def test_large_payloads_on_a_line_of_their_own() -> None:
 
 
 def test_no_latency_is_negative() -> None:
-    rows = [Exchange(sent, 2, sent**1.2 / 1e9) for sent in (1e3, 1e5, 1e7)]
+    rows = [ExchangeFit(sent, 2, sent**1.2 / 1e9) for sent in (1e3, 1e5, 1e7)]
     for link in fit_carrier(rows, slope=0.0):
         assert link.latency >= 0
         assert link.bandwidth > 0

@@ -178,7 +178,7 @@ def test_a_graph_draws_itself(tmp_path: Path) -> None:
     ("module", "not_loaded"),
     [
         ("lazygt", ["networkx", "graphviz", "rich", "typer", "zmq", "lazygt.runtime.worker",
-                    "lazygt.passes.sharding.rules", "lazygt.runtime.compiling.service",
+                    "lazygt.passes.sharding.rules", "lazygt.runtime.compiling.compile_process",
                     "lazygt.observe"]),
         ("lazygt.observe.explain", ["networkx", "graphviz", "lazygt.passes.sharding.rules"]),
         ("lazygt.cli", ["networkx", "graphviz", "lazygt.passes.sharding.rules"]),

@@ -15,7 +15,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from lazygt.runtime.cluster import job_rendezvous, slots
+from lazygt.runtime.cluster import job_rendezvous
+from lazygt.runtime.cluster import job_rendezvous as slots
 from lazygt.runtime.cluster.environment import Job
 
 TOKEN = b"a secret of all hosts, 32 bytes."

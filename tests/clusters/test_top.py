@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.observe.top.sources import LocalSource, open_source
+from lazygt.observe.top.sources import LocalStatus, open_source
 from lazygt.observe.top.status import STUCK, SessionStatus
 from tests.clusters.hosts import Hosts
 from tests.clusters.running import torchrun
@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("watched.py")
 DEADLINE = 100.0  # seconds; on a machine that has other things to do
 
 
-def seen(source: LocalSource, what: Callable[[SessionStatus], bool]) -> SessionStatus:
+def seen(source: LocalStatus, what: Callable[[SessionStatus], bool]) -> SessionStatus:
     """A status that is so; it is looked for until then."""
     until = time.monotonic() + DEADLINE
     while not what(status := source.snapshot()):

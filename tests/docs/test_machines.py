@@ -11,7 +11,7 @@ import lazygt
 from lazygt.errors import MachineError
 from lazygt.machine import shipped
 from lazygt.machine.file import parse
-from lazygt.machine.schema import FIGURES, LINK
+from lazygt.machine.model import FIGURES, LINK
 
 PAGE = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
 GENERIC = Path(lazygt.__file__).parent / "machine" / "machines" / "cpu-generic.toml"

@@ -45,14 +45,14 @@ NOT_OF_OTHERS = {
     "names that stand in lazygt's own code, or are of this process's objects": {
         "__init__.py", "config.py", "graph/cost.py", "graph/flags.py", "graph/fusion.py",
         "graph/shapes/meta_run.py", "passes/lifetime.py", "passes/sharding/rules/decompose.py",
-        "record/autograd.py", "record/factories.py", "record/flag_changes.py",
+        "record/autograd.py", "record/factories.py", "record/session_patches.py",
         "record/custom/pickling.py", "record/custom/registry.py", "record/formulas/autocast.py",
         "record/formulas/decompositions.py", "record/formulas/derivatives.py", "record/handlers.py",
-        "record/methods.py", "record/torch_compile.py", "runtime/crc32.py", "serving/report.py",
+        "record/subclasses.py", "record/torch_compile.py", "host/files.py", "serving/report.py",
         "serving/stages.py", "transfer/__init__.py",
     },
     "files of the kernel's, and folders to come back to": {
-        "calibrate/__init__.py", "observe/doctor.py", "runtime/cluster/slots.py",
+        "calibrate/__init__.py", "observe/doctor.py", "runtime/cluster/job_rendezvous.py",
         "runtime/compiling/kernel_group.py", "runtime/launch/start_plan.py",
         "host/processes.py",
     },

@@ -14,7 +14,7 @@ import lazygt
 from lazygt.errors import MachineError
 from lazygt.machine import calibrated_place, default_machine, machine_of, shipped
 from lazygt.machine.file import parse, text_of
-from lazygt.machine.schema import BASES, FIGURES
+from lazygt.machine.model import BASES, FIGURES
 
 FOLDER = Path(lazygt.__file__).parent / "machine" / "machines"
 GENERIC = (FOLDER / "cpu-generic.toml").read_text()

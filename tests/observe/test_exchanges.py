@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
-from lazygt.observe.exchanges import ExchangeTime, exchange_times
+from lazygt.observe.timeline import ExchangeTime, exchange_times
 from lazygt.runtime.messages import Timings
 from lazygt.runtime.plan import Plan
 

@@ -14,8 +14,8 @@ from lazygt.graph import Graph
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.graph.sizes import LEAST, Resize, sized
-from lazygt.passes import PIPELINE, Pass, cse, fold, foreach, fuse, lifetime, questions, run_passes
-from lazygt.passes.questions import ask, fits, noted
+from lazygt.passes import PIPELINE, Pass, cse, fold, foreach, fuse, guards, lifetime, run_passes
+from lazygt.passes.guards import fits, guard, recorded_guards
 from tests.passes.sized import SIZED, SIZES, layer, recorded
 from tests.passes.tools import difference, graph_of
 from tests.property.programs import Step
@@ -130,11 +130,11 @@ def veil(graph: Graph) -> Graph:
 def questions_lift_the_veil() -> Iterator[None]:
     def lifting(question: Any, *metas: TensorMeta, given: tuple[Any, ...] = ()) -> Any:
         with Veil.lift():
-            return ask(question, *metas, given=given)
+            return guard(question, *metas, given=given)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ASKING:
-            patch.setattr(module, "ask", lifting)
+            patch.setattr(module, "guard", lifting)
         yield
 
 
@@ -199,10 +199,10 @@ def meta(text: str) -> TensorMeta:
 
 
 def test_answers_hold_for_sizes_giving_same_answers() -> None:
-    with noted() as asked:
-        assert ask(fits, meta("f32[20, 30]"), given=(4096,))
-        assert ask(fits, meta("f32[20, 30]"), given=(4096,))
-        assert not ask(fits, meta("f32[200, 30]"), given=(4096,))
+    with recorded_guards() as asked:
+        assert guard(fits, meta("f32[20, 30]"), given=(4096,))
+        assert guard(fits, meta("f32[20, 30]"), given=(4096,))
+        assert not guard(fits, meta("f32[200, 30]"), given=(4096,))
     assert len(asked) == 2
     have = (20, 30, 200)
     assert asked.hold(Resize(have, (34, 30, 200)))
@@ -211,14 +211,14 @@ def test_answers_hold_for_sizes_giving_same_answers() -> None:
 
 
 def test_an_answer_about_an_unknown_size_holds_nowhere() -> None:
-    with noted() as asked:
-        ask(fits, meta("f32[7, 30]"), given=(4096,))
+    with recorded_guards() as asked:
+        guard(fits, meta("f32[7, 30]"), given=(4096,))
     assert not asked.hold(Resize((20, 30), (20, 31)))
 
 
 def test_nobody_notes_outside_of_a_block() -> None:
-    with noted() as asked:
+    with recorded_guards() as asked:
         pass
-    ask(fits, meta("f32[7]"), given=(4096,))
+    guard(fits, meta("f32[7]"), given=(4096,))
     assert not asked
-    assert questions._ASKED.get() is None
+    assert guards._ASKED.get() is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lazygt.passes.sharding.rules.horizontal import SplitForeach
+from lazygt.passes.sharding.rules.pointwise import SplitForeach
 from tests.passes.tools import check_numbers, graph_of, keeps
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lazygt.errors import ProtocolError
-from lazygt.pool import gate as gates
-from lazygt.pool.gate import Gate, parse_run, sequence_number
+from lazygt.pool import hosted as gates
+from lazygt.pool.hosted import Gate, parse_run, sequence_number
 from lazygt.runtime.cluster.protocol import Died, Mirror, Opened, Said, Tell
 from lazygt.runtime.messages import Done, Run, Snap
 from lazygt.runtime.wire import encode

@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from lazygt.pool.events import Asked, Grant, Released
 from lazygt.pool.hosted import Terms
-from lazygt.pool.policy import Policy
-from lazygt.pool.rules import Rules
+from lazygt.pool.policy import Grant, Policy, Released, SessionRequested
+from lazygt.pool.requests import Rules
 from lazygt.runtime.cluster.protocol import spec_of, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec, StartPlan
 
@@ -88,7 +87,7 @@ def test_no_two_sessions_ever_have_the_same_gpu(gpus):
             steps = policy.handle(Released(leaves), float(number))
         else:
             workers = chance.randint(1, 5)
-            asked = Asked(f"s{number}", f"k{number % 3}", workers, workers)
+            asked = SessionRequested(f"s{number}", f"k{number % 3}", workers, workers)
             steps = policy.handle(asked, float(number))
         for step in steps:
             if isinstance(step, Grant):

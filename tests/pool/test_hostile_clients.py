@@ -27,14 +27,14 @@ from lazygt.pool.requests import (
     Ask,
     DrainAll,
     EvictOne,
-    Failed,
     Fetch,
     Forget,
     Leave,
     Ok,
-    Piece,
     Publish,
+    RequestFailed,
     Value,
+    ValuePiece,
     Waits,
 )
 from lazygt.runtime.cluster.protocol import (
@@ -217,7 +217,7 @@ def test_the_gateway_never_unpickles(pool, tmp_path):
             [bomb],
             [b"\x91\x20", bomb],
             encode(Mirror(1 << 20, 0), [bomb]),
-            encode(Piece(), [bomb]),
+            encode(ValuePiece(), [bomb]),
             encode(Open(0, name), [bomb]),
             encode(Tell(0, (0,)), [bomb, bomb]),
         ):
@@ -314,12 +314,12 @@ def test_unread_fetches_are_bounded_in_memory(pool):
         until = time.monotonic() + SECONDS
         while got < 16 * nbytes or not errors:
             try:
-                message, frames = answer(reader, (Value, Piece), until)
+                message, frames = answer(reader, (Value, ValuePiece), until)
             except PoolError as error:
                 assert "16 values are on their way" in str(error)  # noqa: PT017 - one of many
                 errors += 1
                 continue
-            got += sum(map(len, frames)) if isinstance(message, Piece) else 0
+            got += sum(map(len, frames)) if isinstance(message, ValuePiece) else 0
             peak = max(peak, gateway.memory_info().rss)
         assert (got, errors) == (16 * nbytes, 1)
         reader.close()
@@ -386,5 +386,5 @@ def answer_or_none(asker):
     frames = asker.connection.take()
     if frames is not None:
         message = decode(frames[:1], FROM_POOL)
-        if isinstance(message, Failed):
+        if isinstance(message, RequestFailed):
             raise message.error()

@@ -16,23 +16,23 @@ from lazygt.errors import (
     PoolFull,
     SessionEnded,
 )
-from lazygt.pool.events import (
-    Asked,
+from lazygt.pool.policy import (
     ClientBack,
     ClientGone,
     Drain,
-    End,
+    EndSession,
     Evict,
     Grant,
     Load,
-    Ran,
+    MemoryUsed,
+    Policy,
+    PolicyTick,
     Refuse,
     Released,
-    Tick,
-    Used,
+    RunTime,
+    SessionRequested,
 )
-from lazygt.pool.policy import Policy
-from lazygt.pool.rules import Quota, Rules
+from lazygt.pool.requests import Quota, Rules
 from lazygt.pool.scheduler import Pause, Resume
 
 pytestmark = pytest.mark.timeout(60)
@@ -43,7 +43,7 @@ def policy(workers=4, **given):
 
 
 def ask(pool, session, workers=1, client=None, now=0.0, cores=None, **given):
-    asked = Asked(session, client or session, workers, cores or workers, **given)
+    asked = SessionRequested(session, client or session, workers, cores or workers, **given)
     return pool.handle(asked, now)
 
 
@@ -132,9 +132,9 @@ def test_over_its_memory_the_largest_session_of_a_client_ends():
     for session in ("small", "large"):
         ask(pool, session, client="k")
     ask(pool, "other")
-    assert pool.handle(Used({"small": 10, "large": 60, "other": 900}, {"k": 30}), 1.0) == []
-    steps = pool.handle(Used({"small": 10, "large": 61, "other": 900}, {"k": 30}), 2.0)
-    (end,) = [step for step in steps if isinstance(step, End)]
+    assert pool.handle(MemoryUsed({"small": 10, "large": 60, "other": 900}, {"k": 30}), 1.0) == []
+    steps = pool.handle(MemoryUsed({"small": 10, "large": 61, "other": 900}, {"k": 30}), 2.0)
+    (end,) = [step for step in steps if isinstance(step, EndSession)]
     assert end.session == "large"
     assert isinstance(end.error, OverQuota)
     assert (end.error.wanted, end.error.used, end.error.limit) == (61, 40, 100)
@@ -147,11 +147,11 @@ def test_a_session_outlives_its_connection_for_its_grace_and_its_places_stay_its
     ask(pool, "b")
     assert pool.handle(ClientGone("a"), 5.0) == []
     assert pool.seconds_to_next(5.0) == 10.0
-    assert pool.handle(Tick(), 14.9) == []
-    (end,) = pool.handle(Tick(), 15.0)
-    assert isinstance(end, End)
+    assert pool.handle(PolicyTick(), 14.9) == []
+    (end,) = pool.handle(PolicyTick(), 15.0)
+    assert isinstance(end, EndSession)
     assert isinstance(end.error, SessionEnded)
-    assert pool.handle(Tick(), 16.0) == []
+    assert pool.handle(PolicyTick(), 16.0) == []
     assert granted(pool.handle(Released("a"), 16.0)) == ["b"]
 
 
@@ -160,7 +160,7 @@ def test_session_survives_return_of_client_within_grace():
     ask(pool, "a", grace=10.0)
     pool.handle(ClientGone("a"), 5.0)
     pool.handle(ClientBack("a"), 14.0)
-    assert pool.handle(Tick(), 1000.0) == []
+    assert pool.handle(PolicyTick(), 1000.0) == []
 
 
 def test_no_grace_is_longer_than_the_pools():
@@ -175,7 +175,7 @@ def test_without_grace_or_without_its_client_a_session_ends_at_once(grace, for_g
     pool = policy(1)
     ask(pool, "a", grace=grace)
     (end,) = pool.handle(ClientGone("a", for_good), 0.0)
-    assert isinstance(end, End)
+    assert isinstance(end, EndSession)
 
 
 def test_a_detached_session_lives_until_it_is_evicted_or_expires():
@@ -183,10 +183,10 @@ def test_a_detached_session_lives_until_it_is_evicted_or_expires():
     for session in ("a", "b"):
         ask(pool, session, grace=1.0, detach=True)
         pool.handle(ClientGone(session, for_good=True), 0.0)
-    assert pool.handle(Tick(), 999.0) == []
+    assert pool.handle(PolicyTick(), 999.0) == []
     (end,) = pool.handle(Evict("a"), 999.0)
     assert "evict" in str(end.error)
-    (end,) = pool.handle(Tick(), 1000.0)
+    (end,) = pool.handle(PolicyTick(), 1000.0)
     assert end.session == "b"
 
 
@@ -218,7 +218,7 @@ def test_two_busy_clients_alternate_on_one_slot():
     assert pool.handle(Load("a", running=1, held=0), 0.001) == []
     assert pool.handle(Load("b", running=0, held=1), 0.001) == []
     # a has used up its time, but its next run is with its workers already
-    assert pool.handle(Ran("a", 0.2), 0.2) == [Pause("a")]
+    assert pool.handle(RunTime("a", 0.2), 0.2) == [Pause("a")]
     assert pool.handle(Load("a", running=0, held=1), 0.3) == [Resume("b")]
     assert not pool.turns.passes("a")
 
@@ -242,16 +242,16 @@ QUOTAS = {"k0": Quota(sessions=2, workers=3, cores=4)}
 SECONDS = st.floats(0.0, 0.3)
 EVENTS = st.one_of(
     st.builds(
-        Asked, st.sampled_from(SESSIONS), st.sampled_from(CLIENTS), st.integers(0, 5),
+        SessionRequested, st.sampled_from(SESSIONS), st.sampled_from(CLIENTS), st.integers(0, 5),
         st.integers(1, 5), SECONDS, st.booleans(),
     ),
     st.builds(Released, st.sampled_from(SESSIONS)),
     st.builds(Load, st.sampled_from(SESSIONS), st.integers(0, 2), st.integers(0, 2)),
-    st.builds(Ran, st.sampled_from(SESSIONS), SECONDS),
+    st.builds(RunTime, st.sampled_from(SESSIONS), SECONDS),
     st.builds(ClientGone, st.sampled_from(SESSIONS), st.booleans()),
     st.builds(ClientBack, st.sampled_from(SESSIONS)),
     st.builds(Evict, st.sampled_from(SESSIONS)),
-    st.just(Tick()),
+    st.just(PolicyTick()),
 )  # fmt: skip
 
 
@@ -266,7 +266,7 @@ class Model:
         self.ended = set()
 
     def handle(self, event, now):
-        if isinstance(event, Asked) and event.session not in self.asked:
+        if isinstance(event, SessionRequested) and event.session not in self.asked:
             self.asked[event.session] = event
         waits = getattr(event, "session", None) in set(self.asked) - set(self.places)
         if isinstance(event, Released) or (
@@ -284,11 +284,11 @@ class Model:
                 assert session not in self.places
                 self.places[session] = places
             case Refuse():
-                again = isinstance(event, Asked) and event.session == session
+                again = isinstance(event, SessionRequested) and event.session == session
                 twice = again and event is not self.asked.get(session)
                 if not twice:
                     self.forget(session)
-            case End():
+            case EndSession():
                 assert session in self.places
                 assert session not in self.ended
                 self.ended.add(session)
@@ -337,7 +337,7 @@ def test_random_events_keep_policy_invariants(events, at_once, queue):
     assert model.pool.free == 4
     assert model.pool.leases == {}
     assert model.pool.queue == []
-    model.handle(Asked("s0", "k1", 4, 4), now)
+    model.handle(SessionRequested("s0", "k1", 4, 4), now)
     assert model.places == {"s0": (0, 1, 2, 3)}
     assert model.resumed == {"s0"}
 

@@ -26,7 +26,7 @@ from lazygt.errors import (
 )
 from lazygt.graph.meta import TensorMeta
 from lazygt.pool.pool_client import Pool, answer, connect
-from lazygt.pool.requests import Admitted, Ask, Failed, Ok, Publish, Waits
+from lazygt.pool.requests import Admitted, Ask, Ok, Publish, RequestFailed, Waits
 from lazygt.runtime.cluster.keys import Keyring
 from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Refused, Tell, read, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec
@@ -403,10 +403,13 @@ def test_a_pool_that_ends_ends_its_workers_and_tells_their_client(tmp_path):
 
 
 def test_failed_messages_of_another_version_are_still_errors():
-    assert str(Failed("Nonsense", (1, "a")).error()) == "Nonsense: 1, a"
-    assert str(Failed("PoolFull", (1,)).error()) == "PoolFull: 1"
-    assert str(Failed("OverQuota", ("memory", "a", 0, 1)).error()) == "OverQuota: memory, a, 0, 1"
-    assert isinstance(Failed.of(GangTooLarge(5, 4)).error(), GangTooLarge)
+    assert str(RequestFailed("Nonsense", (1, "a")).error()) == "Nonsense: 1, a"
+    assert str(RequestFailed("PoolFull", (1,)).error()) == "PoolFull: 1"
+    assert (
+        str(RequestFailed("OverQuota", ("memory", "a", 0, 1)).error())
+        == "OverQuota: memory, a, 0, 1"
+    )
+    assert isinstance(RequestFailed.of(GangTooLarge(5, 4)).error(), GangTooLarge)
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lazygt.errors import LazyGTError
-from lazygt.record import accelerator, autograd
+from lazygt.record import autograd
+from lazygt.record import autograd as accelerator
 from lazygt.record.tensor import NATIVE
 
 #: Run in a process of its own: torch decides by thread from then on.

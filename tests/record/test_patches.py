@@ -7,8 +7,8 @@ import torch
 
 import lazygt
 from lazygt.record import device, tensor
-from lazygt.record.flag_changes import IN_SESSIONS as FLAG_SETTERS
 from lazygt.record.patches import Patch, Patches
+from lazygt.record.session_patches import FLAG_PATCHES as FLAG_SETTERS
 
 PYTHON = """\
 torch.autograd.function._HookMixin._register_hook

@@ -18,7 +18,7 @@ from lazygt.graph.ops import undispatched
 from lazygt.recovery.recover import Recovery
 from lazygt.runtime.arenas import Arena, create_memory
 from lazygt.runtime.launch import opening
-from lazygt.runtime.wire import Buffer, Part, encode
+from lazygt.runtime.wire import Buffer, Message, encode
 from lazygt.runtime.worker import Worker
 
 #: (message, when): the messages are counted over all lives
@@ -45,7 +45,7 @@ class MortalLink:
     def __init__(self, faults: Sequence[Fault], shm_threshold: int) -> None:
         self.pids: tuple[int, ...] = (os.getpid(),)
         self.upload: Arena | None = Arena.create(1 << 20)
-        self.messages: list[Part] = []
+        self.messages: list[Message] = []
         self.lives = 1
         self._faults, self._shm_threshold = dict(faults), shm_threshold
         self._memory = create_memory(1 << 20)

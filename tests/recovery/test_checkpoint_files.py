@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from lazygt.errors import CheckpointError
+from lazygt.host.files import crc32
 from lazygt.recovery.checkpoint import checkpoint_file
 from lazygt.recovery.checkpoint.checkpoint_file import (
     CheckpointFile,
@@ -22,7 +23,6 @@ from lazygt.recovery.checkpoint.checkpoint_file import (
     newest,
     write,
 )
-from lazygt.runtime.crc32 import crc32
 
 SECTIONS = [b"state", b"", bytes(range(256)) * 9, b"x"]
 

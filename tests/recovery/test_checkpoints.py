@@ -21,11 +21,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import lazygt
-from lazygt.host.files import create
+from lazygt.host.files import crc32, create
 from lazygt.recovery import recover
-from lazygt.recovery.checkpoint import checkpoint_file, program, saved
+from lazygt.recovery.checkpoint import checkpoint_file, checkpointing, saved
 from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFile
-from lazygt.runtime.crc32 import crc32
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, digest
 
 pytestmark = pytest.mark.timeout(120)
@@ -161,14 +160,14 @@ class HeldWrites:
     """Writing threads wait until they may."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._may, written = threading.Event(), program._written
+        self._may, written = threading.Event(), checkpointing._written
         self._monkeypatch = monkeypatch
 
         def held(*given: Any) -> Any:
             assert self._may.wait(60)
             return written(*given)
 
-        monkeypatch.setattr(program, "_written", held)
+        monkeypatch.setattr(checkpointing, "_written", held)
 
     def go_on(self) -> None:
         self._may.set()
@@ -497,7 +496,7 @@ def test_marks_between_intervals_are_skipped(tmp_path: Path) -> None:
 
 def test_times_and_costs_between_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(program.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(checkpointing.time, "monotonic", lambda: clock[0])
     with Small(tmp_path / "time", checkpoint_every="1 min") as s:
         assert not s.checkpoint(0)
         clock[0] += 2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lazygt.recovery.checkpoint import encoding
 from lazygt.recovery.checkpoint.encoding import decoded, encoded
-from lazygt.recovery.checkpoint.values import Leaf, tensor_of
+from lazygt.recovery.checkpoint.states import Leaf, tensor_of
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

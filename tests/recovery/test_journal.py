@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lazygt.recovery.journal import Cut, Journal, Renewed
-from lazygt.recovery.recover import Doubts, Recovery, Told
+from lazygt.recovery.recover import Doubts, Notification, Recovery
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Done, Failure, Snapped
 
 
@@ -87,9 +87,9 @@ class JournalMachine(RuleBasedStateMachine):
 TestJournal = pytest.mark.timeout(120)(JournalMachine.TestCase)
 
 
-def answer(rank: int, seq: int, fails: bool = False) -> Told:
+def answer(rank: int, seq: int, fails: bool = False) -> Notification:
     failures = [Failure(0, COLLECTIVE_ERROR, "")] if fails else []
-    return Told(rank, Done(seq, failures), [])
+    return Notification(rank, Done(seq, failures), [])
 
 
 class Ranks:
@@ -99,7 +99,7 @@ class Ranks:
         self.waiting = {seq: set(range(count)) for seq in range(1, runs + 1)}
         self.doubts = Doubts(lambda seq: self.waiting.get(seq, set()))
 
-    def tell(self, told: Told) -> list[Told]:
+    def tell(self, told: Notification) -> list[Notification]:
         believed = []
         for each in self.doubts.sort_out(told):
             assert isinstance(each.message, Done)
@@ -125,7 +125,7 @@ def test_a_collective_that_fails_when_its_run_is_done_again_is_in_doubt() -> Non
     for rank in (0, 1):
         recovery.answered(rank, 5)  # what the snapshot covers
     failed = answer(0, 6, True)
-    inherited = Told(0, Done(7, fetched=[Failure(0, COLLECTIVE_ERROR, "", 6)]), [])
+    inherited = Notification(0, Done(7, fetched=[Failure(0, COLLECTIVE_ERROR, "", 6)]), [])
     assert list(recovery.doubts.sort_out(failed)) == []
     assert list(recovery.doubts.sort_out(inherited)) == []
     assert recovery.doubts.take() == [failed, inherited]
@@ -142,5 +142,5 @@ def test_held_answers_may_be_suspected_too() -> None:
 def test_a_rank_alone_and_other_failures_are_not_in_doubt() -> None:
     alone = answer(0, 1, True)
     assert Ranks(1, 1).tell(alone) == [alone]
-    other = Told(0, Done(1, [Failure(0, "IndexError", "")]), [])
+    other = Notification(0, Done(1, [Failure(0, "IndexError", "")]), [])
     assert Ranks(2, 1).tell(other) == [other]

@@ -122,10 +122,10 @@ class Torch(Obedient):
         return [[b"computed"]]
 
     def all_reduce(self):
-        from lazygt.runtime.collectives import ops
+        from lazygt.runtime.collectives import collective_ops
 
         value = self.torch.tensor([self.rank + 1.0])
-        return [[str(ops.all_reduce(value, "sum", "data").item()).encode()]]
+        return [[str(collective_ops.all_reduce(value, "sum", "data").item()).encode()]]
 
 
 class Broken:

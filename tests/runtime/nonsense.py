@@ -27,7 +27,7 @@ from lazygt.runtime.wire import encode
 from lazygt.runtime.worker import Worker
 from lazygt.transfer.copier import copier_for
 from lazygt.transfer.copy_request import CopyRequest
-from lazygt.transfer.transports.shared_memory import Place
+from lazygt.transfer.transports.shared_memory import SharedMemoryAddress
 
 Frames = list[bytes]
 
@@ -91,7 +91,7 @@ def conversation() -> Recording:
     link = Recording(Worker(inline=True, copier=copier_for))
     with opened(link) as s, lazygt.profile(s):
         program()
-    request = CopyRequest("here", (), "shared_memory", Place(1, 2, 3, 0, 256))
+    request = CopyRequest("here", (), "shared_memory", SharedMemoryAddress(1, 2, 3, 0, 256))
     name = hashlib.sha256(b"").digest()[:16]
     for message in (Renew(1, 5), Swap(name, ((0, "0" * 32),)), Write(3, request.packed)):
         link.to_worker.append([bytes(frame) for frame in encode(message)])

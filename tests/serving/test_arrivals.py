@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lazygt.serving.arrivals import Bursty, Poisson, Recorded, parse_arrivals
+from lazygt.serving.simulation import Bursty, Poisson, RecordedArrivals, parse_arrivals
 
 
 def dispersion(times: np.ndarray, seconds: float) -> float:
@@ -55,8 +55,8 @@ def test_arrival_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "seen.txt"
     path.write_text("# seconds since midnight\n12.0\n10.0\n\n10500ms  # late\n14\n")
     recorded = parse_arrivals(str(path))
-    assert recorded == Recorded("seen.txt", (0.0, 0.5, 2.0, 4.0))
-    assert isinstance(recorded, Recorded)
+    assert recorded == RecordedArrivals("seen.txt", (0.0, 0.5, 2.0, 4.0))
+    assert isinstance(recorded, RecordedArrivals)
     assert recorded.qps == 0.75
     faster = recorded.times(1.5, 1e9, np.random.default_rng(0))
     assert faster.tolist() == [0, 0.25, 1, 2]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from lazygt.serving.formulas import (
+from lazygt.serving.stages import (
     HIGH_LOAD,
+    Stage,
     busy_gpus,
     collection_seconds,
     gpus_at_load,
     gpus_needed,
+    parse_stage,
     qps_of_gpu,
     stage_numbers,
 )
-from lazygt.serving.stages import Stage, parse_stage
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lazygt.serving.formulas import stage_numbers
 from lazygt.serving.mistakes import Remark, judged, parse_claim, spotted
-from lazygt.serving.stages import parse_stage
+from lazygt.serving.stages import parse_stage, stage_numbers
 
 #: 60 GPUs of 500 requests a second, 100 ms to collect a batch.
 RANK = "rank:batch=50,infer=100ms"

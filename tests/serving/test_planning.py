@@ -11,7 +11,7 @@ import pytest
 import lazygt
 from lazygt.serving.provision import AT_HIGH_LOAD, FOR_SLO, FORMULAS, GIVEN, gpus_that_hold, least
 from lazygt.serving.report import ServicePlan
-from lazygt.serving.simulation import Latency, Run
+from lazygt.serving.simulation import Latency, ServiceRun
 from lazygt.serving.stages import parse_stage
 
 RANK = "rank:batch=50,infer=80ms"
@@ -163,11 +163,11 @@ def holding(needed: tuple[int, ...]) -> tuple[list[tuple[int, ...]], object]:
     """A simulation that holds 1 s with so many GPUs a stage or more, and what was tried."""
     tried: list[tuple[int, ...]] = []
 
-    def simulated(gpus: tuple[int, ...]) -> Run:
+    def simulated(gpus: tuple[int, ...]) -> ServiceRun:
         tried.append(gpus)
         enough = all(have >= need for have, need in zip(gpus, needed, strict=True))
         took = 0.5 if enough else 2.0
-        return Run(1, 1.0, Latency(took, took, took), ())
+        return ServiceRun(1, 1.0, Latency(took, took, took), ())
 
     return tried, simulated
 

@@ -8,10 +8,17 @@ import math
 import numpy as np
 import pytest
 
-from lazygt.serving.arrivals import Bursty, Poisson, Recorded
-from lazygt.serving.formulas import stage_numbers
-from lazygt.serving.simulation import Run, _serve_queue, _serve_stage, simulate, simulated_seconds
-from lazygt.serving.stages import Stage, parse_stage
+from lazygt.serving.simulation import (
+    Bursty,
+    Poisson,
+    RecordedArrivals,
+    ServiceRun,
+    _serve_queue,
+    _serve_stage,
+    simulate,
+    simulated_seconds,
+)
+from lazygt.serving.stages import Stage, parse_stage, stage_numbers
 
 
 def done(came: list[float], stage: str, gpus: int = 1) -> list[float]:
@@ -19,7 +26,7 @@ def done(came: list[float], stage: str, gpus: int = 1) -> list[float]:
     return np.round(_serve_queue(np.array(came), parse_stage(f"s:{stage}"), gpus).done, 9).tolist()
 
 
-def run(qps: float, *stages: str, seconds: float = 30, **settings: object) -> Run:
+def run(qps: float, *stages: str, seconds: float = 30, **settings: object) -> ServiceRun:
     numbers = [stage_numbers(qps, parse_stage(stage)) for stage in stages]
     return simulate(qps, numbers, settings.pop("arrivals", Poisson()), seconds, **settings)
 
@@ -64,7 +71,7 @@ def test_a_request_goes_on_when_its_last_part_is_done() -> None:
 
 
 def test_an_arrival_file_goes_through_stage_by_stage() -> None:
-    recorded = Recorded("seen", (0.0, 1.0, 2.0))
+    recorded = RecordedArrivals("seen", (0.0, 1.0, 2.0))
     stages = [stage_numbers(1, parse_stage(text)) for text in ("a:infer=2s", "b:delay=1s")]
     result = simulate(1.0, stages, recorded, 60)
     assert recorded.qps == 1

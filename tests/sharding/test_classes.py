@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph
-from lazygt.passes import pipeline
-from lazygt.passes.collectives import overlap
+from lazygt.passes import overlap, pipeline
 from lazygt.passes.sharding import axis, programs
 from lazygt.passes.sharding import programs as whole
 from lazygt.runtime.plan import Plan

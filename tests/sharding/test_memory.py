@@ -15,7 +15,7 @@ from lazygt.graph.node import Graph
 from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 from lazygt.graph.text import parse_graph
 from lazygt.passes.sharding.marks import PLACE
-from lazygt.passes.sharding.regather import reshard_after_forward
+from lazygt.passes.sharding.programs import reshard_after_forward
 from lazygt.runtime.plan import Plan
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,7 +13,7 @@ from lazygt.cli.app import app
 from lazygt.machine import default_machine
 from lazygt.observe.timeline import TimedRun
 from lazygt.runtime.messages import Timings
-from lazygt.simulation import DRY, Living, check, predict
+from lazygt.simulation import DRY, LiveValue, check, predict
 
 pytestmark = pytest.mark.timeout(120)
 MILLISECOND = 1_000_000
@@ -33,7 +33,7 @@ for step in range(STEPS):
 
 def test_the_mean_of_ranks_and_turns_without_the_first() -> None:
     with lazygt.session(**DRY) as s:
-        living = Living(s)
+        living = LiveValue(s)
         weight = torch.ones(64, 64)
         for _ in range(3):
             weight = weight @ weight

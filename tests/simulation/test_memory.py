@@ -17,7 +17,7 @@ import lazygt
 from lazygt.graph.liveness import peak_bytes
 from lazygt.machine import default_machine
 from lazygt.runtime.plan import Schedule
-from lazygt.simulation import DRY, Living, Prediction, predict
+from lazygt.simulation import DRY, LiveValue, Prediction, predict
 from lazygt.simulation.rank_memory import KINDS
 
 pytestmark = pytest.mark.timeout(120)
@@ -46,7 +46,7 @@ def predicted(
 ) -> tuple[Prediction, lazygt.Session]:
     more = {"mesh": mesh} if mesh else {}
     with lazygt.session(**DRY, **more) as s:
-        living = Living(s)
+        living = LiveValue(s)
         program()
     return predict(s, default_machine("cpu"), living), s
 

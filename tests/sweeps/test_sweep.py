@@ -17,7 +17,7 @@ import lazygt
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine, machine_of
 from lazygt.sweeps import Combination, Row, Shares, Sweep, report
-from lazygt.sweeps.shares import covered, latency_share
+from lazygt.sweeps.steps import covered, latency_share
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,15 +12,14 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.observe.top.sources import LocalSource, open_source
+from lazygt.observe.top.sources import LocalStatus, open_source
 from lazygt.observe.top.status import SessionStatus, session_status
 from lazygt.runtime.cluster.protocol import Look, Seen
 from lazygt.runtime.cluster.remote import Relay, RemoteHost
 from lazygt.runtime.launch import opening, status_file
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_file import ClientPage, StatusFile, WorkerPage
-from lazygt.runtime.launch.status_reader import Page, read_pages
+from lazygt.runtime.launch.status_file import ClientPage, Page, StatusFile, WorkerPage, read_pages
 from lazygt.runtime.wire import encode
 from tests.runtime.cluster.agents import Hosts
 
@@ -44,7 +43,7 @@ def session(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[lazygt.Se
         yield session
 
 
-def seen(source: LocalSource, what: Callable[[SessionStatus], bool]) -> SessionStatus:
+def seen(source: LocalStatus, what: Callable[[SessionStatus], bool]) -> SessionStatus:
     """A status that is so; it is looked for until then."""
     until = time.monotonic() + DEADLINE
     while not what(status := source.snapshot()):

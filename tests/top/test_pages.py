@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.insight import WorkerInsight
 from lazygt.runtime.launch import status_file
 from lazygt.runtime.launch.activity import Activity, Reporter, users_function
 from lazygt.runtime.launch.status_file import (
@@ -21,10 +20,11 @@ from lazygt.runtime.launch.status_file import (
     StatusFile,
     WorkerPage,
     decoded,
+    read_pages,
 )
-from lazygt.runtime.launch.status_reader import read_pages
 from lazygt.runtime.messages import Run
 from lazygt.runtime.wire import encode
+from lazygt.runtime.worker_requests import WorkerInsight
 
 pytestmark = pytest.mark.timeout(60)
 CLIENT = ClientPage("lazygt-1", 1, 1, "cpu", "w=1", 0.0, ended=True)

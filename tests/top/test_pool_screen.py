@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from lazygt.observe.top.pool_screen import PoolScreen
-from lazygt.observe.top.pool_status import PoolStatus, pool_status
 from lazygt.observe.top.sources import as_json
-from lazygt.runtime.launch.status_file import ClientPage, WorkerPage
-from lazygt.runtime.launch.status_reader import Page, Pages
+from lazygt.observe.top.status import PoolStatus, pool_status
+from lazygt.runtime.launch.status_file import ClientPage, Page, Pages, WorkerPage
 from tests.top.statuses import CLIENT, status
 
 

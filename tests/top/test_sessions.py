@@ -17,9 +17,9 @@ from torch import nn
 
 import lazygt
 from lazygt.errors import NoSession
-from lazygt.observe.top.sources import LocalSource, listed, open_source
+from lazygt.observe.top.sources import LocalStatus, listed, open_source
 from lazygt.observe.top.status import SessionStatus
-from lazygt.runtime.launch.status_reader import sessions
+from lazygt.runtime.launch.status_file import sessions
 from lazygt.submit.memory import Kinds
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,7 +35,7 @@ def run_top(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def seen(source: LocalSource, what: Callable[[SessionStatus], bool]) -> SessionStatus:
+def seen(source: LocalStatus, what: Callable[[SessionStatus], bool]) -> SessionStatus:
     """A status that is so; it is looked for until then."""
     until = time.monotonic() + DEADLINE
     while True:
@@ -54,7 +54,7 @@ def session() -> Iterator[Any]:
 
 
 @pytest.fixture
-def source(session: Any) -> Iterator[LocalSource]:
+def source(session: Any) -> Iterator[LocalStatus]:
     name = next(name for name, pid in sessions() if name == session._link.name)
     source = open_source(name)
     yield source
@@ -106,7 +106,7 @@ def test_a_session_at_rest_is_told_of_as_json(session: Any) -> None:
     assert all(rank["peak"] >= rank["resident"] > 0 for rank in told["ranks"])
 
 
-def test_frozen_rank_is_named_with_ranks_it_blocks(source: LocalSource, session: Any) -> None:
+def test_frozen_rank_is_named_with_ranks_it_blocks(source: LocalStatus, session: Any) -> None:
     train(2)
     os.kill(session.worker_pids[1], signal.SIGSTOP)
     try:
@@ -136,7 +136,7 @@ def test_frozen_rank_is_named_with_ranks_it_blocks(source: LocalSource, session:
 
 
 def test_only_the_programs_thread_looks_at_gradients(
-    source: LocalSource, session: Any, monkeypatch: pytest.MonkeyPatch
+    source: LocalStatus, session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch may be letting go of one meanwhile: another thread would take it up again."""
     threads = []
@@ -169,7 +169,7 @@ def sleep_until(x: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def test_a_busy_rank_is_in_the_users_function(
-    source: LocalSource, session: Any, tmp_path: Path
+    source: LocalStatus, session: Any, tmp_path: Path
 ) -> None:
     ended = tmp_path / "ended"
     y = lazygt.apply(sleep_until, torch.ones(3), str(ended))

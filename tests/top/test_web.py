@@ -12,7 +12,7 @@ import pytest
 
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.observe.top.status import SessionStatus
-from lazygt.observe.top.web import Server, serve
+from lazygt.observe.top.web import PageServer, serve
 from tests.top.statuses import status
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,8 +35,8 @@ class MadeUp:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server(MadeUp(3), 0, 0.01) as server:
+def server() -> Iterator[PageServer]:
+    with PageServer(MadeUp(3), 0, 0.01) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -44,13 +44,13 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def get(server: Server, path: str, host: str = "") -> http.client.HTTPResponse:
+def get(server: PageServer, path: str, host: str = "") -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     connection.request("GET", path, headers={"Host": host} if host else {})
     return connection.getresponse()
 
 
-def test_the_page_is_served_and_needs_nothing_else(server: Server) -> None:
+def test_the_page_is_served_and_needs_nothing_else(server: PageServer) -> None:
     answer = get(server, urlsplit(server.address).path)
     page = answer.read().decode()
     assert answer.status == 200
@@ -63,7 +63,7 @@ def test_the_page_is_served_and_needs_nothing_else(server: Server) -> None:
     assert "https://" not in page
 
 
-def test_events_are_statuses_until_the_session_ends(server: Server) -> None:
+def test_events_are_statuses_until_the_session_ends(server: PageServer) -> None:
     answer = get(server, f"/{server.token}/events")
     assert answer.headers["Content-Type"] == "text/event-stream"
     events = [event.split("\n") for event in answer.read().decode().strip().split("\n\n")]
@@ -84,18 +84,18 @@ def test_events_are_statuses_until_the_session_ends(server: Server) -> None:
         ("/TOKEN/page.html", ""), ("//etc/passwd", ""),
     ],
 )  # fmt: skip
-def test_others_get_nothing(server: Server, path: str, host: str) -> None:
+def test_others_get_nothing(server: PageServer, path: str, host: str) -> None:
     answer = get(server, path.replace("TOKEN", server.token), host)
     assert answer.status == 404
     assert server.token not in answer.read().decode()
 
 
-def test_only_this_machine_is_served(server: Server) -> None:
+def test_only_this_machine_is_served(server: PageServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
     assert len(server.token) == 32
 
 
-def test_a_port_that_is_taken_is_said(server: Server) -> None:
+def test_a_port_that_is_taken_is_said(server: PageServer) -> None:
     with pytest.raises(LazyGTError, match="can't be had"):
         serve(MadeUp(1), server.server_port, 1.0, print)
 
@@ -105,7 +105,7 @@ def test_a_browser_shows_all_ranks(tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no chromium on PATH")
-    with Server(MadeUp(10**6), 0, 0.1) as server:
+    with PageServer(MadeUp(10**6), 0, 0.1) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

@@ -16,7 +16,7 @@ from lazygt.transfer import (
     TransferError,
 )
 from lazygt.transfer.checksums import as_bytes
-from lazygt.transfer.control import Connection
+from lazygt.transfer.control import ControlConnection
 from lazygt.transfer.copier import Copier
 from lazygt.transfer.peers import Receivers
 from tests.transfer.child import Accident, checksums, weights
@@ -216,7 +216,7 @@ def test_ctrl_c_in_the_middle_of_a_message(
     model = {f"layer.{'long' * 2_000}.{number}": torch.ones(2) for number in range(100)}
     reader.signal(signal.SIGSTOP)  # so that it does not read its manifest
     with monkeypatch.context() as patch:
-        patch.setattr(Connection, "_wait_for_room", interrupt)
+        patch.setattr(ControlConnection, "_wait_for_room", interrupt)
         with pytest.raises(KeyboardInterrupt):
             lazygt.transfer_weights(model, sender, timeout=20.0)
     reader.signal(signal.SIGCONT)

@@ -33,7 +33,7 @@ from lazygt.transfer.copy_request import (
 )
 from lazygt.transfer.layout import block, slices
 from lazygt.transfer.transports import process_group
-from lazygt.transfer.transports.shared_memory import Place, place_of
+from lazygt.transfer.transports.shared_memory import SharedMemoryAddress, place_of
 from tests.transfer.child import GIB, RECEIVERS, SENDERS
 
 pytestmark = pytest.mark.timeout(120)
@@ -109,7 +109,7 @@ def test_memory_that_was_given_up_is_not_written(copier: Copier) -> None:
     with pytest.raises(OSError):
         copier.copy(request, lambda _: torch.ones(4))
     new = Arena.create(KIB)
-    assert isinstance(request.place, Place)
+    assert isinstance(request.place, SharedMemoryAddress)
     reused = request._replace(place=request.place._replace(fd=new.fd))
     with pytest.raises(ProtocolError, match="given this memory up"):
         copier.copy(reused, lambda _: torch.ones(4))

@@ -14,7 +14,7 @@ from rich.live import Live
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.observe.top.pool_screen import PoolScreen
 from lazygt.observe.top.screen import Screen
-from lazygt.observe.top.sources import Source, Status, as_json, open_source
+from lazygt.observe.top.sources import Status, StatusSource, as_json, open_source
 from lazygt.observe.top.status import SessionStatus
 
 _SETTLE_SECONDS = 2.5
@@ -69,14 +69,14 @@ def top(
         return
 
 
-def _open(name: str, interval: float, key: Path | None) -> Source:
+def _open(name: str, interval: float, key: Path | None) -> StatusSource:
     """Open the status of a local session, or of the pool at a ``tcp://`` address."""
     if not name.startswith("tcp://"):
         if key is not None:
             raise NoSession("--key is for a pool: lazygt top tcp://HOST:PORT --key FILE")
         return open_source(name, interval)
     # why: it loads torch and sockets, which take seconds; local sessions need neither
-    from lazygt.observe.top.pool_source import PoolSource
+    from lazygt.observe.top.pool_screen import PoolSource
 
     return PoolSource(name, key)
 
@@ -86,7 +86,7 @@ def drawn(status: Status) -> RenderableType:
     return Screen(status) if isinstance(status, SessionStatus) else PoolScreen(status)
 
 
-def watch(source: Source, interval: float, console: Console) -> None:
+def watch(source: StatusSource, interval: float, console: Console) -> None:
     """Show a session until it ends.
 
     Raises:

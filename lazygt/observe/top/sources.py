@@ -8,10 +8,16 @@ from typing import Protocol
 import msgspec
 
 from lazygt.errors import NoSession
-from lazygt.observe.top.pool_status import PoolStatus, plain_pool
-from lazygt.observe.top.status import SessionStatus, plain, session_status
-from lazygt.runtime.launch.status_file import ClientPage, StatusFile, decoded
-from lazygt.runtime.launch.status_reader import Pages, open_files, read_pages, sessions
+from lazygt.observe.top.status import PoolStatus, SessionStatus, plain, plain_pool, session_status
+from lazygt.runtime.launch.status_file import (
+    ClientPage,
+    Pages,
+    StatusFile,
+    decoded,
+    open_files,
+    read_pages,
+    sessions,
+)
 
 #: Seconds after which a viewer counts as gone: longer than the interval between two reads.
 _LEASE_SECONDS = 3.0
@@ -28,7 +34,7 @@ def as_json(status: Status) -> bytes:
     )
 
 
-class Source(Protocol):
+class StatusSource(Protocol):
     """Source of the status of a session, or of the sessions of a pool."""
 
     def snapshot(self) -> Status:
@@ -49,7 +55,7 @@ class Source(Protocol):
         """Stop watching. Idempotent."""
 
 
-class LocalSource:
+class LocalStatus:
     """A session of this user on this machine.
 
     Args:
@@ -64,7 +70,7 @@ class LocalSource:
         self._file.watch(self._lease)
 
     def snapshot(self) -> SessionStatus:
-        """See `Source`."""
+        """See `StatusSource`."""
         return session_status([self._read()])
 
     def _read(self) -> Pages:
@@ -97,11 +103,11 @@ class LocalSource:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """See `Source`."""
+        """See `StatusSource`."""
         self._file.close()
 
 
-def open_source(process_or_name: str, interval: float = 1.0) -> LocalSource:
+def open_source(process_or_name: str, interval: float = 1.0) -> LocalStatus:
     """Open the session of a process or of a name; with neither, the only one there is.
 
     Args:
@@ -136,7 +142,7 @@ def listed(known: list[tuple[str, int]]) -> str:
     )
 
 
-def _open_process(pid: int, requested_name: str, interval: float) -> LocalSource:
+def _open_process(pid: int, requested_name: str, interval: float) -> LocalStatus:
     """Open the session named ``requested_name`` of a process, or its only session."""
     files = open_files(pid)
     if requested_name in files:
@@ -150,4 +156,4 @@ def _open_process(pid: int, requested_name: str, interval: float) -> LocalSource
         )
     for other in files.values():
         other.close()
-    return LocalSource(pid, file, interval)
+    return LocalStatus(pid, file, interval)

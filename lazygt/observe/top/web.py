@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from lazygt.errors import LazyGTError
-from lazygt.observe.top.sources import Source, as_json
+from lazygt.observe.top.sources import StatusSource, as_json
 
 _HOST = "127.0.0.1"
 _REQUEST_SECONDS = 30.0  # timeout of a request or of a write to the browser
@@ -29,7 +29,7 @@ _HEADERS = {
 }
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """HTTP server of a session's page, and of its events.
 
     Args:
@@ -45,7 +45,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, source: Source, port: int, interval: float) -> None:
+    def __init__(self, source: StatusSource, port: int, interval: float) -> None:
         self._source, self._lock = source, threading.Lock()
         self.token, self.ended = secrets.token_urlsafe(24), threading.Event()
         self.interval = interval
@@ -69,7 +69,7 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Handler of one request: the page, or its event stream."""
 
-    server: Server
+    server: PageServer
     timeout = _REQUEST_SECONDS
 
     def do_GET(self) -> None:
@@ -116,7 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: the terminal is the user's."""
 
 
-def serve(source: Source, port: int, interval: float, report: Callable[[str], object]) -> None:
+def serve(
+    source: StatusSource, port: int, interval: float, report: Callable[[str], object]
+) -> None:
     """Serve until interrupted.
 
     Args:
@@ -126,7 +128,7 @@ def serve(source: Source, port: int, interval: float, report: Callable[[str], ob
         LazyGTError: the port is taken.
     """
     try:
-        server = Server(source, port, interval)
+        server = PageServer(source, port, interval)
     except OSError as error:
         raise LazyGTError(f"port {port} can't be had: {error}; --port 0 takes any") from None
     with server:

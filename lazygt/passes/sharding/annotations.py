@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lazygt.graph.alias import WRITE_BACK
+from lazygt.graph.liveness import DefUse
 from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.placement import (
@@ -25,7 +26,6 @@ from lazygt.graph.placement import (
 )
 from lazygt.passes.base import view_source
 from lazygt.passes.sharding.builder import Builder
-from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.marks import ENTER, PLACE, REDUCE_AS, reduce_as_node, sharding_of_mark
 from lazygt.passes.sharding.rules import pointwise
 from lazygt.passes.sharding.rules.strategy import Metas, Strategy, Values, shardable_dims

@@ -32,7 +32,7 @@ from lazygt.passes.sharding.annotations import annotations_of, mark_strategies, 
 from lazygt.passes.sharding.builder import Builder
 from lazygt.passes.sharding.marks import PLACE, REDUCE_AS, without_places
 from lazygt.passes.sharding.problem import Question, build_problem
-from lazygt.passes.sharding.rules.horizontal import SplitForeach
+from lazygt.passes.sharding.rules.pointwise import SplitForeach
 from lazygt.passes.sharding.rules.strategy import Strategy, lower_strategy, shardable_dims
 from lazygt.passes.sharding.solver import Solution, solve
 

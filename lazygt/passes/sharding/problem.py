@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lazygt.graph.liveness import DefUse, Places, def_use
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Cut, Partial, Placement, Replicate, StridedShard
 from lazygt.machine import Machine
 from lazygt.passes.sharding.annotations import Annotation, infer_annotations
-from lazygt.passes.sharding.def_use import DefUse, Places, def_use
 from lazygt.passes.sharding.placement_cost import (
     Copies,
     Options,

@@ -24,11 +24,11 @@ from heapq import heappop, heappush
 from operator import and_, or_
 from typing import NamedTuple
 
+from lazygt.graph.liveness import DefUse
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.graph.placement import Partial, Placement, Replicate, StridedShard
 from lazygt.passes.sharding.annotations import Annotation, gathers_operand
-from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.rules.strategy import Metas, Strategy
 from lazygt.passes.sharding.seeds import SUMS, Bits, find_seeds, partial_bit, same_blocks, union
 from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
@@ -37,7 +37,7 @@ from lazygt.passes.sharding.wishes import Masks, Reach, Spared, Step, Wishes, sp
 Pins = tuple[Placement | None, ...]
 
 
-class Opened(NamedTuple):
+class OpenedChoice(NamedTuple):
     """Strategies that the solver may choose from.
 
     Attributes:
@@ -56,7 +56,7 @@ def open_strategies(
     annotations: Mapping[int, Annotation],
     explore: bool,
     whole: Collection[int] = (),
-) -> Opened:
+) -> OpenedChoice:
     """Return for each node the strategies that the solver may choose from.
 
     Left out are strategies that break a pin where another strategy keeps it, and replicated
@@ -94,7 +94,7 @@ def open_strategies(
             opened = cache[key] = propagation.opened(entry, _Asked(*masks_and_pins))
         may_be_replicated = number in whole and _respects_pins(entry.strategies[0], pins)
         opened_entries.append(_with_replicated(opened, entry) if may_be_replicated else opened)
-    return Opened(opened_entries, grown)
+    return OpenedChoice(opened_entries, grown)
 
 
 class _Asked(NamedTuple):

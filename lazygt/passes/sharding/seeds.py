@@ -17,6 +17,7 @@ from itertools import pairwise
 from operator import or_
 from typing import NamedTuple
 
+from lazygt.graph.liveness import DefUse
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.graph.placement import (
@@ -29,7 +30,6 @@ from lazygt.graph.placement import (
     side_by_side,
 )
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.halo import MOST_PIECES
 from lazygt.passes.sharding.rules import packed, views
 from lazygt.passes.sharding.rules.strategy import Call, LocalLowering, Metas

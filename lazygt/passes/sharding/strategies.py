@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lazygt.graph.cost import family, graph_costs
+from lazygt.graph.liveness import DefUse
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.placement import Cut, Placement, Replicate, Shard, StridedShard
 from lazygt.machine import Machine
 from lazygt.passes.base import renumbered
-from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.marks import MARKS, PLACE, REDUCE_AS
 from lazygt.passes.sharding.placement_cost import strategy_seconds, ticks, work_share
 from lazygt.passes.sharding.rules import packed, views

@@ -173,7 +173,7 @@ def is_foreign(func: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpSource:
     """Source of an op's code.
 
     Attributes:
@@ -196,7 +196,7 @@ class Source:
         return named and not self.again and all(map(importable, self.modules))
 
 
-def source_of(func: Any, device_type: str) -> Source:
+def source_of(func: Any, device_type: str) -> OpSource:
     """Return the source of a custom op's code.
 
     All parts are empty for an unknown source; ``ForeignOps.facts`` raises CodeError then.
@@ -208,7 +208,7 @@ def source_of(func: Any, device_type: str) -> Source:
     if defined is not None:
         names = registrations.modules or [defined._init_fn.__module__]
         names = [*names, *([kernel.__module__] if kernel else [])]
-        return Source(kernel, tuple(dict.fromkeys(names)), again=registrations.times > 1)
+        return OpSource(kernel, tuple(dict.fromkeys(names)), again=registrations.times > 1)
     modules = list(registrations.modules)
     if kernel is None and not modules and qualname in torch.library._defs:
         modules = _registered_by(qualname)
@@ -216,7 +216,7 @@ def source_of(func: Any, device_type: str) -> Source:
     by_module = [(module_of(path), path) for path in loaded]
     modules += [name for name, _ in by_module if name and name not in modules]
     standalone = tuple(path for name, path in by_module if not name)
-    return Source(kernel, tuple(modules), standalone, again=registrations.times > 1)
+    return OpSource(kernel, tuple(modules), standalone, again=registrations.times > 1)
 
 
 def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:

@@ -20,7 +20,7 @@ from lazygt.record.formulas.gpu import Gpu, workers_gpu
 aten: Any = torch.ops.aten
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """Arguments of ``scaled_dot_product_attention``."""
 
     query: torch.Tensor
@@ -76,7 +76,7 @@ def attention(
         raise RuntimeError(
             "scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
         )
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if workers_device() != "cpu":
         return _choice(call, workers_gpu())(call)
     if 0 in (query.numel(), key.numel(), value.numel()):
@@ -84,7 +84,7 @@ def attention(
     return _on_cpus(call) if _fits_cpus(call) else _math(call)
 
 
-def _math(call: Call) -> torch.Tensor:
+def _math(call: AttentionCall) -> torch.Tensor:
     """Record attention as matmuls and a softmax."""
     if not torch.backends.cuda.math_sdp_enabled():
         raise RuntimeError("No available kernel. Aborting execution.")
@@ -101,7 +101,7 @@ def _math(call: Call) -> torch.Tensor:
 # -- attention on CPUs -----------------------------------------------------------------------------
 
 
-def _empty(call: Call) -> torch.Tensor:
+def _empty(call: AttentionCall) -> torch.Tensor:
     """Return attention without elements: zeros, NaN from any operand, and gradients for each."""
     query, key, value = call.operands
     zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
@@ -109,14 +109,14 @@ def _empty(call: Call) -> torch.Tensor:
     return zeros + (query.sum() + keys + values) * 0
 
 
-def _on_cpus(call: Call) -> torch.Tensor:
+def _on_cpus(call: AttentionCall) -> torch.Tensor:
     """Record the flash-attention kernel for CPUs."""
     return aten._scaled_dot_product_flash_attention_for_cpu.default(
         *call.operands, call.dropout_p, call.is_causal, attn_mask=call.additive, scale=call.scale
     )[0]
 
 
-def _fits_cpus(call: Call) -> bool:
+def _fits_cpus(call: AttentionCall) -> bool:
     """Return whether the CPU kernel accepts the call."""
     query, key, value = call.operands
     return torch.backends.cuda.flash_sdp_enabled() and (
@@ -135,7 +135,7 @@ _CPU_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.flo
 # -- conditions on all devices ---------------------------------------------------------------------
 
 
-def _shapes_fit(call: Call, gqa: bool) -> bool:
+def _shapes_fit(call: AttentionCall, gqa: bool) -> bool:
     """Return whether all have four dims, the same batch size, and matching heads.
 
     Args:
@@ -151,7 +151,7 @@ def _shapes_fit(call: Call, gqa: bool) -> bool:
     return query.shape[1] == key.shape[1] == value.shape[1]
 
 
-def _mask_fits(call: Call) -> bool:
+def _mask_fits(call: AttentionCall) -> bool:
     """Return whether the mask broadcasts to the scores and needs no gradient."""
     mask = call.mask
     if mask is None:
@@ -165,12 +165,12 @@ def _mask_fits(call: Call) -> bool:
     )
 
 
-def _rows_are_dense(call: Call) -> bool:
+def _rows_are_dense(call: AttentionCall) -> bool:
     """Return whether the last dims have stride 1."""
     return all(t.stride(-1) == 1 for t in call.operands)
 
 
-def _of_dtypes(call: Call, dtypes: frozenset[torch.dtype]) -> bool:
+def _of_dtypes(call: AttentionCall, dtypes: frozenset[torch.dtype]) -> bool:
     """Return whether query, key and value share one of these dtypes."""
     query, key, value = call.operands
     return query.dtype == key.dtype == value.dtype and query.dtype in dtypes
@@ -179,7 +179,7 @@ def _of_dtypes(call: Call, dtypes: frozenset[torch.dtype]) -> bool:
 # -- attention on GPUs -----------------------------------------------------------------------------
 
 
-def _choice(call: Call, gpu: Gpu) -> Callable[[Call], torch.Tensor]:
+def _choice(call: AttentionCall, gpu: Gpu) -> Callable[[AttentionCall], torch.Tensor]:
     """Return the first kernel in torch's order that is enabled and fits the call."""
     for backend in _order(gpu):
         if backend in _KERNELS:
@@ -224,7 +224,7 @@ def _prefers_cudnn(gpu: Gpu) -> bool:
     )
 
 
-def _fits_cudnn(call: Call, gpu: Gpu) -> bool:
+def _fits_cudnn(call: AttentionCall, gpu: Gpu) -> bool:
     """Return whether cuDNN's attention accepts the call."""
     query, key, value = call.operands
     return (
@@ -243,12 +243,12 @@ def _fits_cudnn(call: Call, gpu: Gpu) -> bool:
     )
 
 
-def _cudnn_drops(call: Call, gpu: Gpu) -> bool:
+def _cudnn_drops(call: AttentionCall, gpu: Gpu) -> bool:
     """Return whether cuDNN supports the call's dropout: a multiple of 1/16."""
     return gpu.cudnn >= 91400 and call.query.shape[2] != 1 and (call.dropout_p * 16).is_integer()
 
 
-def _cudnn(call: Call) -> torch.Tensor:
+def _cudnn(call: AttentionCall) -> torch.Tensor:
     """Record cuDNN's attention."""
     return aten._scaled_dot_product_cudnn_attention.default(
         *call.operands,
@@ -261,7 +261,7 @@ def _cudnn(call: Call) -> torch.Tensor:
     )[0]
 
 
-def _fits_flash(call: Call, gpu: Gpu) -> bool:
+def _fits_flash(call: AttentionCall, gpu: Gpu) -> bool:
     """Return whether flash attention accepts the call."""
     query, key, value = call.operands
     return (
@@ -277,7 +277,7 @@ def _fits_flash(call: Call, gpu: Gpu) -> bool:
     )
 
 
-def _flash_differentiates(call: Call, gpu: Gpu) -> bool:
+def _flash_differentiates(call: AttentionCall, gpu: Gpu) -> bool:
     """Return whether flash attention has gradients for the call's head size.
 
     GPUs with little shared memory lack those of some head sizes.
@@ -289,7 +289,7 @@ def _flash_differentiates(call: Call, gpu: Gpu) -> bool:
     return size <= 192 or (size > 224 and call.dropout_p == 0)
 
 
-def _flash(call: Call) -> torch.Tensor:
+def _flash(call: AttentionCall) -> torch.Tensor:
     """Record flash attention, with heads zero-padded to a multiple of 8 and the scale unchanged."""
     size = call.query.shape[3]
     scale = 1 / math.sqrt(size) if call.scale is None else call.scale
@@ -305,7 +305,7 @@ def _zero_padded(t: torch.Tensor, count: int) -> torch.Tensor:
     return torch.nn.functional.pad(t, (0, count)) if count else t
 
 
-def _fits_efficient(call: Call, gpu: Gpu) -> bool:
+def _fits_efficient(call: AttentionCall, gpu: Gpu) -> bool:
     """Return whether memory-efficient attention accepts the call."""
     query, key, value = call.operands
     ampere = gpu.capability >= (8, 0)
@@ -330,7 +330,7 @@ def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
     return 1
 
 
-def _efficient(call: Call) -> torch.Tensor:
+def _efficient(call: AttentionCall) -> torch.Tensor:
     """Record memory-efficient attention."""
     return aten._scaled_dot_product_efficient_attention.default(
         *call.operands,
@@ -342,7 +342,7 @@ def _efficient(call: Call) -> torch.Tensor:
     )[0]
 
 
-def _expanded_mask(call: Call) -> torch.Tensor | None:
+def _expanded_mask(call: AttentionCall) -> torch.Tensor | None:
     """Return the mask expanded to all scores, with rows aligned to 8 elements."""
     mask, query = call.additive, call.query
     if mask is None:
@@ -353,12 +353,12 @@ def _expanded_mask(call: Call) -> torch.Tensor | None:
     return mask.expand(*query.shape[:3], call.key.shape[2])
 
 
-def _has_elements(call: Call) -> bool:
+def _has_elements(call: AttentionCall) -> bool:
     """Return whether query, key and value have elements."""
     return 0 not in (t.numel() for t in call.operands)
 
 
-def _rows_are_dense_on_gpus(call: Call, singles: bool) -> bool:
+def _rows_are_dense_on_gpus(call: AttentionCall, singles: bool) -> bool:
     """Return whether the last dims, the mask's too, have stride 1.
 
     Args:
@@ -382,7 +382,12 @@ _EFFICIENT = _HALVES | {torch.float32}
 
 #: Backend -> (its switch, its test of a call on a GPU, its kernel).
 _KERNELS: dict[
-    int, tuple[Callable[[], bool], Callable[[Call, Gpu], bool], Callable[[Call], torch.Tensor]]
+    int,
+    tuple[
+        Callable[[], bool],
+        Callable[[AttentionCall, Gpu], bool],
+        Callable[[AttentionCall], torch.Tensor],
+    ],
 ] = {
     SDPBackend.CUDNN_ATTENTION.value: (torch.backends.cuda.cudnn_sdp_enabled, _fits_cudnn, _cudnn),
     SDPBackend.FLASH_ATTENTION.value: (torch.backends.cuda.flash_sdp_enabled, _fits_flash, _flash),

@@ -23,8 +23,7 @@ from typing import IO, Annotated, Any, TypeVar
 import msgspec
 
 from lazygt.errors import CheckpointError
-from lazygt.host.files import check_folder, create, make_folder, open_own
-from lazygt.runtime.crc32 import crc32
+from lazygt.host.files import check_folder, crc32, create, make_folder, open_own
 
 T = TypeVar("T")
 _FAMILY, _FORMAT = b"lazygt checkpt ", b"2"

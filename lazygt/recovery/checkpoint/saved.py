@@ -21,10 +21,10 @@ from lazygt.record.annotate import mesh_of, restore_sharding
 from lazygt.record.context import current_session
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import is_lazy, storage_of, view_of
-from lazygt.recovery.checkpoint import values
+from lazygt.recovery.checkpoint import states as values
 from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFile, unpacked
 from lazygt.recovery.checkpoint.encoding import decoded
-from lazygt.recovery.checkpoint.values import Leaf, placements_of, tensor_of
+from lazygt.recovery.checkpoint.states import Leaf, placements_of, tensor_of
 
 
 class Contents(msgspec.Struct, frozen=True):

@@ -7,9 +7,13 @@ Client and agent share one connection, which survives network failures.
 from __future__ import annotations
 
 import logging
+import os
 import select
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -37,7 +41,7 @@ from lazygt.runtime.cluster.protocol import (
 from lazygt.runtime.cluster.upload_relay import Mirrors, write
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.wire import Part, encode, size_of
+from lazygt.runtime.wire import Message, encode, size_of
 
 _log = logging.getLogger("lazygt")
 
@@ -89,7 +93,7 @@ class Agent:
         self._last_frames: list[memoryview] = []
         self.mirrors = Mirrors(address, self._send)
         #: messages that need pieces of uploads still on their way, and all later messages
-        self._deferred: deque[tuple[Part, list[memoryview]]] = deque()
+        self._deferred: deque[tuple[Message, list[memoryview]]] = deque()
         #: (part, worker) -> snapshot memory received from a lost host, until the part is opened
         self._snapshots: dict[tuple[int, int], Arena] = {}
         self.parts: dict[int, HostPart] = {}
@@ -145,11 +149,11 @@ class Agent:
             arena.close()
         self.mirrors.close()
 
-    def _send(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+    def _send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
         """Send the client a message."""
         self._connection.send(encode(message, list(frames)))
 
-    def _handle(self, message: Part, frames: list[memoryview]) -> None:
+    def _handle(self, message: Message, frames: list[memoryview]) -> None:
         """Handle a message at once, or defer it until the uploads that it needs have arrived.
 
         Args:
@@ -183,11 +187,11 @@ class Agent:
         else:
             self._send(Closed(number))
 
-    def _needs_uploads(self, message: Part) -> bool:
+    def _needs_uploads(self, message: Message) -> bool:
         """Return whether a message needs uploads that have not arrived yet."""
         return isinstance(message, Tell) and message.mirrors > self.mirrors.number
 
-    def _execute(self, message: Part, frames: list[memoryview]) -> None:
+    def _execute(self, message: Message, frames: list[memoryview]) -> None:
         """Execute a request for which all uploads have arrived."""
         match message:
             case Tell(part, workers):
@@ -234,3 +238,79 @@ def _single_frame(frames: list[memoryview]) -> memoryview:
     if len(frames) != 1:
         raise ProtocolError(f"expected one frame of bytes, not {len(frames)}")
     return frames[0]
+
+
+# -- agent in the client's own process, for ranks that move to its host from a lost one ------------
+# Client and agent exchange messages in memory, without a network.
+
+
+class End:
+    """One end of an in-process connection.
+
+    Attributes:
+        fd: descriptor that is readable when a message has come.
+        closed: reason for the end of messages, or None.
+        messages_sent, bytes_sent: totals so far.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.other: End
+        self.closed: str | None = None
+        self.messages_sent = self.bytes_sent = 0
+        self._inbox: deque[list[bytes]] = deque()
+        weakref.finalize(self, os.close, self.fd)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Queue a copy for the other end; does nothing once the connection is closed."""
+        if self.closed is not None:
+            return
+        copies = [bytes(frame) for frame in frames]
+        self.messages_sent += 1
+        self.bytes_sent += sum(map(len, copies))
+        self.other._inbox.append(copies)
+        os.eventfd_write(self.other.fd, 1)
+
+    def take(self) -> list[memoryview] | None:
+        """Return the next message, or None if there is none."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        with suppress(IndexError):
+            message = self._inbox.popleft()
+            if self._inbox:
+                os.eventfd_write(self.fd, 1)
+            return [memoryview(frame) for frame in message]
+        return None
+
+    def close(self, reason: str = "done") -> None:
+        """Close both ends."""
+        for end in (self, self.other):
+            end.closed = end.closed or reason
+            os.eventfd_write(end.fd, 1)
+
+
+def ends() -> tuple[End, End]:
+    """Return both ends of a new connection."""
+    here, there = End(), End()
+    here.other, there.other = there, here
+    return here, there
+
+
+class AgentThread(threading.Thread):
+    """Agent of this host on a thread of this process; its workers are processes.
+
+    Attributes:
+        end: the client's end of the connection to it.
+        agent: the agent that the thread runs.
+    """
+
+    def __init__(
+        self, adapt: Callable[[LinkSpec], LinkSpec] = lambda spec: spec, address: str = ""
+    ) -> None:
+        super().__init__(name="lazygt-agent", daemon=True)
+        self.end, there = ends()
+        self.agent = Agent(there, adapt, address)
+        self.start()
+
+    def run(self) -> None:
+        self.agent.serve()

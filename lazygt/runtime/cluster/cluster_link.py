@@ -27,7 +27,7 @@ from typing import Any
 from lazygt.errors import LaunchError, LazyGTError, WorkerDied, WorkerFrozen
 from lazygt.host.timer import can_be_read
 from lazygt.runtime.arenas import Arena
-from lazygt.runtime.cluster.inside import AgentThread
+from lazygt.runtime.cluster.agent import AgentThread
 from lazygt.runtime.cluster.remote import HostLauncher, Relay, RemoteHost
 from lazygt.runtime.cluster.upload_progress import Chain
 from lazygt.runtime.collectives.rendezvous_store import StoreServer

@@ -29,15 +29,6 @@ from lazygt.errors import (
     VersionMismatch,
 )
 from lazygt.host.timer import Alarm
-from lazygt.runtime.cluster.frames import (
-    REFUSED,
-    WELCOME,
-    Refusal,
-    pack_hello,
-    parse,
-    read_refusal,
-    versions_here,
-)
 from lazygt.runtime.cluster.listening import Listener
 from lazygt.runtime.cluster.reliable import (
     GONE_AFTER,
@@ -48,7 +39,17 @@ from lazygt.runtime.cluster.reliable import (
     configure,
     queue_message,
 )
-from lazygt.runtime.cluster.tcp import FAILED, Monitor
+from lazygt.runtime.cluster.tcp import (
+    FAILED,
+    REFUSED,
+    WELCOME,
+    Monitor,
+    Refusal,
+    pack_hello,
+    parse,
+    read_refusal,
+    versions_here,
+)
 from lazygt.runtime.launch.channel import Keys
 
 # -- client's end ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lazygt.runtime.cluster.upload_relay import SendMessage
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_reader import Page, read_ranks
+from lazygt.runtime.launch.status_file import Page, read_ranks
 from lazygt.runtime.launch.worker_pool import HostMemory
 from lazygt.runtime.messages import Copied, Snapped
 from lazygt.runtime.wire import decode

@@ -16,19 +16,6 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from lazygt.errors import ProtocolError
 from lazygt.host.timer import Alarm
-from lazygt.runtime.cluster.frames import (
-    HELLO,
-    PROTOCOL_VERSION,
-    WELCOME,
-    Hello,
-    Refusal,
-    pack,
-    pack_refusal,
-    parse,
-    read_hello,
-    set_number,
-    versions_here,
-)
 from lazygt.runtime.cluster.reliable import (
     GONE_AFTER,
     GRACE,
@@ -38,7 +25,23 @@ from lazygt.runtime.cluster.reliable import (
     configure,
     queue_message,
 )
-from lazygt.runtime.cluster.tcp import FAILED, Monitor, Strangers, close_in_children
+from lazygt.runtime.cluster.tcp import (
+    FAILED,
+    HELLO,
+    PROTOCOL_VERSION,
+    WELCOME,
+    Hello,
+    Monitor,
+    Refusal,
+    Strangers,
+    close_in_children,
+    pack,
+    pack_refusal,
+    parse,
+    read_hello,
+    set_number,
+    versions_here,
+)
 from lazygt.runtime.launch.channel import Keys, check_exposure, listen_tcp
 
 # -- access control by public key ------------------------------------------------------------------

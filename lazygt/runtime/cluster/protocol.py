@@ -16,21 +16,20 @@ import msgspec
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_file import decoded
-from lazygt.runtime.launch.status_reader import Page
-from lazygt.runtime.wire import Buffer, Count, Part, decode
+from lazygt.runtime.launch.status_file import Page, decoded
+from lazygt.runtime.wire import Buffer, Count, Message, decode
 
 # -- to an agent -----------------------------------------------------------------------------
 
 
-class Open(Part, tag=1):
+class Open(Message, tag=1):
     """Request: start the workers of a part."""
 
     part: Count
     spec: str  # specification of the workers, see ``spec_text``
 
 
-class Tell(Part, tag=2):
+class Tell(Message, tag=2):
     """Message for these workers, in the following frames.
 
     Without frames the last such message is repeated.
@@ -41,7 +40,7 @@ class Tell(Part, tag=2):
     mirrors: Count = 0  # number of the last piece of uploads that must arrive before it
 
 
-class Mirror(Part, tag=3):
+class Mirror(Message, tag=3):
     """Piece of an upload: the following frame, at this offset of the client's arena.
 
     The client sends it, or the agent of another host.
@@ -53,7 +52,7 @@ class Mirror(Part, tag=3):
     done: Count = 0  # number of the last piece that all hosts have
 
 
-class Shadow(Part, tag=4):
+class Shadow(Message, tag=4):
     """Piece of a worker's snapshots from a lost host: the following frame, at this offset.
 
     Sent before the part is opened.
@@ -65,7 +64,7 @@ class Shadow(Part, tag=4):
     offset: Count
 
 
-class Replace(Part, tag=5):
+class Replace(Message, tag=5):
     """Request: start another process in a worker's place, in the group of this number."""
 
     part: Count
@@ -73,26 +72,26 @@ class Replace(Part, tag=5):
     group: Count
 
 
-class Refill(Part, tag=6):
+class Refill(Message, tag=6):
     """Request: start spare processes up to the configured number."""
 
     part: Count
 
 
-class Close(Part, tag=7):
+class Close(Message, tag=7):
     """Request: end the workers of a part."""
 
     part: Count
 
 
-class Look(Part, tag=15):
+class Look(Message, tag=15):
     """Request for the status of a part's workers; always answered by ``Seen``."""
 
     part: Count
     seconds: float  # time for which the workers shall report more details
 
 
-class Begin(Part, tag=17):
+class Begin(Message, tag=17):
     """Request: count the pieces of uploads, and relay them."""
 
     session: Count  # number of the session, for the answers
@@ -101,7 +100,7 @@ class Begin(Part, tag=17):
     token: str = ""
 
 
-class Follow(Part, tag=18):
+class Follow(Message, tag=18):
     """Request: receive pieces from the agent at this endpoint; "": from the client."""
 
     turn: Count  # number of this request, for the answer, if there is one
@@ -111,7 +110,7 @@ class Follow(Part, tag=18):
 # -- to the client ---------------------------------------------------------------------------
 
 
-class Opened(Part, tag=8):
+class Opened(Message, tag=8):
     """Process ids of a part's workers: all have been started, perhaps anew."""
 
     part: Count
@@ -119,14 +118,14 @@ class Opened(Part, tag=8):
     replaced: Count | None = None  # the worker that was replaced, if that was requested
 
 
-class Said(Part, tag=9):
+class Said(Message, tag=9):
     """Message of a worker, in the following frames."""
 
     part: Count
     worker: Count
 
 
-class Kept(Part, tag=10):
+class Kept(Message, tag=10):
     """Piece of a worker's snapshots: the following frame, at this offset."""
 
     part: Count
@@ -134,7 +133,7 @@ class Kept(Part, tag=10):
     offset: Count
 
 
-class Died(Part, tag=11):
+class Died(Message, tag=11):
     """Death of a worker."""
 
     part: Count
@@ -146,7 +145,7 @@ class Died(Part, tag=11):
     step: Count = 0
 
 
-class Frozen(Part, tag=12):
+class Frozen(Message, tag=12):
     """Report of a worker without a sign of life for ``deadline`` seconds."""
 
     part: Count
@@ -155,33 +154,33 @@ class Frozen(Part, tag=12):
     deadline: float
 
 
-class Refused(Part, tag=13):
+class Refused(Message, tag=13):
     """Report of a part that can't go on, or could not fulfil a request."""
 
     part: Count
     why: str
 
 
-class Closed(Part, tag=14):
+class Closed(Message, tag=14):
     """Report that a part's workers have ended."""
 
     part: Count
 
 
-class Seen(Part, tag=16):
+class Seen(Message, tag=16):
     """Status pages of workers, in the following frame, which `pages_of` reads."""
 
     part: Count
 
 
-class Listens(Part, tag=19):
+class Listens(Message, tag=19):
     """Endpoint of an agent for followers; "": the agent has none, and follows no others."""
 
     session: Count
     endpoint: str
 
 
-class Has(Part, tag=20):
+class Has(Message, tag=20):
     """Report of the last piece stored; the host has all pieces before it, too.
 
     An agent also sends it to the agent that it follows.
@@ -191,7 +190,7 @@ class Has(Part, tag=20):
     number: Count
 
 
-class Alone(Part, tag=21):
+class Alone(Message, tag=21):
     """Report of a host that follows no other, and needs later pieces from the client."""
 
     session: Count
@@ -201,10 +200,10 @@ class Alone(Part, tag=21):
     why: str  # the error
 
 
-TO_AGENT: tuple[type[Part], ...] = (
+TO_AGENT: tuple[type[Message], ...] = (
     Open, Tell, Mirror, Shadow, Replace, Refill, Close, Look, Begin, Follow,
 )  # fmt: skip
-TO_CLIENT: tuple[type[Part], ...] = (
+TO_CLIENT: tuple[type[Message], ...] = (
     Opened, Said, Kept, Died, Frozen, Refused, Closed, Seen, Listens, Has, Alone,
 )  # fmt: skip
 
@@ -246,7 +245,7 @@ def pages_of(frame: Buffer) -> tuple[Page | None, ...]:
     return decoded(frame, tuple[Page | None, ...])
 
 
-def read(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
+def read(frames: Sequence[Buffer], kinds: tuple[type[Message], ...]) -> Message:
     """Decode the header of a message between client and agent.
 
     Raises:

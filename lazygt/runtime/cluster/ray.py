@@ -25,7 +25,7 @@ from lazygt.errors import LaunchError
 from lazygt.runtime.cluster.attach import host_id
 from lazygt.runtime.cluster.cluster_link import ClusterLink
 from lazygt.runtime.cluster.connection import Listener
-from lazygt.runtime.cluster.ray_slot import Slot
+from lazygt.runtime.cluster.ray_slot import RaySlot
 from lazygt.runtime.cluster.remote import RemoteHost
 from lazygt.runtime.collectives.rendezvous_store import StoreServer
 from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES, Keys, new_token
@@ -46,12 +46,12 @@ class _ActorGone(LaunchError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RayBundle:
     """Bundle, with its placement by Ray.
 
     Attributes:
         bundle: number of the bundle in the placement group.
-        actor: handle of its `Slot`.
+        actor: handle of its `RaySlot`.
         node: id of the node; name: name of the machine.
     """
 
@@ -81,7 +81,7 @@ class RayHosts:
         self._bundle_resources = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         self._is_ours = not self._ray.is_initialized()
         self._group: Any = None
-        self._placements: dict[int, Place] = {}
+        self._placements: dict[int, RayBundle] = {}
         #: rank -> its bundle, which never changes
         self._bundles: list[int] = []
         self._hosts: dict[int, RemoteHost] = {}
@@ -176,12 +176,12 @@ class RayHosts:
         """Return the amounts of the resources that bundles need."""
         return {name: resources.get(name, 0.0) for name in self._bundle_resources}
 
-    def _start_slots(self, bundles: Sequence[int], until: float) -> list[Place]:
+    def _start_slots(self, bundles: Sequence[int], until: float) -> list[RayBundle]:
         """Start a new actor in each of the bundles, on its current node; return the placements."""
         ray = self._ray
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         options = {"num_cpus": 1, "num_gpus": self._bundle_resources.get("GPU", 0)}
-        remote = ray.remote(max_restarts=0, max_task_retries=0, **options)(Slot)
+        remote = ray.remote(max_restarts=0, max_task_retries=0, **options)(RaySlot)
         for bundle in bundles:
             if (previous := self._placements.pop(bundle, None)) is not None:
                 self._kill(previous.actor)
@@ -198,7 +198,7 @@ class RayHosts:
                 self._kill(actor)
             raise
         placements = [
-            Place(bundle, actor, node, name, tuple(gpus))
+            RayBundle(bundle, actor, node, name, tuple(gpus))
             for bundle, actor, (node, name, gpus) in zip(bundles, actors, answers, strict=True)
         ]
         self._placements |= {placement.bundle: placement for placement in placements}
@@ -242,7 +242,7 @@ class RayHosts:
         self, bundles: Sequence[int], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
         """Start an agent on each node of these bundles; return (host, its bundles) pairs."""
-        nodes: dict[str, list[Place]] = {}
+        nodes: dict[str, list[RayBundle]] = {}
         for placement in self._start_slots(bundles, until):
             nodes.setdefault(placement.node, []).append(placement)
         groups = list(nodes.values())
@@ -266,7 +266,7 @@ class RayHosts:
                 time.sleep(_RETRY_SECONDS)
 
     def _accept_agents(
-        self, groups: Sequence[Sequence[Place]], until: float
+        self, groups: Sequence[Sequence[RayBundle]], until: float
     ) -> list[tuple[RemoteHost, list[int]]]:
         """Wait until the agent of each group has connected; return (host, its bundles) pairs.
 

@@ -18,7 +18,7 @@ from lazygt.runtime.launch.local import same_package
 HOST_PROCESS = "lazygt.runtime.cluster.host_process"
 
 
-class Slot:
+class RaySlot:
     """Actor of a bundle with resources for one worker; one slot of each node starts the agent."""
 
     def __init__(self) -> None:

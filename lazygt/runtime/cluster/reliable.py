@@ -14,8 +14,16 @@ from typing import NamedTuple, Protocol
 import zmq
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.cluster.frames import GOODBYE, MESSAGE, OVERHEAD, RECEIVED, pack, set_number
-from lazygt.runtime.cluster.tcp import close_in_children, kernel_state
+from lazygt.runtime.cluster.tcp import (
+    GOODBYE,
+    MESSAGE,
+    OVERHEAD,
+    RECEIVED,
+    close_in_children,
+    kernel_state,
+    pack,
+    set_number,
+)
 from lazygt.runtime.launch.channel import probe
 from lazygt.runtime.launch.mailbox import Frame
 

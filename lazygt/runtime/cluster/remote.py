@@ -41,10 +41,9 @@ from lazygt.runtime.cluster.protocol import (
 from lazygt.runtime.cluster.upload_relay import write
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_file import Elsewhere, StatusFile, WorkerPage, decoded
-from lazygt.runtime.launch.status_reader import Page
+from lazygt.runtime.launch.status_file import Elsewhere, Page, StatusFile, WorkerPage, decoded
 from lazygt.runtime.launch.worker_pool import SNAPSHOT_BYTES
-from lazygt.runtime.wire import Part, encode
+from lazygt.runtime.wire import Message, encode
 
 
 @dataclass(slots=True)
@@ -184,7 +183,7 @@ class RemoteHost:
             arena.close()
         self.shadows.clear()
 
-    def say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+    def say(self, message: Message, frames: Sequence[Frame] = ()) -> None:
         """Send the agent a message; does not wait."""
         if not self.lost:
             self.connection.send(encode(message, list(frames)))
@@ -211,7 +210,7 @@ class RemoteHost:
                         reason = f"its host {self.name} is lost ({self.connection.closed})"
                         self._record_death(WorkerDied(rank, part.pids[worker], reason, ""))
 
-    def _handle(self, message: Part, frames: list[memoryview]) -> None:
+    def _handle(self, message: Message, frames: list[memoryview]) -> None:
         """Handle one message of the agent.
 
         Args:

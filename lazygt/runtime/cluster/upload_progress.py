@@ -31,7 +31,7 @@ _SESSIONS = count(1)
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class HostProgress:
     """Host in the chain.
 
     Attributes:
@@ -46,10 +46,10 @@ class Place:
     host: RemoteHost
     has: int
     endpoint: str | None = None
-    source: Place | None = None
+    source: HostProgress | None = None
     fed: int | None = None
     turn: int = 0
-    avoids: Place | None = None
+    avoids: HostProgress | None = None
     begun: float = field(default_factory=time.monotonic)
 
     @property
@@ -74,7 +74,7 @@ class Chain:
     def __init__(self, arena: Arena | None, first: int, token: bytes | None) -> None:
         self._arena, self._first, self._token = arena, first, token or new_token()
         self._lock = threading.RLock()
-        self._nodes: list[Place] = []
+        self._nodes: list[HostProgress] = []
         #: number, offset and bytes of pieces that a host may lack
         self._pieces: deque[tuple[int, int, int]] = deque()
         self._session, self.number = 0, 0
@@ -87,7 +87,7 @@ class Chain:
         with self._lock:
             for offset, piece in pieces(self._arena):
                 host.mirror(Mirror(self._first, offset), piece)
-            self._nodes.append(Place(host, self.number))
+            self._nodes.append(HostProgress(host, self.number))
             if self._session:
                 self._begin(self._nodes[-1])
             elif len(self._nodes) > 1:
@@ -145,7 +145,7 @@ class Chain:
         for node in self._nodes:
             self._send_missing(node)
 
-    def _send_missing(self, node: Place) -> None:
+    def _send_missing(self, node: HostProgress) -> None:
         """Send a host the pieces that it lacks, if the client is its source."""
         if node.fed is None or node.fed >= self.number:
             return
@@ -168,12 +168,12 @@ class Chain:
 
     # -- order of the chain --------------------------------------------------------------
 
-    def _begin(self, node: Place) -> None:
+    def _begin(self, node: HostProgress) -> None:
         """Send a host the order to count and relay pieces."""
         node.begun = time.monotonic()
         node.host.say(Begin(self._session, self.number, self._token.hex()))
 
-    def _handle(self, node: Place, event: Listens | Has | Alone) -> None:
+    def _handle(self, node: HostProgress, event: Listens | Has | Alone) -> None:
         """Handle a host's report, unless it is of an earlier session."""
         if event.session != self._session:
             return
@@ -185,7 +185,7 @@ class Chain:
             case Alone(_, turn, number, met, why) if turn == node.turn:
                 self._take_over(node, number, met, why)
 
-    def _take_over(self, node: Place, number: int, met: bool, reason: str) -> None:
+    def _take_over(self, node: HostProgress, number: int, met: bool, reason: str) -> None:
         """Make the client the source of a host's remaining pieces, after a failure or by order.
 
         Args:
@@ -218,7 +218,9 @@ class Chain:
             if source is not None and source is not node.source:
                 self._assign_source(node, source)
 
-    def _source_for(self, node: Place, predecessors: Sequence[Place]) -> Place | None:
+    def _source_for(
+        self, node: HostProgress, predecessors: Sequence[HostProgress]
+    ) -> HostProgress | None:
         """Find the nearest predecessor of a host that can be followed.
 
         Returns:
@@ -235,7 +237,7 @@ class Chain:
                 return candidate
         return node
 
-    def _assign_source(self, node: Place, source: Place) -> None:
+    def _assign_source(self, node: HostProgress, source: HostProgress) -> None:
         """Order a host to receive its pieces from a new source."""
         previous, node.source = node.source, source
         if source is node and previous is None:  # it has received no piece yet

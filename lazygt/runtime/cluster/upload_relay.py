@@ -35,7 +35,7 @@ from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.cluster.protocol import Alone, Begin, Follow, Has, Listens, Mirror, read
 from lazygt.runtime.launch.mailbox import Frame
-from lazygt.runtime.wire import Part, encode
+from lazygt.runtime.wire import Message, encode
 
 _log = logging.getLogger("lazygt")
 
@@ -49,7 +49,7 @@ _LONGEST = UPLOAD_BYTES + (1 << 16)
 #: Pieces after which their arrival is reported to the client.
 _REPORT_INTERVAL = 32
 
-SendMessage = Callable[[Part, Sequence[Frame]], None]
+SendMessage = Callable[[Message, Sequence[Frame]], None]
 
 
 @cache
@@ -61,7 +61,7 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
     return zmq.Context()
 
 
-class Source(threading.Thread):
+class UploadSource(threading.Thread):
     """Thread that connects to the followed agent.
 
     Attributes:
@@ -136,7 +136,7 @@ class Mirrors:
         self._token = b""
         self._listener: Listener | None = None
         self._followers: list[Follower] = []
-        self._source: Source | None = None
+        self._source: UploadSource | None = None
         self._followed: Connection | None = None
         self._epoll = select.epoll() if address else None
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if address else -1
@@ -177,7 +177,7 @@ class Mirrors:
         if not (message.endpoint and self._listener):
             self._request_from_client("", met=True)
             return
-        self._source = Source(message.endpoint, self._token, self._eventfd)
+        self._source = UploadSource(message.endpoint, self._token, self._eventfd)
         self._source.start()
 
     def take(self, message: Mirror, data: Frame) -> None:

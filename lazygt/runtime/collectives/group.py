@@ -383,12 +383,12 @@ def _rendezvous(spec: GroupSpec, rank: int, listener: int) -> Rendezvous | Meeti
     if not spec.store:
         return Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
     # why: only on several hosts are there encrypted connections, for which sockets are loaded
-    from lazygt.runtime.collectives.rendezvous import Meeting, Place
+    from lazygt.runtime.collectives.rendezvous import Meeting, RankAddress
     from lazygt.runtime.collectives.rendezvous_store import StoreClient
 
     token = bytes.fromhex(spec.token)
     store = StoreClient(spec.store, token, spec.timeout)
-    location = Place(spec.host, spec.rendezvous(rank), spec.address, spec.backend)
+    location = RankAddress(spec.host, spec.rendezvous(rank), spec.address, spec.backend)
     return Meeting(rank, location, listener, store, token, spec.timeout)
 
 

@@ -261,7 +261,7 @@ _CONNECTION_INDICES = range(len(Ends._fields))
 _PROOF_BYTES = 32
 
 
-class Place(NamedTuple):
+class RankAddress(NamedTuple):
     """Location of a rank.
 
     Attributes:
@@ -294,7 +294,7 @@ class Meeting:
     def __init__(
         self,
         rank: int,
-        location: Place,
+        location: RankAddress,
         listener: int,
         store: StoreClient,
         token: bytes,
@@ -346,10 +346,10 @@ class Meeting:
         self._published_names.append(name)
         self.store.set(name, json.dumps(value))
 
-    def _locations(self, number: int, others: Collection[int]) -> dict[int, Place]:
+    def _locations(self, number: int, others: Collection[int]) -> dict[int, RankAddress]:
         """Wait for the locations of other ranks; return them by rank."""
         values = self._wait_for_names(number, {rank: f"place/{number}/{rank}" for rank in others})
-        return {rank: Place(*fields) for rank, fields in values.items()}
+        return {rank: RankAddress(*fields) for rank, fields in values.items()}
 
     def _wait_for_names(self, number: int, names: dict[int, str]) -> dict[int, Any]:
         """Wait until all of these names are set in the store; return the values by rank."""
@@ -365,7 +365,7 @@ class Meeting:
                     raise self._late_error(missing[0]) from None
         return {rank: json.loads(self.store.get(name)) for rank, name in names.items()}
 
-    def _check_backends(self, locations: dict[int, Place]) -> None:
+    def _check_backends(self, locations: dict[int, RankAddress]) -> None:
         """Raise ConnectionError if ranks have different backends: they would never meet.
 
         That happens if one host has too few GPUs for NCCL.

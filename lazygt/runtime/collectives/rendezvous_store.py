@@ -47,7 +47,7 @@ _FAILED_HANDSHAKES = (
 Frames = list[bytes]
 
 
-class Reply(NamedTuple):
+class StoreReply(NamedTuple):
     """Reply to a client; ``frames`` begin with its request's number."""
 
     client: bytes
@@ -71,13 +71,13 @@ class Table:
         self._pending_requests: dict[bytes, tuple[bytes, Frames]] = {}
         self._waiting: defaultdict[bytes, set[bytes]] = defaultdict(set)
 
-    def ask(self, client: bytes, number: int, op: bytes, arguments: Frames) -> list[Reply]:
+    def ask(self, client: bytes, number: int, op: bytes, arguments: Frames) -> list[StoreReply]:
         """Execute a request once; return its reply, and those to clients that waited for a name."""
         last_number, reply = self._last_replies.get(client, (-1, None))
         if number < last_number:
             return []
         if number == last_number:
-            return [Reply(client, reply or [NUMBER.pack(number), WAIT])]
+            return [StoreReply(client, reply or [NUMBER.pack(number), WAIT])]
         self._cancel_wait(client)
         self._last_replies[client] = number, None
         if op in (b"get", b"wait"):
@@ -93,7 +93,7 @@ class Table:
                 replies += self._reply_if_set(waiting_client)
         return replies
 
-    def _reply_if_set(self, client: bytes, is_new: bool = False) -> list[Reply]:
+    def _reply_if_set(self, client: bytes, is_new: bool = False) -> list[StoreReply]:
         """Return the reply to a waiting client if all its names are set.
 
         Otherwise register the wait for the first missing name.
@@ -105,13 +105,17 @@ class Table:
             values = [self.values[name] for name in names] if op == b"get" else []
             return [self._reply(client, ANSWER, values)]
         self._waiting[missing].add(client)
-        return [Reply(client, [NUMBER.pack(self._last_replies[client][0]), WAIT])] if is_new else []
+        return (
+            [StoreReply(client, [NUMBER.pack(self._last_replies[client][0]), WAIT])]
+            if is_new
+            else []
+        )
 
-    def _reply(self, client: bytes, state: bytes, frames: Sequence[bytes]) -> Reply:
+    def _reply(self, client: bytes, state: bytes, frames: Sequence[bytes]) -> StoreReply:
         number, _ = self._last_replies[client]
         reply = [NUMBER.pack(number), state, *frames]
         self._last_replies[client] = number, reply
-        return Reply(client, reply)
+        return StoreReply(client, reply)
 
     def _cancel_wait(self, client: bytes) -> None:
         """Cancel a client's wait: it has sent another request."""
@@ -293,8 +297,8 @@ def keep_alive(sock: zmq.Socket[bytes]) -> None:
     """Enable TCP keep-alive: close a connection whose peer has vanished, by a power cut, say.
 
     The kernel probes the peer for longer than a tolerated network failure. ZMQ's own heartbeats
-    abort the process if a peer ends while its last messages are unread (libzmq issue 4364: a timer writes
-    to the socket that has failed).
+    abort the process if a peer ends while its last messages are unread (libzmq issue 4364: a timer
+    writes to the socket that has failed).
     """
     probe(sock, _SILENT_SECONDS)
     sock.setsockopt(zmq.TCP_MAXRT, _SILENT_SECONDS * 1000)  # while something is unacknowledged

@@ -171,7 +171,7 @@ def _checksum(code: bytes, record: dict[str, Any]) -> str:
 # have its artifacts: compiled code may round differently, and ranks must not differ in that.
 
 
-class Tell(Protocol):
+class Notify(Protocol):
     """Function that sends a rank a message; does not wait."""
 
     def __call__(self, rank: int, message: Install, buffers: Sequence[Buffer] = ()) -> None: ...
@@ -194,7 +194,7 @@ class Installs:
         remote_hosts: Callable[[], Mapping[int, int]],
         cache: Cache,
         device: str,
-        send_message: Tell,
+        send_message: Notify,
     ) -> None:
         self._remote_hosts, self._cache, self._device, self._send_message = (
             remote_hosts,

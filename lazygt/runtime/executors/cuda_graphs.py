@@ -19,9 +19,9 @@ from weakref import WeakSet
 import torch
 
 from lazygt.graph.meta import TensorMeta
+from lazygt.runtime.exchange import unused_bytes
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.executors.segments import Stretch
-from lazygt.runtime.host_copies import unused_bytes
 from lazygt.runtime.kernels import clear_error, clone
 from lazygt.runtime.store import Value
 

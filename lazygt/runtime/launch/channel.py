@@ -1,6 +1,7 @@
 """Sockets between the client and a worker, and their access rules.
 
-A channel is one ZMQ socket pair: the worker's `Server` (ROUTER) and the client's `Client` (DEALER).
+A channel is one ZMQ socket pair: the worker's `WorkerChannel` (ROUTER) and the client's
+`ClientChannel` (DEALER).
 The client makes the listening socket and the worker inherits it, so there is no race for a port or
 a path, and messages sent before the worker runs are queued.
 
@@ -203,7 +204,7 @@ class Doorbell:
 # -- the worker's end --------------------------------------------------------------------------
 
 
-class Server:
+class WorkerChannel:
     """Worker's end of a channel, used by one thread.
 
     Args:
@@ -396,7 +397,7 @@ def _unpack_single(zmq_frames: list[bytes]) -> tuple[bytes, list[memoryview]]:
 # -- the client's end --------------------------------------------------------------------------
 
 
-class Client:
+class ClientChannel:
     """Client's end of a channel's socket.
 
     `send` may be called from any thread, also in a finalizer. Nothing here waits: `send` queues a

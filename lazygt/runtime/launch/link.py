@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from lazygt.errors import LazyGTError, WorkerDied
 from lazygt.graph.ops import undispatched
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
-from lazygt.runtime.wire import Buffer, Part, hand_over
+from lazygt.runtime.wire import Buffer, Message, hand_over
 
 if TYPE_CHECKING:
     from lazygt.runtime.arenas import Arena
@@ -90,7 +90,7 @@ class Link(Protocol):
             slots: (offset, bytes) of each.
         """
 
-    def encode(self, message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
+    def encode(self, message: Message, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
         """Encode a message for ``send``; see ``wire.encode``."""
 
     def send(self, rank: int, frames: Sequence[Buffer]) -> None:

@@ -36,7 +36,7 @@ from lazygt.host import processes
 from lazygt.runtime.collectives import group
 from lazygt.runtime.launch import session_directory
 from lazygt.runtime.launch.activity import EVERY, Activity, Reporter
-from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Server
+from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, WorkerChannel
 from lazygt.runtime.launch.launcher import Boot, load_named
 from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes
 
@@ -153,7 +153,7 @@ def main() -> None:
         mailboxes = Mailboxes(boot.mailboxes, of_worker=True)
         if boot.spins:
             cores = Cores((os.getpid(), boot.client_pid), boot.neighbours + 1)
-    server = Server(context, boot.data, token, boot.keys, boot.max_message, mailboxes, cores)
+    server = WorkerChannel(context, boot.data, token, boot.keys, boot.max_message, mailboxes, cores)
     Control(context, boot, token, liveness_pipe, reporter).start()
     if boot.spare is not None:
         boot = wait_for_rank(server, boot, boot.spare)
@@ -175,7 +175,7 @@ def read_boot(fd: int) -> Boot:
     return Boot.from_bytes(_read_exactly(fd, length))
 
 
-def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
+def wait_for_rank(server: WorkerChannel, boot: Boot, memory: tuple[int, ...]) -> Boot:
     """Load the worker's modules, and wait for the rank of this spare process.
 
     Returns:
@@ -196,7 +196,7 @@ def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
     )
 
 
-def serve(server: Server, handler: MessageHandler, activity: Activity) -> None:
+def serve(server: WorkerChannel, handler: MessageHandler, activity: Activity) -> None:
     """Receive, handle and reply, until the owner sends SHUTDOWN."""
     late: Callable[[], Sequence[Sequence[Frame]]] | None = None
     if (wakes := getattr(handler, "wakes", None)) is not None:
@@ -285,7 +285,7 @@ class Control(threading.Thread):
         super().__init__(name="lazygt-control", daemon=True)
         self._boot, self._reporter = boot, reporter
         self._liveness_pipe = liveness_pipe
-        self._server = Server(context, boot.control, token, boot.keys, boot.max_message)
+        self._server = WorkerChannel(context, boot.control, token, boot.keys, boot.max_message)
 
     def run(self) -> None:
         """Answer pings and write the status page until the client ends."""

@@ -394,7 +394,7 @@ class ProcessLink:
                     self._errors.append(WorkerFrozen(rank, self.pids[rank], deadline))
 
 
-def _receive_one(client: channel.Client, inbox: deque[bytes]) -> bool:
+def _receive_one(client: channel.ClientChannel, inbox: deque[bytes]) -> bool:
     """Move one message of a socket to ``inbox``; False if there is none."""
     doorbell = client.doorbell
     return bool(not doorbell.drained or doorbell.has_signalled()) and client.take(inbox)

@@ -21,7 +21,7 @@ from lazygt.host.gc_pause import gc_paused
 from lazygt.host.processes import OOMKills
 from lazygt.runtime.arenas import Arena, create_memory, read_note
 from lazygt.runtime.launch import channel
-from lazygt.runtime.launch.channel import Address, Client, new_token
+from lazygt.runtime.launch.channel import Address, ClientChannel, new_token
 from lazygt.runtime.launch.launcher import Boot, Launcher, Process
 from lazygt.runtime.launch.mailbox import Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.session_directory import SessionDirectory
@@ -61,8 +61,8 @@ class WorkerProcess:
     """
 
     process: Process
-    data: Client
-    control: Client
+    data: ClientChannel
+    control: ClientChannel
     fetch: Arena | None
     mailboxes: Mailboxes | None
     #: stack that releases the resources of this process
@@ -406,11 +406,11 @@ def _connect(
     address: Address,
     resources: ExitStack,
     mailboxes: Mailboxes | None = None,
-) -> Client:
+) -> ClientChannel:
     """Connect a client socket to an address of a worker."""
     key = boot.keys.public if boot.keys else None
     token = bytes.fromhex(boot.token)
-    client = Client(context, address.endpoint, token, key, boot.max_message, mailboxes)
+    client = ClientChannel(context, address.endpoint, token, key, boot.max_message, mailboxes)
     resources.callback(client.close)
     return client
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.arenas import Arena
-from lazygt.transfer.control import Message
+from lazygt.transfer.control import ControlMessage
 from lazygt.transfer.copy_request import CopyReply, WeightSource
 from lazygt.transfer.layout import ReceiverLayout, Request
 from lazygt.transfer.manifest import ALIGNMENT, Manifest
@@ -194,7 +194,7 @@ def threshold_setting(threshold_gb: float | None) -> int:
     return threshold_bytes(setting, THRESHOLD_VARIABLE)
 
 
-class Place(NamedTuple):
+class CudaIpcAddress(NamedTuple):
     """Buffer on the source's device, mapped by receivers through a handle.
 
     Attributes:
@@ -214,7 +214,7 @@ class Place(NamedTuple):
 # -- the source ----------------------------------------------------------------------------
 
 
-class SourceEnd:
+class CudaIpcSource:
     """Source's end: buffers for each sender, by the number of their set.
 
     Args:
@@ -226,11 +226,11 @@ class SourceEnd:
         self._source_device, self._device = device, shared
         self._buffers: dict[str, dict[int, list[Tensor]]] = {}
 
-    def borrows(self, place: Place) -> torch.device | None:
+    def borrows(self, place: CudaIpcAddress) -> torch.device | None:
         """Return None: all blocks are copied."""
         return None
 
-    def buffer(self, sender: str, place: Place) -> View:
+    def buffer(self, sender: str, place: CudaIpcAddress) -> View:
         """See `transport.SourceEnd`."""
         if self._device is None:
             self._device = shared_device(self._source_device)
@@ -244,7 +244,7 @@ class SourceEnd:
         buffer = buffers[place.which]
         return lambda offset, nbytes: buffer[offset : offset + nbytes]
 
-    def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
+    def deliver(self, sender: str, place: CudaIpcAddress, runs: Sequence[Tensor]) -> Sequence[Any]:
         """Return the handles of all buffers, exported for each new receiver."""
         device = self._device
         assert device is not None
@@ -291,9 +291,9 @@ class BufferLeases(SenderEnd):
         #: number of a request -> the buffer, and the receivers that get handles with it
         self._leases: dict[int, tuple[int, list[ReceiverLink]]] = {}
 
-    def source_end(self) -> SourceEnd:
+    def source_end(self) -> CudaIpcSource:
         """See `SenderEnd`."""
-        return SourceEnd(self.device, self._shared)
+        return CudaIpcSource(self.device, self._shared)
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -311,7 +311,7 @@ class BufferLeases(SenderEnd):
         self._readers.clear()
         self._leases.clear()
 
-    def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
+    def invitation(self, receiver: ReceiverLink) -> tuple[ControlMessage, Sequence[int]]:
         """Return no data: handles come with the first request."""
         return {}, ()
 
@@ -325,7 +325,7 @@ class BufferLeases(SenderEnd):
         readers = self._readers.get((rank, self._packed_count[rank] % BUFFERS), {})
         return all(receiver.staged >= count for receiver, count in readers.items())
 
-    def open(self, rank: int, number: int, request: Request) -> Place:
+    def open(self, rank: int, number: int, request: Request) -> CudaIpcAddress:
         """See `SenderEnd`."""
         which = self._packed_count[rank] % BUFFERS
         self._packed_count[rank] += 1
@@ -336,9 +336,9 @@ class BufferLeases(SenderEnd):
         new = [receiver for receiver in receivers if receiver not in with_handles]
         with_handles.update(new)
         self._leases[number] = which, new
-        return Place(self.number, BUFFERS, self.extent, which, len(new))
+        return CudaIpcAddress(self.number, BUFFERS, self.extent, which, len(new))
 
-    def describe(self, receiver: ReceiverLink, reply: CopyReply) -> Message:
+    def describe(self, receiver: ReceiverLink, reply: CopyReply) -> ControlMessage:
         """See `SenderEnd`."""
         which, new = self._leases[reply.number]
         self._readers[reply.rank, which][receiver] = receiver.sent
@@ -401,12 +401,12 @@ class LeasedBuffers(ReceiverEnd):
         self._memory = ReceiveBuffers(device.device)
         self._buffers: dict[int, list[Tensor]] = {}
 
-    def stage(self, begin: Message, extent: int) -> Tensor | None:
+    def stage(self, begin: ControlMessage, extent: int) -> Tensor | None:
         """See `ReceiverEnd`."""
         return self._memory.buffer(extent)
 
     def fetch(
-        self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
+        self, staged: StagedVersion, message: ControlMessage, blocks: Sequence[Block], wait: Wait
     ) -> None:
         """See `ReceiverEnd`."""
         rank, which, handles = message["from"], message["which"], message["handles"]

@@ -27,7 +27,7 @@ from torch import Tensor
 from lazygt.errors import ProtocolError
 from lazygt.host.files import create
 from lazygt.transfer.checksums import as_bytes
-from lazygt.transfer.control import Deadline, Message
+from lazygt.transfer.control import ControlMessage, Deadline
 from lazygt.transfer.copy_request import CopyReply, WeightSource
 from lazygt.transfer.layout import ReceiverLayout, Request, packed
 from lazygt.transfer.manifest import Manifest
@@ -57,7 +57,7 @@ _BLAME_SECONDS = 0.3  # for the control connection to name the rank behind a fai
 _LOOK_SECONDS = 1e-3
 
 
-class Place(NamedTuple):
+class GroupAddress(NamedTuple):
     """A group of one source process (rank 0) and the receivers of one layout.
 
     Attributes:
@@ -92,7 +92,7 @@ def name_of(number: int, rank: int, layout: int) -> str:
 # -- the source ----------------------------------------------------------------------------
 
 
-class SourceEnd:
+class GroupSource:
     """Source's end: groups joined as rank 0, and a packing buffer for each sender.
 
     Args:
@@ -105,11 +105,11 @@ class SourceEnd:
         self._buffers: dict[str, Tensor] = {}
         self._changed = threading.Event()
 
-    def borrows(self, place: Place) -> torch.device | None:
+    def borrows(self, place: GroupAddress) -> torch.device | None:
         """See `transport.SourceEnd`."""
         return self._device_for(place.backend)
 
-    def buffer(self, sender: str, place: Place) -> View:
+    def buffer(self, sender: str, place: GroupAddress) -> View:
         """See `transport.SourceEnd`."""
         device = self._device_for(place.backend)
 
@@ -122,7 +122,7 @@ class SourceEnd:
 
         return view_at
 
-    def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
+    def deliver(self, sender: str, place: GroupAddress, runs: Sequence[Tensor]) -> Sequence[Any]:
         """Broadcast the blocks, and wait until this process has sent them.
 
         Raises:
@@ -159,7 +159,7 @@ class SourceEnd:
         for sender in list(self._groups):
             self.let_go(sender, ())
 
-    def _join(self, sender: str, place: Place, deadline: Deadline) -> BroadcastGroup:
+    def _join(self, sender: str, place: GroupAddress, deadline: Deadline) -> BroadcastGroup:
         """Return the group of a place, joined as rank 0 on first use."""
         groups = self._groups.setdefault(sender, {})
         key = place.number, place.name
@@ -175,7 +175,7 @@ class SourceEnd:
         self._wait(future.done, place, deadline)
         return future.result()
 
-    def _wait(self, done: Callable[[], bool], place: Place, deadline: Deadline) -> None:
+    def _wait(self, done: Callable[[], bool], place: GroupAddress, deadline: Deadline) -> None:
         """Wait until ``done``; raise TransferError when the transfer has failed."""
         while not done():
             _check(place, deadline)
@@ -194,7 +194,7 @@ class SourceEnd:
         return torch.device("cuda", self._device.index or torch.cuda.current_device())
 
 
-def _check(place: Place, deadline: Deadline) -> None:
+def _check(place: GroupAddress, deadline: Deadline) -> None:
     """Raise TransferError if the transfer was aborted, or its deadline has passed."""
     if not marker(place.directory, place.number).exists():
         raise TransferError("the sender has given the transfer up")
@@ -235,9 +235,9 @@ class BroadcastGroups(SenderEnd):
         """Bytes of a request."""
         return REQUEST_BYTES
 
-    def source_end(self) -> SourceEnd:
+    def source_end(self) -> GroupSource:
         """See `SenderEnd`."""
-        return SourceEnd(self.device)
+        return GroupSource(self.device)
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -257,7 +257,7 @@ class BroadcastGroups(SenderEnd):
             self._layout_of = dict(layout_of)
         self._transfer = transfer
 
-    def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
+    def invitation(self, receiver: ReceiverLink) -> tuple[ControlMessage, Sequence[int]]:
         """Return the data for a receiver to join its groups."""
         layout = self._layout_of[receiver]
         members = [
@@ -271,7 +271,7 @@ class BroadcastGroups(SenderEnd):
             "size": len(members) + 1,
         }, ()
 
-    def open(self, rank: int, number: int, request: Request) -> Place:
+    def open(self, rank: int, number: int, request: Request) -> GroupAddress:
         """Announce a request to its receivers, and return its group."""
         transfer, layout = self._transfer, request[0].layout
         assert transfer is not None
@@ -286,7 +286,7 @@ class BroadcastGroups(SenderEnd):
         for receiver in receivers:
             self._receivers.send(receiver, message, transfer.deadline, ())
         _, extent = packed(request)
-        return Place(
+        return GroupAddress(
             self._directory,
             self.number,
             name_of(self.number, rank, layout),
@@ -296,7 +296,7 @@ class BroadcastGroups(SenderEnd):
             extent,
         )
 
-    def describe(self, receiver: ReceiverLink, reply: CopyReply) -> Message:
+    def describe(self, receiver: ReceiverLink, reply: CopyReply) -> ControlMessage:
         """See `SenderEnd`."""
         return {"number": reply.number}
 
@@ -345,7 +345,7 @@ def BroadcastTransferSender(  # noqa: N802 - named like a class
 # -- the receiver --------------------------------------------------------------------------
 
 
-class Arrival(NamedTuple):
+class ReceivedRound(NamedTuple):
     """A request in flight: its target blocks, their receive buffers, and the broadcasts."""
 
     targets: Sequence[Tensor]
@@ -368,11 +368,11 @@ class Arrivals(ReceiverEnd):
         self._device = device
         self._memory = ReceiveBuffers(device)
         self._number = 0
-        self._invitation: Message = {}
+        self._invitation: ControlMessage = {}
         self._groups: dict[int, Future[BroadcastGroup]] = {}
-        self._in_flight: dict[int, Arrival] = {}
+        self._in_flight: dict[int, ReceivedRound] = {}
 
-    def stage(self, begin: Message, extent: int) -> Tensor | None:
+    def stage(self, begin: ControlMessage, extent: int) -> Tensor | None:
         """See `ReceiverEnd`."""
         if begin["backend"] != backend_for(self._device):
             raise TransferError(
@@ -384,7 +384,7 @@ class Arrivals(ReceiverEnd):
             self._number, self._invitation = begin["groups"], begin
         return self._memory.buffer(extent)
 
-    def coming(self, staged: StagedVersion, message: Message, wait: Wait) -> None:
+    def coming(self, staged: StagedVersion, message: ControlMessage, wait: Wait) -> None:
         """Begin to receive a request; the first one from a rank joins its group."""
         group = self._join_group(message["from"], staged.deadline)
         while not group.done():
@@ -392,10 +392,10 @@ class Arrivals(ReceiverEnd):
         targets = [staged.block(Block(*block)) for block in message["blocks"]]
         runs = [self._receive_buffer(target) for target in targets]
         works = [group.result().broadcast(run, staged.deadline, self._wake) for run in runs]
-        self._in_flight[message["number"]] = Arrival(targets, runs, works)
+        self._in_flight[message["number"]] = ReceivedRound(targets, runs, works)
 
     def fetch(
-        self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
+        self, staged: StagedVersion, message: ControlMessage, blocks: Sequence[Block], wait: Wait
     ) -> None:
         """See `ReceiverEnd`."""
         arrival = self._in_flight.pop(message["number"])

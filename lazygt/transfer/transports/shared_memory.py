@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.arenas import Arena, tensor_over
-from lazygt.transfer.control import Message
+from lazygt.transfer.control import ControlMessage
 from lazygt.transfer.layout import Bounds, ReceiverLayout, Request
 from lazygt.transfer.manifest import ALIGNMENT, Manifest
 from lazygt.transfer.peers import ReceiverLink
@@ -32,7 +32,7 @@ from lazygt.transfer.version import Block, StagedVersion
 STRATEGY = "shared-memory"
 
 
-class Place(NamedTuple):
+class SharedMemoryAddress(NamedTuple):
     """Shared memory: descriptor ``fd`` of process ``pid``, valid while it has this inode.
 
     Attributes:
@@ -46,15 +46,15 @@ class Place(NamedTuple):
     extent: int
 
 
-def place_of(arena: Arena, offset: int, extent: int) -> Place:
-    """Return the `Place` of a range of an arena, for other processes of this user."""
-    return Place(os.getpid(), arena.fd, os.fstat(arena.fd).st_ino, offset, extent)
+def place_of(arena: Arena, offset: int, extent: int) -> SharedMemoryAddress:
+    """Return the `SharedMemoryAddress` of a range of an arena, for other processes of this user."""
+    return SharedMemoryAddress(os.getpid(), arena.fd, os.fstat(arena.fd).st_ino, offset, extent)
 
 
 # -- the source ----------------------------------------------------------------------------
 
 
-class SourceEnd:
+class SharedMemorySource:
     """Source's end: senders' slots, mapped in this process, by inode.
 
     Descriptor numbers are no keys: a later slot may reuse one.
@@ -63,11 +63,11 @@ class SourceEnd:
     def __init__(self, device: torch.device) -> None:
         self._arenas: dict[str, dict[int, tuple[Arena, Tensor]]] = {}
 
-    def borrows(self, place: Place) -> torch.device | None:
+    def borrows(self, place: SharedMemoryAddress) -> torch.device | None:
         """Return None: all blocks are copied."""
         return None
 
-    def buffer(self, sender: str, place: Place) -> View:
+    def buffer(self, sender: str, place: SharedMemoryAddress) -> View:
         """See `transport.SourceEnd`."""
         slots = self._arenas.setdefault(sender, {})
         if place.inode not in slots:
@@ -82,7 +82,9 @@ class SourceEnd:
 
         return view_at
 
-    def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
+    def deliver(
+        self, sender: str, place: SharedMemoryAddress, runs: Sequence[Tensor]
+    ) -> Sequence[Any]:
         """Return no handles: receivers map the same memory."""
         return ()
 
@@ -102,7 +104,7 @@ class SourceEnd:
             self.let_go(sender, ())
 
 
-def _attach(place: Place) -> Arena:
+def _attach(place: SharedMemoryAddress) -> Arena:
     """Map the memory of a place, after a check that the descriptor was not reused."""
     fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(fd).st_ino != place.inode:
@@ -158,9 +160,9 @@ class SharedMemory(SenderEnd):
         self._slot_count = 0
         self._transfer: Transfer | None = None
 
-    def source_end(self) -> SourceEnd:
+    def source_end(self) -> SharedMemorySource:
         """See `SenderEnd`."""
-        return SourceEnd(self.device)
+        return SharedMemorySource(self.device)
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -181,7 +183,7 @@ class SharedMemory(SenderEnd):
             slot.known_to &= set(transfer.receivers)
         self._transfer = transfer
 
-    def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
+    def invitation(self, receiver: ReceiverLink) -> tuple[ControlMessage, Sequence[int]]:
         """See `SenderEnd`."""
         slot, transfer = self._open_transfer()
         fds = () if receiver in slot.known_to else (slot.arena.fd,)
@@ -191,7 +193,7 @@ class SharedMemory(SenderEnd):
         live = [existing.number for existing in self.slots]
         return {"slot": slot.number, "offset": offset, "slots": live, "new": bool(fds)}, fds
 
-    def open(self, rank: int, number: int, request: Request) -> Place:
+    def open(self, rank: int, number: int, request: Request) -> SharedMemoryAddress:
         """See `SenderEnd`."""
         return self._open_transfer()[0].place
 
@@ -271,14 +273,14 @@ class MappedSlots(ReceiverEnd):
         self._in_use: set[int] = set()
         self._released: deque[int] = deque()
 
-    def invited(self, begin: Message, take_fd: Callable[[], int]) -> None:
+    def invited(self, begin: ControlMessage, take_fd: Callable[[], int]) -> None:
         """See `ReceiverEnd`."""
         if begin["new"]:
             self._slots[begin["slot"]] = Arena.attach(take_fd())
         for expired in self._slots.keys() - set(begin["slots"]):
             self._slots.pop(expired).close()  # the last tensor in the slot ends its mapping
 
-    def stage(self, begin: Message, extent: int) -> Tensor | None:
+    def stage(self, begin: ControlMessage, extent: int) -> Tensor | None:
         """See `ReceiverEnd`."""
         number = begin["slot"]
         self._collect_released()
@@ -289,7 +291,7 @@ class MappedSlots(ReceiverEnd):
         return tensor_over(self._slots[number], begin["offset"], extent, release)
 
     def fetch(
-        self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
+        self, staged: StagedVersion, message: ControlMessage, blocks: Sequence[Block], wait: Wait
     ) -> None:
         """Do nothing: the blocks are in place."""
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lazygt.runtime.arenas import Arena, tensor_over
-from lazygt.transfer.control import Message
+from lazygt.transfer.control import ControlMessage
 from lazygt.transfer.copy_request import CopyReply
 from lazygt.transfer.layout import Request, full_bounds, packed, shape_of
 
@@ -148,7 +148,7 @@ class SenderEnd:
         """Get ready for a transfer."""
         raise NotImplementedError
 
-    def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
+    def invitation(self, receiver: ReceiverLink) -> tuple[ControlMessage, Sequence[int]]:
         """Return the transport's fields of ``begin``, and the file descriptors to send along."""
         raise NotImplementedError
 
@@ -163,7 +163,7 @@ class SenderEnd:
         """Reserve and return the place of a request."""
         raise NotImplementedError
 
-    def describe(self, receiver: ReceiverLink, reply: CopyReply) -> Message:
+    def describe(self, receiver: ReceiverLink, reply: CopyReply) -> ControlMessage:
         """Return the transport's description of a request for receivers."""
         return {}
 
@@ -211,21 +211,21 @@ class ReceiverEnd:
         """Set the sender's address, and ``wake``, which ends a receiver's wait; called once."""
         self._address, self._wake = address, wake
 
-    def invited(self, begin: Message, take_fd: Callable[[], int]) -> None:
+    def invited(self, begin: ControlMessage, take_fd: Callable[[], int]) -> None:
         """Process the transport's fields of ``begin``, even if the transfer fails later."""
 
-    def stage(self, begin: Message, extent: int) -> Tensor | None:
+    def stage(self, begin: ControlMessage, extent: int) -> Tensor | None:
         """Return a flat uint8 buffer of ``extent`` bytes for the new version.
 
         None if readers still hold its memory; called again after ``wake``.
         """
         raise NotImplementedError
 
-    def coming(self, staged: StagedVersion, message: Message, wait: Wait) -> None:
+    def coming(self, staged: StagedVersion, message: ControlMessage, wait: Wait) -> None:
         """Prepare for a request; may ``wait``, which raises when the transfer is aborted."""
 
     def fetch(
-        self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
+        self, staged: StagedVersion, message: ControlMessage, blocks: Sequence[Block], wait: Wait
     ) -> None:
         """Copy blocks to their parameters in the new version."""
         raise NotImplementedError

@@ -18,10 +18,10 @@ from lazygt.graph.mesh import FSDPUnit, Mesh, Sharding
 from lazygt.graph.node import Graph, verify
 from lazygt.graph.placement import WAIT, Placement, Replicate, Shard
 from lazygt.graph.text import parse_graph
-from lazygt.passes.collectives import overlap
-from lazygt.passes.collectives.bucket import Caps, analyse_collectives, buckets
-from lazygt.passes.collectives.overlap import overlapped
-from lazygt.passes.collectives.unpack import Unpack
+from lazygt.passes import overlap
+from lazygt.passes.bucket import Caps, analyse_collectives, buckets
+from lazygt.passes.lifetime import Unpack
+from lazygt.passes.overlap import overlapped
 from lazygt.passes.sharding.programs import programs
 from tests.sharding.models import recorded
 from tests.sharding.world import run_sharded

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lazygt.graph.liveness import def_use
 from lazygt.graph.placement import Replicate
-from lazygt.passes.sharding.def_use import def_use
 from tests.passes.sharding.placements import question_of
 from tests.passes.tools import graph_of
 

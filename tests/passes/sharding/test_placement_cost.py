@@ -13,10 +13,10 @@ import pytest
 from lazygt.graph import Graph
 from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
 from lazygt.graph.cost import Cost
+from lazygt.graph.liveness import def_use
 from lazygt.graph.placement import Cut, Partial, Placement, StridedShard
 from lazygt.machine import Link, Machine, collective_seconds
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.def_use import def_use
 from lazygt.passes.sharding.placement_cost import (
     reshard_kind,
     reshard_seconds,

@@ -286,7 +286,7 @@ def test_heads_that_are_filled_up_give_the_same(
 ) -> None:
     monkeypatch.setattr(attention_kernel, "aten", Kernels())
     q, k, v = torch.randn(3, 2, 4, 16, 20, dtype=F64, requires_grad=True).unbind()
-    call = attention_kernel.Call(q, k, v, None, 0.0, causal, scale, False)
+    call = attention_kernel.AttentionCall(q, k, v, None, 0.0, causal, scale, False)
     _same(attention_kernel._flash(call), call)
 
 
@@ -304,11 +304,11 @@ def test_masks_of_all_scores_give_the_same(
     k, v = torch.randn(2, 2, 4, keys, 20, dtype=F64, requires_grad=True).unbind()
     mask = torch.randn(shape, dtype=F64)
     mask = mask.requires_grad_() if wanted else mask > 0
-    call = attention_kernel.Call(q, k, v, mask, 0.0, False, None, False)
+    call = attention_kernel.AttentionCall(q, k, v, mask, 0.0, False, None, False)
     _same(attention_kernel._efficient(call), call)
 
 
-def _same(result: torch.Tensor, call: attention_kernel.Call) -> None:
+def _same(result: torch.Tensor, call: attention_kernel.AttentionCall) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(
             *call.operands, call.mask, is_causal=call.is_causal, scale=call.scale

@@ -16,8 +16,8 @@ from torch import nn
 import lazygt
 from lazygt.config import Config
 from lazygt.graph.mesh import Mesh
+from lazygt.runtime.cluster.agent import AgentThread
 from lazygt.runtime.cluster.cluster_link import ClusterLink
-from lazygt.runtime.cluster.inside import AgentThread
 from lazygt.runtime.cluster.remote import RemoteHost
 from lazygt.runtime.collectives.rendezvous_store import StoreServer
 from lazygt.runtime.launch import opening

@@ -21,8 +21,8 @@ import pytest
 import zmq
 
 from lazygt.errors import AccessDenied, ConnectionLost, LazyGTError, SecurityError, VersionMismatch
-from lazygt.runtime.cluster import frames as wire_format
 from lazygt.runtime.cluster import listening, reliable, tcp
+from lazygt.runtime.cluster import tcp as wire_format
 from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.launch.channel import Keys

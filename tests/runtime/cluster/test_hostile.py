@@ -16,7 +16,7 @@ import zmq
 
 from benchmarks.hostile_frames import Target, attack, garbage
 from lazygt.errors import SecurityError
-from lazygt.runtime.cluster import frames
+from lazygt.runtime.cluster import tcp
 from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.cluster.keys import Keyring
 from lazygt.runtime.launch.channel import Keys
@@ -48,8 +48,8 @@ Raw = zmq.Socket[bytes]
 
 
 def numbered(number: int, content: bytes) -> bytes:
-    message = frames.pack(frames.MESSAGE, [content])
-    frames.set_number(message, number, 0)
+    message = tcp.pack(tcp.MESSAGE, [content])
+    tcp.set_number(message, number, 0)
     return bytes(message)
 
 
@@ -120,13 +120,13 @@ def test_non_zmq_traffic_is_survived(target: Target) -> None:
         target.serve(0.05)
     assert target.accepted == []
     with zmq.Context() as context, raw(target, context, target.alice, b"c" + bytes(16)) as sock:
-        sock.send(frames.pack_hello(1, True, b"still there?", 0))
+        sock.send(tcp.pack_hello(1, True, b"still there?", 0))
         assert accepted(target).hello == b"still there?"
 
 
 def test_replayed_frames_of_a_connection_are_dropped(target: Target) -> None:
     with zmq.Context() as context, raw(target, context, target.alice, b"c" + bytes(16)) as sock:
-        hello = frames.pack_hello(1, True, b"", 0)
+        hello = tcp.pack_hello(1, True, b"", 0)
         sock.send(hello)
         sock.send(numbered(1, b"pay"))
         connection = accepted(target)
@@ -182,18 +182,18 @@ def test_a_stolen_id_is_worth_nothing_without_the_key(target: Target) -> None:
 
 def test_frames_in_several_parts_are_malformed(target: Target) -> None:
     with zmq.Context() as context, raw(target, context, target.alice, b"c" + bytes(16)) as sock:
-        sock.send_multipart([bytes(frames.pack_hello(1, True, b"", 0)), b"more"])
+        sock.send_multipart([bytes(tcp.pack_hello(1, True, b"", 0)), b"more"])
         until_counted(target, "malformed", 1)
-        sock.send(frames.pack_hello(1, True, b"", 0)[:-4] + os.urandom(4))
+        sock.send(tcp.pack_hello(1, True, b"", 0)[:-4] + os.urandom(4))
         until_counted(target, "malformed", 2)
 
 
 def test_acknowledgement_of_unsent_message_is_malformed(target: Target) -> None:
     with zmq.Context() as context, raw(target, context, target.alice, b"c" + bytes(16)) as sock:
-        sock.send(frames.pack_hello(1, True, b"", 0))
+        sock.send(tcp.pack_hello(1, True, b"", 0))
         connection = accepted(target)
         connection.send([b"kept"])
-        sock.send(frames.pack(frames.RECEIVED, (), 2))
+        sock.send(tcp.pack(tcp.RECEIVED, (), 2))
         until_counted(target, "malformed", 1)
         assert connection.pending > 0
 

@@ -18,8 +18,8 @@ from lazygt.runtime.cluster import listening
 from lazygt.runtime.cluster.attach import SHARE_FOR_TRUE_HOSTS, Refusals
 from lazygt.runtime.cluster.connection import Listener, dial
 from lazygt.runtime.cluster.environment import Job
-from lazygt.runtime.cluster.frames import Versions
 from lazygt.runtime.cluster.keys import derived
+from lazygt.runtime.cluster.tcp import Versions
 from lazygt.runtime.launch.channel import Keys
 from tests.runtime.cluster.jobs import POD
 

@@ -16,7 +16,7 @@ import torch
 from lazygt.graph import collectives
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import shard_bounds
-from lazygt.runtime.collectives import group, ops, shared_backend
+from lazygt.runtime.collectives import collective_ops, group, shared_backend
 from lazygt.runtime.collectives import shared_backend as peer_backend
 from lazygt.runtime.collectives.backends import HOST
 from lazygt.runtime.launch.launcher import GroupSpec
@@ -45,11 +45,11 @@ def check_reductions(axis: str, values: list[torch.Tensor], line: group.AxisGrou
                   "min": stacked.amin(0)}  # fmt: skip
     for op, expected in reductions.items():
         before = mine.clone()
-        same(ops.all_reduce(mine, op, axis), expected, f"all_reduce {op}")
+        same(collective_ops.all_reduce(mine, op, axis), expected, f"all_reduce {op}")
         assert torch.equal(mine, before), "all_reduce wrote its operand"
         for dim in range(mine.dim()):
             block = cut(expected, dim, line.size, line.index)
-            made = ops.reduce_scatter(mine, dim, op, axis)
+            made = collective_ops.reduce_scatter(mine, dim, op, axis)
             same(made, block.contiguous(), f"reduce_scatter {op} {dim}")
 
 
@@ -60,12 +60,12 @@ def check_scatters(axis: str, values: list[torch.Tensor], line: group.AxisGroup)
         block = cut(total, dim, line.size, line.index).contiguous()
         mine = values[line.index].clone()
         if dim == 0:
-            ops.launch_("reduce_scatter", [mine], [(dim,)], "sum", axis)
-            same(ops.wait(mine, (), (), axis), block, "reduce_scatter over its operand")
+            collective_ops.launch_("reduce_scatter", [mine], [(dim,)], "sum", axis)
+            same(collective_ops.wait(mine, (), (), axis), block, "reduce_scatter over its operand")
         for kept in ((), (0,), (0, 1)):
             sent = [values[line.index], 2 * values[line.index]]
-            flying = ops.launch("reduce_scatter", sent, [(dim,), (dim,)], "sum", axis)
-            first, second = ops.wait(flying, (), kept, axis)
+            flying = collective_ops.launch("reduce_scatter", sent, [(dim,), (dim,)], "sum", axis)
+            first, second = collective_ops.wait(flying, (), kept, axis)
             same(first, block, f"reduce_scatter of a pack {dim}, {kept}")
             same(second, 2 * block, f"reduce_scatter of a pack {dim}, {kept}")
 
@@ -73,17 +73,17 @@ def check_scatters(axis: str, values: list[torch.Tensor], line: group.AxisGroup)
 def check_moves(axis: str, whole: torch.Tensor, line: group.AxisGroup) -> None:
     for dim in range(whole.dim()):
         block = cut(whole, dim, line.size, line.index)
-        same(ops.shard(whole, dim, axis), block.contiguous(), f"shard {dim}")
-        made = ops.all_gather(block, dim, whole.shape[dim], axis)
+        same(collective_ops.shard(whole, dim, axis), block.contiguous(), f"shard {dim}")
+        made = collective_ops.all_gather(block, dim, whole.shape[dim], axis)
         same(made, whole, f"all_gather {dim}")
         for split in range(whole.dim()):
             if split != dim:
-                made = ops.all_to_all(block, split, dim, whole.shape[dim], axis)
+                made = collective_ops.all_to_all(block, split, dim, whole.shape[dim], axis)
                 expected = cut(whole, split, line.size, line.index).contiguous()
                 same(made, expected, f"all_to_all {dim} to {split}")
         check_rows(axis, whole, line, dim)
     only = whole if line.index == 0 else torch.zeros_like(whole)
-    same(ops.first(whole, axis), only, "first")
+    same(collective_ops.first(whole, axis), only, "first")
 
 
 def check_rows(axis: str, whole: torch.Tensor, line: group.AxisGroup, dim: int) -> None:
@@ -103,7 +103,11 @@ def check_rows(axis: str, whole: torch.Tensor, line: group.AxisGroup, dim: int) 
             total = sum(c for x, _, c in sent if x == a)
             theirs = torch.cat([rows] * (total // size + 1), dim)
             got.append(theirs.narrow(dim, start, count))
-    same(ops.send_recv(value, dim, tuple(sent), axis), torch.cat(got, dim), f"send_recv {dim}")
+    same(
+        collective_ops.send_recv(value, dim, tuple(sent), axis),
+        torch.cat(got, dim),
+        f"send_recv {dim}",
+    )
 
 
 def check_dtypes(axis: str) -> None:
@@ -116,9 +120,11 @@ def check_dtypes(axis: str) -> None:
         ]
         total = torch.stack(exact).sum(0).to(dtype)
         mine = values[line.index]
-        same(ops.all_reduce(mine, "sum", axis), total, f"all_reduce of {dtype}")
+        same(collective_ops.all_reduce(mine, "sum", axis), total, f"all_reduce of {dtype}")
         block = cut(total, 0, line.size, line.index).contiguous()
-        same(ops.reduce_scatter(mine, 0, "sum", axis), block, f"reduce_scatter of {dtype}")
+        same(
+            collective_ops.reduce_scatter(mine, 0, "sum", axis), block, f"reduce_scatter of {dtype}"
+        )
         check_moves(axis, values[0], line)
 
 
@@ -148,10 +154,10 @@ def check_limits(axis: str) -> None:
         for op, reduction in ops_of.items():
             sent = [value + 0 for value in values] if op in ("max", "min") else values
             expected = reduce(reduction, sent)
-            assert_same_bits(ops.all_reduce(sent[line.index], op, axis), expected)
+            assert_same_bits(collective_ops.all_reduce(sent[line.index], op, axis), expected)
             block = cut(expected, 1, line.size, line.index)
-            assert_same_bits(ops.reduce_scatter(sent[line.index], 1, op, axis), block)
-        assert_same_bits(ops.all_gather(values[0][:1], 0, line.size, axis),
+            assert_same_bits(collective_ops.reduce_scatter(sent[line.index], 1, op, axis), block)
+        assert_same_bits(collective_ops.all_gather(values[0][:1], 0, line.size, axis),
                          values[0][:1].expand(line.size, -1))  # fmt: skip
 
 

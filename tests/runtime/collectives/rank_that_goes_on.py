@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lazygt.graph.mesh import Mesh
-from lazygt.runtime.collectives import group, ops
+from lazygt.runtime.collectives import collective_ops, group
 from lazygt.runtime.collectives.backends import HOST
 from lazygt.runtime.launch.channel import listen_local
 from lazygt.runtime.launch.launcher import GroupSpec
@@ -27,7 +27,7 @@ SECONDS = 60.0
 def add(count: str, rank: int) -> str:
     value = torch.full((int(count),), float(rank + 1))
     value[-1] = 10.0
-    result = ops.all_reduce(value, "sum", "x")
+    result = collective_ops.all_reduce(value, "sum", "x")
     return f"{result[0].item():g} {result[-1].item():g}"
 
 

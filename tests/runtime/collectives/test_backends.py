@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lazygt.graph.collectives import EXTRA_BYTES, SOCKET_BYTES, ring_bytes
-from lazygt.runtime.collectives import ops
+from lazygt.runtime.collectives import collective_ops
 from lazygt.runtime.collectives.backends import SocketBackend, TorchBackend, Work
 from lazygt.runtime.collectives.group import AxisGroup, pin_to_cores
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
@@ -221,14 +221,14 @@ def test_without_nccl_a_gpu_sends_by_way_of_the_host(monkeypatch: pytest.MonkeyP
 
     shared = SharedMemoryBackend([None])
     line = OnlyHost(2, 0, Host([None]), shared, (None,))
-    monkeypatch.setattr(ops.group, "line", lambda _: line)
+    monkeypatch.setattr(collective_ops.group, "line", lambda _: line)
     value = torch.arange(6.0).reshape(2, 3)
-    flying = ops.launch("all_reduce", [value], [], "sum", "data")
-    made = ops.wait(flying, (), (), "data")
+    flying = collective_ops.launch("all_reduce", [value], [], "sum", "data")
+    made = collective_ops.wait(flying, (), (), "data")
     assert torch.equal(made, value * 2)
     expected = value * 2
-    ops.launch_("all_reduce", [value], [], "sum", "data")
-    assert ops.wait(value, (), (), "data") == []
+    collective_ops.launch_("all_reduce", [value], [], "sum", "data")
+    assert collective_ops.wait(value, (), (), "data") == []
     assert torch.equal(value, expected)
     assert [buffer.device.type for buffer in carried] == ["cpu", "cpu"]
     shared.close()

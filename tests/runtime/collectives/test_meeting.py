@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lazygt.errors import SecurityError, StoreLost
-from lazygt.runtime.collectives.rendezvous import EncryptedPeer, Meeting, Place
+from lazygt.runtime.collectives.rendezvous import EncryptedPeer, Meeting, RankAddress
 from lazygt.runtime.collectives.rendezvous_store import StoreClient, StoreServer
 from lazygt.runtime.collectives.sockets import Ends, PeerSocket
 from lazygt.runtime.launch.channel import Keys, listen_local
@@ -55,7 +55,7 @@ def meeting(rank: int, host: str, server: StoreServer, place: Path, timeout: flo
     door.parent.mkdir(exist_ok=True)
     door.unlink(missing_ok=True)
     store = StoreClient(server.endpoint, TOKEN, timeout)
-    where = Place(host, str(door), HOST, BACKEND)
+    where = RankAddress(host, str(door), HOST, BACKEND)
     return Meeting(rank, where, listen_local(door).fd, store, TOKEN, timeout)
 
 
@@ -169,7 +169,7 @@ def test_a_store_that_has_gone_is_said_to_be_lost(meetings: Meetings, server: St
 def test_stranger_without_token_joins_no_group(meetings: Meetings) -> None:
     """Not even one who knows where a rank listens and with which key."""
     (rank,) = meetings("a")
-    rank.store.set("place/0/1", json.dumps(Place("b", "", HOST, BACKEND)))
+    rank.store.set("place/0/1", json.dumps(RankAddress("b", "", HOST, BACKEND)))
     with ThreadPoolExecutor(1) as pool:
         met = pool.submit(rank.meet, 0, [1])
         public, endpoints = json.loads(rank.store.get("seats/0/0"))
@@ -248,7 +248,7 @@ def test_no_rank_listens_on_all_interfaces(
 ) -> None:
     store = StoreClient(server.endpoint, TOKEN, SECONDS)
     with pytest.raises(SecurityError, match="one interface"):
-        Meeting(0, Place("a", "", address, BACKEND), -1, store, TOKEN, SECONDS)
+        Meeting(0, RankAddress("a", "", address, BACKEND), -1, store, TOKEN, SECONDS)
     store.close()
 
 

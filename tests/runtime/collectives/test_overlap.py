@@ -15,8 +15,8 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 from lazygt.graph.text import parse_graph
-from lazygt.passes.collectives.bucket import Caps
-from lazygt.passes.collectives.overlap import overlapped
+from lazygt.passes.bucket import Caps
+from lazygt.passes.overlap import overlapped
 from tests.sharding import training
 
 pytestmark = pytest.mark.timeout(120)

@@ -23,9 +23,9 @@ from lazygt.runtime.launch.channel import (
     HELLO,
     WELCOME,
     Address,
-    Client,
+    ClientChannel,
     Keys,
-    Server,
+    WorkerChannel,
     listen_local,
     listen_tcp,
     new_token,
@@ -70,7 +70,7 @@ class Bench:
         self.stack, self.address, self.keys = stack, address, keys
         self.context = zmq.Context()
         self.handled: list[bytes] = []
-        self._server = Server(self.context, address, TOKEN, keys, limit)
+        self._server = WorkerChannel(self.context, address, TOKEN, keys, limit)
         self._stop, stop = os.pipe()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -102,7 +102,7 @@ class Bench:
 
     def client(self, token=TOKEN, key=None):
         public = key or (self.keys.public if self.keys else None)
-        made = Client(self.context, self.address.endpoint, token, public)
+        made = ClientChannel(self.context, self.address.endpoint, token, public)
         self.stack.callback(made.close)
         return made
 
@@ -206,7 +206,7 @@ def test_messages_sent_before_server_exists_are_delivered():
         address = listen_local(directory.path / "data0")
         context = zmq.Context()
         stack.callback(context.destroy, 0)
-        early = Client(context, address.endpoint, TOKEN)
+        early = ClientChannel(context, address.endpoint, TOKEN)
         early.send(DATA, [b"early"])
         bench = Bench(stack, address, None, 1 << 20)
         assert next_message(early) == (WELCOME, [])
@@ -217,9 +217,9 @@ def test_messages_sent_before_server_exists_are_delivered():
 def test_a_written_eventfd_ends_the_wait_for_a_message():
     with closing(SessionDirectory()) as directory, zmq.Context() as context:
         address = listen_local(directory.path / "data0")
-        server, eventfd = Server(context, address, TOKEN), os.eventfd(0)
+        server, eventfd = WorkerChannel(context, address, TOKEN), os.eventfd(0)
         server.watch(eventfd)
-        client = Client(context, address.endpoint, TOKEN)
+        client = ClientChannel(context, address.endpoint, TOKEN)
         assert server.receive() is None, "the hello"
         os.eventfd_write(eventfd, 1)
         assert server.receive() is None
@@ -310,7 +310,7 @@ def test_a_message_over_the_limit_disconnects_its_sender_only(bench):
 
 
 def test_the_client_refuses_a_message_over_the_limit(bench):
-    owner = Client(bench.context, bench.address.endpoint, TOKEN, max_message=100)
+    owner = ClientChannel(bench.context, bench.address.endpoint, TOKEN, max_message=100)
     with pytest.raises(ValueError, match="over the limit of 100"):
         owner.send(DATA, [b"x" * 200])
     owner.close()
@@ -378,7 +378,7 @@ def test_an_address_needs_keys(host):
 def test_a_server_checks_the_address_again():
     context = zmq.Context()
     with pytest.raises(SecurityError, match=r"'0\.0\.0\.0'"):
-        Server(context, Address("tcp://0.0.0.0:5555", -1), TOKEN)
+        WorkerChannel(context, Address("tcp://0.0.0.0:5555", -1), TOKEN)
     context.destroy(0)
 
 

@@ -10,11 +10,8 @@ from lazygt.graph.node import FUSED, Node
 from lazygt.graph.placement import Partial
 from lazygt.passes.sharding.rules import (
     block_arguments,
-    creation,
     derived,
     embedding,
-    grouped,
-    horizontal,
     indexing,
     internal,
     minmax,
@@ -28,6 +25,9 @@ from lazygt.passes.sharding.rules import (
     views,
     write_back,
 )
+from lazygt.passes.sharding.rules import embedding as grouped
+from lazygt.passes.sharding.rules import internal as creation
+from lazygt.passes.sharding.rules import pointwise as horizontal
 from lazygt.passes.sharding.rules.decompose import is_composite
 from lazygt.passes.sharding.rules.strategy import Collective, Metas, R, Rule, Strategy
 
@@ -108,7 +108,7 @@ def rule_of(op: str) -> Rule | None:
     """Return the rule of an op: a written rule, the pointwise rule, or ``DERIVED``."""
     rule = RULES.get(op)
     if rule is None and pointwise.is_pointwise(op):
-        return pointwise.strategies
+        return pointwise.pointwise_strategies
     return DERIVED if rule is None and is_composite(op) else rule
 
 

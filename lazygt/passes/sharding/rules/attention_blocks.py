@@ -75,7 +75,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RingSchedule:
     """Schedule of a ring attention.
 
     In turn 0 each rank's queries attend to its own keys; ``turns`` are the later ones.
@@ -102,7 +102,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=1024)
-def schedule(queries: int, keys: int, axis_size: int, causal: bool, balanced: bool) -> Schedule:
+def schedule(queries: int, keys: int, axis_size: int, causal: bool, balanced: bool) -> RingSchedule:
     """Build the schedule of a ring attention over ``axis_size`` ranks.
 
     Args:
@@ -118,7 +118,7 @@ def schedule(queries: int, keys: int, axis_size: int, causal: bool, balanced: bo
         _turn(number, queries_of_rank, keys_of_rank, causal, balanced)
         for number in range(1, num_turns + 1)
     ]
-    return Schedule(queries_of_rank, keys_of_rank, causal, tuple(turns))
+    return RingSchedule(queries_of_rank, keys_of_rank, causal, tuple(turns))
 
 
 def _turn(

@@ -32,7 +32,7 @@ from lazygt.passes.sharding.rules.strategy import (
     lower_strategy,
     shardable_dims,
 )
-from lazygt.passes.sharding.rules.through_ops import Chain, chains
+from lazygt.passes.sharding.rules.through_ops import OpChain, chains
 
 Kind = tuple[Node, tuple[TensorMeta, ...]]
 #: Ops under derivation; an op in its own decomposition gets no strategies (no endless recursion).
@@ -118,13 +118,13 @@ class _Derived:
 
     node: Node
     decomposed: Decomposition
-    chain: Chain
+    chain: OpChain
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     _programs: dict[object, _Program] = field(default_factory=dict)
 
     @staticmethod
-    def of(node: Node, decomposed: Decomposition, chain: Chain) -> _Derived:
+    def of(node: Node, decomposed: Decomposition, chain: OpChain) -> _Derived:
         """Build the derived op from a chain of inner strategies.
 
         An operand that no inner op reads gets the placement of a read operand, or of a result, of

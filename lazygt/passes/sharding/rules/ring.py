@@ -25,7 +25,7 @@ from lazygt.graph.node import Node, Ref
 from lazygt.passes.sharding.rules.attention_blocks import (
     LENGTH,
     Mixed,
-    Schedule,
+    RingSchedule,
     Sent,
     Task,
     Turn,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # -- bundles of tensors that are sent together -----------------------------------------------------
 
 
-class Bundle(NamedTuple):
+class TensorBundle(NamedTuple):
     """Layout of tensors that are sent together, concatenated by dtype along the features.
 
     The tensors are [batch, heads, length, features] or [batch, heads, length].
@@ -59,10 +59,10 @@ class Bundle(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
     @staticmethod
-    def of(metas: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Bundle:
+    def of(metas: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> TensorBundle:
         """Return the bundle of tensors of these shapes and dtypes."""
         widths = tuple([shape[3] if len(shape) > 3 else None for shape, _ in metas])
-        return Bundle(widths, tuple([dtype for _, dtype in metas]))
+        return TensorBundle(widths, tuple([dtype for _, dtype in metas]))
 
     def row_bytes(self) -> list[int]:
         """Return the bytes per head and sequence position of each packed tensor."""
@@ -119,7 +119,7 @@ class _Ring(ABC):
     build: Builder
     node: Node
     operands: Sequence[Ref]
-    plan: Schedule
+    plan: RingSchedule
 
     def __post_init__(self) -> None:
         self.args = self.build.bind(self.node, self.operands)
@@ -174,10 +174,10 @@ class _Ring(ABC):
         packed_queries = queries.pack(self.build, self.queries) if sends_queries else []
         return packed_queries, keys.pack(self.build, self.keys)
 
-    def _bundle(self, tensors: Sequence[Ref]) -> Bundle:
+    def _bundle(self, tensors: Sequence[Ref]) -> TensorBundle:
         """Return the bundle layout of tensors."""
         metas = [self.build.meta(tensor) for tensor in tensors]
-        return Bundle.of([(meta.shape, meta.dtype) for meta in metas])
+        return TensorBundle.of([(meta.shape, meta.dtype) for meta in metas])
 
     def _exchange_inputs(
         self, turn: Turn, queries: Sequence[Ref], keys: Sequence[Ref]
@@ -372,7 +372,7 @@ class _Backward(_Ring):
         return [self.build.op("aten.add.Tensor", first[0], second[0])]
 
 
-def forward(plan: Schedule) -> Lowering:
+def forward(plan: RingSchedule) -> Lowering:
     """Return the lowering of a ring attention forward."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -383,7 +383,7 @@ def forward(plan: Schedule) -> Lowering:
     return lower
 
 
-def backward(plan: Schedule) -> Lowering:
+def backward(plan: RingSchedule) -> Lowering:
     """Return the lowering of a ring attention backward."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -394,7 +394,7 @@ def backward(plan: Schedule) -> Lowering:
     return lower
 
 
-def comm(call: Call, plan: Schedule, is_backward: bool) -> list[Collective]:
+def comm(call: Call, plan: RingSchedule, is_backward: bool) -> list[Collective]:
     """Return the collectives of a schedule for the cost model, in bytes of the largest sender."""
     query, key, value = (call.meta(name) for name in ("query", "key", "value"))
     sums = call.meta("logsumexp") if is_backward else call.result(1)
@@ -404,11 +404,11 @@ def comm(call: Call, plan: Schedule, is_backward: bool) -> list[Collective]:
         (query.shape[:3], sums.dtype),
     ]
     key_like = [(key.shape, key.dtype), (value.shape, value.dtype)]
-    key_bundle = Bundle.of(key_like)
-    query_bundle = Bundle.of(
+    key_bundle = TensorBundle.of(key_like)
+    query_bundle = TensorBundle.of(
         [*query_like, forward_results[0], *forward_results] if is_backward else query_like
     )
-    result_bundle = Bundle.of(query_like if is_backward else forward_results)
+    result_bundle = TensorBundle.of(query_like if is_backward else forward_results)
     query_heads, key_heads = (meta.shape[0] * meta.shape[1] for meta in (query, key))
     exchanges: list[Collective] = []
     for turn in plan.turns:
@@ -420,7 +420,7 @@ def comm(call: Call, plan: Schedule, is_backward: bool) -> list[Collective]:
     return exchanges
 
 
-def _send_recv_costs(bundle: Bundle, heads: int, sent: Sent) -> list[Collective]:
+def _send_recv_costs(bundle: TensorBundle, heads: int, sent: Sent) -> list[Collective]:
     """Return the collectives of one exchange of a bundle."""
     if not sent:
         return []

@@ -33,7 +33,7 @@ Dim = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class OpChain:
     """One strategy for each inner node of a decomposition.
 
     Attributes:
@@ -49,7 +49,7 @@ class Chain:
     comm: tuple[Collective, ...]
 
 
-def chains(decomposed: Decomposition, options: Options) -> Iterator[Chain]:
+def chains(decomposed: Decomposition, options: Options) -> Iterator[OpChain]:
     """Yield the chain of each shardable factor and of each operand that can be partial.
 
     A factor gives no chain if an inner op would have to gather. A partial operand gives none if it
@@ -150,7 +150,7 @@ def _sharded_dims(strategy: Strategy, values: Iterable[int]) -> list[Dim]:
 
 def _chain(
     decomposed: Decomposition, options: Options, inputs: tuple[Placement, ...]
-) -> Chain | None:
+) -> OpChain | None:
     """Choose the best strategy of each inner node; None if that is impossible.
 
     Repeats until all partial values that an inner node needs in full are reduced (fixed point).
@@ -173,7 +173,7 @@ def _choose_strategies(
     options: Options,
     inputs: tuple[Placement, ...],
     reduced: frozenset[int],
-) -> tuple[Chain | None, frozenset[int]]:
+) -> tuple[OpChain | None, frozenset[int]]:
     """Choose strategies in node order, with ``reduced`` as the reduced values.
 
     Returns:
@@ -208,7 +208,7 @@ def _choose_strategies(
             operand_placements,
             [value for value in results if isinstance(placements[value], Partial)],
         )
-    return Chain(tuple(placements), tuple(strategies), reduced, tuple(comm)), frozenset(to_reduce)
+    return OpChain(tuple(placements), tuple(strategies), reduced, tuple(comm)), frozenset(to_reduce)
 
 
 def _nbytes(meta: TensorMeta | None) -> int:

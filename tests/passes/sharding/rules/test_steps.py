@@ -16,7 +16,7 @@ from lazygt.graph.node import Node, Param, Ref, map_arg
 from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.passes.cse import DeadCode
 from lazygt.passes.sharding.rules import has_rule
-from lazygt.passes.sharding.rules.horizontal import SplitForeach
+from lazygt.passes.sharding.rules.pointwise import SplitForeach
 from tests.models import zoo
 from tests.passes.sharding.rules.harness import Case
 from tests.passes.sharding.rules.lockstep import run_node

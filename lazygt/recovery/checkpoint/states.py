@@ -225,7 +225,7 @@ _DTYPE_OF_SIZE = {
 }
 
 
-class Block(NamedTuple):
+class SavedBlock(NamedTuple):
     """Block of a value on a worker, under an id of the worker's; no region: the full value."""
 
     rank: int
@@ -233,7 +233,7 @@ class Block(NamedTuple):
     region: Region | None
 
 
-class Captured:
+class CapturedValues:
     """Tensors of states at one moment, numbered by ``leaf``."""
 
     def __init__(self, recorder: Recorder, mesh: VirtualMesh) -> None:
@@ -282,11 +282,11 @@ class Captured:
         """Return the description of each tensor."""
         return [_leaf(t) for t in self._tensors]
 
-    def sources(self) -> list[Tensor | list[Block]]:
+    def sources(self) -> list[Tensor | list[SavedBlock]]:
         """Return the location of each tensor: a CPU tensor, or the blocks on workers."""
         return [self._source(t) for t in self._tensors]
 
-    def _source(self, t: Tensor) -> Tensor | list[Block]:
+    def _source(self, t: Tensor) -> Tensor | list[SavedBlock]:
         """Return the location of a captured tensor: a CPU tensor, or the blocks on workers."""
         if not is_lazy(t):
             return t
@@ -296,10 +296,10 @@ class Captured:
         assert storage.remote is not None
         keys, sharding = storage.remote.ids, storage.remote.sharding
         if sharding is None:
-            return [Block(0, keys[0], None)]
+            return [SavedBlock(0, keys[0], None)]
         regions = sent(self._mesh, sharding.placements, storage.meta.shape)
         return [
-            Block(rank, keys[index], region)
+            SavedBlock(rank, keys[index], region)
             for rank, blocks in regions.items()
             for index, region in enumerate(blocks)
         ]
@@ -351,7 +351,7 @@ SnapshotCopies = Mapping[int, Mapping[int, Copied]]
 
 def sections(
     leaves: Sequence[Leaf],
-    sources: Sequence[Tensor | list[Block]],
+    sources: Sequence[Tensor | list[SavedBlock]],
     copies: SnapshotCopies,
     memory: Callable[[int, Copied], Tensor],
 ) -> Iterator[memoryview]:
@@ -372,7 +372,7 @@ def sections(
         yield _bytes(_assembled(leaf, chunks))
 
 
-def are_there(sources: Sequence[Tensor | list[Block]], copies: SnapshotCopies) -> bool:
+def are_there(sources: Sequence[Tensor | list[SavedBlock]], copies: SnapshotCopies) -> bool:
     """Return whether a snapshot has all values; failed values are missing."""
     blocks = (block for source in sources if isinstance(source, list) for block in source)
     return all(block.key in copies[block.rank] for block in blocks)

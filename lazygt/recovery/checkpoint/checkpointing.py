@@ -29,13 +29,13 @@ from lazygt.config import Config, seconds_of
 from lazygt.errors import CheckpointError
 from lazygt.graph.mesh import VirtualMesh
 from lazygt.record.recorder import Recorder
-from lazygt.recovery.checkpoint import values as states
+from lazygt.recovery.checkpoint import states
 from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFolder, newest
 from lazygt.recovery.checkpoint.encoding import encoded
 from lazygt.recovery.checkpoint.saved import Contents, Saved, generators, versions
-from lazygt.recovery.checkpoint.values import (
-    Block,
-    Captured,
+from lazygt.recovery.checkpoint.states import (
+    CapturedValues,
+    SavedBlock,
     SnapshotCopies,
     are_there,
     memory_of,
@@ -88,7 +88,7 @@ class _Moment(NamedTuple):
     step: int
     begun: float
     contents: Contents
-    sources: list[Tensor | list[Block]]
+    sources: list[Tensor | list[SavedBlock]]
     about: dict[str, Any]
 
 
@@ -273,9 +273,9 @@ class Checkpoints:
             self._pending = None
             self._write({}, 0.0, moment._replace(sources=list(captured.fetched())))
 
-    def _capture(self, values: Mapping[str, Any]) -> tuple[Captured, dict[str, bytes], bytes]:
+    def _capture(self, values: Mapping[str, Any]) -> tuple[CapturedValues, dict[str, bytes], bytes]:
         """Capture all states; return the tensors, the encoded states and the encoded generators."""
-        captured = Captured(self._recorder, self._mesh)
+        captured = CapturedValues(self._recorder, self._mesh)
         registered = {name: states.state_of(each) for name, each in self._objects.items()}
         texts = {
             name: encoded(name, state, captured.leaf)

@@ -2,8 +2,8 @@
 
 A pass may compare tensors' shapes, strides and offsets and the sizes in calls of ops for equality,
 and any size with 0 and 1, without a question: programs that differ there are different programs to
-`passes.template` (``told_apart``). All other decisions by sizes go through ``ask``, so that the
-recorded answers tell whether the pass would decide alike in other sizes.
+`passes.template` (``specialization_key``). All other decisions by sizes go through ``guard``, so
+that the recorded answers tell whether the pass would decide alike in other sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lazygt.graph.sizes import Resize
 A = TypeVar("A")
 
 
-class Asked:
+class Guards:
     """Questions of one run of the passes, with their answers."""
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ class Asked:
         return True
 
 
-_ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
+_ASKED: ContextVar[Guards | None] = ContextVar("asked", default=None)
 
 
 @contextmanager
-def noted() -> Iterator[Asked]:
+def recorded_guards() -> Iterator[Guards]:
     """Record of all questions in the block."""
-    asked = Asked()
+    asked = Guards()
     token = _ASKED.set(asked)
     try:
         yield asked
@@ -72,7 +72,7 @@ def noted() -> Iterator[Asked]:
         _ASKED.reset(token)
 
 
-def ask(question: Callable[..., A], *metas: TensorMeta, given: tuple[Hashable, ...] = ()) -> A:
+def guard(question: Callable[..., A], *metas: TensorMeta, given: tuple[Hashable, ...] = ()) -> A:
     """Return, and record, the answer to a question about the sizes of tensors.
 
     Args:
@@ -86,7 +86,7 @@ def ask(question: Callable[..., A], *metas: TensorMeta, given: tuple[Hashable, .
     return answer
 
 
-def told_apart(metas: Iterable[TensorMeta | None], nodes: Iterable[Node]) -> int:
+def specialization_key(metas: Iterable[TensorMeta | None], nodes: Iterable[Node]) -> int:
     """Return the number of different shapes, strides, offsets and calls.
 
     If two sizes of a program have become equal, it is the same program to every pass as long as

@@ -31,8 +31,7 @@ from lazygt.graph.placement import (
     WAIT,
 )
 from lazygt.passes.base import Placed, placed, rebuild
-from lazygt.passes.classes import by_class
-from lazygt.passes.collectives.bucket import (
+from lazygt.passes.bucket import (
     Bucket,
     Caps,
     CollectiveAnalysis,
@@ -42,6 +41,7 @@ from lazygt.passes.collectives.bucket import (
     have_same_collectives,
     unbucketed,
 )
+from lazygt.passes.classes import by_class
 
 #: Most gathers of stored parameters in flight, as in PyTorch's FSDP.
 MOST_GATHERS = 2

@@ -33,10 +33,10 @@ from lazygt.graph.placement import (
     SHARD,
     shard_bounds,
 )
+from lazygt.passes import reduction_tree
 from lazygt.passes.base import is_uninitialized, renumbered
+from lazygt.passes.reduction_tree import VirtualGroup
 from lazygt.passes.sharding.builder import Builder
-from lazygt.passes.virtual_ranks import reduction_tree
-from lazygt.passes.virtual_ranks.reduction_tree import VirtualGroup
 
 
 class VirtualRank:
