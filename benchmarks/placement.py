@@ -71,7 +71,7 @@ def data_parallel(graph: Graph) -> Annotations:
 def tensor_parallel(graph: Graph) -> Annotations:
     """Weights are sharded as Megatron does: the first of a pair by column, the second by row."""
     dim = SIZE.dim
-    columns, rows = Annotation(Shard(0), "pinned"), Annotation(Shard(1), "pinned")
+    columns, rows = Annotation(Shard(0), "fixed"), Annotation(Shard(1), "fixed")
     return _by_shape(graph, {(4 * dim, dim): columns, (dim, 4 * dim): rows})
 
 

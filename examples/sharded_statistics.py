@@ -101,7 +101,7 @@ def statistics(rows: Tensor, labels: Tensor, workers: int) -> dict[str, Statisti
     with lazygt.session(mesh={"rows": workers}) as session:
         # Pinned: so few rows would be faster gathered once than summed several times.
         x, y = (
-            lazygt.distribute(one.to("lazygt"), {"rows": Shard(0)}, pinned=True)
+            lazygt.distribute(one.to("lazygt"), {"rows": Shard(0)}, fixed=True)
             for one in (rows, labels)
         )
         session.flush()

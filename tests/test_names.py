@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import lazygt
+from lazygt.record.annotate import stored_now
 
 
 @pytest.mark.parametrize("name", lazygt.__all__)
@@ -45,3 +47,14 @@ def test_argument_that_is_no_session_is_refused() -> None:
         lazygt.profile(3),  # type: ignore[arg-type]
     ):
         pass
+
+
+def test_former_keyword_of_fixed_placements_warns() -> None:
+    with lazygt.session(launcher="inline", mesh={"data": 1}):
+        t = torch.ones(4)
+        with pytest.warns(
+            DeprecationWarning, match=r"^distribute\(pinned=...\) is deprecated: use"
+        ):
+            former = lazygt.distribute(t, {"data": lazygt.Shard(0)}, pinned=True)
+        now = lazygt.distribute(t, {"data": lazygt.Shard(0)}, fixed=True)
+        assert stored_now(former) == stored_now(now)

@@ -170,3 +170,25 @@ def test_question_word_in_name_of_test_is_noticed() -> None:
     names = ("test_what_is_sent", "test_shown_value", "told_who", "test_ranks_whose_keys_differ")
     source = "\n".join(f"def {name}(): ..." for name in names)
     assert question_names(source) == ["test_what_is_sent", "test_ranks_whose_keys_differ"]
+
+
+# -- one name, one thing ---------------------------------------------------------------------------
+
+#: Base names of files that occur in two rooms.
+TWICE = frozenset({"lightning", "report", "stages", "views"})
+
+
+def test_base_names_of_files_are_unique() -> None:
+    names = Counter(path.stem for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    assert {name for name, count in names.items() if count > 1} == TWICE
+    assert len(TWICE) <= 4
+
+
+def test_public_class_names_are_unique() -> None:
+    classes = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in classes.items() if count > 1] == []

@@ -42,18 +42,14 @@ def view_step(
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """Modes in which the writes of a graph run.
+    """Modes in which the writes of a graph run."""
 
-    Attributes:
-        modes: for each node, one mode a written value (for ``write_back``: of its base): COPY
-            first, IN_PLACE, or DONE (a ``write_back`` of a view that was written in place).
-        owned_inputs: inputs that are overwritten: the run must own them or copy them.
-        copied_outputs: positions in ``outputs`` that share memory with something that outlives
-            the run, so that they must be copied out.
-    """
-
+    #: for each node, one mode a written value (for ``write_back``: of its base): COPY first,
+    #: IN_PLACE, or DONE (a ``write_back`` of a view that was written in place)
     modes: tuple[tuple[str, ...], ...]
-    owned_inputs: tuple[int, ...]
+    owned_inputs: tuple[int, ...]  # inputs that are overwritten: the run must own them or copy them
+    #: positions in ``outputs`` that share memory with something that outlives the run, so that they
+    #: must be copied out
     copied_outputs: tuple[int, ...]
 
 

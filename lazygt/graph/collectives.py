@@ -47,29 +47,22 @@ _PURPOSE = {
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Collective of a rank's graph; a bucket of several values is one.
+    """Collective of a rank's graph; a bucket of several values is one."""
 
-    Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``send_recv``
-            for rows that go from rank to rank, and for either half of a transfer between stages.
-        reduce_op: ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing.
-        nbytes: payload of the rank: the operand of an all-reduce, the gathered result of an
-            all-gather, the unreduced operand of a reduce-scatter, the local operand of an
-            all-to-all, the rows that this rank sends. Rows that are sent by an index are an
-            all-to-all, too: all of a rank's rows count, with their places, as if none were its own.
-        mesh_dim: the axis of the mesh along which ranks meet.
-        source: the user's ``file:line``.
-        why: the op that made the moved value, and the op that reads it.
-        ranks: the number that meet; 1 where the mesh is not known.
-    """
-
+    #: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``send_recv`` for rows
+    #: that go from rank to rank, and for either half of a transfer between stages
     kind: str
+    #: ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing
     reduce_op: str | None
+    #: payload of the rank: the operand of an all-reduce, the gathered result of an all-gather, the
+    #: unreduced operand of a reduce-scatter, the local operand of an all-to-all, the rows that this
+    #: rank sends. Rows that are sent by an index are an all-to-all, too: all of a rank's rows
+    #: count, with their places, as if none were its own.
     nbytes: int
-    mesh_dim: str
-    source: str
-    why: str
-    ranks: int = 1
+    mesh_dim: str  # the axis of the mesh along which ranks meet
+    source: str  # the user's ``file:line``
+    why: str  # the op that made the moved value, and the op that reads it
+    ranks: int = 1  # the number that meet; 1 where the mesh is not known
 
     @property
     def ring_bytes(self) -> int:

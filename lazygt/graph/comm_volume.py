@@ -59,27 +59,16 @@ def parallelism_of(axis: str) -> str:
 
 
 class Volume(NamedTuple):
-    """Collectives of one kind in one step.
+    """Collectives of one kind in one step."""
 
-    Attributes:
-        parallelism: the kind that they belong to.
-        ranks: the number that meet.
-        kind: as in ``Communication``.
-        what: the sent values, in words.
-        times: number of collectives in the model.
-        elements: elements of each collective's full payload.
-        itemsize: bytes of an element.
-        rank_elements: elements of all payloads that one rank participates in.
-    """
-
-    parallelism: str
-    ranks: int
-    kind: str
-    what: str
-    times: int
-    elements: int
-    itemsize: int
-    rank_elements: int
+    parallelism: str  # the kind that they belong to
+    ranks: int  # the number that meet
+    kind: str  # as in ``Communication``
+    what: str  # the sent values, in words
+    times: int  # number of collectives in the model
+    elements: int  # elements of each collective's full payload
+    itemsize: int  # bytes of an element
+    rank_elements: int  # elements of all payloads that one rank participates in
 
     @property
     def logical(self) -> int:
@@ -99,43 +88,29 @@ class Volume(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransformerStep:
-    """A training step, in numbers.
+    """A training step, in numbers."""
 
-    Attributes:
-        params: number of parameters of the model.
-        itemsize: bytes of a parameter, and of a gradient.
-        activation_itemsize: bytes of an element of an activation.
-        data, tensor, pipeline, context, expert: number of ranks of each kind; experts are on
-            ranks of ``data``.
-        zero: 0: all is replicated; 1 and 2: optimizer and gradients sharded; 3: weights, too.
-        reshard: under ZeRO-3 weights are gathered again for the backward.
-        sequence_parallel: activations between tensor-parallel layers are sharded.
-        layers, hidden, batch, sequence: see above; 0: not known.
-        experts_per_token: K.
-        microbatches: M, each of ``batch`` sequences.
-        attention: ``ring`` or ``ulysses``, between ranks of ``context``.
-        kv_hidden: V; 0: as much as H.
-    """
-
-    params: int
-    itemsize: int
-    activation_itemsize: int
+    params: int  # number of parameters of the model
+    itemsize: int  # bytes of a parameter, and of a gradient
+    activation_itemsize: int  # bytes of an element of an activation
+    #: data, tensor, pipeline, context, expert: number of ranks of each kind; experts are on ranks
+    #: of ``data``
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
-    zero: int = 0
-    reshard: bool = True
-    sequence_parallel: bool = False
-    layers: int = 0
+    zero: int = 0  # 0: all is replicated; 1 and 2: optimizer and gradients sharded; 3: weights, too
+    reshard: bool = True  # under ZeRO-3 weights are gathered again for the backward
+    sequence_parallel: bool = False  # activations between tensor-parallel layers are sharded
+    layers: int = 0  # layers, hidden, batch, sequence: see above; 0: not known
     hidden: int = 0
     batch: int = 0
     sequence: int = 0
-    experts_per_token: int = 1
-    microbatches: int = 1
+    experts_per_token: int = 1  # K
+    microbatches: int = 1  # M, each of ``batch`` sequences
     context: int = 1
-    attention: str = RING
-    kv_hidden: int = 0
+    attention: str = RING  # ``ring`` or ``ulysses``, between ranks of ``context``
+    kv_hidden: int = 0  # V; 0: as much as H
 
     def volumes(self) -> tuple[Volume, ...]:
         """Return the exchanged volumes, kind by kind; nothing for a kind of one rank."""

@@ -74,19 +74,14 @@ Metas = Sequence[TensorMeta | None]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of one node, or of several together.
+    """Cost of one node, or of several together."""
 
-    Attributes:
-        flops: arithmetic operations; a fused multiply-add is two.
-        bytes_read, bytes_written: bytes of the operands and of the results, each counted once a
-            node; elements that an expanded tensor repeats are counted once.
-        launches: ops that reach a kernel (some ops launch more than one).
-    """
-
-    flops: int = 0
+    flops: int = 0  # arithmetic operations; a fused multiply-add is two
+    #: bytes_read, bytes_written: bytes of the operands and of the results, each counted once a
+    #: node; elements that an expanded tensor repeats are counted once
     bytes_read: int = 0
     bytes_written: int = 0
-    launches: int = 0
+    launches: int = 0  # ops that reach a kernel (some ops launch more than one)
 
     @property
     def bytes(self) -> int:

@@ -27,17 +27,11 @@ _THREADS_AT_IMPORT = torch.get_num_threads()
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Process-wide flag of torch.
+    """Process-wide flag of torch."""
 
-    Attributes:
-        default: torch's default.
-        choices: the valid values; a hostile peer may send others.
-        get, set: torch's own functions, not a session's replacements.
-    """
-
-    default: Any
-    choices: tuple[Any, ...]
-    get: Callable[[], Any]
+    default: Any  # torch's default
+    choices: tuple[Any, ...]  # the valid values; a hostile peer may send others
+    get: Callable[[], Any]  # get, set: torch's own functions, not a session's replacements
     set: Callable[[Any], object]
 
 

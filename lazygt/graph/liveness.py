@@ -20,18 +20,14 @@ Places = tuple[int, ...]
 
 
 class DefUse(NamedTuple):
-    """Nodes of a graph, linked by its values.
+    """Nodes of a graph, linked by its values."""
 
-    Attributes:
-        nodes: each with the values that it reads and the numbers of its results.
-        params: the kinds of the run-time numbers.
-        makers: for each value (number of its producer, index of the result); None for an input.
-        users: for each value: number of a node that reads it -> positions of the operands.
-    """
-
+    #: each with the values that it reads and the numbers of its results
     nodes: Sequence[tuple[Node, tuple[int, ...], range]]
-    params: tuple[str, ...]
+    params: tuple[str, ...]  # the kinds of the run-time numbers
+    #: for each value (number of its producer, index of the result); None for an input
     makers: Sequence[tuple[int, int] | None]
+    #: for each value: number of a node that reads it -> positions of the operands
     users: Sequence[Mapping[int, Places]]
 
 
@@ -56,17 +52,11 @@ def def_use(graph: Graph) -> DefUse:
 
 
 class Change(NamedTuple):
-    """Allocation or release of memory.
+    """Allocation or release of memory."""
 
-    Attributes:
-        home: the first value in the memory; of a pack that is being sent, the launch's result.
-        nbytes: its bytes; negative for a release.
-        packed: True for a pack that is being sent.
-    """
-
-    home: int
-    nbytes: int
-    packed: bool = False
+    home: int  # the first value in the memory; of a pack that is being sent, the launch's result
+    nbytes: int  # its bytes; negative for a release
+    packed: bool = False  # True for a pack that is being sent
 
 
 def peak_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> int:

@@ -27,47 +27,31 @@ Placements = tuple[Placement, ...]
 
 
 class FSDPUnit(NamedTuple):
-    """FSDP unit: parameters stored in blocks along an axis and gathered together for use.
+    """FSDP unit: parameters stored in blocks along an axis and gathered together for use."""
 
-    Attributes:
-        name: of the module that the parameters belong to.
-        axis: of the mesh.
-        cap_bytes: bytes gathered, or reduced, at once; None: as everywhere in the session.
-        reshard_after_forward: the backward gathers again the parameters that the forward used.
-        limit_all_gathers: at most two gathers are under way at a time, and one reduction.
-    """
-
-    name: str
-    axis: str
-    cap_bytes: int | None
+    name: str  # of the module that the parameters belong to
+    axis: str  # of the mesh
+    cap_bytes: int | None  # bytes gathered, or reduced, at once; None: as everywhere in the session
+    #: the backward gathers again the parameters that the forward used
     reshard_after_forward: bool = True
-    limit_all_gathers: bool = True
+    limit_all_gathers: bool = True  # at most two gathers are under way at a time, and one reduction
 
 
 class Sharding(NamedTuple):
-    """Placement of a value between two runs.
-
-    Attributes:
-        pinned: the value is also used with this placement, and never resharded for speed.
-        unit: along its axis the value is gathered for use, regardless of ``pinned``.
-    """
+    """Placement of a value between two runs."""
 
     placements: Placements
-    pinned: bool = False
+    fixed: bool = False  # the value is also used with this placement, and never resharded for speed
+    #: along its axis the value is gathered for use, regardless of ``fixed``
     unit: FSDPUnit | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Grid of ranks with named axes.
+    """Grid of ranks with named axes."""
 
-    Attributes:
-        names: of the axes, outermost first.
-        sizes: ranks along each axis.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    names: tuple[str, ...]  # of the axes, outermost first
+    sizes: tuple[int, ...]  # ranks along each axis
 
     @staticmethod
     def of(axes: Mapping[str, Any]) -> Mesh:
@@ -143,15 +127,10 @@ USUAL = 4
 
 @dataclass(frozen=True, slots=True)
 class VirtualMesh:
-    """Virtual ranks, and the workers that compute for them; both grids have the same axes.
+    """Virtual ranks, and the workers that compute for them; both grids have the same axes."""
 
-    Attributes:
-        workers: the grid of workers.
-        ranks: the grid of virtual ranks.
-    """
-
-    workers: Mesh
-    ranks: Mesh
+    workers: Mesh  # the grid of workers
+    ranks: Mesh  # the grid of virtual ranks
 
     @staticmethod
     def of(workers: Mesh, invariant: bool | int | Mapping[str, int] | None) -> VirtualMesh:

@@ -26,20 +26,14 @@ EACH, ALL = "each", "all"
 
 
 class ForeachForm(NamedTuple):
-    """Correspondence of the arguments of a horizontal op and its op on one tensor.
+    """Correspondence of the arguments of a horizontal op and its op on one tensor."""
 
-    Attributes:
-        wide: the horizontal overload.
-        single: the overload for one tensor.
-        takes: for each positional argument of ``wide``: EACH, a list with one item a tensor, or
-            ALL, the same for every tensor.
-        keyword: the keyword of ``single`` for the last positional argument of ``wide``.
-    """
-
-    wide: str
-    single: str
+    wide: str  # the horizontal overload
+    single: str  # the overload for one tensor
+    #: for each positional argument of ``wide``: EACH, a list with one item a tensor, or ALL, the
+    #: same for every tensor
     takes: tuple[str, ...]
-    keyword: str = ""
+    keyword: str = ""  # the keyword of ``single`` for the last positional argument of ``wide``
 
     def is_plain(self, node: Node) -> bool:
         """Return whether a node has one result for each tensor, in order, and no extra argument."""
@@ -144,21 +138,15 @@ LANES = 8
 
 
 class Lanes(NamedTuple):
-    """A group of horizontal ops, lane by lane.
+    """A group of horizontal ops, lane by lane."""
 
-    Attributes:
-        lane: the first lane's members.
-        operands: for each lane the inputs of the body that are the lane's inputs.
-        params: for each lane the numbers of the body that are the lane's.
-        outputs: for each output of the body its lane, and its position in the lane's outputs.
-        length: elements of a lane's tensors, on average.
-    """
-
-    lane: Graph
+    lane: Graph  # the first lane's members
+    #: for each lane the inputs of the body that are the lane's inputs
     operands: tuple[tuple[int, ...], ...]
-    params: tuple[tuple[int, ...], ...]
+    params: tuple[tuple[int, ...], ...]  # for each lane the numbers of the body that are the lane's
+    #: for each output of the body its lane, and its position in the lane's outputs
     outputs: tuple[tuple[int, int], ...]
-    length: int
+    length: int  # elements of a lane's tensors, on average
 
 
 def lane_count(node: Node) -> int:

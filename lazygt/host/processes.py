@@ -93,14 +93,10 @@ def _stat(pid: int, root: Path = Path("/")) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Processor usage of a process at one moment.
+    """Processor usage of a process at one moment."""
 
-    Attributes:
-        seconds: processor time of all its threads; 0 once it has gone.
-        runnable: threads that run or wait for a processor -> the number of times each has slept.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # processor time of all its threads; 0 once it has gone
+    #: threads that run or wait for a processor -> the number of times each has slept
     runnable: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod

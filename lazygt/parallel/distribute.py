@@ -11,8 +11,10 @@ numbers never change. Plans for modules are in ``lazygt.parallel.tensor_parallel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -24,19 +26,40 @@ from lazygt.record.annotate import record_place
 from lazygt.record.tensor import LazyTensor, is_lazy, meta_of, storage_of, view_of
 from lazygt.session import current
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 #: One torch placement for each axis of the mesh.
 UserPlacements = Sequence[Any] | Mapping[str, Any]
 
 
-def distribute(t: torch.Tensor, placements: UserPlacements, pinned: bool = False) -> torch.Tensor:
+def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Accept a keyword by its former name, with a DeprecationWarning."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            if old in options:
+                text = f"{function.__name__}({old}=...) is deprecated: use {new}=..."
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                options[new] = options.pop(old)
+            return function(*args, **options)
+
+        return call
+
+    return decorate
+
+
+@renamed("pinned", "fixed")
+def distribute(t: torch.Tensor, placements: UserPlacements, fixed: bool = False) -> torch.Tensor:
     """Return the same values, stored with these placements.
 
-    Gradients pass through unchanged; the gradient of a pinned value is pinned as well.
+    Gradients pass through unchanged; the gradient of a fixed value is fixed as well.
 
     Args:
         t: a lazygt tensor.
         placements: a list or a dict; an axis that a dict does not name is ``Replicate()``.
-        pinned: ops also *use* the value in this placement, even if another would be faster.
+        fixed: ops also *use* the value in this placement, even if another would be faster.
 
     Raises:
         ValueError: the tensor or the mesh can't have one of the placements.
@@ -48,7 +71,7 @@ def distribute(t: torch.Tensor, placements: UserPlacements, pinned: bool = False
         hint = "" if device is None else f" on {device}; move it with .to('lazygt')"
         raise TypeError(f"distribute() takes a lazygt tensor, not a {type(t).__name__}{hint}")
     placements = placements_for(f"a tensor of {meta_of(t)}", t.dim(), placements, mesh)
-    return with_sharding(t, Sharding(placements, pinned))
+    return with_sharding(t, Sharding(placements, fixed))
 
 
 def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
@@ -63,7 +86,7 @@ def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
 def with_sharding(
     t: LazyTensor, sharding: Sharding, with_gradient: bool = True, behind: Sharding | None = None
 ) -> LazyTensor:
-    """Return ``t`` annotated with a sharding; a pinned one also holds for its gradient.
+    """Return ``t`` annotated with a sharding; a fixed one also holds for its gradient.
 
     Args:
         behind: sharding of the gradient for the ops that computed ``t``; None: the same.
@@ -174,7 +197,7 @@ class _Annotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        if ctx.with_gradient and ctx.sharding.pinned:
+        if ctx.with_gradient and ctx.sharding.fixed:
             grad = with_sharding(grad, ctx.sharding)
         if ctx.behind is not None:
             grad = with_sharding(grad, ctx.behind)

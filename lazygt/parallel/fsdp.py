@@ -75,7 +75,7 @@ def fully_shard(
             floating-point inputs of the module, and of each unit's, become ``param_dtype``.
             ``output_dtype``: that of the module's floating-point outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer state in
-            the host's memory, where those of CPU workers are in any case, pinned or not.
+            the host's memory, where those of CPU workers are in any case, page-locked or not.
         ignored_params: parameters that stay as they are.
 
     Returns:

@@ -1,6 +1,6 @@
 """Hooks of styles: constrain the placements of a module's inputs and outputs at each call.
 
-Placements of a style are pinned, as are those of the gradients. A value with the same pinned
+Placements of a style are fixed, as are those of the gradients. A value with the same fixed
 placement is returned as it is, and layers with the same layout of one value get one object: a
 shared value is gathered once, and the sum of its gradients is reduced once.
 """
@@ -147,7 +147,7 @@ class _OutputHook(_StyleHook):
 
 
 def _constrain(name: str, value: Any, mesh_dim: str, layout: Layout | None) -> Any:
-    """Return a tensor with a pinned placement on one axis, if the session's mesh has it.
+    """Return a tensor with a fixed placement on one axis, if the session's mesh has it.
 
     Raises:
         TypeError: the value is no tensor.
@@ -171,29 +171,29 @@ def _constrain(name: str, value: Any, mesh_dim: str, layout: Layout | None) -> A
 
 
 def _constrained(name: str, value: LazyTensor, mesh_dim: str, layout: Layout) -> LazyTensor:
-    """Return a tensor with a layout's pinned placement; the tensor itself if it has it."""
+    """Return a tensor with a layout's fixed placement; the tensor itself if it has it."""
     mesh, current = mesh_of(value), storage_of(value).placed
     axis_index = mesh.names.index(mesh_dim)
     full_name = f"{name}, a tensor of {meta_of(value)},"
 
-    def pin(placement: Placement) -> Sharding:
+    def fixed(placement: Placement) -> Sharding:
         placements = placements_for(
             full_name, value.dim(), {mesh_dim: placement}, mesh, unspecified(mesh)
         )
-        return Sharding(placements, pinned=True)
+        return Sharding(placements, fixed=True)
 
-    sharding = pin(layout.placement)
+    sharding = fixed(layout.placement)
     is_constrained = (
         current is not None
-        and current.pinned
+        and current.fixed
         and current.placements[axis_index] == sharding.placements[axis_index]
         and view_of(value) is None
     )
     if not is_constrained:
-        behind = None if layout.behind is None else pin(layout.behind)
+        behind = None if layout.behind is None else fixed(layout.behind)
         value = with_sharding(value, sharding, behind=behind)
     if layout.desired is not None:
-        value = with_sharding(value, pin(layout.desired), with_gradient=False)
+        value = with_sharding(value, fixed(layout.desired), with_gradient=False)
     return value
 
 

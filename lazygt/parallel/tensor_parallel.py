@@ -7,7 +7,7 @@
     })
 
 A style gives the placements of a module's own parameters, inputs and outputs on one axis of the
-mesh; their gradients get the same placements. All of them are pinned, because the choice of a style
+mesh; their gradients get the same placements. All of them are fixed, because the choice of a style
 is a choice of its collectives. Styles change the sharding of values, never the numbers.
 """
 
@@ -22,7 +22,13 @@ from torch import nn
 
 from lazygt.graph.mesh import Mesh, Placements, Sharding
 from lazygt.graph.placement import Placement, Replicate, Unspecified
-from lazygt.parallel.distribute import UserPlacements, own_parameter, placements_for, unspecified
+from lazygt.parallel.distribute import (
+    UserPlacements,
+    own_parameter,
+    placements_for,
+    renamed,
+    unspecified,
+)
 from lazygt.parallel.style_hooks import ModuleLayouts, apply_style
 from lazygt.parallel.styles import ParallelStyle, as_style
 from lazygt.record.annotate import set_sharding, stored_now
@@ -68,11 +74,11 @@ class _Request(NamedTuple):
     name: str
     parameter: LazyTensor
     placements: Placements
-    pinned: bool
+    fixed: bool
 
 
 def data_parallel(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
-    """Replicate a module's parameters along an axis, pinned: each gradient is all-reduced once.
+    """Replicate a module's parameters along an axis, fixed: each gradient is all-reduced once.
 
     Shard batches with ``lazygt.distribute(batch, {"data": Shard(0)})``.
 
@@ -82,16 +88,17 @@ def data_parallel(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
     Raises:
         ValueError: the mesh has no such axis, or a parameter is no lazygt tensor of its own.
     """
-    return parallelize_module(module, mesh_dim, {"*": {mesh_dim: Replicate()}}, pinned=True)
+    return parallelize_module(module, mesh_dim, {"*": {mesh_dim: Replicate()}}, fixed=True)
 
 
+@renamed("pinned", "fixed")
 def parallelize_module(
     module: nn.Module,
     device_mesh: Any = None,
     parallelize_plan: Any = None,
     *,
     src_data_rank: int | None = 0,
-    pinned: bool = False,
+    fixed: bool = False,
 ) -> nn.Module:
     """Shard a module's parameters by a plan; they stay the same objects.
 
@@ -107,7 +114,7 @@ def parallelize_module(
             other axes a parameter keeps its placement, replicated at first. Placements under all
             names of one parameter (a tied head) are merged.
         src_data_rank: changes nothing: there is one client, and all workers get its values.
-        pinned: see ``distribute``; concerns placements only, since styles are pinned.
+        fixed: see ``distribute``; concerns placements only, since styles are fixed.
 
     A module's style is also that of its copies, and holds in later sessions with a mesh that has
     the axis.
@@ -127,11 +134,11 @@ def parallelize_module(
     styles = _match_styles(module, plan, device_mesh, mesh)
     _check_patterns(module, plan, styles)
     merged: dict[Storage, _Request] = {}
-    for request in _requests(module, plan, styles, pinned, mesh):
+    for request in _requests(module, plan, styles, fixed, mesh):
         first = merged.setdefault(storage_of(request.parameter), request)
         _check_consistent(first, request, mesh)
-        is_pinned = first.pinned or request.pinned
-        merged[storage_of(request.parameter)] = _merged(first, request)._replace(pinned=is_pinned)
+        is_fixed = first.fixed or request.fixed
+        merged[storage_of(request.parameter)] = _merged(first, request)._replace(fixed=is_fixed)
     for request in _replicated_rest(module, styles, mesh):
         first = merged.setdefault(storage_of(request.parameter), request)
         merged[storage_of(request.parameter)] = _merged(first, request)
@@ -283,7 +290,7 @@ def _closest_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def _requests(
-    module: nn.Module, plan: _Plan, styles: _Styles, pinned: bool, mesh: Mesh
+    module: nn.Module, plan: _Plan, styles: _Styles, fixed: bool, mesh: Mesh
 ) -> Iterator[_Request]:
     """Yield the requested placements of each parameter's name with a matching pattern."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -294,7 +301,7 @@ def _requests(
             styled = styles[path]
             yield _request(name, parameter, {styled.axis: styled.parameters[own_name]}, True, mesh)
         elif entry is not None:
-            yield _request(name, parameter, entry, pinned, mesh)
+            yield _request(name, parameter, entry, fixed, mesh)
 
 
 def _replicated_rest(module: nn.Module, styles: _Styles, mesh: Mesh) -> Iterator[_Request]:
@@ -308,13 +315,13 @@ def _replicated_rest(module: nn.Module, styles: _Styles, mesh: Mesh) -> Iterator
 
 
 def _request(
-    name: str, parameter: nn.Parameter, placements: UserPlacements, pinned: bool, mesh: Mesh
+    name: str, parameter: nn.Parameter, placements: UserPlacements, fixed: bool, mesh: Mesh
 ) -> _Request:
     """Resolve and check the placements of a parameter's name."""
     t = own_parameter(name, parameter)
     description = f"parameter {name!r} of {meta_of(t)}"
     return _Request(
-        name, t, placements_for(description, t.dim(), placements, mesh, unspecified(mesh)), pinned
+        name, t, placements_for(description, t.dim(), placements, mesh, unspecified(mesh)), fixed
     )
 
 
@@ -337,7 +344,7 @@ def _merged(first: _Request, other: _Request) -> _Request:
     ])  # fmt: skip
     if placements == first.placements:
         return first
-    return first._replace(placements=placements, pinned=first.pinned or other.pinned)
+    return first._replace(placements=placements, fixed=first.fixed or other.fixed)
 
 
 def _store(requests: Iterable[_Request], mesh: Mesh) -> None:
@@ -351,6 +358,4 @@ def _store(requests: Iterable[_Request], mesh: Mesh) -> None:
         unit = current.unit
         if unit is not None and placements[mesh.names.index(unit.axis)] == Replicate():
             unit = None
-        set_sharding(
-            request.parameter, Sharding(placements, request.pinned or current.pinned, unit)
-        )
+        set_sharding(request.parameter, Sharding(placements, request.fixed or current.fixed, unit))

@@ -34,17 +34,11 @@ class Pass(Protocol):
 
 
 class Placed(NamedTuple):
-    """Node of a new graph, described in the value numbers of the old graph.
+    """Node of a new graph, described in the value numbers of the old graph."""
 
-    Attributes:
-        node: with values numbered as in the old graph.
-        results: the numbers of its results in the old graph.
-        source: the number of the old node that gives the source line and origin.
-    """
-
-    node: Node
-    results: Sequence[int]
-    source: int
+    node: Node  # with values numbered as in the old graph
+    results: Sequence[int]  # the numbers of its results in the old graph
+    source: int  # the number of the old node that gives the source line and origin
 
 
 @gc_paused()
@@ -214,16 +208,13 @@ def written_through(graph: Graph) -> set[int]:
 
 
 class Dependencies(NamedTuple):
-    """Constraints on the order of a graph's nodes.
+    """Constraints on the order of a graph's nodes."""
 
-    Attributes:
-        before: for each node the numbers of its predecessors: the producers of its operands; for a
-            write the earlier readers of that memory (write after read); for a read the last write
-            to that memory (read after write); for a node with an effect the previous node with one.
-        memory: for each value the first value in the same memory, which identifies the memory.
-    """
-
+    #: for each node the numbers of its predecessors: the producers of its operands; for a write the
+    #: earlier readers of that memory (write after read); for a read the last write to that memory
+    #: (read after write); for a node with an effect the previous node with one
     before: list[set[int]]
+    #: for each value the first value in the same memory, which identifies the memory
     memory: list[int]
 
 

@@ -57,33 +57,22 @@ _REDUCE_OP = {ALL_REDUCE: 1, REDUCE_SCATTER: 2}
 
 
 class CollectiveInfo(NamedTuple):
-    """One collective of a graph.
+    """One collective of a graph."""
 
-    Attributes:
-        node: its number.
-        kind: the op.
-        op: ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing.
-        move: its arguments between the value and the op.
-        nbytes: payload of this rank.
-        ready: the node that makes its operand; -1 for an input.
-        used: the first node that has to wait for its result; the number of nodes if there is none.
-            Views, writes back, collectives and small pure ops do not count, since they can be
-            delayed. For a gather of a stored parameter small ops count.
-        stored: the input that it gathers; None for a computed value.
-        above: bit mask of the collectives that it depends on.
-    """
-
-    node: int
-    kind: str
-    op: str | None
+    node: int  # its number
+    kind: str  # the op
+    op: str | None  # ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing
     axis: str
     dtype: torch.dtype
-    move: tuple[int, ...]
-    nbytes: int
-    ready: int
+    move: tuple[int, ...]  # its arguments between the value and the op
+    nbytes: int  # payload of this rank
+    ready: int  # the node that makes its operand; -1 for an input
+    #: the first node that has to wait for its result; the number of nodes if there is none. Views,
+    #: writes back, collectives and small pure ops do not count, since they can be delayed. For a
+    #: gather of a stored parameter small ops count.
     used: int
-    stored: int | None
-    above: int
+    stored: int | None  # the input that it gathers; None for a computed value
+    above: int  # bit mask of the collectives that it depends on
 
     @property
     def signature(self) -> tuple[str, str | None, str, torch.dtype]:
@@ -93,16 +82,12 @@ class CollectiveInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveAnalysis:
-    """Graph with its collectives, and its dependences without the order among collectives.
-
-    Attributes:
-        before: for each node the numbers of its predecessors.
-        turns: for each node the number of changes between forward and backward before it.
-    """
+    """Graph with its collectives, and its dependences without the order among collectives."""
 
     graph: Graph
     collectives: tuple[CollectiveInfo, ...]
-    before: Sequence[set[int]]
+    before: Sequence[set[int]]  # for each node the numbers of its predecessors
+    #: for each node the number of changes between forward and backward before it
     turns: Sequence[int]
 
     def end_of_turn(self, node: int) -> int:
@@ -277,18 +262,13 @@ MIXED = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Size limits of buckets. The cap of a wrap unit, where there is one, replaces both limits.
+    """Size limits of buckets. The cap of a wrap unit, where there is one, replaces both limits."""
 
-    Attributes:
-        bucket: bytes of a bucket.
-        alone: bytes from which a value is not packed with others: on a CPU packing takes longer
-            than a launch.
-        units: input -> its wrap unit.
-    """
-
-    bucket: int = CAP
+    bucket: int = CAP  # bytes of a bucket
+    #: bytes from which a value is not packed with others: on a CPU packing takes longer than a
+    #: launch
     alone: int = CAP
-    units: Mapping[int, FSDPUnit] = field(default_factory=dict)
+    units: Mapping[int, FSDPUnit] = field(default_factory=dict)  # input -> its wrap unit
 
     def bucket_of(self, unit: FSDPUnit | None) -> int:
         """Return the most bytes of a bucket of a unit's values."""
@@ -301,18 +281,13 @@ class Caps:
 
 @dataclass(slots=True)
 class Bucket:
-    """Collectives that are launched as one.
+    """Collectives that are launched as one."""
 
-    Attributes:
-        members: positions among the program's collectives.
-        nbytes: payload of all members, on the rank with the largest.
-        unit: the wrap unit of gathered parameters, or of the first reduced gradient.
-        stored: the gathered inputs; empty for all other collectives.
-    """
-
-    members: list[int]
-    nbytes: int = 0
+    members: list[int]  # positions among the program's collectives
+    nbytes: int = 0  # payload of all members, on the rank with the largest
+    #: the wrap unit of gathered parameters, or of the first reduced gradient
     unit: FSDPUnit | None = None
+    #: the gathered inputs; empty for all other collectives
     stored: set[int] = field(default_factory=set)
 
     @property

@@ -46,17 +46,11 @@ MOST_HORIZONTAL = 16
 
 
 class Prices(NamedTuple):
-    """Cost model of fusion, in seconds.
+    """Cost model of fusion, in seconds."""
 
-    Attributes:
-        call: of a call of compiled code.
-        launch: of the launch of one op.
-        byte: of a byte that is read from or written to memory.
-    """
-
-    call: float
-    launch: float
-    byte: float
+    call: float  # of a call of compiled code
+    launch: float  # of the launch of one op
+    byte: float  # of a byte that is read from or written to memory
 
     @staticmethod
     def of(machine: Machine) -> Prices:
@@ -99,17 +93,11 @@ class Fuse:
 
 
 class Candidate(NamedTuple):
-    """Group of nodes that could be fused; often a single node.
+    """Group of nodes that could be fused; often a single node."""
 
-    Attributes:
-        members: node numbers.
-        gain: seconds saved, see ``worth``; the group is fused when the gain is above 0.
-        closed: the reason why the group does not grow further; empty: the graph ended.
-    """
-
-    members: list[int]
-    gain: float
-    closed: str
+    members: list[int]  # node numbers
+    gain: float  # seconds saved, see ``worth``; the group is fused when the gain is above 0
+    closed: str  # the reason why the group does not grow further; empty: the graph ended
 
 
 def candidates(graph: Graph, prices: Prices) -> list[Candidate]:

@@ -110,15 +110,11 @@ def _used_axes(graph: Graph) -> set[str]:
 
 
 class _Key(NamedTuple):
-    """Scheduling priority of a unit: a position relative to an old node.
+    """Scheduling priority of a unit: a position relative to an old node."""
 
-    Attributes:
-        position: number of the old node.
-        side: 0: before the old node and its waits; 1: one of its waits; 2: after its waits; 3: the
-            old node; 4: after the old node.
-    """
-
-    position: int
+    position: int  # number of the old node
+    #: 0: before the old node and its waits; 1: one of its waits; 2: after its waits; 3: the old
+    #: node; 4: after the old node
     side: int
 
 

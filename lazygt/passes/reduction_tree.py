@@ -32,18 +32,12 @@ _ADD = {
 
 @dataclass(frozen=True, slots=True)
 class VirtualGroup:
-    """Virtual ranks of one worker in an axis group.
-
-    Attributes:
-        workers: number of workers of the axis group.
-        index: of this worker.
-        per_worker: number of virtual ranks of a worker.
-    """
+    """Virtual ranks of one worker in an axis group."""
 
     axis: str
-    workers: int
-    index: int
-    per_worker: int
+    workers: int  # number of workers of the axis group
+    index: int  # of this worker
+    per_worker: int  # number of virtual ranks of a worker
 
     @property
     def ranks(self) -> int:

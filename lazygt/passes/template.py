@@ -27,15 +27,10 @@ from lazygt.passes.guards import Guards, recorded_guards, specialization_key
 
 
 class Skeleton(NamedTuple):
-    """Symbolic form of a graph.
+    """Symbolic form of a graph."""
 
-    Attributes:
-        key: the graph with symbols instead of sizes.
-        sizes: the size of each symbol, in order of appearance; all different.
-    """
-
-    key: tuple[Any, ...]
-    sizes: Sizes
+    key: tuple[Any, ...]  # the graph with symbols instead of sizes
+    sizes: Sizes  # the size of each symbol, in order of appearance; all different
 
 
 def skeleton(graph: Graph) -> Skeleton:
@@ -151,17 +146,11 @@ P = TypeVar("P", bound=Resizable)
 
 
 class Optimised(NamedTuple, Generic[P]):
-    """Result of the passes for a graph.
+    """Result of the passes for a graph."""
 
-    Attributes:
-        plan: of the optimised graph.
-        template: the cached plans of the same program.
-        sizes: the sizes of the recorded graph.
-    """
-
-    plan: P
-    template: Template[P]
-    sizes: Sizes
+    plan: P  # of the optimised graph
+    template: Template[P]  # the cached plans of the same program
+    sizes: Sizes  # the sizes of the recorded graph
 
 
 class Templates(Generic[P]):
@@ -275,15 +264,9 @@ def _alike(plan: Resizable, other: Resizable) -> bool:
 
 
 class _Variant(NamedTuple, Generic[P]):
-    """Plan of a program for one set of answers to the passes' questions.
+    """Plan of a program for one set of answers to the passes' questions."""
 
-    Attributes:
-        sizes: of the program when the passes ran.
-        asked: the questions of the passes, with their answers.
-        positions: for each size of the plan its position in ``sizes``.
-    """
-
-    sizes: Sizes
-    asked: Guards
+    sizes: Sizes  # of the program when the passes ran
+    asked: Guards  # the questions of the passes, with their answers
     plan: P
-    positions: tuple[int, ...]
+    positions: tuple[int, ...]  # for each size of the plan its position in ``sizes``

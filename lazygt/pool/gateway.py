@@ -250,11 +250,6 @@ class Gateway:
         administrates: returns whether the key of this name may administer.
         device: ``cpu`` or ``cuda``.
         caches: folder for compiled code, with a folder for each client.
-
-    Attributes:
-        refused: counts of refused requests: ``protocol`` (malformed, which ends the connection),
-            ``administration``, ``foreign`` (for a session of another client, or none),
-            ``connections`` (too many of one key).
     """
 
     listener: Listener
@@ -262,6 +257,9 @@ class Gateway:
     rules: Rules
     device: str
     caches: Path
+    #: counts of refused requests: ``protocol`` (malformed, which ends the connection),
+    #: ``administration``, ``foreign`` (for a session of another client, or none), ``connections``
+    #: (too many of one key)
     refused: Counter[str] = field(default_factory=Counter)
     sessions: Sessions = field(init=False)
     publishing: Publishing = field(init=False)

@@ -217,22 +217,15 @@ _WATCHED_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Limits of a session's workers, for any request of its client.
-
-    Attributes:
-        threads: threads of each worker.
-        device: ``cpu`` or ``cuda``.
-        places: worker slots of the pool, one for each worker; also the numbers of their GPUs.
-        hidden: True if other processes of the pool's user can't inspect the workers.
-        cache: folder of this client's compiled code; workers load no other code.
-    """
+    """Limits of a session's workers, for any request of its client."""
 
     workers: int
-    threads: int
-    device: str
-    cache: str
+    threads: int  # threads of each worker
+    device: str  # ``cpu`` or ``cuda``
+    cache: str  # folder of this client's compiled code; workers load no other code
+    #: worker slots of the pool, one for each worker; also the numbers of their GPUs
     places: tuple[int, ...] = ()
-    hidden: bool = False
+    hidden: bool = False  # True if other processes of the pool's user can't inspect the workers
 
     def apply(self, spec: LinkSpec) -> LinkSpec:
         """Return the client's specification of the workers, within these limits.

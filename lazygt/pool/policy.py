@@ -139,23 +139,16 @@ Instruction = Grant | Refuse | EndSession | Pause | Resume
 
 @dataclass(slots=True)
 class Lease:
-    """Session with worker slots (places), or waiting for them.
-
-    Attributes:
-        places: the session's worker slots; empty while it waits.
-        granted: time of the grant.
-        expires: time of the session's end without its client; None: the client is connected.
-        run_seconds: run time in seconds, times the number of workers.
-        memory: bytes of the workers at the last measurement.
-    """
+    """Session with worker slots (places), or waiting for them."""
 
     request: SessionRequested
-    places: tuple[int, ...] = ()
-    granted: float = 0.0
+    places: tuple[int, ...] = ()  # the session's worker slots; empty while it waits
+    granted: float = 0.0  # time of the grant
+    #: time of the session's end without its client; None: the client is connected
     expires: float | None = None
     ending: bool = False
-    run_seconds: float = 0.0
-    memory: int = 0
+    run_seconds: float = 0.0  # run time in seconds, times the number of workers
+    memory: int = 0  # bytes of the workers at the last measurement
 
 
 class Policy:

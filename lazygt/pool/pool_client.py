@@ -52,17 +52,12 @@ LONGEST = MAX_MESSAGE_BYTES + _OVERHEAD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class PublishedName:
-    """Description of a published value of a pool.
-
-    Attributes:
-        client: name of the key that published it.
-        shared: True if other keys may fetch it.
-    """
+    """Description of a published value of a pool."""
 
     name: str
     nbytes: int
-    client: str
-    shared: bool
+    client: str  # name of the key that published it
+    shared: bool  # True if other keys may fetch it
 
 
 def connect(

@@ -15,19 +15,13 @@ Rows = tuple[tuple[str, TensorMeta], ...]
 
 @dataclass(slots=True)
 class PublishedValue:
-    """Published tensor, or tensors by name, as consecutive bytes.
-
-    Attributes:
-        rows: name and meta of each tensor; see ``requests.Publish``.
-        shared: True if other clients may fetch it.
-        data: the bytes received so far.
-    """
+    """Published tensor, or tensors by name, as consecutive bytes."""
 
     name: str
     client: str
-    rows: Rows
-    shared: bool
-    data: bytearray = field(default_factory=bytearray)
+    rows: Rows  # name and meta of each tensor; see ``requests.Publish``
+    shared: bool  # True if other clients may fetch it
+    data: bytearray = field(default_factory=bytearray)  # the bytes received so far
 
     @property
     def nbytes(self) -> int:

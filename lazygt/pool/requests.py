@@ -19,43 +19,27 @@ from lazygt.runtime.wire import Buffer, Count, Message
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Quota of all sessions of one client; None: no limit.
+    """Quota of all sessions of one client; None: no limit."""
 
-    Attributes:
-        sessions: sessions with workers, or waiting for them.
-        workers: workers of these sessions.
-        cores: torch threads of these workers.
-        memory: bytes of the workers and the published values.
-    """
-
-    sessions: int | None = None
-    workers: int | None = None
-    cores: int | None = None
-    memory: int | None = None
+    sessions: int | None = None  # sessions with workers, or waiting for them
+    workers: int | None = None  # workers of these sessions
+    cores: int | None = None  # torch threads of these workers
+    memory: int | None = None  # bytes of the workers and the published values
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Limits of a pool.
+    """Limits of a pool."""
 
-    Attributes:
-        workers: number of worker slots (places).
-        at_once: number of workers that may run at the same time.
-        queue: number of sessions that may wait for workers.
-        grace: maximum seconds for which a session's connection may be dead.
-        expiry: seconds that a detached session lives without its client.
-        quotas: quota of each client; all others have ``quota``.
-        hidden: True if workers can't inspect one another.
-    """
-
-    workers: int
-    at_once: int
-    queue: int = 64
-    grace: float = 300.0
-    expiry: float = 24 * 3600.0
+    workers: int  # number of worker slots (places)
+    at_once: int  # number of workers that may run at the same time
+    queue: int = 64  # number of sessions that may wait for workers
+    grace: float = 300.0  # maximum seconds for which a session's connection may be dead
+    expiry: float = 24 * 3600.0  # seconds that a detached session lives without its client
     quota: Quota = Quota()
+    #: quota of each client; all others have ``quota``
     quotas: Mapping[str, Quota] = field(default_factory=dict)
-    hidden: bool = False
+    hidden: bool = False  # True if workers can't inspect one another
 
     def of(self, client: str) -> Quota:
         """Return a client's quota."""

@@ -66,7 +66,7 @@ def restore_sharding(t: LazyTensor, sharding: Sharding) -> None:
     for axis, placement in zip(mesh_of(t).names, sharding.placements, strict=True):
         if isinstance(placement, SingleRank):
             assign_stage(t, placement.rank, axis)
-    if sharding.pinned or any(
+    if sharding.fixed or any(
         not isinstance(placement, SingleRank | Replicate) for placement in sharding.placements
     ):
         set_sharding(t, sharding)

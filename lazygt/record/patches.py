@@ -13,18 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Replacement of one attribute of torch's.
+    """Replacement of one attribute of torch's."""
 
-    Attributes:
-        owner: the module or class that has it.
-        ours: the replacement.
-        why: the reason: the behaviour that torch has no hook for.
-    """
-
-    owner: Any
+    owner: Any  # the module or class that has it
     name: str
-    ours: Any
-    why: str
+    ours: Any  # the replacement
+    why: str  # the reason: the behaviour that torch has no hook for
 
     def __str__(self) -> str:
         path = getattr(self.owner, "__qualname__", None)

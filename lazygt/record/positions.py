@@ -29,19 +29,13 @@ _MOST_POINTS = 20_000
 
 
 class Moved(NamedTuple):
-    """Op that gets its position at run time.
+    """Op that gets its position at run time."""
 
-    Attributes:
-        facts: facts of the op that does it: a slice is a ``narrow``, with its length an argument.
-        key: key of its step: that of the op, with the type in place of each number.
-        numbers: the positions, counted from the front.
-        tensors: number of its first arguments that are tensors.
-    """
-
+    #: facts of the op that does it: a slice is a ``narrow``, with its length an argument
     facts: OpFacts
-    key: Key
-    numbers: tuple[int, ...]
-    tensors: int = 1
+    key: Key  # key of its step: that of the op, with the type in place of each number
+    numbers: tuple[int, ...]  # the positions, counted from the front
+    tensors: int = 1  # number of its first arguments that are tensors
 
     def args(self, first: int) -> tuple[Arg, ...]:
         """Return the node's arguments; its run-time numbers are numbered from ``first`` on."""

@@ -147,16 +147,11 @@ class Storage:
 
 
 class Held(NamedTuple):
-    """Snapshot of a storage's value that no op of the trace has made.
+    """Snapshot of a storage's value that no op of the trace has made."""
 
-    Attributes:
-        key, sharding: id and sharding of a value on the workers.
-        host: a value on the client.
-    """
-
-    key: int | None
+    key: int | None  # key, sharding: id and sharding of a value on the workers
     sharding: Sharding | None
-    host: torch.Tensor | None
+    host: torch.Tensor | None  # a value on the client
 
     @property
     def known(self) -> bool:

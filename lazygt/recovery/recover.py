@@ -128,36 +128,23 @@ _SIZE_CHECK_ENTRIES = 16
 
 @dataclass(frozen=True, slots=True)
 class RecoveryRecord:
-    """One recovery.
+    """One recovery."""
 
-    Attributes:
-        at: start of the recovery, in seconds since the epoch.
-        ranks: workers that were replaced.
-        why: description of the first death.
-        runs: number of replayed runs.
-        seconds: duration until the session could go on.
-        replay_seconds: part of it for the replay.
-    """
-
-    at: float
-    ranks: tuple[int, ...]
-    why: str
-    runs: int
-    seconds: float
-    replay_seconds: float
+    at: float  # start of the recovery, in seconds since the epoch
+    ranks: tuple[int, ...]  # workers that were replaced
+    why: str  # description of the first death
+    runs: int  # number of replayed runs
+    seconds: float  # duration until the session could go on
+    replay_seconds: float  # part of it for the replay
 
     def __str__(self) -> str:
         return f"{self.why}; back after {self.seconds:.1f} s, {self.runs} runs again"
 
 
 class RunsInFlight(Protocol):
-    """Interface of the client for a recovery.
+    """Interface of the client for a recovery."""
 
-    Attributes:
-        quiet_until: time of the next snapshot; 0: a snapshot or a recovery is under way.
-    """
-
-    quiet_until: float
+    quiet_until: float  # time of the next snapshot; 0: a snapshot or a recovery is under way
 
     @property
     def group(self) -> int:

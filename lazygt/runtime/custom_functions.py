@@ -30,14 +30,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class PlainFunction(Portable):
-    """A function and its arguments, with an ``Operand`` instead of each tensor.
-
-    Attributes:
-        arguments: (args, kwargs).
-    """
+    """A function and its arguments, with an ``Operand`` instead of each tensor."""
 
     fn: Callable[..., Any]
-    arguments: Any
+    arguments: Any  # (args, kwargs)
 
     @property
     def name(self) -> str:
@@ -63,15 +59,11 @@ class PlainFunction(Portable):
 
 @dataclass(frozen=True)
 class Gradient(Portable):
-    """Backward pass of a function: its inputs are the generator state, tensors and gradients.
-
-    Attributes:
-        wanted: for each tensor, whether its gradient is wanted.
-        given: for each tensor that the function returned, whether a gradient of it is an input.
-    """
+    """Backward pass of a function: its inputs are the generator state, tensors and gradients."""
 
     function: PlainFunction
-    wanted: tuple[bool, ...]
+    wanted: tuple[bool, ...]  # for each tensor, whether its gradient is wanted
+    #: for each tensor that the function returned, whether a gradient of it is an input
     given: tuple[bool, ...]
 
     @property

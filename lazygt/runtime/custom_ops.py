@@ -39,23 +39,14 @@ _TAGS_BY_NAME = {
 
 
 class Definition(Message):
-    """Definition of a custom op: its name, schema and code.
+    """Definition of a custom op: its name, schema and code."""
 
-    Attributes:
-        name: its name in graphs (``graph.ops.Foreign``).
-        schema: as torch writes it.
-        tags: names of torch's tags.
-        modules: modules to import, so that torch knows the op.
-        libraries: paths of shared libraries to load for that.
-        code: the pickled callable; empty: modules and libraries register the op.
-    """
-
-    name: str
-    schema: str
-    tags: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    libraries: tuple[str, ...] = ()
-    code: bytes = b""
+    name: str  # its name in graphs (``graph.ops.Foreign``)
+    schema: str  # as torch writes it
+    tags: tuple[str, ...] = ()  # names of torch's tags
+    modules: tuple[str, ...] = ()  # modules to import, so that torch knows the op
+    libraries: tuple[str, ...] = ()  # paths of shared libraries to load for that
+    code: bytes = b""  # the pickled callable; empty: modules and libraries register the op
 
     @property
     def title(self) -> str:
@@ -183,16 +174,12 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class InnerOp:
-    """An op that other code calls by its name.
+    """An op that other code calls by its name."""
 
-    Attributes:
-        schema: without the name.
-        kernels: type of device (None: any) -> the callable for it.
-        backward, context: arguments of ``torch.library.register_autograd``.
-    """
-
-    schema: str
+    schema: str  # without the name
+    #: type of device (None: any) -> the callable for it
     kernels: dict[str | None, Callable[..., Any]]
+    #: backward, context: arguments of ``torch.library.register_autograd``
     backward: Callable[..., Any] | None
     context: Callable[..., Any] | None
 

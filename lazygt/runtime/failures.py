@@ -22,14 +22,10 @@ _UNKNOWN_OP: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
 
 @dataclass(slots=True)
 class _Break:
-    """Break of a process group: the first run in which its ranks did not meet in a collective.
-
-    Attributes:
-        errors: errors of the run; more come while ranks still answer.
-    """
+    """Break of a process group: the first run in which its ranks did not meet in a collective."""
 
     seq: int
-    errors: list[ExecutionError]
+    errors: list[ExecutionError]  # errors of the run; more come while ranks still answer
 
     @property
     def cause(self) -> ExecutionError:
@@ -38,14 +34,10 @@ class _Break:
 
 
 class FirstFailed(NamedTuple):
-    """The failures of the oldest run in which anything has failed.
-
-    Attributes:
-        nodes: (rank, node, error) of each failure.
-    """
+    """The failures of the oldest run in which anything has failed."""
 
     seq: int
-    nodes: list[tuple[int, int, ExecutionError]]
+    nodes: list[tuple[int, int, ExecutionError]]  # (rank, node, error) of each failure
 
 
 class Failures:

@@ -27,17 +27,12 @@ from lazygt.runtime.wire import Buffer
 
 @dataclass(frozen=True)
 class Schedule:
-    """Graph with an execution schedule: in-place writes and lifetimes.
+    """Graph with an execution schedule: in-place writes and lifetimes."""
 
-    Attributes:
-        graph: the nodes, in the order in which they run.
-        writes: nodes that write in place, inputs that the plan needs to own, and outputs to copy.
-        frees: for each node, the values that are freed after it.
-    """
-
-    graph: Graph
+    graph: Graph  # the nodes, in the order in which they run
+    #: nodes that write in place, inputs that the plan needs to own, and outputs to copy
     writes: Writes
-    frees: tuple[tuple[int, ...], ...]
+    frees: tuple[tuple[int, ...], ...]  # for each node, the values that are freed after it
 
     @staticmethod
     def of(graph: Graph) -> Schedule:

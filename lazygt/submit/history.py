@@ -33,23 +33,14 @@ _MAX_NAMED = 8
 
 
 class Flush(NamedTuple):
-    """One flush of recorded ops to the workers.
+    """One flush of recorded ops to the workers."""
 
-    Attributes:
-        reason: the sync point, for example ``backward`` or ``to cpu``.
-        call_site: the user's line that forced the flush.
-        ops: the number of recorded ops.
-        digest: of the plan; None when there was nothing to run.
-        hit: True if the plan was cached.
-        run: the number of the run.
-    """
-
-    reason: str
-    call_site: CallSite | None
-    ops: int
-    digest: bytes | None
-    hit: bool
-    run: int
+    reason: str  # the sync point, for example ``backward`` or ``to cpu``
+    call_site: CallSite | None  # the user's line that forced the flush
+    ops: int  # the number of recorded ops
+    digest: bytes | None  # of the plan; None when there was nothing to run
+    hit: bool  # True if the plan was cached
+    run: int  # the number of the run
 
 
 class FirstMiss(NamedTuple):
@@ -63,27 +54,18 @@ class FirstMiss(NamedTuple):
 
 @dataclass
 class Miss:
-    """A flush without a cached plan, and the cause.
+    """A flush without a cached plan, and the cause."""
 
-    Attributes:
-        flush: the reason of the flush.
-        first: the first new step; None when every step was known.
-        known: earlier steps after the same prefix, newest last.
-        ended: True if an earlier trace with the same steps ended at the same step.
-        alive: outputs that the earlier trace did not have, each as ``op meta  line``.
-        line_of: returns the user's line of an earlier step, or ``"?"``.
-        resized: the program was cached in other sizes, so that no pass had to run.
-        digest, seconds: the plan, and the time to build it.
-    """
-
-    flush: str
-    first: FirstMiss | None
-    known: tuple[TrieNode, ...] = ()
-    ended: bool = False
+    flush: str  # the reason of the flush
+    first: FirstMiss | None  # the first new step; None when every step was known
+    known: tuple[TrieNode, ...] = ()  # earlier steps after the same prefix, newest last
+    ended: bool = False  # True if an earlier trace with the same steps ended at the same step
+    #: outputs that the earlier trace did not have, each as ``op meta  line``
     alive: tuple[str, ...] = ()
+    #: returns the user's line of an earlier step, or ``"?"``
     line_of: Callable[[TrieNode], str] = field(default=lambda step: "?", repr=False)
-    resized: bool = False
-    digest: bytes = b""
+    resized: bool = False  # the program was cached in other sizes, so that no pass had to run
+    digest: bytes = b""  # digest, seconds: the plan, and the time to build it
     seconds: float = 0.0
 
     @staticmethod

@@ -156,23 +156,18 @@ def _all_parameters() -> Iterable[torch.Tensor]:
 
 
 class RankMemory(NamedTuple):
-    """A worker's memory in bytes.
-
-    Attributes:
-        kinds: category -> bytes of the worker's values: ``parameters`` (of optimizers that have
-            stepped, and other ``nn.Parameter``\\ s), their ``gradients``, the state of
-            ``optimizer``\\ s, and ``other``; memory shared by several values counts once.
-        allocated: on a GPU the memory allocated by torch's allocator. On CPUs the memory allocated
-            by malloc in the process; without glibc's malloc, ``living``.
-        peak: on a GPU the peak of allocated memory; on CPUs the peak of resident memory.
-        resident: resident memory of the process on the host.
-    """
+    """A worker's memory in bytes."""
 
     rank: int
+    #: category -> bytes of the worker's values: ``parameters`` (of optimizers that have stepped,
+    #: and other ``nn.Parameter``\\ s), their ``gradients``, the state of ``optimizer``\\ s, and
+    #: ``other``; memory shared by several values counts once
     kinds: Mapping[str, int]
+    #: on a GPU the memory allocated by torch's allocator. On CPUs the memory allocated by malloc in
+    #: the process; without glibc's malloc, ``living``.
     allocated: int
-    peak: int
-    resident: int
+    peak: int  # on a GPU the peak of allocated memory; on CPUs the peak of resident memory
+    resident: int  # resident memory of the process on the host
 
     @property
     def living(self) -> int:
@@ -182,13 +177,10 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class SessionMemory(Printed):
-    """The memory of a session's workers. Prints as a table.
+    """The memory of a session's workers. Prints as a table."""
 
-    Attributes:
-        ranks: by rank. With ``launcher="inline"`` the only worker is this process; in a dry session
-            values have sizes, but no memory.
-    """
-
+    #: by rank. With ``launcher="inline"`` the only worker is this process; in a dry session values
+    #: have sizes, but no memory.
     ranks: Sequence[RankMemory]
 
     @property

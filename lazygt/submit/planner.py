@@ -46,26 +46,18 @@ _MOST_ALIKE = 4
 
 
 class CachedPlan(NamedTuple):
-    """Plans of a trace, as cached in the trie.
+    """Plans of a trace, as cached in the trie."""
 
-    Attributes:
-        entry: the plan of each rank, or the one plan of all.
-        positions: number of a value of the trace -> position among the outputs.
-        origins: for each plan of the entry, step -> recorded op (empty: the same numbers).
-        makers: output -> recorded op.
-        shardings: the sharding of each output; None: replicated.
-        slots: for each output the positions of its blocks among the outputs of the plans.
-        shown: the data that the native recorder needs.
-        stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless requested.
-    """
-
-    entry: PlanRecord
-    positions: dict[int, int]
+    entry: PlanRecord  # the plan of each rank, or the one plan of all
+    positions: dict[int, int]  # number of a value of the trace -> position among the outputs
+    #: for each plan of the entry, step -> recorded op (empty: the same numbers)
     origins: tuple[tuple[int, ...], ...]
-    makers: tuple[int, ...]
-    shardings: tuple[Sharding | None, ...]
+    makers: tuple[int, ...]  # output -> recorded op
+    shardings: tuple[Sharding | None, ...]  # the sharding of each output; None: replicated
+    #: for each output the positions of its blocks among the outputs of the plans
     slots: tuple[range, ...]
-    shown: Any
+    shown: Any  # the data that the native recorder needs
+    #: stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless requested
     stages: Stages
     decided: tuple[AxisStep, ...]
 
@@ -77,21 +69,14 @@ class CachedPlan(NamedTuple):
 
 
 class _Earlier(NamedTuple):
-    """Planned trace, from which plans of the same program in other sizes are derived.
+    """Planned trace, from which plans of the same program in other sizes are derived."""
 
-    Attributes:
-        outline: the shape-polymorphic form of the trace.
-        template, sizes: the result of the passes.
-        sites, lines: of its ops.
-        kept: its plan.
-    """
-
-    outline: Outline
-    template: Template[Plan]
+    outline: Outline  # the shape-polymorphic form of the trace
+    template: Template[Plan]  # template, sizes: the result of the passes
     sizes: Sizes
-    sites: Sites
+    sites: Sites  # sites, lines: of its ops
     lines: list[str]
-    kept: CachedPlan
+    kept: CachedPlan  # its plan
 
     @property
     def nbytes(self) -> int:

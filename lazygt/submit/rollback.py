@@ -33,18 +33,13 @@ from lazygt.submit.planner import CachedPlan, Planner, stored
 
 
 class Stepped(NamedTuple):
-    """Optimizer's state in the client before a step.
-
-    Attributes:
-        numbers: the optimizer's CPU tensors.
-        values: copies of them, stacked where all have one shape and dtype.
-        known: the parameters with a state; None: all had one.
-    """
+    """Optimizer's state in the client before a step."""
 
     optimizer: weakref.ref[torch.optim.Optimizer]
-    numbers: list[torch.Tensor]
+    numbers: list[torch.Tensor]  # the optimizer's CPU tensors
+    #: copies of them, stacked where all have one shape and dtype
     values: torch.Tensor | list[torch.Tensor]
-    known: list[torch.Tensor] | None
+    known: list[torch.Tensor] | None  # the parameters with a state; None: all had one
 
     def restore(self) -> None:
         """Restore the optimizer's state."""
@@ -104,25 +99,16 @@ _SPARE = 64
 
 
 class Recorded(NamedTuple):
-    """Recorded run; the C++ extension builds these tuples, too.
+    """Recorded run; the C++ extension builds these tuples, too."""
 
-    Attributes:
-        seq, base: the number of the run, and the id of its first output.
-        kept: its plan; None for a run without ops.
-        provenance: its ops.
-        params: its run-time numbers.
-        inputs, frees: ids of its inputs, and of the values that it frees.
-        shown: the storages of its inputs and values.
-    """
-
-    seq: int
+    seq: int  # seq, base: the number of the run, and the id of its first output
     base: int
-    kept: CachedPlan | None
-    provenance: Provenance
-    params: Sequence[Any]
-    inputs: Collection[int]
+    kept: CachedPlan | None  # its plan; None for a run without ops
+    provenance: Provenance  # its ops
+    params: Sequence[Any]  # its run-time numbers
+    inputs: Collection[int]  # inputs, frees: ids of its inputs, and of the values that it frees
     frees: Collection[int]
-    shown: Shown
+    shown: Shown  # the storages of its inputs and values
 
     @property
     def promised(self) -> range:
@@ -148,19 +134,13 @@ class Overwritten(NamedTuple):
 
 @dataclass
 class _Undone:
-    """Values to restore in a rollback to the state before an op.
+    """Values to restore in a rollback to the state before an op."""
 
-    Attributes:
-        again: storage -> number of its value among the results of the ops that are run again.
-        held: storage -> its earlier value, for other storages.
-        written: True if any storage was written, or a random number drawn, since.
-        seeded: True if the random stream was sent to the workers since.
-    """
-
+    #: storage -> number of its value among the results of the ops that are run again
     again: dict[Storage, int]
-    held: dict[Storage, Held]
-    written: bool
-    seeded: bool
+    held: dict[Storage, Held]  # storage -> its earlier value, for other storages
+    written: bool  # True if any storage was written, or a random number drawn, since
+    seeded: bool  # True if the random stream was sent to the workers since
 
 
 class Rewind:

@@ -172,7 +172,7 @@ class Submitter:
             if _is_loaded(value, parameter)
         ]
         for value, parameter in loaded:
-            restore_sharding(value, stored_now(parameter)._replace(pinned=False, unit=None))
+            restore_sharding(value, stored_now(parameter)._replace(fixed=False, unit=None))
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Register an optimizer's step; for sharded programs this is a sync point."""

@@ -48,7 +48,7 @@ NOT_OF_OTHERS = {
         "record/autograd.py", "record/factories.py", "record/session_patches.py",
         "record/custom/pickling.py", "record/custom/registry.py", "record/formulas/autocast.py",
         "record/formulas/decompositions.py", "record/formulas/derivatives.py", "record/handlers.py",
-        "record/subclasses.py", "record/torch_compile.py", "host/files.py", "serving/report.py",
+        "record/subclasses.py", "record/torch_compile.py", "serving/report.py",
         "serving/stages.py", "transfer/__init__.py",
     },
     "files of the kernel's, and folders to come back to": {

@@ -99,7 +99,7 @@ def test_rows_are_added_up_by_axis_and_kind() -> None:
 def test_explain_prints_exchanged_bytes() -> None:
     with lazygt.session(launcher="dry", mesh={"data": 4, "tp": 2}) as s:
         x = lazygt.distribute(torch.randn(64, 64), {"data": lazygt.Shard(0)})
-        w = lazygt.distribute(torch.randn(64, 64), {"tp": lazygt.Shard(0)}, pinned=True)
+        w = lazygt.distribute(torch.randn(64, 64), {"tp": lazygt.Shard(0)}, fixed=True)
         s.flush()
         ((x @ w).relu().sum(0)).tolist()
         text = str(lazygt.explain(s))

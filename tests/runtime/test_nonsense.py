@@ -22,8 +22,8 @@ from lazygt.runtime.messages import (
     Fetched,
     Left,
     Made,
+    Message,
     Need,
-    Part,
     Plain,
     Put,
     Relaid,
@@ -47,7 +47,7 @@ META = intern((4,), contiguous_stride((4,)), torch.float32)
 GAPS = intern((4,), (2,), torch.float32)
 NAME = bytes(range(16))
 
-EVERY: tuple[Part, ...] = (
+EVERY: tuple[Message, ...] = (
     Ship(NAME, False, NAME), Ship(NAME, True, NAME, (7, 3), (NAME,), NAME),
     Run(1), Run(2, NAME, 9, (0, (1, 2)), (1, (0, 5)), (0.5, True, 1 + 2j), [Put(1, META, 64)], (7,),
                 (9,), True),
@@ -63,7 +63,7 @@ EVERY: tuple[Part, ...] = (
 
 
 @pytest.mark.parametrize("message", EVERY, ids=lambda message: type(message).__name__)
-def test_every_message_arrives_as_it_was(message: Part) -> None:
+def test_every_message_arrives_as_it_was(message: Message) -> None:
     assert decode(encode(message), (*TO_WORKER, *TO_CLIENT)) == message
 
 

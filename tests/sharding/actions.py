@@ -62,7 +62,7 @@ def place(s: State, step: Step) -> None:
         keep(s, x.clone())
         return
     where = placements(x, step, len(current().mesh.names))
-    keep(s, lazygt.distribute(x, where, pinned=step.number < 0))
+    keep(s, lazygt.distribute(x, where, fixed=step.number < 0))
 
 
 def indices(x: Tensor, size: int) -> Tensor:

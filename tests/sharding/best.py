@@ -40,7 +40,7 @@ def _flat(made: Any) -> list[Tensor]:
 
 
 def recorded(
-    body: Body, tensors: Sequence[Tensor], placements: Sequence[Placement], pinned: bool = False
+    body: Body, tensors: Sequence[Tensor], placements: Sequence[Placement], fixed: bool = False
 ) -> Program:
     """A program on tensors that lie so."""
     with lazygt.session(launcher="inline", keep_stages=True, compile="off", mesh={"x": 1}) as s:
@@ -60,7 +60,7 @@ def recorded(
         graph = dict(s.stages(s.last_plan))["recorded"]
         del made
     where = [_which(value, tensors) for value in entered]
-    stored = [Sharding((placements[at],), pinned and placements[at] != Replicate()) for at in where]
+    stored = [Sharding((placements[at],), fixed and placements[at] != Replicate()) for at in where]
     return Program(graph, entered, params, stored)
 
 
@@ -104,7 +104,7 @@ class Known(NamedTuple):
     tensors: Sequence[Tensor]
     placements: Sequence[Placement]
     best: Callable[[int], float]
-    pinned: bool = False
+    fixed: bool = False
 
 
 class Programs(dict[str, Known]):
@@ -115,12 +115,12 @@ class Programs(dict[str, Known]):
         tensors: Sequence[Tensor],
         placements: Sequence[Placement],
         best: Callable[[int], float],
-        pinned: bool = False,
+        fixed: bool = False,
     ) -> Callable[[Body], Body]:
         """Add a function as a program, under its name."""
 
         def add(body: Body) -> Body:
-            self[body.__name__] = Known(body, tensors, placements, best, pinned)
+            self[body.__name__] = Known(body, tensors, placements, best, fixed)
             return body
 
         return add
@@ -128,8 +128,8 @@ class Programs(dict[str, Known]):
     @cache  # noqa: B019 - it lives as long as its module
     def program(self, name: str) -> Program:
         """What it records."""
-        body, tensors, placements, _, pinned = self[name]
-        return recorded(body, tensors, placements, pinned)
+        body, tensors, placements, _, fixed = self[name]
+        return recorded(body, tensors, placements, fixed)
 
     def check_bytes(self, name: str, ranks: int) -> None:
         """Assert that rank 0 sends no more than it has to."""

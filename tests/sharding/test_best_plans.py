@@ -44,8 +44,8 @@ def relu_of_a_sum(place: Place, a: Tensor, b: Tensor) -> Tensor:
     return place(torch.relu(a @ b), S(0))
 
 
-@known(PRODUCT, PARTIAL, lambda n: sent(MADE, n), pinned=True)
-def relu_of_a_sum_of_what_is_pinned(place: Place, a: Tensor, b: Tensor) -> Tensor:
+@known(PRODUCT, PARTIAL, lambda n: sent(MADE, n), fixed=True)
+def relu_of_a_fixed_sum(place: Place, a: Tensor, b: Tensor) -> Tensor:
     return place(torch.relu(a @ b), S(0))
 
 

@@ -118,7 +118,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_ranks_with_masked_keys_have_no_weight(name: str) -> None:
-    """Ten places on four ranks: three, three, three and one. Each rank does its own, pinned."""
+    """Ten places on four ranks: three, three, three and one. Each rank does its own, fixed."""
     mask = MASKS[name]
 
     def body(place: Any, k: Tensor, v: Tensor, q: Tensor, mask: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_ranks_with_masked_keys_have_no_weight(name: str) -> None:
 
     tensors = keys(10), keys(10, seed=2), queries(mask.shape[-2]), mask
     for ranks in (3, 4, 12):
-        program = recorded(body, tensors, (S(2), S(2), R, R), pinned=True)
+        program = recorded(body, tensors, (S(2), S(2), R, R), fixed=True)
         check_numbers(program, ranks, 1e-5)
 
 

@@ -52,7 +52,7 @@ def squares(*axes: str, gradient: bool = False) -> Callable[[nn.Module], torch.T
         x = torch.zeros(BATCH, LENGTH, DIM, requires_grad=gradient)
         kept[:] = [x]  # or nobody would ask for its gradient
         if axes:
-            x = lazygt.distribute(x, dict.fromkeys(axes, S0), pinned=True)
+            x = lazygt.distribute(x, dict.fromkeys(axes, S0), fixed=True)
         return model(x).square().mean()
 
     return loss
@@ -210,14 +210,14 @@ def test_a_megatron_mlp_reduces_its_output_and_nothing_of_its_weights(
     assert both == Counter({all_reduce(A, "model"): 2})
 
 
-@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_placed_weights_stay_where_they_are(optimizer: str, pinned: bool) -> None:
+def test_placed_weights_stay_where_they_are(optimizer: str, fixed: bool) -> None:
     """The optimizer's horizontal ops once wanted all weights cut along one dim."""
 
     def place(model: nn.Module) -> nn.Module:
         plan = {"0.weight": {"model": S0}, "1.weight": {"model": S1}}
-        return lazygt.parallelize_module(model, None, plan, pinned=pinned)
+        return lazygt.parallelize_module(model, None, plan, fixed=fixed)
 
     def mlp() -> nn.Module:
         layers = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)

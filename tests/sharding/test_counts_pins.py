@@ -1,4 +1,4 @@
-"""What follows from pins and from storage in units: through views, casts and optimizers."""
+"""What follows from fixed and from storage in units: through views, casts and optimizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def moved(text: str, *inputs: Sharding) -> Counter[tuple[str, int]]:
     return Counter((c.kind, c.nbytes) for c in communications(made.graphs[0]))
 
 
-def pinned(label: Placement) -> Sharding:
+def fixed(label: Placement) -> Sharding:
     return Sharding((label,), True)
 
 
@@ -49,7 +49,7 @@ LINEAR = """
 def test_a_pin_holds_behind_a_view() -> None:
     rows = Sharding((S(0),))
     assert moved(LINEAR, rows, Sharding((S(0),))) == Counter({("all_gather", 64 * 64 * 4): 1})
-    assert moved(LINEAR, rows, pinned(S(0))) == Counter({("all_gather", 65536 * 64 * 4): 1})
+    assert moved(LINEAR, rows, fixed(S(0))) == Counter({("all_gather", 65536 * 64 * 4): 1})
 
 
 def test_sharding_unsupported_by_op_is_gathered() -> None:
@@ -58,7 +58,7 @@ def test_sharding_unsupported_by_op_is_gathered() -> None:
       %1: f32[64, 64] = aten.linalg_matrix_exp.default(%0)
       return %1
     """
-    assert moved(text, pinned(S(0))) == Counter({("all_gather", 64 * 64 * 4): 1})
+    assert moved(text, fixed(S(0))) == Counter({("all_gather", 64 * 64 * 4): 1})
 
 
 def test_a_whole_bias_counts_once_in_a_partial_sum() -> None:
@@ -69,7 +69,7 @@ def test_a_whole_bias_counts_once_in_a_partial_sum() -> None:
       %3: f32[65536, 64] = aten.addmm.default(%2, %0, %1)
       return %3
     """
-    found = moved(text, Sharding((S(0),)), pinned(S(0)), pinned(R))
+    found = moved(text, Sharding((S(0),)), fixed(S(0)), fixed(R))
     nbytes = 65536 * 64 * 4  # and not the few of the weight, although they would do
     assert found == Counter({("all_to_all", nbytes // 4): 1, ("all_reduce", nbytes): 1})
 

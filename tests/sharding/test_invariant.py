@@ -212,7 +212,7 @@ def product(n: int) -> Program:
 
 
 def test_sums_travel_unreduced() -> None:
-    stored = [Sharding((S0,), pinned=True)] * 2
+    stored = [Sharding((S0,), fixed=True)] * 2
     small, large = 64 * 64 * 4, 256 * 256 * 4
     assert payloads(product(64), "data=1", stored) == []
     assert payloads(product(64), "data=2", stored) == [("all_gather", 2 * small)]

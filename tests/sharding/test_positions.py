@@ -33,9 +33,9 @@ def test_slices_of_sharded_dim_match_eager(dim: int) -> None:
     whole = torch.arange(84.0, device="cpu").view(7, 6, 2)
     eager = program(whole.clone())
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
-        x = lazygt.distribute(whole.to("lazygt"), {"data": Shard(dim)}, pinned=True)
+        x = lazygt.distribute(whole.to("lazygt"), {"data": Shard(dim)}, fixed=True)
         assert program(x) == eager
         assert s.stats()["plans_built"] <= 15
         built = s.stats()["plans_built"]
-        program(lazygt.distribute(whole.to("lazygt"), {"data": Shard(dim)}, pinned=True))
+        program(lazygt.distribute(whole.to("lazygt"), {"data": Shard(dim)}, fixed=True))
         assert s.stats()["plans_built"] <= built + 2, "more positions, more plans"

@@ -67,7 +67,7 @@ def test_the_loss_of_classes_that_are_cut_and_not_the_last_dim(ranks: int) -> No
     graph = parse_graph(PLACES)
     torch.manual_seed(0)
     inputs = [torch.randn(2, 3, 4), torch.randint(4, (2, 1, 3))]
-    stored = [Sharding((Shard(2),), pinned=True), Sharding((Replicate(),))]
+    stored = [Sharding((Shard(2),), fixed=True), Sharding((Replicate(),))]
     made = run_sharded(graph, Mesh.parse(f"model={ranks}"), stored, inputs, [])
     for got, want in zip(made, run_whole(graph, inputs, []), strict=True):
         torch.testing.assert_close(got, want)
@@ -95,6 +95,6 @@ NORMS = {
 def test_views_of_norm_along_sharded_dim_match_unsharded(norm: str) -> None:
     graph = parse_graph(NORMS[norm])
     torch.manual_seed(0)
-    inputs, stored = [torch.randn(2, 4, 3)], [Sharding((Shard(1),), pinned=True)]
+    inputs, stored = [torch.randn(2, 4, 3)], [Sharding((Shard(1),), fixed=True)]
     made = run_sharded(graph, Mesh.parse("model=2"), stored, inputs, [])
     torch.testing.assert_close(made, run_whole(graph, inputs, []))

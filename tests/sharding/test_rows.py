@@ -173,7 +173,7 @@ def test_rows_of_whole_tables_are_not_exchanged_for_tokens_that_all_have() -> No
         return place(F.embedding(ids, table), R)
 
     ids = torch.randint(1024, (512,), generator=torch.Generator().manual_seed(0))
-    one = recorded(body, (draw(1024, 64), ids), (S(0), R), pinned=True)
+    one = recorded(body, (draw(1024, 64), ids), (S(0), R), fixed=True)
     assert exchanged(one, 4) == [("all_reduce", 512 * 64 * 4)]
 
 
@@ -181,17 +181,17 @@ def test_rows_of_whole_tables_are_not_exchanged_for_tokens_that_all_have() -> No
 def test_workers_exchange_rows_and_report_missing_index() -> None:
     table, ids = draw(40, 8), torch.tensor([3, 39, 0, 0, 17, 21, 8])
     with lazygt.session(mesh={"rows": 2}, threads=1):
-        lazy = lazygt.distribute(table.to("lazygt"), [S(0)], pinned=True)
-        index = lazygt.distribute(ids.to("lazygt"), [S(0)], pinned=True)
-        taken = lazygt.distribute(lazy[index], [S(0)], pinned=True)
+        lazy = lazygt.distribute(table.to("lazygt"), [S(0)], fixed=True)
+        index = lazygt.distribute(ids.to("lazygt"), [S(0)], fixed=True)
+        taken = lazygt.distribute(lazy[index], [S(0)], fixed=True)
         assert torch.equal(taken.cpu(), table[ids])
-        put = lazygt.distribute(torch.zeros(40, 8), [S(0)], pinned=True)
+        put = lazygt.distribute(torch.zeros(40, 8), [S(0)], fixed=True)
         put = put.index_put((index,), taken, accumulate=True)
         assert torch.equal(put.cpu(), torch.zeros(40, 8, device="cpu").index_put(
             (ids,), table[ids], accumulate=True))  # fmt: skip
-        wrong = lazygt.distribute(index + 21, [S(0)], pinned=True)
+        wrong = lazygt.distribute(index + 21, [S(0)], fixed=True)
         with pytest.raises(IndexError, match="index"):
-            lazygt.distribute(lazy[wrong], [S(0)], pinned=True).cpu()
+            lazygt.distribute(lazy[wrong], [S(0)], fixed=True).cpu()
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

@@ -47,7 +47,7 @@ def test_invalid_weights_are_refused_as_in_torch(wrong: float, text: str) -> Non
     with lazygt.session(mesh={"words": 2}, threads=1) as s:
         weights = torch.rand(ROWS, WORDS)
         weights[1] = wrong
-        weights = lazygt.distribute(weights, [Shard(1)], pinned=True)
+        weights = lazygt.distribute(weights, [Shard(1)], fixed=True)
         s.flush()
         with pytest.raises(RuntimeError, match=text):
             torch.multinomial(weights, 1).cpu()

@@ -18,16 +18,11 @@ Shape = tuple[int, ...]
 
 
 class Results(NamedTuple):
-    """Metas and ints of an op's results, known before they are computed.
+    """Metas and ints of an op's results, known before they are computed."""
 
-    Attributes:
-        fresh, written: metas of the new tensors, and of the written ones.
-        ints: ints among the results.
-    """
-
-    fresh: Metas
+    fresh: Metas  # fresh, written: metas of the new tensors, and of the written ones
     written: tuple[TensorMeta, ...] = ()
-    ints: tuple[int, ...] = ()
+    ints: tuple[int, ...] = ()  # ints among the results
 
 
 #: The metas of an op's fresh results, or of its first argument once it is written.

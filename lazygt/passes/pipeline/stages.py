@@ -24,19 +24,12 @@ EVERY = -1
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Stage of each node and of each value.
+    """Stage of each node and of each value."""
 
-    Attributes:
-        nodes: the stage, ``EVERY``, or None: every stage that reads the results.
-        values: the stage; None: every rank has the value, or can compute it.
-        makers: value -> the number of its producer; -1: an input.
-        same: a mark's result -> its first operand, which is the same value.
-    """
-
-    nodes: Sequence[int | None]
-    values: Sequence[int | None]
-    makers: Sequence[int]
-    same: dict[int, int]
+    nodes: Sequence[int | None]  # the stage, ``EVERY``, or None: every stage that reads the results
+    values: Sequence[int | None]  # the stage; None: every rank has the value, or can compute it
+    makers: Sequence[int]  # value -> the number of its producer; -1: an input
+    same: dict[int, int]  # a mark's result -> its first operand, which is the same value
 
     def named(self, value: int) -> int:
         """Return the operand of the chain of marks that a value is the result of."""
@@ -139,14 +132,10 @@ class Unit(NamedTuple):
 
 
 class StageOrder(NamedTuple):
-    """Nodes that have a stage, marks apart, by number.
-
-    Attributes:
-        why: the reason for recorded order in place of 1F1B; empty if it is 1F1B.
-    """
+    """Nodes that have a stage, marks apart, by number."""
 
     numbers: list[int]
-    why: str = ""
+    why: str = ""  # the reason for recorded order in place of 1F1B; empty if it is 1F1B
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Unit]:

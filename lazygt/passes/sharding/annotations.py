@@ -1,8 +1,9 @@
 """User annotations of values, and their propagation to derived values and to users.
 
-A pin holds for the full step: a view or a cast of a pinned value is pinned, to the placement that
-follows from the operand's. A value computed elementwise from stored values only (a cast, the sum of
-two weights) is stored, too: it is computed on the shards, and gathered for its users.
+A fixed placement holds for the full step: a view or a cast of a fixed value is fixed, to the
+placement that follows from the operand's. A value computed elementwise from stored values only (a
+cast, the sum of two weights) is stored, too: it is computed on the shards, and gathered for its
+users.
 """
 
 from __future__ import annotations
@@ -38,18 +39,14 @@ COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Annotated placement of a value.
-
-    Attributes:
-        kind: of an input, **given**: it is stored so, and may be moved at its cost; **stored**: the
-            same, but ``gathers_operand`` ops gather it (FSDP); **free**: it is not stored
-            yet, the placement is preferred where others cost the same. **pinned**: it is stored, or
-            made, and used so and not otherwise. For a value that an op makes, given and free are
-            wishes: they open strategies.
-    """
+    """Annotated placement of a value."""
 
     placement: Placement
-    kind: Literal["given", "stored", "free", "pinned"] = "given"
+    #: of an input, **given**: it is stored so, and may be moved at its cost; **stored**: the same,
+    #: but ``gathers_operand`` ops gather it (FSDP); **free**: it is not stored yet, the placement
+    #: is preferred where others cost the same. **fixed**: it is stored, or made, and used so and
+    #: not otherwise. For a value that an op makes, given and free are wishes: they open strategies.
+    kind: Literal["given", "stored", "free", "fixed"] = "given"
 
 
 def infer_annotations(
@@ -81,7 +78,7 @@ def _inferred(
 ) -> Sequence[Annotation]:
     """Return the annotations of a node's results; empty where nothing follows."""
     first = known.get(node.refs()[0])
-    if first is not None and first.kind == "pinned" and moves_elements(node):
+    if first is not None and first.kind == "fixed" and moves_elements(node):
         strategies = {
             strategy.outputs
             for strategy in entry.strategies
@@ -90,7 +87,7 @@ def _inferred(
         placements = strategies.pop() if len(strategies) == 1 else ()
         is_interleaved = any(isinstance(placement, StridedShard) for placement in placements)
         return (
-            () if is_interleaved else [Annotation(placement, "pinned") for placement in placements]
+            () if is_interleaved else [Annotation(placement, "fixed") for placement in placements]
         )
     if is_elementwise(node, metas):
         operand_annotations = [
@@ -194,8 +191,8 @@ def annotations_of(
             and placement != R
         ):
             annotations[value] = Annotation(placement, "stored")
-        elif sharding.pinned:
-            annotations[value] = Annotation(placement, "pinned")
+        elif sharding.fixed:
+            annotations[value] = Annotation(placement, "fixed")
         elif value < len(graph.inputs) and placement != R:
             annotations[value] = Annotation(placement)
     for node, results in graph.numbered():

@@ -46,38 +46,29 @@ R = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Chosen strategies and placements of a graph on one axis.
+    """Chosen strategies and placements of a graph on one axis."""
 
-    Attributes:
-        strategies: of each node.
-        kept: value -> the placements provided for its users, in order of conversion; any other
-            value is used with the placement that it was produced with.
-        inputs: the placement of each input.
-        gradients: shape -> the placement for partial outputs of that shape, such as gradients of
-            sharded parameters; other partial outputs are all-reduced.
-    """
-
-    strategies: Sequence[Strategy]
+    strategies: Sequence[Strategy]  # of each node
+    #: value -> the placements provided for its users, in order of conversion; any other value is
+    #: used with the placement that it was produced with
     kept: Mapping[int, tuple[Placement, ...]]
-    inputs: Sequence[Placement]
+    inputs: Sequence[Placement]  # the placement of each input
+    #: shape -> the placement for partial outputs of that shape, such as gradients of sharded
+    #: parameters; other partial outputs are all-reduced
     gradients: Mapping[tuple[int, ...], Placement] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalProgram:
-    """Local program of one rank of an axis, with the placement of each of its outputs.
-
-    Attributes:
-        values: for each value of the global program: placement -> number of the local value with
-            that placement; the placement that it was produced with is the first.
-        alike: whether every rank of the axis has the same program.
-        settled: whether requesting ``outputs`` as the wanted placements gives the same program.
-    """
+    """Local program of one rank of an axis, with the placement of each of its outputs."""
 
     graph: Graph
     outputs: tuple[Placement, ...]
+    #: for each value of the global program: placement -> number of the local value with that
+    #: placement; the placement that it was produced with is the first
     values: tuple[Mapping[Placement, int], ...] = ()
-    alike: bool = False
+    alike: bool = False  # whether every rank of the axis has the same program
+    #: whether requesting ``outputs`` as the wanted placements gives the same program
     settled: bool = False
 
 
@@ -255,14 +246,11 @@ class _Partitioner:
 
 @dataclass(frozen=True, slots=True)
 class PartitionedProgram:
-    """Programs of all ranks, and the placement of each output.
-
-    Attributes:
-        why_in_turn: the reason why pipeline stages run the recorded order, not 1F1B; else empty.
-    """
+    """Programs of all ranks, and the placement of each output."""
 
     graphs: tuple[Graph, ...]
     outputs: tuple[Sharding, ...]
+    #: the reason why pipeline stages run the recorded order, not 1F1B; else empty
     why_in_turn: str = ""
 
 
@@ -422,7 +410,7 @@ class _Axis:
         Args:
             wanted: for each output its required placement; None: replicated or sharded.
             exchange_whole: run the collectives of earlier axes on replicated values.
-            whole: nodes that may run replicated in any case, unless a pin forbids it.
+            whole: nodes that may run replicated in any case, unless a fixed forbids it.
         """
         metas = graph.values
         allowed = [
@@ -489,21 +477,15 @@ class _Axis:
 
 @dataclass(frozen=True, slots=True)
 class AxisStep:
-    """Decisions on one axis, as rank 0 has them.
-
-    Attributes:
-        graph, local: the program before and after.
-        wanted: for each output its required placement; None: replicated or sharded.
-        exchange_whole: the collectives of earlier axes run on replicated values.
-        strategies: of each node.
-    """
+    """Decisions on one axis, as rank 0 has them."""
 
     axis: _Axis
-    graph: Graph
+    graph: Graph  # graph, local: the program before and after
+    #: for each output its required placement; None: replicated or sharded
     wanted: tuple[Placement | None, ...]
-    exchange_whole: bool
+    exchange_whole: bool  # the collectives of earlier axes run on replicated values
     local: LocalProgram
-    strategies: Sequence[Strategy]
+    strategies: Sequence[Strategy]  # of each node
 
     @property
     def name(self) -> str:

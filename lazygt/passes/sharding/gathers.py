@@ -2,7 +2,7 @@
 
 A gather is reported unless the user requested it. Requests are a placement
 (``lazygt.redistribute``, a style), stored weights (FSDP), an operand of an op with another operand
-that is pinned to shards (the sharded input of a column-parallel layer), and an update of a pinned
+that is fixed to shards (the sharded input of a column-parallel layer), and an update of a fixed
 value.
 """
 
@@ -30,25 +30,15 @@ _WHOLE_OR_OTHERWISE = (
 
 
 class Gather(NamedTuple):
-    """Unrequested all-gather of sharded values for one op.
+    """Unrequested all-gather of sharded values for one op."""
 
-    Attributes:
-        op: the aten overload, or another name of the op.
-        operands: the gathered ones, as ``f32[8, 16] in S(0)``.
-        nbytes: size of all gathered operands.
-        axis: of the mesh.
-        line: the user's ``file:line``.
-        why: the reason: no rule, or no better strategy.
-        instead: a way to avoid the gather.
-    """
-
-    op: str
-    operands: tuple[str, ...]
-    nbytes: int
-    axis: str
-    line: str
-    why: str
-    instead: str
+    op: str  # the aten overload, or another name of the op
+    operands: tuple[str, ...]  # the gathered ones, as ``f32[8, 16] in S(0)``
+    nbytes: int  # size of all gathered operands
+    axis: str  # of the mesh
+    line: str  # the user's ``file:line``
+    why: str  # the reason: no rule, or no better strategy
+    instead: str  # a way to avoid the gather
 
     def __str__(self) -> str:
         return (
@@ -88,7 +78,7 @@ class _Gathers:
         self._step, self._graph, self._metas = step, step.graph, step.graph.values
         self._produced_in = [next(iter(have), R) for have in step.local.values]
         reported = _user_sharded_values(step) - _fsdp_values(step)
-        self._gathered, self._pinned = reported.intersection(gathered), _pinned(step)
+        self._gathered, self._fixed = reported.intersection(gathered), _fixed(step)
         #: value -> the nodes that read it replicated
         self._replicated_readers: dict[int, list[int]] = defaultdict(list)
         for number, node in enumerate(self._graph.nodes):
@@ -121,10 +111,10 @@ class _Gathers:
     def _is_requested(self, number: int) -> bool:
         """Return whether the user requested that a node's operands are gathered."""
         node, strategy = self._graph.nodes[number], self._step.strategies[number]
-        if node.op in MARKS or any(value in self._pinned for value in node.writes):
+        if node.op in MARKS or any(value in self._fixed for value in node.writes):
             return True
         return any(
-            value in self._pinned
+            value in self._fixed
             and isinstance(placement, Cut)
             and placement == self._produced_in[value]
             for value, placement in zip(node.refs(), strategy.inputs, strict=True)
@@ -171,7 +161,7 @@ class _Gathers:
             operands.isdisjoint(values) or not produced_in.isdisjoint(shard_placements)
         ):
             return "takes less time on whole values", (
-                "To compute in blocks all the same, pin the value (pinned=True in "
+                "To compute in blocks all the same, fix the placement (fixed=True in "
                 "lazygt.distribute, or a style); weights that are to be gathered for each use "
                 "belong to lazygt.fully_shard, which gathers them ahead."
             )
@@ -214,15 +204,15 @@ def _fsdp_values(step: AxisStep) -> set[int]:
     return stored
 
 
-def _pinned(step: AxisStep) -> set[int]:
-    """Return the values that are pinned along the axis, and views of them."""
+def _fixed(step: AxisStep) -> set[int]:
+    """Return the values that are fixed along the axis, and views of them."""
     axis_index, stored = step.axis.at, step.axis.stored(step.graph)
-    pinned = {
+    fixed = {
         value
         for value, sharding in stored.items()
-        if sharding.pinned and not isinstance(sharding.placements[axis_index], Unspecified)
+        if sharding.fixed and not isinstance(sharding.placements[axis_index], Unspecified)
     }
     for node, results in step.graph.numbered():
-        if moves_elements(node) and pinned.issuperset(node.refs()):
-            pinned.update(results)
-    return pinned
+        if moves_elements(node) and fixed.issuperset(node.refs()):
+            fixed.update(results)
+    return fixed

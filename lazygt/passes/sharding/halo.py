@@ -29,30 +29,21 @@ MOST_PIECES = 32
 
 
 class Piece(NamedTuple):
-    """Consecutive rows that one rank has and a rank wants.
+    """Consecutive rows that one rank has and a rank wants."""
 
-    Attributes:
-        source: the rank that has the rows.
-        start: index of the first row within that rank's rows.
-        rows: number of rows.
-    """
-
-    source: int
-    start: int
-    rows: int
+    source: int  # the rank that has the rows
+    start: int  # index of the first row within that rank's rows
+    rows: int  # number of rows
 
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Exchange of rows along ``dim`` among all ranks.
-
-    Attributes:
-        have: rows of each rank before the exchange; no two ranks have the same row.
-        want: rows of each rank after the exchange; several ranks may want the same row.
-    """
+    """Exchange of rows along ``dim`` among all ranks."""
 
     dim: int
+    #: rows of each rank before the exchange; no two ranks have the same row
     have: tuple[Ranges, ...]
+    #: rows of each rank after the exchange; several ranks may want the same row
     want: tuple[Ranges, ...]
 
     @cached_property

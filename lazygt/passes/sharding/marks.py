@@ -38,7 +38,7 @@ def turns(graph: Graph, backward: Collection[int]) -> list[int]:
 
 # -- user annotations as nodes of the graph --------------------------------------------------------
 
-#: ``place(value, placements, pinned[, unit])``: the value; ``placements`` has one placement an
+#: ``place(value, placements, fixed[, unit])``: the value; ``placements`` has one placement an
 #: axis, as text.
 PLACE = "lazygt.place"
 #: ``enter_stage(value, stage, axis[, again])``: the value, on a stage of a pipeline along an axis;
@@ -84,16 +84,14 @@ def reduce_as_node(value: int, meta: TensorMeta, dtype: torch.dtype) -> Node:
 def place_node(value: int, meta: TensorMeta, sharding: Sharding) -> Node:
     """Return the ``place`` mark of a value."""
     unit = () if sharding.unit is None else (tuple(sharding.unit),)
-    args = (Ref(value), tuple(map(str, sharding.placements)), sharding.pinned, *unit)
+    args = (Ref(value), tuple(map(str, sharding.placements)), sharding.fixed, *unit)
     return Node(PLACE, args, (), (meta,))
 
 
 def sharding_of_mark(node: Node) -> Sharding:
     """Return the sharding of a ``place`` mark."""
-    placements, pinned, *unit = node.args[1:]
-    return Sharding(
-        tuple(map(_placement, placements)), pinned, FSDPUnit(*unit[0]) if unit else None
-    )
+    placements, fixed, *unit = node.args[1:]
+    return Sharding(tuple(map(_placement, placements)), fixed, FSDPUnit(*unit[0]) if unit else None)
 
 
 def _placement(text: str) -> Placement:

@@ -45,15 +45,11 @@ Scope = tuple[int, ...]
 
 
 class Factor(NamedTuple):
-    """Costs of the joint choices of some variables.
+    """Costs of the joint choices of some variables."""
 
-    Attributes:
-        scope: the variables, each once.
-        table: costs, with one axis for each variable of the scope, in order; infinity forbids a
-            choice. Equal tables should be one array, which makes their comparison fast.
-    """
-
-    scope: Scope
+    scope: Scope  # the variables, each once
+    #: costs, with one axis for each variable of the scope, in order; infinity forbids a choice.
+    #: Equal tables should be one array, which makes their comparison fast.
     table: Table
 
 
@@ -62,17 +58,11 @@ NONE = -1
 
 
 class Summed(NamedTuple):
-    """Sum of tables, minimised over its first variable.
+    """Sum of tables, minimised over its first variable."""
 
-    Attributes:
-        table: number of the table of minima minus ``shift``; NONE where all minima are equal.
-        shift: the smallest minimum.
-        best: the first choice (argmin) that attains each minimum.
-    """
-
-    table: int
-    shift: float
-    best: npt.NDArray[np.intp]
+    table: int  # number of the table of minima minus ``shift``; NONE where all minima are equal
+    shift: float  # the smallest minimum
+    best: npt.NDArray[np.intp]  # the first choice (argmin) that attains each minimum
 
 
 class CostTables:

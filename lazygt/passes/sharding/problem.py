@@ -45,15 +45,11 @@ class _Connected(NamedTuple):
     """Factors between a value's producer and its users; shared by equally connected values.
 
     Variables are numbered locally: 0 is the producer, then the users, then the value's own one.
-
-    Attributes:
-        options: of the value's own variable; None if there is none.
-        constant: cost that does not depend on choices.
-        singles, pairs: local variables, with the cost table of their choices.
     """
 
-    options: Options | None
-    constant: float
+    options: Options | None  # of the value's own variable; None if there is none
+    constant: float  # cost that does not depend on choices
+    #: singles, pairs: local variables, with the cost table of their choices
     singles: Sequence[tuple[int, Table]]
     pairs: Sequence[tuple[int, int, Table]]
 
@@ -215,9 +211,9 @@ class Connections:
         available = self._produced_options(maker, annotation or _WHOLE, wants)
         if maker is not None and not maker[1] and self._entries[maker[0]].works:
             sums.charge(0, self._entries[maker[0]].costs)
-        if len(wants) > 1 or kind == ("free" if maker is None else "pinned"):
-            pin = annotation.placement if annotation is not None and kind == "pinned" else None
-            options, own_variable = self._options(available, pin, wants), len(users) + 1
+        if len(wants) > 1 or kind == ("free" if maker is None else "fixed"):
+            fixed = annotation.placement if annotation is not None and kind == "fixed" else None
+            options, own_variable = self._options(available, fixed, wants), len(users) + 1
             sums.charge(own_variable, prices.copies(options, nbytes))
             if maker is None and annotation is not None and kind == "free":
                 # one tick: a tie-break
@@ -268,13 +264,13 @@ class Connections:
         return firsts
 
     def _options(
-        self, produced: Options, pin: Placement | None, wants: Sequence[Options]
+        self, produced: Options, fixed: Placement | None, wants: Sequence[Options]
     ) -> Options:
-        """Return the placements in which a value may be provided; only the pin if there is one."""
-        key = id(produced), pin, *map(id, wants)
+        """Return the placements in which a value may be provided: only the fixed one, if any."""
+        key = id(produced), fixed, *map(id, wants)
         options = self._options_cache.get(key)
         if options is None:
-            provided = _provided_placements(produced, wants) if pin is None else ((pin,),)
+            provided = _provided_placements(produced, wants) if fixed is None else ((fixed,),)
             options = self._options_cache[key] = self._interned(provided)
         return options
 
@@ -343,17 +339,13 @@ def _provided_placements(maker_options: Options, wants: Sequence[Options]) -> Op
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Problem of one axis, with the meaning of its variables.
+    """Problem of one axis, with the meaning of its variables."""
 
-    Attributes:
-        problem: costs are in ticks (picoseconds).
-        entries: the strategies of each node; variable ``n`` chooses one for node ``n``.
-        kept: value -> (its variable, for each choice the placements provided for its users, in
-            order of conversion). Any other value is used as produced.
-    """
-
-    problem: Problem
+    problem: Problem  # costs are in ticks (picoseconds)
+    #: the strategies of each node; variable ``n`` chooses one for node ``n``
     entries: Sequence[StrategySet]
+    #: value -> (its variable, for each choice the placements provided for its users, in order of
+    #: conversion). Any other value is used as produced.
     kept: Mapping[int, tuple[int, Options]]
 
     def strategies(self, solution: Solution) -> list[Strategy]:
@@ -385,7 +377,7 @@ def build_problem(
         annotations: value -> annotation; an input without one is replicated.
         outputs: for each output the placements that it may have; None: any. Empty: any for all.
         explore: also shard values that no annotation leads to.
-        whole: nodes, by number, that may run replicated in any case, unless a pin forbids it.
+        whole: nodes, by number, that may run replicated in any case, unless a fixed forbids it.
 
     Raises:
         ValueError: an annotation for a value that does not exist, or placements for another number

@@ -210,7 +210,7 @@ def _sharded_optimizer_state(
     last = max(pass_of, default=0)
     state = {
         value: sharding for value, sharding in shardings.items()
-        if value < len(graph.inputs) and sharding.pinned and sharding.unit is None
+        if value < len(graph.inputs) and sharding.fixed and sharding.unit is None
         and any(isinstance(placement, Shard) for placement in sharding.placements)
     }  # fmt: skip
     for node, pass_number in zip(graph.nodes, pass_of, strict=True):
@@ -221,17 +221,11 @@ def _sharded_optimizer_state(
 
 
 class _Sum(NamedTuple):
-    """Addition of a gradient to the sum over earlier microbatches.
+    """Addition of a gradient to the sum over earlier microbatches."""
 
-    Attributes:
-        nbytes: of each operand.
-        first: whether the sum is that of a single microbatch.
-        home: the sharding of the parameter.
-    """
-
-    nbytes: int
-    first: bool
-    home: Sharding
+    nbytes: int  # of each operand
+    first: bool  # whether the sum is that of a single microbatch
+    home: Sharding  # the sharding of the parameter
 
 
 class _Gradients:

@@ -34,18 +34,14 @@ from lazygt.passes.sharding.seeds import SUMS, Bits, find_seeds, partial_bit, sa
 from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
 from lazygt.passes.sharding.wishes import Masks, Reach, Spared, Step, Wishes, spared_values
 
-Pins = tuple[Placement | None, ...]
+FixedPlacements = tuple[Placement | None, ...]
 
 
 class OpenedChoice(NamedTuple):
-    """Strategies that the solver may choose from.
+    """Strategies that the solver may choose from."""
 
-    Attributes:
-        entries: of each node.
-        grown: values that are sharded only because they were broadcast from smaller sharded ones.
-    """
-
-    entries: list[StrategySet]
+    entries: list[StrategySet]  # of each node
+    #: values that are sharded only because they were broadcast from smaller sharded ones
     grown: Collection[int]
 
 
@@ -59,7 +55,7 @@ def open_strategies(
 ) -> OpenedChoice:
     """Return for each node the strategies that the solver may choose from.
 
-    Left out are strategies that break a pin where another strategy keeps it, and replicated
+    Left out are strategies that break a fixed where another strategy keeps it, and replicated
     strategies where a reached strategy divides the work. For a matmul the latter holds always. For
     other ops it does not hold with ``explore``; if dividing the work needs a collective inside the
     op or interleaved operands (which were contiguous shards before a view); or if the result was
@@ -67,7 +63,7 @@ def open_strategies(
     added to others, and views of them, may stay partial: then their sum is reduced once.
 
     Args:
-        whole: nodes, by number, that may run replicated in any case, unless a pin forbids it.
+        whole: nodes, by number, that may run replicated in any case, unless a fixed forbids it.
     """
     propagation = _Propagation(chains, metas, catalogue, annotations, explore)
     propagation.spread()
@@ -78,12 +74,12 @@ def open_strategies(
     opened_entries = []
     for number, step in enumerate(steps):
         _, refs, results, kind, masks = step
-        entry, pins = entries[kind], propagation.pins(number)
+        entry, fixed_placements = entries[kind], propagation.fixed_placements(number)
         masks_and_pins = (
             masks if changed.isdisjoint(refs) else propagation.masks(number),
             of_operands(step),
             of_results(results) if entry.only_cuts_results else (),
-            pins,
+            fixed_placements,
             not grown.isdisjoint(results),
             not (entry.works or near.isdisjoint(results)),
             tuple([value in grown for value in refs]) if entry.attends else (),
@@ -92,31 +88,26 @@ def open_strategies(
         opened = cache.get(key)
         if opened is None:
             opened = cache[key] = propagation.opened(entry, _Asked(*masks_and_pins))
-        may_be_replicated = number in whole and _respects_pins(entry.strategies[0], pins)
+        may_be_replicated = number in whole and _respects_fixed(
+            entry.strategies[0], fixed_placements
+        )
         opened_entries.append(_with_replicated(opened, entry) if may_be_replicated else opened)
     return OpenedChoice(opened_entries, grown)
 
 
 class _Asked(NamedTuple):
-    """Masks and pins that decide which strategies are open to a node; a cache key.
+    """Masks and fixed placements that decide which strategies are open to a node; a cache key."""
 
-    Attributes:
-        masks: for each operand, the placements that reached it.
-        wishes: for each operand, the placements of hints; empty if there are none.
-        results: for each result the wanted shards, if some strategies shard only results.
-        pins: the required placement of each operand; empty if there are none.
-        grown: whether the results are sharded only because they were broadcast from sharded values.
-        is_near: whether the node is a view of a value that annotations shard.
-        grown_operands: for each operand, whether it may be replicated before a broadcast; empty
-            unless the node is an attention.
-    """
-
-    masks: Masks
-    wishes: Masks
-    results: Masks
-    pins: Pins
+    masks: Masks  # for each operand, the placements that reached it
+    wishes: Masks  # for each operand, the placements of hints; empty if there are none
+    results: Masks  # for each result the wanted shards, if some strategies shard only results
+    #: the required placement of each operand; empty if there are none
+    fixed_placements: FixedPlacements
+    #: whether the results are sharded only because they were broadcast from sharded values
     grown: bool
-    is_near: bool
+    is_near: bool  # whether the node is a view of a value that annotations shard
+    #: for each operand, whether it may be replicated before a broadcast; empty unless the node is
+    #: an attention
     grown_operands: tuple[bool, ...]
 
 
@@ -126,11 +117,11 @@ def _with_replicated(opened: StrategySet, entry: StrategySet) -> StrategySet:
     return entry.keep(lambda number, strategy: number == 0 or id(strategy) in strategies)
 
 
-def _respects_pins(strategy: Strategy, pins: Pins) -> bool:
-    """Return whether a strategy respects all pins; for a pin to R a partial operand is allowed."""
+def _respects_fixed(strategy: Strategy, fixed_placements: FixedPlacements) -> bool:
+    """Return whether a strategy keeps all fixed placements; a partial sum counts as R."""
     return all(
-        pin in (None, placement) or (pin == Replicate() and isinstance(placement, Partial))
-        for pin, placement in zip(pins, strategy.inputs, strict=False)
+        fixed in (None, placement) or (fixed == Replicate() and isinstance(placement, Partial))
+        for fixed, placement in zip(fixed_placements, strategy.inputs, strict=False)
     )
 
 
@@ -172,9 +163,9 @@ class _Propagation:
         self._catalogue, self._bits = catalogue, Bits()
         self._nodes, self._users = chains.nodes, chains.users
         self._numbers = list(catalogue.numbers)
-        self._pinned = {v: a.placement for v, a in annotations.items() if a.kind == "pinned"}
+        self._fixed = {v: a.placement for v, a in annotations.items() if a.kind == "fixed"}
         self._stored = {v: a.placement for v, a in annotations.items() if a.kind == "stored"}
-        self._pinned_or_stored = {*self._pinned, *self._stored}
+        self._fixed_or_stored = {*self._fixed, *self._stored}
         self._reached = [0] * len(metas)
         for value, annotation in annotations.items():
             self._reached[value] = self._bits.any(annotation.placement)
@@ -284,7 +275,7 @@ class _Propagation:
         """Add placements to the masks of values; return the values that changed."""
         changed, reached = [], self._reached
         for value, mask in zip(values, masks, strict=True):
-            if mask & ~reached[value] and value not in self._pinned:
+            if mask & ~reached[value] and value not in self._fixed:
                 reached[value] |= mask
                 changed.append(value)
         return changed
@@ -354,12 +345,13 @@ class _Propagation:
         """Return the strategies of a set that are open to a node.
 
         Args:
-            node: masks and pins of the node.
+            node: masks and fixed_placements of the node.
         """
         masks, hints = node.masks, node.wishes
         open_set = entry.keep(
             lambda _, strategy: (
-                _respects_pins(strategy, node.pins) and self._is_possible(strategy, masks)
+                _respects_fixed(strategy, node.fixed_placements)
+                and self._is_possible(strategy, masks)
             )
         )
         if entry.takes_sums and masks[0] & SUMS:
@@ -451,13 +443,13 @@ class _Propagation:
             [0 if is_gathered else mask for mask, is_gathered in zip(masks, gathered, strict=True)]
         )
 
-    def pins(self, number: int) -> Pins:
-        """Return the required placement of each operand; empty if there are no pins."""
-        refs, pinned, stored = self._nodes[number][1], self._pinned, self._stored
-        if self._pinned_or_stored.isdisjoint(refs):
+    def fixed_placements(self, number: int) -> FixedPlacements:
+        """Return the required placement of each operand; empty if there are none."""
+        refs, fixed, stored = self._nodes[number][1], self._fixed, self._stored
+        if self._fixed_or_stored.isdisjoint(refs):
             return ()
         gathered = self._gathered.get(number) or (False,) * len(refs)
         return tuple([
-            Replicate() if is_gathered else pinned.get(value) or stored.get(value)
+            Replicate() if is_gathered else fixed.get(value) or stored.get(value)
             for value, is_gathered in zip(refs, gathered, strict=True)
         ])  # fmt: skip

@@ -99,15 +99,10 @@ R = Replicate()
 
 
 class Alternative(NamedTuple):
-    """Best program without some collectives.
+    """Best program without some collectives."""
 
-    Attributes:
-        exchanges: its additional collectives, in words.
-        extra: additional seconds that it takes; None: there is no such program.
-    """
-
-    exchanges: str
-    extra: float | None
+    exchanges: str  # its additional collectives, in words
+    extra: float | None  # additional seconds that it takes; None: there is no such program
 
 
 def alternative(
@@ -303,27 +298,22 @@ MOST = 20
 
 
 class CostReason(NamedTuple):
-    """Collectives of one kind at one of the user's lines.
-
-    Attributes:
-        times, nbytes, seconds: number of collectives, total payload and total estimated time, at
-            the decision of their axis; later axes may shard the moved values.
-        cause: the annotation that leads to the collectives, or ``""``.
-        instead: the additional collectives of the best program without these.
-        extra: additional seconds of that program (negative where the annotations are not optimal);
-            None: there is no such program.
-    """
+    """Collectives of one kind at one of the user's lines."""
 
     kind: str
     reduce_op: str | None
     axis: str
     line: str
     why: str
+    #: times, nbytes, seconds: number of collectives, total payload and total estimated time, at the
+    #: decision of their axis; later axes may shard the moved values
     times: int
     nbytes: int
     seconds: float
-    cause: str
-    instead: str
+    cause: str  # the annotation that leads to the collectives, or ``""``
+    instead: str  # the additional collectives of the best program without these
+    #: additional seconds of that program (negative where the annotations are not optimal); None:
+    #: there is no such program
     extra: float | None
 
 

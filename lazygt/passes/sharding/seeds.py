@@ -124,14 +124,11 @@ _SEED_OPS = _SPLITS | packed.PUTS_AMONG
 
 
 class Seeds(NamedTuple):
-    """Values that may be interleaved.
+    """Values that may be interleaved."""
 
-    Attributes:
-        values: a value that the user sharded -> its additional placements.
-        results: nodes, by number, that embed gradients in zeros -> the placement of the sum.
-    """
-
+    #: a value that the user sharded -> its additional placements
     values: Mapping[int, Collection[StridedShard]]
+    #: nodes, by number, that embed gradients in zeros -> the placement of the sum
     results: Mapping[int, StridedShard]
 
 

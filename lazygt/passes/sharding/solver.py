@@ -34,16 +34,11 @@ from lazygt.passes.sharding.placement_cost import NONE, CostTables, Scope, Summe
 
 @dataclass(frozen=True, slots=True)
 class Eliminated:
-    """Choices for every variable.
-
-    Attributes:
-        bound: lower bound of the cost; the exact cost if nothing was relaxed.
-        relaxed: the variables conditioned on, in order.
-    """
+    """Choices for every variable."""
 
     choices: list[int]
-    bound: float
-    relaxed: tuple[int, ...]
+    bound: float  # lower bound of the cost; the exact cost if nothing was relaxed
+    relaxed: tuple[int, ...]  # the variables conditioned on, in order
 
 
 #: (eliminated variable, its neighbours, its best choice for each joint choice of theirs).
@@ -275,27 +270,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Choices, and their quality.
+    """Choices, and their quality."""
 
-    Attributes:
-        choices: one for each variable.
-        cost: the sum of the factors at the choices.
-        bound: lower bound of the cost of all choices.
-        exact: whether nothing was conditioned on; then cost equals bound.
-        width: most neighbours of an eliminated variable (induced width).
-        entries: number of table entries of all eliminations.
-        computed: number of these entries that were computed, not found in the cache.
-        conditioned: the variables conditioned on, in order.
-    """
-
-    choices: tuple[int, ...]
-    cost: float
-    bound: float
-    exact: bool
-    width: int
-    entries: int
-    computed: int
-    conditioned: tuple[int, ...] = ()
+    choices: tuple[int, ...]  # one for each variable
+    cost: float  # the sum of the factors at the choices
+    bound: float  # lower bound of the cost of all choices
+    exact: bool  # whether nothing was conditioned on; then cost equals bound
+    width: int  # most neighbours of an eliminated variable (induced width)
+    entries: int  # number of table entries of all eliminations
+    computed: int  # number of these entries that were computed, not found in the cache
+    conditioned: tuple[int, ...] = ()  # the variables conditioned on, in order
 
     @property
     def gap(self) -> float:

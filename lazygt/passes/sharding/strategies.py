@@ -101,28 +101,18 @@ Reached = tuple[tuple[StridedShard, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StrategySet:
-    """Strategies of one kind of node, with their costs.
+    """Strategies of one kind of node, with their costs."""
 
-    Attributes:
-        strategies: the replicated one first, then in the order of the op's rule.
-        costs: the time of each strategy, in ticks.
-        shares: for each strategy the fraction of the node's arithmetic on one rank.
-        heavy: whether the node is a matmul, a convolution or an attention.
-        works: whether the node takes time, unlike a view.
-        only_cuts_results: whether a strategy maps replicated operands to sharded results.
-        attends: whether the node is an attention, for which gathering keys may cost more than
-            converting their shards to shards of heads.
-        takes_sums: whether the node must read a partial operand as such (``reduce_as``).
-    """
-
-    strategies: tuple[Strategy, ...]
-    costs: npt.NDArray[np.float64]
-    shares: tuple[float, ...]
-    heavy: bool
-    works: bool
-    only_cuts_results: bool
+    strategies: tuple[Strategy, ...]  # the replicated one first, then in the order of the op's rule
+    costs: npt.NDArray[np.float64]  # the time of each strategy, in ticks
+    shares: tuple[float, ...]  # for each strategy the fraction of the node's arithmetic on one rank
+    heavy: bool  # whether the node is a matmul, a convolution or an attention
+    works: bool  # whether the node takes time, unlike a view
+    only_cuts_results: bool  # whether a strategy maps replicated operands to sharded results
+    #: whether the node is an attention, for which gathering keys may cost more than converting
+    #: their shards to shards of heads
     attends: bool
-    takes_sums: bool
+    takes_sums: bool  # whether the node must read a partial operand as such (``reduce_as``)
 
     def keep(self, wanted: Callable[[int, Strategy], bool]) -> StrategySet:
         """Return the set filtered by a predicate; the set itself if none or all would remain."""

@@ -33,37 +33,24 @@ Masks = tuple[int, ...]
 
 
 class Step(NamedTuple):
-    """Node of a graph with the masks of its operands.
-
-    Attributes:
-        refs: ``node.refs()``.
-        results: the numbers of its results.
-        kind: number of its strategy set in the catalogue.
-        masks: for each operand, the placements that reached it.
-    """
+    """Node of a graph with the masks of its operands."""
 
     node: Node
-    refs: tuple[int, ...]
-    results: range
-    kind: int
-    masks: Masks
+    refs: tuple[int, ...]  # ``node.refs()``
+    results: range  # the numbers of its results
+    kind: int  # number of its strategy set in the catalogue
+    masks: Masks  # for each operand, the placements that reached it
 
 
 class Reach(NamedTuple):
-    """Result of sharding propagation, the input of ``Wishes``.
+    """Result of sharding propagation, the input of ``Wishes``."""
 
-    Attributes:
-        steps: the nodes in order.
-        values: the mask of each value; ``Wishes`` adds partial placements.
-        passed: (kind, masks of operands) -> the masks that a node of that kind propagates to each
-            operand, then to each result.
-        whole: values that are gathered for most of their users.
-    """
-
-    steps: Sequence[Step]
-    values: list[int]
+    steps: Sequence[Step]  # the nodes in order
+    values: list[int]  # the mask of each value; ``Wishes`` adds partial placements
+    #: (kind, masks of operands) -> the masks that a node of that kind propagates to each operand,
+    #: then to each result
     passed: Callable[[int, Masks], Masks]
-    whole: Collection[int]
+    whole: Collection[int]  # values that are gathered for most of their users
 
 
 class Wishes:
@@ -279,20 +266,13 @@ def _is_local(strategy: Strategy) -> bool:
 
 
 class Kind(NamedTuple):
-    """Properties of a kind of node that control the propagation of hints.
+    """Properties of a kind of node that control the propagation of hints."""
 
-    Attributes:
-        ends: whether propagation stops: at nodes without operands, matmuls and random draws.
-        adds: whether the node adds one value to another.
-        through: whether the node is a view or the like, so that a sharded operand gives a sharded
-            result.
-        divides: whether hints pass a node with ``ends`` if no operand is sharded: a matmul.
-    """
-
-    ends: bool
-    adds: bool
+    ends: bool  # whether propagation stops: at nodes without operands, matmuls and random draws
+    adds: bool  # whether the node adds one value to another
+    #: whether the node is a view or the like, so that a sharded operand gives a sharded result
     through: bool
-    divides: bool
+    divides: bool  # whether hints pass a node with ``ends`` if no operand is sharded: a matmul
 
 
 def kinds_of(steps: Sequence[Step]) -> dict[int, Kind]:
@@ -314,16 +294,13 @@ def _kind(node: Node) -> Kind:
 
 
 class Spared(NamedTuple):
-    """Values that may be replicated although shards reached them.
+    """Values that may be replicated although shards reached them."""
 
-    Attributes:
-        grown: values sharded only because they were broadcast from smaller sharded values.
-            Gathering the smaller values sends less than gathering later.
-        near: values computed from a single value that annotations shard; gathering that value
-            serves all its views.
-    """
-
+    #: values sharded only because they were broadcast from smaller sharded values. Gathering the
+    #: smaller values sends less than gathering later.
     grown: set[int]
+    #: values computed from a single value that annotations shard; gathering that value serves all
+    #: its views
     near: set[int]
 
 

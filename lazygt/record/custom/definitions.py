@@ -33,17 +33,13 @@ _DATA_DEPENDENT = (
 
 @dataclass(slots=True)
 class _Known:
-    """Custom op as it was recorded last.
-
-    Attributes:
-        modules: modules that workers import for it; None: its code is sent.
-        fingerprint: objects that its code refers to; None: one of them may change unnoticed.
-    """
+    """Custom op as it was recorded last."""
 
     func: Any
     op: Foreign
     fake: Any
-    modules: tuple[str, ...] | None
+    modules: tuple[str, ...] | None  # modules that workers import for it; None: its code is sent
+    #: objects that its code refers to; None: one of them may change unnoticed
     fingerprint: Witness | None
 
     def is_current(self) -> bool:

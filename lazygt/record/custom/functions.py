@@ -76,13 +76,9 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Structure:
-    """Structure of a function's result: a pytree with metas in place of tensors.
+    """Structure of a function's result: a pytree with metas in place of tensors."""
 
-    Attributes:
-        leaves: metas of the tensors, and the other values, in order.
-    """
-
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # metas of the tensors, and the other values, in order
     spec: Any
 
     def put_together(self, tensors: Sequence[Any]) -> Any:
@@ -94,15 +90,11 @@ class Structure:
 
 @dataclass(frozen=True)
 class _Call:
-    """Call of a function, to be recorded.
-
-    Attributes:
-        identity: the function and its arguments, with None for tensors.
-    """
+    """Call of a function, to be recorded."""
 
     active: Recorder
     plain: PlainFunction | Gradient
-    identity: tuple[Any, ...]
+    identity: tuple[Any, ...]  # the function and its arguments, with None for tensors
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Structure]:
         """Record the call; return the resulting tensors and the result's structure."""
@@ -157,13 +149,9 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Results:
-    """Inference of a function's results by fake tensors, cached by signature and flags.
+    """Inference of a function's results by fake tensors, cached by signature and flags."""
 
-    Attributes:
-        name: unique name of the function in graphs.
-    """
-
-    name: str
+    name: str  # unique name of the function in graphs
     plain: PlainFunction | Gradient = field(compare=False)
     device: torch.device
     _cached: dict[tuple[Flags, Metas], Structure | None] = field(

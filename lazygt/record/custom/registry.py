@@ -46,17 +46,11 @@ _modules: dict[str, tuple[Any, bool]] = {}
 
 @dataclass(slots=True)
 class Noted:
-    """Registrations of an op.
+    """Registrations of an op."""
 
-    Attributes:
-        kernels: dispatch key -> function.
-        modules: modules that registered something, in order.
-        times: number of its definitions.
-    """
-
-    kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    modules: list[str] = field(default_factory=list)
-    times: int = 0
+    kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)  # dispatch key -> function
+    modules: list[str] = field(default_factory=list)  # modules that registered something, in order
+    times: int = 0  # number of its definitions
 
     def by(self, module: str) -> None:
         """Add a registering module."""
@@ -174,20 +168,14 @@ def is_foreign(func: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OpSource:
-    """Source of an op's code.
+    """Source of an op's code."""
 
-    Attributes:
-        kernel: the Python function that computes it on the workers' device; None: it has none, or
-            it is not known.
-        modules: modules that have registered something for it.
-        libraries: shared libraries that may have.
-        again: it was defined more than once, so a module may define another version.
-    """
-
+    #: the Python function that computes it on the workers' device; None: it has none, or it is not
+    #: known
     kernel: Callable[..., Any] | None
-    modules: tuple[str, ...]
-    libraries: tuple[str, ...] = ()
-    again: bool = False
+    modules: tuple[str, ...]  # modules that have registered something for it
+    libraries: tuple[str, ...] = ()  # shared libraries that may have
+    again: bool = False  # it was defined more than once, so a module may define another version
 
     @property
     def can_be_imported(self) -> bool:

@@ -33,23 +33,16 @@ _AMPERE = (8, 0)
 
 
 class Layers(NamedTuple):
-    """Stacked layers.
+    """Stacked layers."""
 
-    Attributes:
-        mode: kind of the layers.
-        params: weights of one layer and direction after the other.
-        per_layer: number of weights of a layer and direction.
-        sizes: of packed sequences, the number of samples at each step.
-    """
-
-    mode: int
-    params: Sequence[torch.Tensor]
-    per_layer: int
+    mode: int  # kind of the layers
+    params: Sequence[torch.Tensor]  # weights of one layer and direction after the other
+    per_layer: int  # number of weights of a layer and direction
     num_layers: int
     dropout: float
     train: bool
     bidirectional: bool
-    sizes: Sequence[int]
+    sizes: Sequence[int]  # of packed sequences, the number of samples at each step
 
     @property
     def directions(self) -> int:

@@ -11,15 +11,10 @@ from lazygt.host.gpus import host_gpus
 
 
 class Gpu(NamedTuple):
-    """Kind of GPU; by default one that satisfies every kernel of attention.
+    """Kind of GPU; by default one that satisfies every kernel of attention."""
 
-    Attributes:
-        capability: compute capability.
-        cudnn: version of cuDNN, such as 91900; 0: none is known.
-    """
-
-    capability: tuple[int, int] = (8, 0)
-    cudnn: int = 0
+    capability: tuple[int, int] = (8, 0)  # compute capability
+    cudnn: int = 0  # version of cuDNN, such as 91900; 0: none is known
 
 
 @functools.cache

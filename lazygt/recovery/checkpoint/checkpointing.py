@@ -57,39 +57,23 @@ _NICENESS = 10
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """A checkpoint that was written.
+    """A checkpoint that was written."""
 
-    Attributes:
-        step: the program's number of the step.
-        path: path of the file, which may have been replaced by later ones.
-        nbytes: bytes of the file.
-        seconds: time from the mark until the file was on the disk.
-        busy: part of these seconds in which a worker or a thread of the client worked on it.
-    """
-
-    step: int
-    path: Path
-    nbytes: int
-    seconds: float
-    busy: float
+    step: int  # the program's number of the step
+    path: Path  # path of the file, which may have been replaced by later ones
+    nbytes: int  # bytes of the file
+    seconds: float  # time from the mark until the file was on the disk
+    busy: float  # part of these seconds in which a worker or a thread of the client worked on it
 
 
 class _Moment(NamedTuple):
-    """Moment of the program that is being saved.
+    """Moment of the program that is being saved."""
 
-    Attributes:
-        step: the program's number of the step.
-        begun: time of the mark, by ``time.monotonic``.
-        contents: first section of the file.
-        sources: location of each tensor.
-        about: the file's description.
-    """
-
-    step: int
-    begun: float
-    contents: Contents
-    sources: list[Tensor | list[SavedBlock]]
-    about: dict[str, Any]
+    step: int  # the program's number of the step
+    begun: float  # time of the mark, by ``time.monotonic``
+    contents: Contents  # first section of the file
+    sources: list[Tensor | list[SavedBlock]]  # location of each tensor
+    about: dict[str, Any]  # the file's description
 
 
 #: checkpoints of open sessions

@@ -28,19 +28,12 @@ from lazygt.recovery.checkpoint.states import Leaf, placements_of, tensor_of
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """First section of a file; the other sections are the values of the leaves.
+    """First section of a file; the other sections are the values of the leaves."""
 
-    Attributes:
-        states: encoded states without their tensors, by name.
-        classes: classes of the registered objects, by name.
-        generators: encoded states of the random generators; see ``generators``.
-        leaves: the tensors of the states, by number.
-    """
-
-    states: dict[str, bytes]
-    classes: dict[str, str]
-    generators: bytes
-    leaves: list[Leaf]
+    states: dict[str, bytes]  # encoded states without their tensors, by name
+    classes: dict[str, str]  # classes of the registered objects, by name
+    generators: bytes  # encoded states of the random generators; see ``generators``
+    leaves: list[Leaf]  # the tensors of the states, by number
 
 
 def versions() -> dict[str, str]:

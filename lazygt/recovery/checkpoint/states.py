@@ -33,17 +33,13 @@ Sizes = Annotated[
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """Description of a tensor in a state.
-
-    Attributes:
-        lazy: True for a tensor of the session, False for a CPU tensor.
-        placements: placements on the mesh, as text; empty: the full tensor is on every worker.
-    """
+    """Description of a tensor in a state."""
 
     dtype: str
     shape: Sizes
     stride: Sizes
-    lazy: bool = False
+    lazy: bool = False  # True for a tensor of the session, False for a CPU tensor
+    #: placements on the mesh, as text; empty: the full tensor is on every worker
     placements: tuple[Annotated[str, msgspec.Meta(pattern=r"^(R|[SH]\(\d{1,6}\))$")], ...] = ()
 
     @property

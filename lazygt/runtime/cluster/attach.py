@@ -148,17 +148,11 @@ _MAX_MESSAGE = MAX_MESSAGE_BYTES + (1 << 16)
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Agent that has connected.
+    """Agent that has connected."""
 
-    Attributes:
-        rank: rank of its process in the job.
-        name: name of its host, for people.
-        workers: number of workers that it starts.
-    """
-
-    rank: int
-    name: str
-    workers: int
+    rank: int  # rank of its process in the job
+    name: str  # name of its host, for people
+    workers: int  # number of workers that it starts
     connection: Connection
 
 

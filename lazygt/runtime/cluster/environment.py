@@ -38,39 +38,28 @@ _attached_jobs: dict[int, Job] = {}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Process of a job.
+    """Process of a job."""
 
-    Attributes:
-        engine: ``torchrun``, ``slurm``, ``openmpi``, ``hydra``, or ``generic`` for any other that
-            sets RANK and WORLD_SIZE, as a Kubernetes JobSet does.
-        rank_variable, local_rank_variable: the engine's variables for rank and local rank; the
-            second is "" if each host has one process.
-        rank: rank of this process in the job; 0 is the client.
-        world_size: number of processes of the job.
-        local_rank: rank of this process on its host; 0 leads the host.
-        local_world_size: number of processes that the engine started on this host.
-        host: number of this host, or None if the engine does not set it.
-        hosts: number of hosts, or None if the engine does not set it; then there are several.
-        address: address of rank 0; "" on a single host if the engine does not set it.
-        port: port of rank 0; if ``meets_by_store``, of torchrun's store.
-        meets_by_store: True if the port is taken by torchrun's store, in which rank 0 publishes its
-            endpoint; see `lazygt.runtime.cluster.job_rendezvous`.
-        name: distinguishes this job, and its restarts, from others.
-    """
-
+    #: ``torchrun``, ``slurm``, ``openmpi``, ``hydra``, or ``generic`` for any other that sets RANK
+    #: and WORLD_SIZE, as a Kubernetes JobSet does
     engine: str
+    #: rank_variable, local_rank_variable: the engine's variables for rank and local rank; the
+    #: second is "" if each host has one process
     rank_variable: str
     local_rank_variable: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host: int | None
+    rank: int  # rank of this process in the job; 0 is the client
+    world_size: int  # number of processes of the job
+    local_rank: int  # rank of this process on its host; 0 leads the host
+    local_world_size: int  # number of processes that the engine started on this host
+    host: int | None  # number of this host, or None if the engine does not set it
+    #: number of hosts, or None if the engine does not set it; then there are several
     hosts: int | None
-    address: str
-    port: int
+    address: str  # address of rank 0; "" on a single host if the engine does not set it
+    port: int  # port of rank 0; if ``meets_by_store``, of torchrun's store
+    #: True if the port is taken by torchrun's store, in which rank 0 publishes its endpoint; see
+    #: `lazygt.runtime.cluster.job_rendezvous`
     meets_by_store: bool = False
-    name: str = ""
+    name: str = ""  # distinguishes this job, and its restarts, from others
 
     @property
     def is_client(self) -> bool:

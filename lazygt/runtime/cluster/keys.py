@@ -96,20 +96,13 @@ def keys_place() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """Client's key pair, with the client's name and the pool's key.
+    """Client's key pair, with the client's name and the pool's key."""
 
-    Attributes:
-        name: name of the client.
-        public, secret: the client's key pair (Z85).
-        server: the public key of the pool.
-        endpoint: the pool's endpoint, if it was known; else "".
-    """
-
-    name: str
-    public: str
+    name: str  # name of the client
+    public: str  # public, secret: the client's key pair (Z85)
     secret: str
-    server: str
-    endpoint: str = ""
+    server: str  # the public key of the pool
+    endpoint: str = ""  # the pool's endpoint, if it was known; else ""
 
     @property
     def keys(self) -> Keys:

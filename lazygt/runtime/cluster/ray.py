@@ -47,17 +47,11 @@ class _ActorGone(LaunchError):
 
 @dataclass(frozen=True, slots=True)
 class RayBundle:
-    """Bundle, with its placement by Ray.
+    """Bundle, with its placement by Ray."""
 
-    Attributes:
-        bundle: number of the bundle in the placement group.
-        actor: handle of its `RaySlot`.
-        node: id of the node; name: name of the machine.
-    """
-
-    bundle: int
-    actor: Any
-    node: str
+    bundle: int  # number of the bundle in the placement group
+    actor: Any  # handle of its `RaySlot`
+    node: str  # id of the node; name: name of the machine
     name: str
     gpus: tuple[str, ...]
 

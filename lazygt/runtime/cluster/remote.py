@@ -48,25 +48,19 @@ from lazygt.runtime.wire import Message, encode
 
 @dataclass(slots=True)
 class RemotePart:
-    """Part of a session: some of its ranks, on another host.
-
-    Attributes:
-        ranks: ranks of its workers, by their number in the part.
-        opened: True if its processes have been started; ended: True if they have all gone.
-        replacing: workers that are being replaced: messages of the old process are ignored.
-        requested_at: time of the unanswered status request, in nanoseconds of the monotonic clock;
-            0: none.
-        seen: the last status answer, until it is used.
-    """
+    """Part of a session: some of its ranks, on another host."""
 
     number: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ranks of its workers, by their number in the part
     pids: tuple[int, ...]
+    #: True if its processes have been started; ended: True if they have all gone
     opened: bool = False
     ended: bool = False
+    #: workers that are being replaced: messages of the old process are ignored
     replacing: set[int] = field(default_factory=set)
+    #: time of the unanswered status request, in nanoseconds of the monotonic clock; 0: none
     requested_at: int = 0
-    seen: tuple[Page | None, ...] | None = None
+    seen: tuple[Page | None, ...] | None = None  # the last status answer, until it is used
 
 
 class RemoteHost:

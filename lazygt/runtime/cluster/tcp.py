@@ -65,17 +65,11 @@ def versions_here() -> Versions:
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """First message of a TCP connection.
+    """First message of a TCP connection."""
 
-    Attributes:
-        versions: the caller's versions.
-        turn: number of this TCP connection within the connection, from 1; marks old hellos.
-        fresh: True if the caller was never welcomed.
-    """
-
-    versions: Versions
-    turn: int
-    fresh: bool
+    versions: Versions  # the caller's versions
+    turn: int  # number of this TCP connection within the connection, from 1; marks old hellos
+    fresh: bool  # True if the caller was never welcomed
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -261,13 +255,9 @@ _TCP_INFO = struct.Struct("@8B13I")
 
 
 class Holder(Protocol):
-    """Owner of a TCP socket.
+    """Owner of a TCP socket."""
 
-    Attributes:
-        tcp: descriptor of the socket; -1: none.
-    """
-
-    tcp: int
+    tcp: int  # descriptor of the socket; -1: none
 
 
 _holders: WeakSet[Holder] = WeakSet()
@@ -295,15 +285,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Word(NamedTuple):
-    """Kernel state of a TCP connection.
+    """Kernel state of a TCP connection."""
 
-    Attributes:
-        silence: seconds since the peer's kernel answered; 0.0 if nothing is unanswered.
-        waits: True if sent data is unacknowledged.
-    """
-
-    silence: float = 0.0
-    waits: bool = False
+    silence: float = 0.0  # seconds since the peer's kernel answered; 0.0 if nothing is unanswered
+    waits: bool = False  # True if sent data is unacknowledged
 
 
 def kernel_state(tcp: int) -> Word:

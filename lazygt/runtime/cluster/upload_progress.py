@@ -32,24 +32,18 @@ _SESSIONS = count(1)
 
 @dataclass(slots=True, eq=False)
 class HostProgress:
-    """Host in the chain.
-
-    Attributes:
-        has: number of the last piece that the host is known to have.
-        endpoint: endpoint of its agent for followers; "": none, None: not known yet.
-        source: predecessor from which it receives pieces; itself: the client; None: not decided.
-        fed: number of the last piece that the client has sent it; None: the client sends it none.
-        turn: number of `Follow` messages sent to it.
-        avoids: predecessor that it could not follow.
-    """
+    """Host in the chain."""
 
     host: RemoteHost
-    has: int
+    has: int  # number of the last piece that the host is known to have
+    #: endpoint of its agent for followers; "": none, None: not known yet
     endpoint: str | None = None
+    #: predecessor from which it receives pieces; itself: the client; None: not decided
     source: HostProgress | None = None
+    #: number of the last piece that the client has sent it; None: the client sends it none
     fed: int | None = None
-    turn: int = 0
-    avoids: HostProgress | None = None
+    turn: int = 0  # number of `Follow` messages sent to it
+    avoids: HostProgress | None = None  # predecessor that it could not follow
     begun: float = field(default_factory=time.monotonic)
 
     @property

@@ -102,13 +102,10 @@ class UploadSource(threading.Thread):
 
 @dataclass(slots=True)
 class Follower:
-    """Agent that follows this one.
-
-    Attributes:
-        number: number of the last piece that it has or was sent; None until it has reported one.
-    """
+    """Agent that follows this one."""
 
     connection: Connection
+    #: number of the last piece that it has or was sent; None until it has reported one
     number: int | None = None
 
 

@@ -27,17 +27,11 @@ Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class AsyncCollective:
-    """Collective in flight; an attribute of its buffer until the wait.
+    """Collective in flight; an attribute of its buffer until the wait."""
 
-    Attributes:
-        work: the backend's handle.
-        sent: the tensor being sent, kept alive.
-        unpack: computes the results from the received buffer.
-    """
-
-    work: Work
-    sent: torch.Tensor | None
-    unpack: Unpack
+    work: Work  # the backend's handle
+    sent: torch.Tensor | None  # the tensor being sent, kept alive
+    unpack: Unpack  # computes the results from the received buffer
 
 
 def launch(

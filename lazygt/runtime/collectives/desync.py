@@ -23,16 +23,11 @@ _END_TEXT = "nothing more"
 
 
 class Met(NamedTuple):
-    """Description of a collective, which must be equal on all ranks of its axis.
-
-    Attributes:
-        node: number of its node in the graph.
-        text: kind, reduce op, dtype and the sizes that are equal on all ranks.
-    """
+    """Description of a collective, which must be equal on all ranks of its axis."""
 
     axis: str
-    text: str
-    node: int
+    text: str  # kind, reduce op, dtype and the sizes that are equal on all ranks
+    node: int  # number of its node in the graph
 
 
 def signature(graph: Graph) -> list[Met]:

@@ -52,24 +52,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
-    """Group of the ranks along one mesh axis, as this rank sees it.
+    """Group of the ranks along one mesh axis, as this rank sees it."""
 
-    Attributes:
-        size, index: number of ranks along the axis, and the index of this one.
-        sockets, shared: backends for small and large values; large ones go through shared memory,
-            unless the ranks are on several hosts.
-        singles: connections for point-to-point values, by index on the axis; None for this rank.
-        group: torch's process group of the same ranks; None without NCCL.
-        downward: a second group, for values to ranks of a lower index. NCCL orders both directions
-            between two ranks in one sequence, so two crossing sends would deadlock.
-    """
-
-    size: int
+    size: int  # size, index: number of ranks along the axis, and the index of this one
     index: int
+    #: sockets, shared: backends for small and large values; large ones go through shared memory,
+    #: unless the ranks are on several hosts
     sockets: SocketBackend
     shared: SharedMemoryBackend | PeerBackend
+    #: connections for point-to-point values, by index on the axis; None for this rank
     singles: tuple[Peer | None, ...]
-    group: Any = None
+    group: Any = None  # torch's process group of the same ranks; None without NCCL
+    #: a second group, for values to ranks of a lower index. NCCL orders both directions between two
+    #: ranks in one sequence, so two crossing sends would deadlock.
     downward: Any = None
 
     def backend(self, buffer: torch.Tensor, kind: str, nbytes: int) -> Backend:

@@ -262,19 +262,12 @@ _PROOF_BYTES = 32
 
 
 class RankAddress(NamedTuple):
-    """Location of a rank.
+    """Location of a rank."""
 
-    Attributes:
-        host: id of its host.
-        door: path of its UNIX socket for other ranks of its host.
-        address: IP address at which it listens for other hosts.
-        backend: name of its backend, see ``backends``.
-    """
-
-    host: str
-    door: str
-    address: str
-    backend: str
+    host: str  # id of its host
+    door: str  # path of its UNIX socket for other ranks of its host
+    address: str  # IP address at which it listens for other hosts
+    backend: str  # name of its backend, see ``backends``
 
 
 class Meeting:

@@ -250,17 +250,11 @@ def first_to_leave(peers: Sequence[Peer], is_over: Callable[[], bool]) -> int | 
 
 
 class Ends(NamedTuple):
-    """Sockets to another rank, one for each independent order of reading.
+    """Sockets to another rank, one for each independent order of reading."""
 
-    Attributes:
-        small: carries collectives of small values.
-        large: carries the offsets of large values in shared memory; between hosts, the values.
-        single: carries point-to-point values.
-    """
-
-    small: Peer
-    large: Peer
-    single: Peer
+    small: Peer  # carries collectives of small values
+    large: Peer  # carries the offsets of large values in shared memory; between hosts, the values
+    single: Peer  # carries point-to-point values
 
 
 class Rendezvous:
@@ -273,12 +267,9 @@ class Rendezvous:
         listener: a descriptor of this rank's own socket, closed with this.
         path_of: returns the path of a rank's socket.
         timeout: seconds to wait for another rank.
-
-    Attributes:
-        store: the session's store, for ranks on several hosts; None: there is none.
     """
 
-    store: Any = None
+    store: Any = None  # the session's store, for ranks on several hosts; None: there is none
 
     def __init__(
         self, rank: int, listener: int, path_of: Callable[[int], str], timeout: float

@@ -25,14 +25,10 @@ _KEY = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Record:
-    """Record of an artifact.
+    """Record of an artifact."""
 
-    Attributes:
-        seconds: duration of the compile.
-        times: (elements, seconds of a run member by member, seconds of a compiled run).
-    """
-
-    seconds: float
+    seconds: float  # duration of the compile
+    #: (elements, seconds of a run member by member, seconds of a compiled run)
     times: tuple[tuple[int, float, float], ...]
 
     def gain(self, numel: int) -> float:

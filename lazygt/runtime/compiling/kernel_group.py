@@ -284,23 +284,14 @@ Dims = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class KernelGroup:
-    """Fused node as input of the compiler.
+    """Fused node as input of the compiler."""
 
-    Attributes:
-        body: the members.
-        writes: pairs (operand, output of the body) that are written back.
-        fresh: number of new outputs.
-        flat: every tensor is viewed as a vector of dynamic length.
-        open_dims: for each input of the body, its dynamic dims; empty if ``flat``.
-        lanes: number of equal slices of a flat body, each with vectors of its own length.
-    """
-
-    body: Graph
-    writes: tuple[tuple[int, int], ...]
-    fresh: int
-    flat: bool
-    open_dims: Dims = ()
-    lanes: int = 1
+    body: Graph  # the members
+    writes: tuple[tuple[int, int], ...]  # pairs (operand, output of the body) that are written back
+    fresh: int  # number of new outputs
+    flat: bool  # every tensor is viewed as a vector of dynamic length
+    open_dims: Dims = ()  # for each input of the body, its dynamic dims; empty if ``flat``
+    lanes: int = 1  # number of equal slices of a flat body, each with vectors of its own length
 
     @staticmethod
     def of(node: Node, open_dims: Dims = ()) -> KernelGroup:

@@ -38,31 +38,19 @@ _SWAP_RUN = 4
 
 @dataclass(slots=True)
 class Compile:
-    """State of the compile of one group.
+    """State of the compile of one group."""
 
-    Attributes:
-        key: of its artifact.
-        ops: its members.
-        line: the user's line of the first of them.
-        status: compiling, compiled, cached or failed.
-        seconds: duration of the compile alone.
-        gain: speedup over its members one by one; 0.0 while unknown.
-        error: the reason of a failure, in one line.
-        at: time of the request, in seconds of the monotonic clock.
-        took: seconds from then to the answer.
-        names: of its members' ops, see ``named_ops``.
-    """
-
-    key: str
-    ops: int
-    line: str
-    status: str
-    seconds: float = 0.0
-    gain: float = 0.0
-    error: str = ""
+    key: str  # of its artifact
+    ops: int  # its members
+    line: str  # the user's line of the first of them
+    status: str  # compiling, compiled, cached or failed
+    seconds: float = 0.0  # duration of the compile alone
+    gain: float = 0.0  # speedup over its members one by one; 0.0 while unknown
+    error: str = ""  # the reason of a failure, in one line
+    #: time of the request, in seconds of the monotonic clock
     at: float = field(default_factory=time.monotonic)
-    took: float = 0.0
-    names: str = ""
+    took: float = 0.0  # seconds from then to the answer
+    names: str = ""  # of its members' ops, see ``named_ops``
 
     @property
     def tier(self) -> str:

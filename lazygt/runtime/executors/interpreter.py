@@ -111,16 +111,11 @@ ReturnSlots = list[int | list[int] | None]
 
 
 class Stopped(NamedTuple):
-    """Point at which generated or native code has stopped: the interpreter continues at ``node``.
-
-    Attributes:
-        values: the live values at that moment.
-        made: True if the node has run, and its results differ from the inferred metas.
-    """
+    """Point where generated or native code has stopped: the interpreter continues at ``node``."""
 
     node: int
-    values: dict[int, Value]
-    made: bool = False
+    values: dict[int, Value]  # the live values at that moment
+    made: bool = False  # True if the node has run, and its results differ from the inferred metas
 
 
 class CheckedInterpreter:

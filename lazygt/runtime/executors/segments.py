@@ -27,26 +27,17 @@ Run = tuple[int, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Segment of a plan: consecutive steps, with their inputs and outputs.
+    """Segment of a plan: consecutive steps, with their inputs and outputs."""
 
-    Attributes:
-        first, end: range of the nodes, ``end`` excluded.
-        captured: True if the segment is a CUDA graph.
-        takes: earlier values that the segment reads.
-        gives: values that the segment makes and that live after it.
-        drops: earlier values that die in the segment.
-        exposed: those of ``takes`` whose memory the segment writes, or that ``gives`` shares.
-        params: run-time numbers that the segment reads.
-    """
-
-    first: int
+    first: int  # first, end: range of the nodes, ``end`` excluded
     end: int
-    captured: bool
-    takes: tuple[int, ...] = ()
-    gives: tuple[int, ...] = ()
-    drops: tuple[int, ...] = ()
+    captured: bool  # True if the segment is a CUDA graph
+    takes: tuple[int, ...] = ()  # earlier values that the segment reads
+    gives: tuple[int, ...] = ()  # values that the segment makes and that live after it
+    drops: tuple[int, ...] = ()  # earlier values that die in the segment
+    #: those of ``takes`` whose memory the segment writes, or that ``gives`` shares
     exposed: tuple[int, ...] = ()
-    params: tuple[int, ...] = ()
+    params: tuple[int, ...] = ()  # run-time numbers that the segment reads
 
 
 def split_into_segments(

@@ -24,27 +24,19 @@ WORKER_FACTORY = "lazygt.runtime.worker:Worker"
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Rendezvous settings of a process group.
+    """Rendezvous settings of a process group."""
 
-    Attributes:
-        backend: name of the collectives' backend, see ``runtime.collectives.group``.
-        directory: directory of the rendezvous; only its user can enter it.
-        timeout: seconds that a rank waits for the others.
-        mesh: the ranks as a grid, as ``graph.mesh`` reads it; empty: no axes.
-        store: the endpoint of the session's ``StoreServer`` if ranks are on several hosts; empty if
-            all are on this one.
-        host: the id of this worker's host: the same for ranks that can open ``directory``.
-        address: the IP address of the interface at which ranks of other hosts reach this one.
-        token: the secret, as hex, that admits a rank to the store.
-    """
-
-    backend: str
-    directory: str
-    timeout: float
-    mesh: str = ""
+    backend: str  # name of the collectives' backend, see ``runtime.collectives.group``
+    directory: str  # directory of the rendezvous; only its user can enter it
+    timeout: float  # seconds that a rank waits for the others
+    mesh: str = ""  # the ranks as a grid, as ``graph.mesh`` reads it; empty: no axes
+    #: the endpoint of the session's ``StoreServer`` if ranks are on several hosts; empty if all are
+    #: on this one
     store: str = ""
-    host: str = ""
+    host: str = ""  # the id of this worker's host: the same for ranks that can open ``directory``
+    #: the IP address of the interface at which ranks of other hosts reach this one
     address: str = ""
+    #: the secret, as hex, that admits a rank to the store
     token: str = field(default="", repr=False)
 
     def rendezvous(self, rank: int) -> str:
@@ -54,56 +46,39 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """Boot configuration of a worker process.
+    """Boot configuration of a worker process."""
 
-    Attributes:
-        factory: ``module:attribute`` of a callable that takes device, rank, world_size, upload and
-            fetch, and returns a `MessageHandler`.
-        device: ``cpu`` or ``cuda:0``, in the worker's own numbering.
-        threads: torch threads of this worker.
-        neighbours: number of workers on this host, this one included.
-        client_pid: the client's process; the worker ends with it.
-        token: the session's secret, as hex.
-        keys: CURVE keys of this worker, or None for a local channel.
-        upload, fetch: descriptors of the arenas' memfds, or None.
-        snapshots: descriptor of the memory for copies of its values that outlive it, or None.
-        mailboxes: descriptors of the mailboxes for small messages, or None.
-        directory: the session's directory, removed by the worker if the client was killed.
-        group: how to join the group of workers, or None; group_number: its number.
-        spare: descriptors of every rank's snapshot memory, for a spare process, which gets its rank
-            when a worker has died; else None.
-        status: descriptor of the session's status pages, or None.
-        rendezvous: address at which other ranks reach this one, or None.
-        loads_torch: False for handlers that need no torch (tests), which start much faster.
-        copier: ``module:attribute`` of a factory of `weight_copies.Copier`, or "".
-        spins: True to spin briefly for the next message before sleeping, if cores are free.
-    """
-
+    #: ``module:attribute`` of a callable that takes device, rank, world_size, upload and fetch, and
+    #: returns a `MessageHandler`
     factory: str
-    device: str
+    device: str  # ``cpu`` or ``cuda:0``, in the worker's own numbering
     rank: int
     world_size: int
-    threads: int
-    neighbours: int
-    client_pid: int
-    token: str
+    threads: int  # torch threads of this worker
+    neighbours: int  # number of workers on this host, this one included
+    client_pid: int  # the client's process; the worker ends with it
+    token: str  # the session's secret, as hex
     data: Address
     control: Address
-    keys: Keys | None
+    keys: Keys | None  # CURVE keys of this worker, or None for a local channel
     max_message: int
-    upload: int | None
+    upload: int | None  # upload, fetch: descriptors of the arenas' memfds, or None
     fetch: int | None
-    mailboxes: MailboxFiles | None
-    directory: str
-    group: GroupSpec | None
-    rendezvous: Address | None
-    loads_torch: bool
-    copier: str = ""
+    mailboxes: MailboxFiles | None  # descriptors of the mailboxes for small messages, or None
+    directory: str  # the session's directory, removed by the worker if the client was killed
+    group: GroupSpec | None  # how to join the group of workers, or None; group_number: its number
+    rendezvous: Address | None  # address at which other ranks reach this one, or None
+    loads_torch: bool  # False for handlers that need no torch (tests), which start much faster
+    copier: str = ""  # ``module:attribute`` of a factory of `weight_copies.Copier`, or ""
+    #: True to spin briefly for the next message before sleeping, if cores are free
     spins: bool = True
+    #: descriptor of the memory for copies of its values that outlive it, or None
     snapshots: int | None = None
     group_number: int = 0
+    #: descriptors of every rank's snapshot memory, for a spare process, which gets its rank when a
+    #: worker has died; else None
     spare: tuple[int, ...] | None = None
-    status: int | None = None
+    status: int | None = None  # descriptor of the session's status pages, or None
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -103,60 +103,43 @@ _SIOCGIFADDR = 0x8915  # of an interface: its IPv4 address (netdevice(7))
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """Specification of a session's workers.
+    """Specification of a session's workers."""
 
-    Attributes:
-        world_size: number of worker processes.
-        ranks: ranks that are started here; None: all.
-        group_number: number of process groups that the session had before.
-        device: ``cpu``, or ``cuda`` for one GPU each (shared when there are fewer GPUs).
-        gpus: indices of visible GPUs for the ranks started here, in order, modulo the number of
-            GPUs; None: from the first on.
-        threads: torch threads a worker; None for a fair share of the cores.
-        transport: ``ipc``, or ``tcp://HOST`` for encrypted TCP.
-        factory: ``module:attribute`` that makes a worker's message handler.
-        frozen_after: seconds without a sign of life until WorkerFrozen.
-        start_timeout: the same for a worker that is still starting.
-        max_message: bytes of the longest message either way.
-        arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
-        client_here: True if the client's process is on this host: then large fetched values are
-            left in an arena that it has mapped, and workers spin for its messages. Else values come
-            with the answer, and workers do not spin: during a wait for the network, a spinning
-            worker would take a core from the awaited process.
-        group_timeout: seconds a collective waits for the other ranks.
-        mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
-        environment: variables added to the workers' environment.
-        loads_torch: False for handlers that need no torch.
-        copier: see `Boot`.
-        token: the secret that the workers of a session on several hosts share; None: a new one.
-        spares: number of processes that wait, with torch loaded, to take a dead worker's rank.
-        store, host, address: set if there are ranks on other hosts, too; see `GroupSpec`.
-        snapshots: True if workers get memory for copies of their values that outlive them.
-    """
-
-    world_size: int = 1
-    device: str = "cpu"
-    threads: int | None = None
-    transport: str = "ipc"
-    factory: str = WORKER_FACTORY
-    frozen_after: float = 5.0
-    start_timeout: float = 120.0
-    max_message: int = channel.MAX_MESSAGE_BYTES
+    world_size: int = 1  # number of worker processes
+    device: str = "cpu"  # ``cpu``, or ``cuda`` for one GPU each (shared when there are fewer GPUs)
+    threads: int | None = None  # torch threads a worker; None for a fair share of the cores
+    transport: str = "ipc"  # ``ipc``, or ``tcp://HOST`` for encrypted TCP
+    factory: str = WORKER_FACTORY  # ``module:attribute`` that makes a worker's message handler
+    frozen_after: float = 5.0  # seconds without a sign of life until WorkerFrozen
+    start_timeout: float = 120.0  # the same for a worker that is still starting
+    max_message: int = channel.MAX_MESSAGE_BYTES  # bytes of the longest message either way
+    #: size of the first segment of each arena, or 0 for no shared memory
     arena_bytes: int = 64 << 20
+    #: True if the client's process is on this host: then large fetched values are left in an arena
+    #: that it has mapped, and workers spin for its messages. Else values come with the answer, and
+    #: workers do not spin: during a wait for the network, a spinning worker would take a core from
+    #: the awaited process.
     client_here: bool = True
-    group_timeout: float = 300.0
-    mesh: str = ""
+    group_timeout: float = 300.0  # seconds a collective waits for the other ranks
+    mesh: str = ""  # the ranks as a grid with named axes, for example ``data=2,model=2``
+    #: variables added to the workers' environment
     environment: Mapping[str, str] = field(default_factory=dict)
-    loads_torch: bool = True
-    copier: str = ""
+    loads_torch: bool = True  # False for handlers that need no torch
+    copier: str = ""  # see `Boot`
+    #: True if workers get memory for copies of their values that outlive them
     snapshots: bool = False
+    #: number of processes that wait, with torch loaded, to take a dead worker's rank
     spares: int = 0
-    ranks: tuple[int, ...] | None = None
-    group_number: int = 0
+    ranks: tuple[int, ...] | None = None  # ranks that are started here; None: all
+    group_number: int = 0  # number of process groups that the session had before
+    #: the secret that the workers of a session on several hosts share; None: a new one
     token: bytes | None = field(default=None, repr=False)
+    #: store, host, address: set if there are ranks on other hosts, too; see `GroupSpec`
     store: str = ""
     host: str = ""
     address: str = ""
+    #: indices of visible GPUs for the ranks started here, in order, modulo the number of GPUs;
+    #: None: from the first on
     gpus: tuple[int, ...] | None = None
 
     @property

@@ -38,14 +38,10 @@ SNAPSHOT_BYTES = 64 << 20  # size of the first segment if no arena has a given s
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Shared memory that the caller owns.
+    """Shared memory that the caller owns."""
 
-    Attributes:
-        upload: arena of the client's uploads; None: there is none yet.
-        snapshots: memfds of the workers' snapshots, by worker; empty: there are none yet.
-    """
-
-    upload: Arena | None = None
+    upload: Arena | None = None  # arena of the client's uploads; None: there is none yet
+    #: memfds of the workers' snapshots, by worker; empty: there are none yet
     snapshots: tuple[int, ...] = ()
 
 

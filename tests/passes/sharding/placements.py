@@ -8,7 +8,7 @@ from dataclasses import replace
 from lazygt.graph import Graph
 from lazygt.graph.node import Node
 from lazygt.graph.placement import Placement, Replicate
-from lazygt.machine import Figure, Link, Machine, default_machine
+from lazygt.machine import Figure, LinkFigures, Machine, default_machine
 from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.placement_cost import reshard_kind, reshard_seconds
 from lazygt.passes.sharding.problem import Question, build_problem
@@ -22,7 +22,7 @@ Annotations = Mapping[int, Annotation]
 CPU, GPU = default_machine("cpu"), default_machine("cuda")
 
 
-def carried(machine: Machine, local: Link, sockets: Link | None = None) -> Machine:
+def carried(machine: Machine, local: LinkFigures, sockets: LinkFigures | None = None) -> Machine:
     """The same machine with other carriers of collectives."""
     kept = {k: f for k, f in machine.figures.items() if "[" not in k}
     new = {
@@ -42,7 +42,7 @@ def computing(machine: Machine, rate: float) -> Machine:
 #: A byte sent takes as long as a byte read, a collective nothing besides.
 PLAIN = carried(
     computing(GPU, 1e3).with_values({"memory.bandwidth": 1.0, "host.launch": 0.0}),
-    Link(0.0, 0.0, 1.0),
+    LinkFigures(0.0, 0.0, 1.0),
 )
 
 

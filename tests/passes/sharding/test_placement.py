@@ -47,7 +47,7 @@ COLUMN_ROW = {1: Annotation(S(1)), 2: Annotation(S(0))}
 
 @pytest.mark.parametrize("machine", [CPU, GPU])
 @pytest.mark.parametrize("parts", [2, 4, 8])
-@pytest.mark.parametrize("kind", ["given", "pinned"])
+@pytest.mark.parametrize("kind", ["given", "fixed"])
 def test_megatron_mlp_is_one_all_reduce(machine: Machine, parts: int, kind: str) -> None:
     graph = graph_of(MLP)
     annotations = {v: replace(a, kind=kind) for v, a in COLUMN_ROW.items()}  # type: ignore[arg-type]
@@ -217,12 +217,12 @@ def test_one_gather_serves_several_users() -> None:
 
 def test_a_pin_is_kept_by_every_user_that_can() -> None:
     graph = graph_of(MLP)
-    pinned = {0: Annotation(R, "pinned"), 1: Annotation(S(1), "pinned")}
-    question = question_of(graph, pinned, explore=True)
+    fixed = {0: Annotation(R, "fixed"), 1: Annotation(S(1), "fixed")}
+    question = question_of(graph, fixed, explore=True)
     for (node, _), entry in zip(graph.numbered(), question.entries, strict=True):
         for place, value in enumerate(node.refs()):
-            if value in pinned:
-                placement = pinned[value].placement
+            if value in fixed:
+                placement = fixed[value].placement
                 parts = {P} if placement == R else set()  # what is whole counts as a sum, too
                 assert (
                     {placement}
@@ -231,9 +231,9 @@ def test_a_pin_is_kept_by_every_user_that_can() -> None:
                 )
 
 
-def test_pinned_result_has_its_placement() -> None:
+def test_fixed_result_has_its_placement() -> None:
     graph = graph_of(MLP)
-    annotations = {**COLUMN_ROW, 5: Annotation(S(0), "pinned")}
+    annotations = {**COLUMN_ROW, 5: Annotation(S(0), "fixed")}
     question = question_of(graph, annotations, outputs=[[R]])
     assert question.placements(solve(question.problem))[5] == (S(0),)
     assert kinds(graph, annotations, outputs=[[R]]) == {"reduce_scatter": 1, "all_gather": 1}

@@ -15,7 +15,7 @@ from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
 from lazygt.graph.cost import Cost
 from lazygt.graph.liveness import def_use
 from lazygt.graph.placement import Cut, Partial, Placement, StridedShard
-from lazygt.machine import Link, Machine, collective_seconds
+from lazygt.machine import LinkFigures, Machine, collective_seconds
 from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.placement_cost import (
     reshard_kind,
@@ -98,7 +98,7 @@ def test_ring_bytes_of_one_rank_and_of_many() -> None:
     assert ring_bytes("all_reduce", 100, 1) == 0
     assert ring_bytes("all_reduce", 100, 2) == 100
     assert ring_bytes("all_gather", 100, 4) == 75
-    late = carried(PLAIN, Link(5.0, 0.0, 1.0))
+    late = carried(PLAIN, LinkFigures(5.0, 0.0, 1.0))
     assert collective_seconds(late, "all_gather", 100, 4) == 80
     assert collective_seconds(late, "all_gather", 100, 1) == 0
 
@@ -106,7 +106,7 @@ def test_ring_bytes_of_one_rank_and_of_many() -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_transport_of_collective_sets_its_cost(kind: str, ranks: int) -> None:
-    machine = carried(PLAIN, Link(100.0, 10.0, 1.0), Link(5.0, 1.0, 2.0))
+    machine = carried(PLAIN, LinkFigures(100.0, 10.0, 1.0), LinkFigures(5.0, 1.0, 2.0))
     for nbytes in (4, 16 << 10, 64 << 10, 256 << 10, 4 << 20):
         took = collective_seconds(machine, kind, nbytes, ranks)
         if goes_by_sockets(kind, nbytes, ranks):
@@ -173,7 +173,9 @@ def test_equals_the_best_of_all_choices_of_rows(first: int) -> None:
         draw = random.Random(seed)
         graph = random_graph(draw)
         annotations = {0: draw.choice(inputs), 1: draw.choice(inputs)}
-        machine = carried(PLAIN, Link(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2)))
+        machine = carried(
+            PLAIN, LinkFigures(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2))
+        )
         question = question_of(graph, annotations, 4, machine, [[R], [R]], draw.random() < 0.5)
         found = solve(question.problem)
         least = brute_force(graph, question.entries, machine, annotations)
@@ -187,7 +189,7 @@ def test_rows_that_are_left_out_when_exploring_are_never_better() -> None:
     for seed in range(100, 130):
         draw = random.Random(seed)
         graph = random_graph(draw, ops_at_most=3)
-        machine = carried(PLAIN, Link(0.0, 0.0, 10.0 ** draw.randint(-2, 2)))
+        machine = carried(PLAIN, LinkFigures(0.0, 0.0, 10.0 ** draw.randint(-2, 2)))
         question = question_of(graph, {}, 4, machine, [[R], [R]], explore=True)
         metas = graph.values
         found = StrategyCatalogue(

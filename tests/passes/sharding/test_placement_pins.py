@@ -1,4 +1,4 @@
-"""The choice of placements under pins and wishes, against every choice of strategies."""
+"""The choice of placements under fixed and wishes, against every choice of strategies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from lazygt.graph import Graph
 from lazygt.graph.placement import Placement, Replicate, Shard
-from lazygt.machine import Link, Machine
+from lazygt.machine import LinkFigures, Machine
 from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.placement_cost import reshard_seconds, seconds
 from lazygt.passes.sharding.solver import solve
@@ -47,7 +47,7 @@ def annotated(
     Args:
         made: the placement that an op makes it with; None: it is an input.
     """
-    if note.kind == "pinned":
+    if note.kind == "fixed":
         moved = 0.0 if made is None else reshard_seconds(machine, made, note.placement, nbytes, 4)
         return moved + sum(served(machine, note.placement, use, nbytes) for use in uses)
     if made is None and note.kind == "free":
@@ -58,12 +58,12 @@ def annotated(
 def annotations_at_random(draw: random.Random, graph: Graph) -> dict[int, Annotation]:
     placements = (R, S(0), S(1))
     found = {
-        0: Annotation(draw.choice(placements), draw.choice(["given", "stored", "pinned", "free"])),
-        1: Annotation(draw.choice(placements), draw.choice(["given", "stored", "pinned", "free"])),
+        0: Annotation(draw.choice(placements), draw.choice(["given", "stored", "fixed", "free"])),
+        1: Annotation(draw.choice(placements), draw.choice(["given", "stored", "fixed", "free"])),
     }
     for value in range(2, len(graph.values)):
         if draw.random() < 0.3:
-            found[value] = Annotation(draw.choice(placements), draw.choice(["given", "pinned"]))
+            found[value] = Annotation(draw.choice(placements), draw.choice(["given", "fixed"]))
     return found
 
 
@@ -86,7 +86,7 @@ def brute_force(
             uses[value].append({R})
         for value, meta in enumerate(graph.values):
             assert meta is not None
-            if uses[value]:  # a pin of what nobody takes costs nothing
+            if uses[value]:  # a fixed of what nobody takes costs nothing
                 note = notes.get(value, Annotation(R))
                 total += annotated(machine, made[value], note, uses[value], meta.nbytes)
         best = min(best, total)
@@ -100,7 +100,9 @@ def test_pins_and_wishes_get_the_best_of_all_choices(first: int) -> None:
         draw = random.Random(seed)
         graph = random_graph(draw, ops_at_most=3)
         notes = annotations_at_random(draw, graph)
-        machine = carried(PLAIN, Link(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2)))
+        machine = carried(
+            PLAIN, LinkFigures(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2))
+        )
         question = question_of(graph, notes, 4, machine, [[R], [R]], draw.random() < 0.5)
         found = solve(question.problem)
         least = brute_force(graph, question.entries, machine, notes)
@@ -108,4 +110,4 @@ def test_pins_and_wishes_get_the_best_of_all_choices(first: int) -> None:
             f"seed {seed} {notes}\n{graph}"
         )
         kinds |= {note.kind for note in notes.values()}
-    assert kinds == {"given", "stored", "pinned", "free"}
+    assert kinds == {"given", "stored", "fixed", "free"}

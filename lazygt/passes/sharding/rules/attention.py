@@ -61,15 +61,11 @@ _QUERY_SHARDED = ("grad_out", "grad_out_", "out", "logsumexp")
 
 
 class _KeyRange(NamedTuple):
-    """Range ``[first, last)`` of the keys that a rank's queries attend to.
-
-    Attributes:
-        causal: the n-th query attends to keys 0..n of the range; else to all of them.
-    """
+    """Range ``[first, last)`` of the keys that a rank's queries attend to."""
 
     first: int
     last: int
-    causal: bool
+    causal: bool  # the n-th query attends to keys 0..n of the range; else to all of them
 
 
 def with_length_strategies(rules: Mapping[str, Rule], backward: bool = False) -> Mapping[str, Rule]:

@@ -26,32 +26,21 @@ Sent = tuple[tuple[int, int, int], ...]
 
 
 class Task(NamedTuple):
-    """One rank's work in a turn: queries of one rank attend to keys of one rank.
+    """One rank's work in a turn: queries of one rank attend to keys of one rank."""
 
-    Attributes:
-        queries, keys: the ranks that own the query block and the key block.
-        first, last: the range ``[first, last)`` within the query block.
-    """
-
-    queries: int
+    queries: int  # queries, keys: the ranks that own the query block and the key block
     keys: int
-    first: int
+    first: int  # first, last: the range ``[first, last)`` within the query block
     last: int
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Work of all ranks between two exchanges.
+    """Work of all ranks between two exchanges."""
 
-    Attributes:
-        tasks: the task of each rank; None: the rank is idle.
-        keys: the sends of key blocks before the turn.
-        queries: the sends of queries before the turn.
-    """
-
-    tasks: tuple[Task | None, ...]
-    keys: Sent
-    queries: Sent
+    tasks: tuple[Task | None, ...]  # the task of each rank; None: the rank is idle
+    keys: Sent  # the sends of key blocks before the turn
+    queries: Sent  # the sends of queries before the turn
 
     def returned_keys(self, sizes: Sequence[int]) -> Sent:
         """Return the sends of results for keys to the owners of the keys."""
@@ -79,12 +68,9 @@ class RingSchedule:
     """Schedule of a ring attention.
 
     In turn 0 each rank's queries attend to its own keys; ``turns`` are the later ones.
-
-    Attributes:
-        queries, keys: number of queries and keys of each rank.
     """
 
-    queries: tuple[int, ...]
+    queries: tuple[int, ...]  # queries, keys: number of queries and keys of each rank
     keys: tuple[int, ...]
     causal: bool
     turns: tuple[Turn, ...]
@@ -168,15 +154,10 @@ _SWALLOWS = -1e8
 
 
 class Mixed(NamedTuple):
-    """Attention result of a block of queries over a block of keys.
+    """Attention result of a block of queries over a block of keys."""
 
-    Attributes:
-        values: softmax-weighted mean of the values: [batch, heads, queries, features].
-        sums: log-sum-exp of the scores: [batch, heads, queries].
-    """
-
-    values: Ref
-    sums: Ref
+    values: Ref  # softmax-weighted mean of the values: [batch, heads, queries, features]
+    sums: Ref  # log-sum-exp of the scores: [batch, heads, queries]
 
 
 def mask_of(args: Mapping[str, Arg]) -> str | None:

@@ -50,18 +50,12 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """Graph of the inner ops that replace an op.
+    """Graph of the inner ops that replace an op."""
 
-    Attributes:
-        operands: number of operands of the op; a tensor that is passed twice counts twice.
-        nodes: inner nodes on numbered values; the first values are the operands.
-        metas: meta of every value.
-        outputs: value number of each result of the op; None: the result is undefined.
-    """
-
-    operands: int
-    nodes: tuple[Node, ...]
-    metas: tuple[TensorMeta | None, ...]
+    operands: int  # number of operands of the op; a tensor that is passed twice counts twice
+    nodes: tuple[Node, ...]  # inner nodes on numbered values; the first values are the operands
+    metas: tuple[TensorMeta | None, ...]  # meta of every value
+    #: value number of each result of the op; None: the result is undefined
     outputs: tuple[int | None, ...]
 
     def read(self) -> set[int]:

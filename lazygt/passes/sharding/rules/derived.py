@@ -107,19 +107,12 @@ def _partial_cast(decomposed: Decomposition, inner: Node, results: range) -> Seq
 
 @dataclass(frozen=True, eq=False)
 class _Derived:
-    """Composite op with one strategy for each inner op.
+    """Composite op with one strategy for each inner op."""
 
-    Attributes:
-        node: the op, renumbered by ``alone``.
-        decomposed: its decomposition.
-        chain: strategies of the inner ops.
-        inputs, outputs: placements of the op's operands and results.
-    """
-
-    node: Node
-    decomposed: Decomposition
-    chain: OpChain
-    inputs: tuple[Placement, ...]
+    node: Node  # the op, renumbered by ``alone``
+    decomposed: Decomposition  # its decomposition
+    chain: OpChain  # strategies of the inner ops
+    inputs: tuple[Placement, ...]  # inputs, outputs: placements of the op's operands and results
     outputs: tuple[Placement, ...]
     _programs: dict[object, _Program] = field(default_factory=dict)
 

@@ -68,38 +68,25 @@ _DIM = re.compile(r"(?P<whole>!?)(?:(?P<letter>[a-z])|\.\.\.(?:@(?P<argument>\w+
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Dims of one tensor.
+    """Dims of one tensor."""
 
-    Attributes:
-        before, after: letters on both sides of ``...``; without ``...`` all letters are ``after``.
-        rest: whether the text has ``...``.
-        rest_whole: whether the text has ``!...``.
-        argument: name of the argument in ``...@argument``.
-        mark: one of OPERAND_MARKS or RESULT_MARKS, or empty.
-        whole: whether the text is ``_``.
-    """
-
+    #: before, after: letters on both sides of ``...``; without ``...`` all letters are ``after``
     before: str = ""
     after: str = ""
-    rest: bool = False
-    rest_whole: bool = False
-    argument: str = ""
-    mark: str = ""
-    whole: bool = False
+    rest: bool = False  # whether the text has ``...``
+    rest_whole: bool = False  # whether the text has ``!...``
+    argument: str = ""  # name of the argument in ``...@argument``
+    mark: str = ""  # one of OPERAND_MARKS or RESULT_MARKS, or empty
+    whole: bool = False  # whether the text is ``_``
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """Parsed rule text, compared by identity.
+    """Parsed rule text, compared by identity."""
 
-    Attributes:
-        operands, results: dims of each tensor.
-        unsharded: letters that are never sharded.
-    """
-
-    operands: tuple[Dims, ...]
+    operands: tuple[Dims, ...]  # operands, results: dims of each tensor
     results: tuple[Dims, ...]
-    unsharded: frozenset[str]
+    unsharded: frozenset[str]  # letters that are never sharded
 
 
 class _Token(NamedTuple):
@@ -291,16 +278,11 @@ def _tensor_arguments(op: str) -> tuple[str, ...]:
 
 
 class _Place(NamedTuple):
-    """Occurrences of a factor in the tensors of a call.
-
-    Attributes:
-        operands: (name, dim) of each operand that has the factor.
-        results: dim of each result; -1: the result sums over the factor; None: the result is
-            replicated.
-    """
+    """Occurrences of a factor in the tensors of a call."""
 
     factor: Factor
-    operands: tuple[tuple[str, int], ...]
+    operands: tuple[tuple[str, int], ...]  # (name, dim) of each operand that has the factor
+    #: dim of each result; -1: the result sums over the factor; None: the result is replicated
     results: tuple[int | None, ...]
 
 

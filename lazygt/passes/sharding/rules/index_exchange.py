@@ -144,19 +144,13 @@ def _local_indices(
 
 
 class Rows(NamedTuple):
-    """Rows of ``value`` that ranks exchange.
-
-    Attributes:
-        kind: collective, ``take_rows`` or ``put_rows``.
-        names: name of the argument with the indices.
-        picked: global shape of the indices, which are sharded along ``dim``.
-    """
+    """Rows of ``value`` that ranks exchange."""
 
     call: Call
-    kind: str
-    names: str
+    kind: str  # collective, ``take_rows`` or ``put_rows``
+    names: str  # name of the argument with the indices
     value: TensorMeta
-    picked: tuple[int, ...]
+    picked: tuple[int, ...]  # global shape of the indices, which are sharded along ``dim``
     dim: int
 
 

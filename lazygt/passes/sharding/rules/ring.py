@@ -49,14 +49,11 @@ class TensorBundle(NamedTuple):
     """Layout of tensors that are sent together, concatenated by dtype along the features.
 
     The tensors are [batch, heads, length, features] or [batch, heads, length].
-
-    Attributes:
-        widths: number of features of each tensor; None: the tensor has no feature dim.
-        dtypes: dtype of each tensor.
     """
 
+    #: number of features of each tensor; None: the tensor has no feature dim
     widths: tuple[int | None, ...]
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype, ...]  # dtype of each tensor
 
     @staticmethod
     def of(metas: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> TensorBundle:

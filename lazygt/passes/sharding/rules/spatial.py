@@ -128,15 +128,10 @@ def _lower_pad(exchange: RowExchange, other_pads: Sequence[int]) -> Lowering:
 
 
 class _Window(NamedTuple):
-    """Sliding window of a convolution or pool along one spatial dim.
+    """Sliding window of a convolution or pool along one spatial dim."""
 
-    Attributes:
-        space: number of the spatial dim, from 0.
-        size, result_size: rows of the image, and of the result.
-    """
-
-    space: int
-    size: int
+    space: int  # number of the spatial dim, from 0
+    size: int  # size, result_size: rows of the image, and of the result
     result_size: int
     kernel: int
     stride: int

@@ -54,42 +54,31 @@ def local_lowering(lower: Lowering) -> LocalLowering:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Collective in a strategy, for its cost.
+    """Collective in a strategy, for its cost."""
 
-    Attributes:
-        kind: its name without ``lazygt.``.
-        nbytes: payload bytes a rank.
-        reduce_op: the op of a reduction.
-    """
-
-    kind: str
-    nbytes: int
-    reduce_op: str = "sum"
+    kind: str  # its name without ``lazygt.``
+    nbytes: int  # payload bytes a rank
+    reduce_op: str = "sum"  # the op of a reduction
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to run an op on the ranks of one axis.
+    """One way to run an op on the ranks of one axis."""
 
-    Attributes:
-        inputs: a placement for each of ``node.refs()``; a repeated value counts each time.
-        outputs: a placement for each of ``node.results``.
-        lower: function that adds the local program; None: the same op runs on the blocks.
-        comm: the collectives that ``lower`` adds.
-        preplaced: numbers of operands that must already have their placement. The strategy is not
-            a reason to reshard these operands.
-        share: fraction of the arithmetic on the busiest rank; None: it follows from the placements.
-            Of several strategies with the same placements the fastest is used.
-        overlapped_turns: number of turns in which collectives overlap with compute. The collectives
-            of one turn run together. 0: compute waits for the collectives.
-    """
-
+    #: a placement for each of ``node.refs()``; a repeated value counts each time
     inputs: tuple[Placement, ...]
-    outputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]  # a placement for each of ``node.results``
+    #: function that adds the local program; None: the same op runs on the blocks
     lower: Lowering | LocalLowering | None = None
-    comm: tuple[Collective, ...] = ()
+    comm: tuple[Collective, ...] = ()  # the collectives that ``lower`` adds
+    #: numbers of operands that must already have their placement. The strategy is not a reason to
+    #: reshard these operands.
     preplaced: tuple[int, ...] = ()
+    #: fraction of the arithmetic on the busiest rank; None: it follows from the placements. Of
+    #: several strategies with the same placements the fastest is used.
     share: float | None = None
+    #: number of turns in which collectives overlap with compute. The collectives of one turn run
+    #: together. 0: compute waits for the collectives.
     overlapped_turns: int = 0
 
     def by(

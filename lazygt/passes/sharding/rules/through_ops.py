@@ -34,19 +34,12 @@ Dim = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class OpChain:
-    """One strategy for each inner node of a decomposition.
+    """One strategy for each inner node of a decomposition."""
 
-    Attributes:
-        placements: placement of every value, after its reduction.
-        strategies: strategy of each node.
-        reduced: numbers of the values that their producers all-reduce.
-        comm: collectives of the strategies, and the all-reduces.
-    """
-
-    placements: tuple[Placement, ...]
-    strategies: tuple[Strategy, ...]
-    reduced: frozenset[int]
-    comm: tuple[Collective, ...]
+    placements: tuple[Placement, ...]  # placement of every value, after its reduction
+    strategies: tuple[Strategy, ...]  # strategy of each node
+    reduced: frozenset[int]  # numbers of the values that their producers all-reduce
+    comm: tuple[Collective, ...]  # collectives of the strategies, and the all-reduces
 
 
 def chains(decomposed: Decomposition, options: Options) -> Iterator[OpChain]:

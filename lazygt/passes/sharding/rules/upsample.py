@@ -56,18 +56,12 @@ def _halo_exchange(
 
 
 class _Spread(NamedTuple):
-    """Window of a transposed convolution along one spatial dim.
+    """Window of a transposed convolution along one spatial dim."""
 
-    Attributes:
-        space: number of the spatial dim, from 0.
-        size, result_size: rows of the image, and of the result.
-        reach: rows of the result from the first to the last one that an image row contributes to.
-    """
-
-    space: int
-    size: int
+    space: int  # number of the spatial dim, from 0
+    size: int  # size, result_size: rows of the image, and of the result
     result_size: int
-    reach: int
+    reach: int  # rows of the result from the first to the last one that an image row contributes to
     stride: int
     padding: int
 
@@ -207,17 +201,12 @@ def _lower_backward(spread: _Spread, exchange: RowExchange) -> Lowering:
 
 
 class _Resized(NamedTuple):
-    """Spatial dim that is upsampled by the integer factor ``scale``.
-
-    Attributes:
-        size: rows of the image.
-        halo: number of neighbour rows on both sides that a row of the result depends on.
-    """
+    """Spatial dim that is upsampled by the integer factor ``scale``."""
 
     dim: int
-    size: int
+    size: int  # rows of the image
     scale: int
-    halo: int
+    halo: int  # number of neighbour rows on both sides that a row of the result depends on
 
     @property
     def result_size(self) -> int:

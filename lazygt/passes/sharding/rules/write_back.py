@@ -184,16 +184,11 @@ def _propagate(
 
 
 class _Reshaped(NamedTuple):
-    """Chain of views that begins with a reshape.
+    """Chain of views that begins with a reshape."""
 
-    Attributes:
-        shape, first: global shape and placement of the reshape's result.
-        last: placement of the result of the chain.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # shape, first: global shape and placement of the reshape's result
     first: Placement
-    last: Placement
+    last: Placement  # placement of the result of the chain
 
 
 def _reshaped(
@@ -241,24 +236,16 @@ _SELECTING_VIEWS = {
 
 
 class _Cut(NamedTuple):
-    """Selection from a sharded dim by a chain of views.
+    """Selection from a sharded dim by a chain of views."""
 
-    Attributes:
-        step: number of the selecting view in the chain.
-        dim: sharded dim of that view's operand.
-        size: global size of ``dim``.
-        first, last: selected rows ``[first, last)``; relative to ``start`` if that is not None.
-        removed: whether the view removes the dim (select).
-        start: run-time start.
-    """
-
-    step: int
-    dim: int
-    size: int
+    step: int  # number of the selecting view in the chain
+    dim: int  # sharded dim of that view's operand
+    size: int  # global size of ``dim``
+    #: first, last: selected rows ``[first, last)``; relative to ``start`` if that is not None
     first: int
     last: int
-    removed: bool
-    start: Param | None = None
+    removed: bool  # whether the view removes the dim (select)
+    start: Param | None = None  # run-time start
 
 
 def _selection(

@@ -20,14 +20,14 @@ from tests.passes.sharding.rules import (
     test_layers,
     test_losses,
     test_making,
-    test_moving,
+    test_rearrange,
 )
 from tests.passes.sharding.rules.draws import Cases, typical
 from tests.passes.sharding.rules.harness import Case
 from tests.passes.sharding.rules.lockstep import AXIS, exchange, lockstep
 
 CALLS: Cases = {
-    **test_elementwise.ALL, **test_layers.LAYERS, **test_moving.ALL, **test_making.ALL,
+    **test_elementwise.ALL, **test_layers.LAYERS, **test_rearrange.ALL, **test_making.ALL,
     **test_losses.ALL, **test_batches.ALL,
 }  # fmt: skip
 #: Their numbers mean nothing, or are all 0, so that partial sums of them look whole.

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lazygt.observe.top.screen import LETTERS, Screen, ranks_text
 from lazygt.observe.top.status import STATES, SessionStatus, blocks
-from tests.top.statuses import status
+from tests.observe.top.statuses import status
 
 
 def shown(of: SessionStatus, width: int = 80, height: int = 24) -> list[str]:

@@ -65,7 +65,7 @@ def test_the_wrap_is_that_of_the_whole_model(wrap: str, count: int) -> None:
         model = by_blocks(Model())
     forced.check()
     assert len(units(model)) == count
-    assert all(stored_now(p).pinned for p in model.parameters())  # type: ignore[arg-type]
+    assert all(stored_now(p).fixed for p in model.parameters())  # type: ignore[arg-type]
 
 
 def test_other_knobs_leave_units_as_the_script_has_them() -> None:

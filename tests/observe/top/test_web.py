@@ -13,7 +13,7 @@ import pytest
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.observe.top.status import SessionStatus
 from lazygt.observe.top.web import PageServer, serve
-from tests.top.statuses import status
+from tests.observe.top.statuses import status
 
 pytestmark = pytest.mark.timeout(60)
 

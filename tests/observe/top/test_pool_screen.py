@@ -16,7 +16,7 @@ from lazygt.observe.top.pool_screen import PoolScreen
 from lazygt.observe.top.sources import as_json
 from lazygt.observe.top.status import PoolStatus, pool_status
 from lazygt.runtime.launch.status_file import ClientPage, Page, Pages, WorkerPage
-from tests.top.statuses import CLIENT, status
+from tests.observe.top.statuses import CLIENT, status
 
 
 def row(number: int, workers: int, **other: Any) -> dict[str, Any]:
