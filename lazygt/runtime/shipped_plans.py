@@ -242,7 +242,7 @@ class ShippedPlans:
         if relaid and plain.schedule is plain.plan.steps:
             reports.append(Relaid(digest, tuple(relaid)))
         if isinstance(executor, GraphedExecutor):
-            captured, executor.pending_reports = executor.pending_reports, None
+            captured, executor.news = executor.news, None
             if captured is not None:
                 reports.append(structs.replace(captured, digest=digest))
         return reports

@@ -133,7 +133,7 @@ def _compare_with_peers(
 
 
 class _Difference(NamedTuple):
-    index: int
+    position: int
     local: str
     remote: str
     node: int
@@ -155,7 +155,7 @@ def _failure(difference: _Difference, rank: int, other: int, axis: str) -> Failu
     if other < rank:
         first, second = second, first
     detail = (
-        f"collective {difference.index + 1} on axis {axis!r}: rank {first[0]} is about to run "
+        f"collective {difference.position + 1} on axis {axis!r}: rank {first[0]} is about to run "
         f"{first[1]}, rank {second[0]} {second[1]}"
     )
     return Failure(difference.node, MISMATCH, detail)

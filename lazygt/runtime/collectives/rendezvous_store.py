@@ -292,9 +292,9 @@ def check_interface(host: str) -> None:
 def keep_alive(sock: zmq.Socket[bytes]) -> None:
     """Enable TCP keep-alive: close a connection whose peer has vanished, by a power cut, say.
 
-    The kernel probes the peer for longer than a tolerated network failure. ZMQ's own heartbeats abort
-    the process if a peer ends while its last messages are unread (libzmq issue 4364: a timer writes
-    to the socket that has failed).
+    The kernel probes the peer for longer than a tolerated network failure. ZMQ's own heartbeats
+    abort the process if a peer ends while its last messages are unread (libzmq issue 4364: a timer
+    writes to the socket that has failed).
     """
     probe(sock, _SILENT_SECONDS)
     sock.setsockopt(zmq.TCP_MAXRT, _SILENT_SECONDS * 1000)  # while something is unacknowledged
@@ -303,7 +303,7 @@ def keep_alive(sock: zmq.Socket[bytes]) -> None:
 # -- client, also as a torch Store for NCCL --------------------------------------------------------
 
 SILENCE = 20.0
-"""Seconds without an answer until the store is lost; more than a tolerated network failure."""
+"""Seconds without an answer until the store is lost; longer than tolerated failures."""
 
 _RETRY_SECONDS = 1.0  # until a request is repeated
 

@@ -1,9 +1,9 @@
 """Fused nodes as input of the compiler, and the keys of their artifacts.
 
 An artifact serves every fused node of the same structure. A group of pointwise ops on tensors of
-one shape is compiled for vectors of any length; other groups are compiled for their sizes, with dynamic
-dims where sizes were seen to vary. Of a horizontally fused group, a few per-tensor slices (lanes)
-are compiled together, for vectors of any lengths.
+one shape is compiled for vectors of any length. Other groups are compiled for their sizes, with
+dynamic dims where sizes were seen to vary. Of a horizontally fused group, a few per-tensor slices
+(lanes) are compiled together, for vectors of any lengths.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from lazygt.graph.ops import facts, overload
 from lazygt.graph.shapes import RULES, WRITING_RULES, Shapes
 from lazygt.graph.shapes.rules import Results
 from lazygt.record.infer import Inference
-from lazygt.runtime.executors.eager import _compiled
+from lazygt.runtime.executors.eager import _code_of_source
 from tests.support.versions import TORCH
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -645,9 +645,9 @@ def test_plans_that_differ_in_sizes_share_their_code() -> None:
 
     with lazygt.session(launcher="inline", plan_code="python"):
         run(2)
-        before = _compiled.cache_info()
+        before = _code_of_source.cache_info()
         got = run(4)
-        after = _compiled.cache_info()
+        after = _code_of_source.cache_info()
     assert after.misses == before.misses
     assert after.hits > before.hits
     assert torch.equal(got, torch.arange(4.0, 20.0) * 2)
