@@ -307,7 +307,7 @@ def keep_alive(sock: zmq.Socket[bytes]) -> None:
 # -- client, also as a torch Store for NCCL --------------------------------------------------------
 
 SILENCE = 20.0
-"""Seconds without an answer until the store is lost; more than a tolerated network failure."""
+"""Seconds without an answer until the store is lost; longer than tolerated failures."""
 
 _RETRY_SECONDS = 1.0  # until a request is repeated
 

@@ -221,7 +221,7 @@ def test_without_nccl_a_gpu_sends_by_way_of_the_host(monkeypatch: pytest.MonkeyP
 
     shared = SharedMemoryBackend([None])
     line = OnlyHost(2, 0, Host([None]), shared, (None,))
-    monkeypatch.setattr(collective_ops.group, "line", lambda _: line)
+    monkeypatch.setattr(collective_ops.group, "axis_group", lambda _: line)
     value = torch.arange(6.0).reshape(2, 3)
     flying = collective_ops.launch("all_reduce", [value], [], "sum", "data")
     made = collective_ops.wait(flying, (), (), "data")

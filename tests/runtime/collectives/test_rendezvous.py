@@ -141,10 +141,10 @@ def test_rank_that_died_after_announcing_is_not_awaited(
         ranks[dead]._publish_location(dead * 2)
         if dead == 0:
             public = Keys.generate().public
-            ranks[0]._say("seats/0/0", (public, {1: [f"tcp://{HOST}:1"] * 3}))
+            ranks[0]._publish("seats/0/0", (public, {1: [f"tcp://{HOST}:1"] * 3}))
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(ranks[1 - dead].meet, dead * 2, [dead])
-            ranks[dead]._tell(dead * 2 + 1)
+            ranks[dead]._publish_location(dead * 2 + 1)
             with pytest.raises(ConnectionError, match=f"rank {dead} came for a later group"):
                 waits.result(SECONDS)
 
@@ -189,7 +189,7 @@ def test_stranger_without_token_joins_no_group(meetings: Meetings) -> None:
 def test_strangers_at_rank_endpoint_are_ignored(meetings: Meetings) -> None:
     """Strangers come before the rank and after it, and leave while it is there."""
     first, second = meetings("ab")
-    first.store.set("place/0/1", json.dumps(second._place))
+    first.store.set("place/0/1", json.dumps(second._location))
     with ThreadPoolExecutor(2) as pool:
         met = [pool.submit(first.meet, 0, [1])]
         _, endpoints = json.loads(first.store.get("seats/0/0"))
@@ -237,7 +237,7 @@ def test_blocked_reader_wakes_when_this_rank_leaves(meetings: Meetings) -> None:
 
 def test_ranks_that_would_talk_through_different_things_do_not_wait(meetings: Meetings) -> None:
     first, second = meetings("ab")
-    second._place = second._place._replace(backend="nccl")
+    second._location = second._location._replace(backend="nccl")
     with pytest.raises(ConnectionError, match="rank 0 on host a talks through 'host', rank 1 on"):
         meet_all([first, second])
 

@@ -56,7 +56,7 @@ def test_waiting_request_is_answered_once_all_keys_exist() -> None:
     ]
     assert asked(table, b"3", 2, b"set", b"x", b"") == [(b"3", ANSWER, b""), (b"1", ANSWER)]
     assert not table._waiting
-    assert not table._wanted
+    assert not table._pending_requests
 
 
 def test_repeated_request_runs_once() -> None:
@@ -77,7 +77,7 @@ def test_new_request_cancels_waiting_one() -> None:
     assert asked(table, b"1", 2, b"check", b"x") == [(b"1", ANSWER, b"0")]
     assert asked(table, b"2", 1, b"set", b"x", b"") == [(b"2", ANSWER, b"")]
     assert not table._waiting
-    assert not table._wanted
+    assert not table._pending_requests
 
 
 def test_invalid_request_is_refused() -> None:
@@ -308,7 +308,7 @@ def test_nobody_listens_on_all_interfaces(host: str) -> None:
 
 def test_refusal_by_store_is_protocol_error(client: StoreClient) -> None:
     with pytest.raises(ProtocolError, match="the store refuses b'add'"):
-        client._ask(b"add", b"x", b"much")
+        client._request(b"add", b"x", b"much")
 
 
 def test_both_ends_give_everything_back() -> None:

@@ -186,7 +186,7 @@ def test_a_slot_is_not_written_before_all_have_read_it(
 ) -> None:
     """One rank stops after each round that it hears of; the others run ahead as far as they can."""
     turn = threading.Barrier(axis.size, timeout=20)
-    others = SharedMemoryBackend._others
+    others = SharedMemoryBackend._finish_round
 
     def slow(self: SharedMemoryBackend, more: int = 0) -> Any:
         found = others(self, more)
@@ -194,7 +194,7 @@ def test_a_slot_is_not_written_before_all_have_read_it(
             turn.wait()
         return found
 
-    monkeypatch.setattr(SharedMemoryBackend, "_others", slow)
+    monkeypatch.setattr(SharedMemoryBackend, "_finish_round", slow)
     rounds = 6
 
     def step(rank: int) -> list[torch.Tensor]:

@@ -200,7 +200,7 @@ def test_rank_coming_for_abandoned_group_is_told(doors: Doors) -> None:
     with pytest.raises(TimeoutError):
         first.meet(4, [1])
     with end, pytest.raises(ConnectionError, match="rank 0 has left"):
-        second._welcomed(end, 0)
+        second._await_welcome(end, 0)
 
 
 def test_ranks_of_failed_group_leave_no_descriptors(doors: Doors) -> None:
