@@ -198,7 +198,7 @@ def _link(path: str, objects: list[Path], target: Path) -> None:
 def _run(command: list[str]) -> None:
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
-        lines = [line for line in process.stderr.splitlines() if "error" in line] or ["no message"]
+        lines = [line for line in process.stderr.splitlines() if "error:" in line] or ["no message"]
         raise BuildError(f"{command[0]} failed: {lines[0]}\n{' '.join(command)}")
 
 

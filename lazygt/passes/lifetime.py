@@ -1,9 +1,9 @@
 """lifetime: buffer reuse. A pointwise op writes its result over an operand that dies.
 
-Results do not change by a bit: the same kernel writes to other memory. Only pointwise ops are
-changed, which read each element before they write it, and only memory that belongs to the run is
-overwritten. The run message donates inputs (see ``graph.alias``); the plan's schedule lists the
-deaths of values (``runtime.plan``).
+Results do not change by a bit: the same kernel writes to other memory. Pointwise ops are changed,
+which read each element before they write it, and reduce-scatters of one value. Only memory that
+belongs to the run is overwritten. The run message donates inputs (see ``graph.alias``); the plan's
+schedule lists the deaths of values (``runtime.plan``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Unpack:
             elif (
                 _scatters(launch.node)
                 and all(short_lived)
-                and _may_overwrite_operand(launch, pair, aliases)
+                and _may_scatter_into_operand(launch, pair, aliases)
             ):
                 rows[pair.launch] = launch._replace(node=_over_operand(launch.node, graph))
                 wait = wait._replace(node=_waiting(wait.node, ()))
@@ -100,28 +100,27 @@ def _packs(launch: Node) -> bool:
     return _scatters(launch) and len(launch.args[1]) > 1
 
 
-def _may_overwrite_operand(launch: Placed, pair: _Pair, aliases: Aliases) -> bool:
-    """Return whether the block may be written over the operand.
+def _may_scatter_into_operand(launch: Placed, pair: _Pair, aliases: Aliases) -> bool:
+    """Return whether a reduce-scatter of one value may write its block over that value.
 
-    That requires memory that belongs to the run, in the layout that is sent, and no other reader
-    from the launch on.
+    The value's memory must belong to the run (made in it, or donated to it), its layout must be
+    the one that is sent (row-major, scattered along dim 0), and from the launch on only the launch
+    and its wait may read the value or an alias.
     """
-    (operand,), ((dim,),) = launch.node.args[1:3]
+    _, (operand,), ((dim,),) = launch.node.args[:3]  # kind, operands, dims
     value, graph = operand.index, aliases.graph
     meta = graph.values[value]
     memory = aliases.memory[value]
     is_owned = memory >= len(graph.inputs) or memory in aliases.owned
     others = [alias for alias in aliases.members[memory] if alias != value]
     between = graph.nodes[pair.launch + 1 : pair.wait]
-    return (
-        is_owned
-        and dim == 0
-        and meta is not None
-        and meta.plain
-        and aliases.uses[value] == pair.wait
+    is_sent_as_it_lies = dim == 0 and meta is not None and meta.plain
+    has_no_other_reader = (
+        aliases.uses[value] == pair.wait
         and all(aliases.uses[alias] <= pair.launch for alias in others)
         and not any(value in node.refs() for node in between)
     )
+    return is_owned and is_sent_as_it_lies and has_no_other_reader
 
 
 def _over_operand(launch: Node, graph: Graph) -> Node:

@@ -213,30 +213,40 @@ def exchange_rows(
     count = len(values) // group.per_worker
     operands = [values[position::count] for position in range(count)]
     joined = [_concatenated(build, of_ranks, 0) for of_ranks in operands]
-    result = _exchange_rows_of_worker(build, group, op, joined, rows * group.per_worker, *args)
+    result = _select_or_put_rows(build, group, op, joined, rows * group.per_worker, *args)
     block_sizes_of = operands[1] if op == TAKE_ROWS else operands[0]
     return _split_rows(build, result, [build.shape(value)[0] for value in block_sizes_of])
 
 
-def _exchange_rows_of_worker(
+def _select_or_put_rows(
     build: Builder,
     group: VirtualGroup,
     op: str,
     operands: Sequence[Ref],
-    rows: int,
-    size: int,
-    added: int = False,
+    worker_rows: int,
+    global_rows: int,
+    accumulate: int = False,
 ) -> Ref:
+    """Select or put rows for all virtual ranks of a worker, which count as one rank.
+
+    With one worker it is an index_select or index_put, with several a collective.
+
+    Args:
+        operands: the worker's block, the indices and, for a put, the rows.
+        worker_rows: number of rows of the worker's block.
+        global_rows: number of rows of the unsharded value.
+        accumulate: add the rows that are put to those that are there.
+    """
     value, index = operands[:2]
     if op == TAKE_ROWS:
         if group.workers > 1:
-            return group.meet(build).take_rows(value, index, rows, size)
+            return group.meet(build).take_rows(value, index, worker_rows, global_rows)
         selected: Ref = build.op("aten.index_select.default", value, 0, index)
         return selected
-    source, accumulate = operands[2], bool(added)
+    source, adds = operands[2], bool(accumulate)
     if group.workers > 1:
-        return group.meet(build).put_rows(value, index, source, rows, size, accumulate)
-    result: Ref = build.op("aten.index_put.default", value, (index,), source, accumulate)
+        return group.meet(build).put_rows(value, index, source, worker_rows, global_rows, adds)
+    result: Ref = build.op("aten.index_put.default", value, (index,), source, adds)
     return result
 
 

@@ -88,8 +88,12 @@ class Planner:
     """Planner of a session: runs the passes on traces without a plan.
 
     Args:
+        config: limits of the caches.
         mesh: the ranks for which plans are built, and the workers.
         machine: the cost model of a rank.
+        recorder: owner of the trie that caches the plans.
+        client: sends the workers the plans that they may drop.
+        tiers: notified of each new plan; they compile the hot ones.
         history: records misses and gathers.
     """
 
@@ -106,13 +110,14 @@ class Planner:
         self.templates = Templates(
             priced(PIPELINE, machine), config.max_plans, config.max_plan_bytes, Plan
         )
+        #: (outputs, kinds, shape key) -> planned traces, newest first: candidates for a resize
         self._planned_traces: Recent[tuple[Any, ...], tuple[_Earlier, ...]] = Recent(
             config.max_plans, config.max_plan_bytes
         )
         self._config, self._mesh, self._machine = config, mesh, machine
         self._recorder, self._client, self._tiers = recorder, client, tiers
         self._history = history
-        self._warned_in_order = False
+        self._warned_of_sequential_stages = False
 
     def build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> CachedPlan:
         """Build the plan of a trace with these outputs, and add it to the trie."""
@@ -321,8 +326,8 @@ class Planner:
 
     def _warn_in_order(self, why: str) -> None:
         """Warn once that the stages of a pipeline wait for each other."""
-        if why and not self._warned_in_order:
-            self._warned_in_order = True
+        if why and not self._warned_of_sequential_stages:
+            self._warned_of_sequential_stages = True
             warnings.warn(
                 f"the stages of this pipeline take one microbatch after the other, and each waits "
                 f"while the others work, since {why}. The numbers are right.",

@@ -106,7 +106,7 @@ class Copier:
 
     def _source_end(self, kind: str) -> SourceEnd:
         if kind not in self._ends:
-            self._ends[kind] = transport_module(kind).SourceEnd(self._device)
+            self._ends[kind] = transport_module(kind).SOURCE(self._device)
         return self._ends[kind]
 
     def _compare(

@@ -51,7 +51,7 @@ class CopyRequest(NamedTuple):
         live: inodes of the sender's slots, or numbers of its sets of groups or buffers; all others
             are released.
         kind: file of `transports` with the kind of place; "": nothing to copy.
-        place: the `Place` of that file.
+        place: the address of that transport, its `ADDRESS`.
         verify: name of the checksum to compute of each block.
         compare: copy nothing, but compare each block's bytes with those of the last version and of
             the place; the two are numbers of transfers, 0 for none.
@@ -83,7 +83,7 @@ class CopyRequest(NamedTuple):
             request = CopyRequest(*msgspec.convert(data, _Packed))
             if not request.kind:
                 return request
-            place = msgspec.convert(request.place, transport_module(request.kind).Place)
+            place = msgspec.convert(request.place, transport_module(request.kind).ADDRESS)
         except (msgspec.ValidationError, ImportError, AttributeError) as error:
             raise ProtocolError(f"this is no copy request: {error}") from error
         return request._replace(place=place)

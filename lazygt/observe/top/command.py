@@ -76,7 +76,7 @@ def _open(name: str, interval: float, key: Path | None) -> StatusSource:
             raise NoSession("--key is for a pool: lazygt top tcp://HOST:PORT --key FILE")
         return open_source(name, interval)
     # why: it loads torch and sockets, which take seconds; local sessions need neither
-    from lazygt.observe.top.pool_screen import PoolSource
+    from lazygt.observe.top.pool_source import PoolSource
 
     return PoolSource(name, key)
 

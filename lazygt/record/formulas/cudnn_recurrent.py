@@ -87,7 +87,7 @@ def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
             return steps(x, hx, params, has_biases, num_layers, dropout, train, bidirectional,
                          batch_first)  # fmt: skip
         first = _states(hx)
-        count = _per_layer(first, has_biases)
+        count = _weights_per_layer(first, has_biases)
         layers = Layers(mode, params, count, num_layers, dropout, train, bidirectional, ())
         out, last = _stack(x.transpose(0, 1) if batch_first else x, first, layers)
         return (out.transpose(0, 1) if batch_first else out, *last)
@@ -114,7 +114,7 @@ def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
             return steps(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train,
                          bidirectional)  # fmt: skip
         first, sizes = _states(hx), batch_sizes.tolist()
-        count = _per_layer(first, has_biases)
+        count = _weights_per_layer(first, has_biases)
         layers = Layers(mode, params, count, num_layers, dropout, train, bidirectional, sizes)
         out, last = _stack(data, first, layers)
         return out, *last
@@ -138,9 +138,14 @@ def _supports_bfloat16() -> bool:
     return gpu.cudnn >= _BFLOAT16 and gpu.capability >= _AMPERE
 
 
-def _per_layer(first: State, has_biases: bool) -> int:
-    """Return the number of weights of a layer and direction: one more with a projection."""
-    return 2 + 2 * has_biases + (first[0].shape[2] != first[-1].shape[2])
+def _weights_per_layer(initial_states: State, has_biases: bool) -> int:
+    """Return the number of weight tensors of one layer and direction.
+
+    They are w_ih and w_hh, with biases b_ih and b_hh, and w_hr of an LSTM with a projection, whose
+    h0 is smaller than its c0.
+    """
+    has_projection = initial_states[0].shape[2] != initial_states[-1].shape[2]
+    return 2 + 2 * has_biases + has_projection
 
 
 def _states(hx: Any) -> State:

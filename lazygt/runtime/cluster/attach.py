@@ -131,12 +131,11 @@ class Refusals:
         return job.world_size - job.local_world_size if job.hosts is None else job.hosts - 1
 
     def __str__(self) -> str:
-        counts, strangers = self._listener.counts, self._listener.strangers.addresses
-        where = ", ".join(filter(None, strangers))
-        return (
-            f"Connections that proved no such token: {counts['handshake']}"
-            f"{where and f', from {where}'}"
-        )
+        """Return the number and the addresses of connections that failed the token's handshake."""
+        failed_handshakes = self._listener.counts["handshake"]
+        addresses = ", ".join(filter(None, self._listener.strangers.addresses))
+        origin = f", from {addresses}" if addresses else ""
+        return f"Connections that proved no such token: {failed_handshakes}{origin}"
 
 
 # -- cluster of a job ------------------------------------------------------------------------------

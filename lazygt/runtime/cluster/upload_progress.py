@@ -71,7 +71,8 @@ class Chain:
         self._nodes: list[HostProgress] = []
         #: number, offset and bytes of pieces that a host may lack
         self._pieces: deque[tuple[int, int, int]] = deque()
-        self._session, self.number = 0, 0
+        self._relay = 0  # number of the running relay; 0: none
+        self.number = 0
         self._warned = False
 
     def add(self, host: RemoteHost) -> None:
@@ -82,13 +83,13 @@ class Chain:
             for offset, piece in pieces(self._arena):
                 host.mirror(Mirror(self._first, offset), piece)
             self._nodes.append(HostProgress(host, self.number))
-            if self._session:
+            if self._relay:
                 self._begin(self._nodes[-1])
             elif len(self._nodes) > 1:
-                self._session = next(_SESSIONS)
+                self._relay = next(_SESSIONS)
                 for node in self._nodes:
                     self._begin(node)
-            if self._session:
+            if self._relay:
                 self._assign_sources()
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
@@ -101,7 +102,7 @@ class Chain:
 
     def pump(self) -> None:
         """Handle the hosts' messages, and drop lost hosts."""
-        if not self._session:
+        if not self._relay:
             return
         with self._lock:
             changed = False
@@ -120,17 +121,18 @@ class Chain:
                 self._drop_complete()
 
     def close(self) -> None:
-        """Stop the relay of uploads on all hosts."""
+        """Stop the relay of uploads on all hosts, if there is one."""
         with self._lock:
-            for node in self._nodes if self._session else ():
-                node.host.say(Begin(self._session))
-            self._session = 0
+            # a `Begin` without a token ends the relay
+            for node in self._nodes if self._relay else ():
+                node.host.say(Begin(self._relay))
+            self._relay = 0
 
     # -- pieces --------------------------------------------------------------------------
 
     def _mirror(self, offset: int, nbytes: int) -> None:
         """Send one piece of the arena, to a single host directly or into the chain."""
-        if not self._session:
+        if not self._relay:
             for node in self._nodes:
                 node.host.mirror(Mirror(self._first, offset), self._bytes(offset, nbytes))
             return
@@ -165,11 +167,11 @@ class Chain:
     def _begin(self, node: HostProgress) -> None:
         """Send a host the order to count and relay pieces."""
         node.begun = time.monotonic()
-        node.host.say(Begin(self._session, self.number, self._token.hex()))
+        node.host.say(Begin(self._relay, self.number, self._token.hex()))
 
     def _handle(self, node: HostProgress, event: Listens | Has | Alone) -> None:
         """Handle a host's report, unless it is of an earlier session."""
-        if event.session != self._session:
+        if event.session != self._relay:
             return
         match event:
             case Listens(_, endpoint):

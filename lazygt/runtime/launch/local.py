@@ -91,6 +91,7 @@ class LocalProcess(Process):
         return os.pread(self._output, TAIL_BYTES, start).decode(errors="replace")
 
     def close_pipe(self) -> None:
+        """Close this end of the liveness pipe; its end of file tells the worker of our end."""
         liveness_pipe, self._liveness_pipe = self._liveness_pipe, -1
         if liveness_pipe >= 0:
             os.close(liveness_pipe)

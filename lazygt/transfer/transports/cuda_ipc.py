@@ -443,3 +443,7 @@ def CudaIpcTransferReceiver(  # noqa: N802 - named like a class
     end = LeasedBuffers(device if device is not None else CudaDevice())
     layout = ReceiverLayout.from_arguments(mesh, rank, placements)
     return Receiver(address, end, name=name, expect=expect, layout=layout)
+
+
+#: Names by which requests find the classes of a transport, see `copy_request.transport_module`.
+ADDRESS, SOURCE = CudaIpcAddress, CudaIpcSource

@@ -469,3 +469,7 @@ def BroadcastTransferReceiver(  # noqa: N802 - named like a class
     layout = ReceiverLayout.from_arguments(mesh, rank, placements)
     end = Arrivals(torch.device(device))
     return Receiver(address, end, name=name, expect=expect, layout=layout)
+
+
+#: Names by which requests find the classes of a transport, see `copy_request.transport_module`.
+ADDRESS, SOURCE = GroupAddress, GroupSource

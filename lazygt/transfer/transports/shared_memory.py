@@ -335,3 +335,7 @@ def SharedMemoryTransferReceiver(  # noqa: N802 - named like a class
     """
     layout = ReceiverLayout.from_arguments(mesh, rank, placements)
     return Receiver(address, MappedSlots(), name=name, expect=expect, layout=layout)
+
+
+#: Names by which requests find the classes of a transport, see `copy_request.transport_module`.
+ADDRESS, SOURCE = SharedMemoryAddress, SharedMemorySource

@@ -9,8 +9,9 @@
     7. receiver  verifies the blocks, and answers
     8. sender    `is_free`   the place may be opened again
 
-A transport is one file: a `Place` (plain data), a `SourceEnd` with the device as its argument, a
-sender's end, a receiver's end, and two functions that make a `Sender` and a `Receiver` with them.
+A transport is one file: the address of a request's memory (plain data, the file's `ADDRESS`), a
+`SourceEnd` with the device as its argument (the file's `SOURCE`), a sender's end, a receiver's end,
+and two functions that make a `Sender` and a `Receiver` with them.
 """
 
 from __future__ import annotations
