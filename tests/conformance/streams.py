@@ -74,7 +74,9 @@ def recorded(program: Callable[[], Any]) -> tuple[Any, Stream]:
     """The result of a program on lazygt's tensors, and what is recorded of it."""
     if NATIVE is not None:  # its ops begin where those of torch's own backends do
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SessionGenerator, "take", _taking(SessionGenerator.take))
+            patch.setattr(
+                SessionGenerator, "hand_to_workers", _taking(SessionGenerator.hand_to_workers)
+            )
             return eager(program)
     record = Recorder.record
     inside = False

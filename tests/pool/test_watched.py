@@ -17,7 +17,7 @@ from torch import nn
 
 import lazygt
 from lazygt.errors import NoSession, PoolError
-from lazygt.observe.top.pool_screen import PoolSource
+from lazygt.observe.top.pool_source import PoolSource
 from lazygt.observe.top.sources import open_source
 from lazygt.observe.top.status import PoolStatus
 from lazygt.pool.requests import Doing
@@ -94,7 +94,7 @@ def test_a_session_is_seen_whole_by_its_own_key(pool, session, source) -> None:
     status = seen(source, lambda status: only(status).session.runs == session._client.next_run - 1)
     seen(source, lambda status: [rank.state for rank in only(status).ranks] == ["idle"] * 2)
     status = seen(source, lambda status: all(rank.resident for rank in only(status).ranks))
-    (row,) = status.told["sessions"]
+    (row,) = status.report["sessions"]
     assert (row["client"], row["workers"], row["quota"]["memory"]) == ("alice", 2, 4 << 30)
     told, stats = only(status), session.stats()
     assert told.client == "running"
@@ -141,7 +141,7 @@ def test_a_frozen_rank_and_a_frozen_client_are_named(pool, source) -> None:
     try:
         assert client.stdout.readline() == "3.0\n"
         status = seen(source, lambda status: only(status).ranks[0].state == "idle")
-        (row,) = status.told["sessions"]
+        (row,) = status.report["sessions"]
         os.kill(row["pids"][0], signal.SIGSTOP)
         status = seen(source, lambda status: only(status).stuck == (0,))
         assert only(status).ranks[0].state == "frozen"
@@ -162,11 +162,11 @@ def test_others_are_a_number_and_the_pools_own_key_sees_all(pool, session, sourc
     asker = Asker(pool, "bob", 3)
     asker.told()
     status = seen(source, lambda status: only(status).session.pid)
-    assert status.told["others"] == {"sessions": 0, "workers": 0, "waiting": 1}
+    assert status.report["others"] == {"sessions": 0, "workers": 0, "waiting": 1}
     assert "bob" not in json.dumps(msgspec.to_builtins(status))
     everything = PoolSource(pool.on, pool.server)
     status = everything.settled(SECONDS)
-    rows = {row["client"]: row for row in status.told["sessions"]}
+    rows = {row["client"]: row for row in status.report["sessions"]}
     assert set(rows) == {"alice", "bob"}
     assert (rows["bob"]["state"], rows["bob"]["before"]) == ("waits", 0)
     assert rows["bob"]["session"] not in status.sessions

@@ -18,7 +18,7 @@ BY_THREAD = """
 import threading
 import torch
 import lazygt
-from lazygt.record import accelerator
+from lazygt.record import autograd
 from lazygt.record.tensor import NATIVE
 
 def now():
@@ -40,12 +40,12 @@ def gradient():
 outside = "cuda" if torch.backends.cuda.is_built() else None
 assert now() == ("lazygt" if outside is None else outside)
 assert NATIVE.share_accelerator()
-accelerator.SHARED = True
+autograd.SHARED = True
 assert now() == outside
 with lazygt.session(launcher="inline", device="cpu"):
     assert now() == "lazygt"
     assert in_thread(now) == outside
-    with accelerator.selected(False):
+    with autograd.selected(False):
         assert now() == outside
         assert gradient() == [4.0] * 3
         assert now() == outside
@@ -78,5 +78,5 @@ def test_refused_backward_names_remedy(
 
 
 def test_other_errors_of_a_backward_pass_stay() -> None:
-    with pytest.raises(RuntimeError, match="does not require grad"), accelerator.selected(False):
+    with pytest.raises(RuntimeError, match="does not require grad"), autograd.selected(False):
         torch.ones(2).sum().backward()

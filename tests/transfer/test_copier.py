@@ -125,7 +125,7 @@ def test_memory_that_was_given_up_is_not_written(copier: Copier) -> None:
         ("a", (), "shared_memory", (1, 2), "crc32", (), None, 0),
         ("a", (), "x", (), "crc32", (), None, 0),
         ("a", (), "../x", (), "crc32", (), None, 0),
-        ("a", (), "receive_buffers", (), "crc32", (), None, 0),
+        ("a", (), "transport", (), "crc32", (), None, 0),
     ],
 )
 def test_malformed_copy_request_is_refused(given: Any) -> None:

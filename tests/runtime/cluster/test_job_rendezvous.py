@@ -128,14 +128,14 @@ ROOT = Path(__file__).parents[3]
 #: What each process of a job does: the first reads a line and goes, the others hold.
 SLOT = """
 import os, sys
-from lazygt.runtime.cluster import slots
+from lazygt.runtime.cluster import job_rendezvous
 from lazygt.runtime.cluster.environment import Job
 job = Job.from_environment(os.environ)
 print("rank", job.rank, flush=True)
 if job.is_client:
     input()
 else:
-    slots.hold(job)
+    job_rendezvous.hold(job)
     print("ended", job.rank, flush=True)
 """
 
