@@ -304,7 +304,7 @@ class Viewer(Protocol):
     """Notebook view of tensors and sessions."""
 
     def tensor_html(self, t: LazyTensor, /) -> str:
-        """Return values and card of a tensor."""
+        """Return HTML of a tensor's values, and of its shape, dtype and line."""
 
     def tensor_bundle(self, t: LazyTensor, /) -> dict[str, str]:
         """Return the text of ``repr``, and the same with the card."""

@@ -168,7 +168,10 @@ def _apply_rule(
 
 
 def _resolved(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:
-    """Return an argument with a Param's value, or a list's metas, in place."""
+    """Return an argument as a rule takes it: a Param's value, the metas of a list of Refs.
+
+    Any other argument is returned unchanged; a single Ref is the caller's.
+    """
     kind = type(arg)
     if kind is Param:
         return params[arg.index]

@@ -22,6 +22,9 @@ class NativeCode:
     """Schedule as a native program, up to a data-dependent last node.
 
     Args:
+        schedule: steps of the plan.
+        interpreter: runs the steps that C++ does not.
+        name: unused; all kinds of code are made with the same arguments.
         like: code of the same program in other sizes; equal instructions are shared.
     """
 

@@ -118,7 +118,7 @@ class ClientPage(msgspec.Struct, array_like=True, frozen=True):
     ended: bool = False  # True if the session has been closed
 
 
-Message = TypeVar("Message")
+T = TypeVar("T")
 
 
 class StatusFile:
@@ -205,11 +205,11 @@ def _slot(page: int, written: int) -> int:
     return page * PAGE + _FIRST_SLOT + written % 2 * _SLOT
 
 
-def decoded(data: bytes | memoryview, kind: type[Message]) -> Message:
-    """Decode a page's message, or several pages.
+def decoded(data: bytes | memoryview, kind: type[T]) -> T:
+    """Decode msgpack data as ``kind``: a page's message, or a tuple of a remote host's pages.
 
     Raises:
-        ProtocolError: the data is no such message.
+        ProtocolError: the data is no such object.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)

@@ -88,7 +88,14 @@ class SourceEnd(Protocol):
         """
 
     def buffer(self, sender: str, place: Any) -> View:
-        """Return the function from (offset, bytes) of a place to flat uint8.
+        """Map the memory of a sender's request; blocks are copied to it.
+
+        Args:
+            sender: address of the sender.
+            place: the request's `ADDRESS`, as the sender's `open` returned it.
+
+        Returns:
+            A function (offset, bytes) -> flat uint8 tensor over that part of the memory.
 
         Raises:
             ProtocolError, OSError: the place does not exist.
