@@ -24,7 +24,8 @@ from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.machine import Machine, default_machine, machine_of, on_hosts
 from lazygt.record import device
 from lazygt.record.bridge import new_recorder
-from lazygt.record.context import NAME, Idle, current_session, session_stack
+from lazygt.record.context import NAME, current_session, session_stack
+from lazygt.record.idle import Idle
 from lazygt.record.recorder import recorder_of
 from lazygt.record.tensor import LazyTensor, is_lazy, storage_of, view_of, viewer
 from lazygt.record.trie import TraceTrie

@@ -258,14 +258,9 @@ class Client(Orders):
     def plain(self) -> bool:
         """True if the C++ extension may send a run: nothing is in flight, unsent or unreported."""
         pending = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
-        unread_reports = (
-            self.installing or self.relaid or self.capture_errors or self._failures.unraised
-        )
-        unusable = self._death or self._fatal_error or not self.link.healthy
-        return (
-            not (pending or unread_reports or unusable or self.observer)
-            and monotonic() < self.quiet_until
-        )
+        unread = self.installing or self.relaid or self.capture_errors or self._failures.unraised
+        broken = self._death or self._fatal_error or not self.link.healthy or self.observer
+        return not (pending or unread or broken) and monotonic() < self.quiet_until
 
     def go_on(self, unsent: list[Buffer] | None, answer: list[memoryview] | None, why: str) -> None:
         """Continue an expected run after the C++ extension has done its share.

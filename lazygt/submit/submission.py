@@ -17,7 +17,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.host.gc_pause import gc_paused
 from lazygt.record.annotate import is_everywhere, restore_sharding, stored_now
-from lazygt.record.context import Idle
+from lazygt.record.idle import Idle
 from lazygt.record.infer import learn
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import NATIVE, LazyTensor, Storage, is_lazy, storage_of

@@ -10,7 +10,7 @@ from torch._inductor import config
 
 import lazygt
 from lazygt.graph.node import FUSED
-from lazygt.runtime.compiling import compile_process
+from lazygt.runtime.compiling import service
 from lazygt.runtime.compiling.kernel_group import KernelGroup
 from tests.cuda_host.control import Control
 
@@ -63,9 +63,9 @@ def test_groups_are_timed_until_the_gpu_has_run_them(gpu: Control) -> None:
         (node,) = (n for n in session.last_plan.graph.nodes if n.op == FUSED)
     group, device = KernelGroup.of(node), torch.device("cuda", 0)
     with config.patch(compile_threads=1):  # Inductor's pool of processes would stay
-        code = compile_process.compile_group(group, device)
+        code = service.compile_group(group, device)
     agreeing_and_faster(gpu)
-    ((_, op_by_op, as_one),) = compile_process.times(group, code, device)
+    ((_, op_by_op, as_one),) = service.times(group, code, device)
     kernel = gpu.busy_us / 1e6
     assert op_by_op > 4 * kernel
     assert kernel < as_one < op_by_op

@@ -28,8 +28,8 @@ TIMES = 12
 
 #: What an optimizer's step goes through; a sharded one is shipped at its end.
 RECORDING = frozenset(
-    {"device", "recorder", "source", "tensor", "trace", "views", "factories", "submit"}
-    | {"rewind", "reports", "stepped"}
+    {"device", "recorder", "source", "tensor", "trace", "views", "factories", "submission"}
+    | {"rollback", "reports"}
 )
 #: Where C++ records, it goes between that and the rest.
 BETWEEN = frozenset({"record/bridge.py"} if NATIVE is not None else ())
@@ -98,7 +98,7 @@ def test_path_of_shipped_op_has_few_files(
 ) -> None:
     """What is recorded becomes a run: named, noted for a recovery, sent, and waited for where
     somebody wants a value."""
-    assert {"submit", "client", "process_link"} <= names(ways[way])
+    assert {"submission", "client", "process_link"} <= names(ways[way])
     assert len(ways[way] - BETWEEN) <= most, sorted(ways[way])
 
 

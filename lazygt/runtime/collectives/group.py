@@ -45,8 +45,8 @@ from lazygt.runtime.collectives.sockets import (
 )
 
 if TYPE_CHECKING:
+    from lazygt.runtime.collectives.peer_backend import PeerBackend
     from lazygt.runtime.collectives.rendezvous import Meeting
-    from lazygt.runtime.collectives.shared_backend import PeerBackend
     from lazygt.runtime.launch.launcher import GroupSpec
 
 
@@ -339,7 +339,7 @@ def _large_value_backend(peers: Sequence[Peer | None]) -> SharedMemoryBackend | 
     if len(local_peers) == len(peers):
         return SharedMemoryBackend(local_peers)
     # why: few groups are on several hosts
-    from lazygt.runtime.collectives.shared_backend import PeerBackend
+    from lazygt.runtime.collectives.peer_backend import PeerBackend
 
     return PeerBackend(peers)
 

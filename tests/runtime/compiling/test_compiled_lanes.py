@@ -15,7 +15,7 @@ from lazygt.graph import Graph
 from lazygt.graph.node import FUSED, Node
 from lazygt.graph.per_tensor import LANES
 from lazygt.runtime import graph_codec
-from lazygt.runtime.compiling import compile_process
+from lazygt.runtime.compiling import service
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import KernelGroup, Members
 from lazygt.runtime.executors import compiled as compiled_executor
@@ -126,7 +126,7 @@ def test_compiled_lanes_match_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     node = fused(plan.graph)
     group = KernelGroup.of(node)
     key = group.key("cpu")
-    told = compile_process.answer({
+    told = service.answer({
         "key": key, "body": graph_codec.encode_graph(group.body), "writes": group.writes,
         "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims,
         "lanes": group.lanes, "device": "cpu",

@@ -19,10 +19,10 @@ from lazygt.graph.node import Node
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.fuse import Fuse
 from lazygt.runtime import graph_codec
-from lazygt.runtime.compiling import compile_process
+from lazygt.runtime.compiling import service
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.compile_process import begin
 from lazygt.runtime.compiling.kernel_group import BY_TENSOR, KernelGroup
+from lazygt.runtime.compiling.service import begin
 from lazygt.runtime.executors.compiled import Compiled
 from tests.passes.overloads import inputs_for
 from tests.passes.recording import recorded
@@ -139,7 +139,7 @@ def test_drawn_groups_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     for group, numbers in some_groups(3):
         key = group.key("cpu")
-        told = compile_process.answer(request_of(group), cache)
+        told = service.answer(request_of(group), cache)
         assert told == {"key": key, "error": ""}, group.body
         operands = [t.nan_to_num(posinf=2.0, neginf=-2.0) for t in inputs_for(group.body)]
         wanted = one_by_one(group, operands, numbers)
@@ -191,9 +191,9 @@ def test_error_of_a_compiler_is_one_line(
     def failing(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(compile_process, "compile_group", failing)
+    monkeypatch.setattr(service, "compile_group", failing)
     body = graph_of("%0: f32[9] = input\n%1: f32[9] = aten.exp.default(%0)\nreturn %1")
-    told = compile_process.answer(request_of(group_of(body)), Cache(str(tmp_path)))
+    told = service.answer(request_of(group_of(body)), Cache(str(tmp_path)))
     assert told == {"key": group_of(body).key("cpu"), "error": line}
 
 

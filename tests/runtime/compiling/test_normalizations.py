@@ -18,8 +18,8 @@ from lazygt.graph import Graph
 from lazygt.graph.node import FUSED, Node
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.compile_process import answer
 from lazygt.runtime.compiling.kernel_group import KernelGroup
+from lazygt.runtime.compiling.service import answer
 from lazygt.runtime.executors.compiled import Compiled
 from tests.passes.tools import CPU
 from tests.runtime.compiling.lowering import lowered, one_by_one

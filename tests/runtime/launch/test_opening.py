@@ -53,7 +53,7 @@ def test_import_lazygt_loads_nothing_of_other_hosts_and_no_sockets() -> None:
         "before = set(sys.modules)\n"
         "import lazygt\n"
         "loaded = {'zmq', 'lazygt.runtime.cluster.environment', 'lazygt.runtime.launch.mailbox',"
-        "          'lazygt.runtime.collectives.shared_backend',"
+        "          'lazygt.runtime.collectives.peer_backend',"
         "          'lazygt.submit.status_page'} & set(sys.modules)\n"
         "print(sorted(loaded - before))"
     )
