@@ -96,7 +96,7 @@ def _cache(x: torch.Tensor) -> torch.Tensor:
         (
             _deviation,
             r"aten\.std\.correction takes less time on whole values .* \(4\.1 kB\) is gathered .* "
-            r"fixed the value",
+            r"fix the placement",
         ),
         (_cache, r"is gathered"),
     ],

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 import lazygt
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine, machine_of
-from lazygt.sweeps import Combination, Row, Shares, Sweep, report
+from lazygt.sweeps import Combination, Row, Shares, Sweep, verdict
 from lazygt.sweeps.steps import covered, latency_share
 
 pytestmark = pytest.mark.timeout(120)
@@ -179,7 +179,7 @@ def shares(
 
 
 def test_a_target_that_is_reached() -> None:
-    assert report([row("auto", 0.1), row("one", 0.08)], 0, 15) == (
+    assert verdict([row("auto", 0.1), row("one", 0.08)], 0, 15) == (
         "Best: wrap=one with 12,500 tokens/s, +25.0% against the baseline wrap=auto (10,000 "
         "tokens/s), measured: the target of +15% is reached."
     )
@@ -195,16 +195,16 @@ def test_a_target_that_is_reached() -> None:
     ],
 )
 def test_verdict_names_bottleneck(least: Shares, told: str) -> None:
-    sentence = report([row("auto", 0.105, shares()), row("one", 0.1, least)], 0, 15)
+    sentence = verdict([row("auto", 0.105, shares()), row("one", 0.1, least)], 0, 15)
     assert "+5.0% against the baseline wrap=auto" in sentence
     assert told in sentence
 
 
 def test_a_baseline_that_is_the_best_and_one_without_figures() -> None:
-    best = report([row("auto", 0.1, shares(1)), row("one", 0.2)], 0, 15)
+    best = verdict([row("auto", 0.1, shares(1)), row("one", 0.2)], 0, 15)
     assert "wrap=auto with 10,000 tokens/s, the baseline itself, measured: below" in best
     failed = Row(Combination({"wrap": "auto"}), "measured", "failed", note="no")
-    none = report([failed, row("one", 0.2)], 0, 15)
+    none = verdict([failed, row("one", 0.2)], 0, 15)
     assert none == (
         "Best: wrap=one with 5,000 tokens/s (measured). The baseline wrap=auto failed, so there is "
         "nothing to compare it with."
