@@ -203,7 +203,7 @@ def _slurm(variables: _Variables) -> Job:
     if not host < hosts == len(counts):
         raise LaunchError(
             "SLURM_STEP_TASKS_PER_NODE",
-            f"has {len(counts)} hosts, SLURM_STEP_NUM_NODES is {hosts}, and this is host "
+            f"is of {len(counts)} hosts, SLURM_STEP_NUM_NODES is {hosts}, and this is host "
             f"{host}: don't set or pass on SLURM_* variables by hand",
         )
     job = variables.text("SLURM_JOB_ID")
