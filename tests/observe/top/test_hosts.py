@@ -145,9 +145,14 @@ class Far:
         self.host = RemoteHost("far", self.connection)
         self.host.open(7, LinkSpec(world_size=2, ranks=(0, 1)))
         self.connection.sent.clear()
-        self.file = StatusFile(StatusFile.create(2))
+        self._fd = StatusFile.create(2)
+        self.file = StatusFile(self._fd)
         self.file.write(0, ClientPage("lazygt-x", os.getpid(), 2, "cpu", "data=2", 0.0))
         self.relay = Relay(self.file)
+
+    def close(self) -> None:
+        self.file.close()
+        os.close(self._fd)
 
     def look(self) -> SessionStatus:
         self.host.pump()
@@ -159,10 +164,16 @@ class Far:
         self.connection.answers.append([memoryview(bytes(frame)) for frame in frames])
 
 
-def test_a_host_that_does_not_answer_is_asked_once_and_unreachable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def far() -> Iterator[Far]:
     far = Far()
+    yield far
+    far.close()
+
+
+def test_a_host_that_does_not_answer_is_asked_once_and_unreachable(
+    monkeypatch: pytest.MonkeyPatch, far: Far
+) -> None:
     assert [rank.state for rank in far.look().ranks] == ["starting"] * 2
     far.answer(page(WorkerPage(0, 70, "idle"), 0.1), page(WorkerPage(1, 71, "busy"), 0.1))
     assert [rank.state for rank in far.look().ranks] == ["idle", "busy"]
@@ -177,8 +188,7 @@ def test_a_host_that_does_not_answer_is_asked_once_and_unreachable(
     assert [rank.pid for rank in status.ranks] == [70, 71]
 
 
-def test_times_of_another_host_are_told_by_this_ones_clock() -> None:
-    far = Far()
+def test_times_of_another_host_are_told_by_this_ones_clock(far: Far) -> None:
     far.look()
     begun = 5_000_000_000 - 2_000_000_000
     far.answer(page(WorkerPage(0, 70, "busy", begun=begun), 0.5), None)
@@ -188,17 +198,15 @@ def test_times_of_another_host_are_told_by_this_ones_clock() -> None:
     assert status.ranks[1].state == "starting"
 
 
-def test_a_rank_that_has_been_silent_there_is_silent() -> None:
-    far = Far()
+def test_a_rank_that_has_been_silent_there_is_silent(far: Far) -> None:
     far.look()
     far.answer(page(WorkerPage(0, 70, "busy"), 3.0), None)
     assert far.look().ranks[0].state == "silent"
 
 
 def test_nothing_is_said_of_ranks_from_a_client_that_is_frozen(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, far: Far
 ) -> None:
-    far = Far()
     far.look()
     far.answer(page(WorkerPage(0, 70, "busy"), 0.1), page(WorkerPage(1, 71, "idle"), 0.1))
     far.look()

@@ -16,8 +16,7 @@ import torch
 from lazygt.graph import collectives
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import shard_bounds
-from lazygt.runtime.collectives import collective_ops, group, shared_backend
-from lazygt.runtime.collectives import shared_backend as peer_backend
+from lazygt.runtime.collectives import collective_ops, group, peer_backend, shared_backend
 from lazygt.runtime.collectives.backends import HOST
 from lazygt.runtime.launch.launcher import GroupSpec
 from tests.support.bits import assert_same_bits

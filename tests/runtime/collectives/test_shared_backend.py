@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.runtime.collectives import shared_backend
+from lazygt.runtime.collectives import peer_backend, shared_backend
 from lazygt.runtime.collectives.backends import Backend, SocketBackend
 from lazygt.runtime.collectives.group import _large_value_backend
 from lazygt.runtime.collectives.peer_backend import PeerBackend
@@ -91,7 +91,7 @@ ONE_HOST = ["aa", "aaa", "aaaaa"]
 @pytest.fixture(params=[*ONE_HOST, "ab", "aab", "aabb", "aaab"])
 def axis(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Axis]:
     monkeypatch.setattr(shared_backend, "SLOT_BYTES", SLOT)
-    monkeypatch.setattr(shared_backend, "PIECE_BYTES", SLOT // 4)
+    monkeypatch.setattr(peer_backend, "PIECE_BYTES", SLOT // 4)
     made = Axis(request.param)
     yield made
     made.close()
