@@ -35,7 +35,9 @@ LAYERS: tuple[frozenset[str], ...] = (
 # Pairs that a downward rule alone would allow.
 FORBIDDEN = {
     ("runtime", "passes"): "the runtime runs plans and never makes them",
+    ("recovery", "passes"): "the runtime runs plans and never makes them",
     ("transfer", "passes"): "weights are no graphs",
+    ("graph", "host"): "graphs know no device and no file",
 }
 # What still breaks a rule, by package. Only ever less may stand here.
 UPWARD: set[tuple[str, str]] = set()
@@ -205,7 +207,11 @@ def has_reason(lines: list[str], first: int, last: int) -> bool:
         ("lazygt.graph.node", "from lazygt.runtime import plan", "points up"),
         ("lazygt.graph.node", "import lazygt", "points up"),
         ("lazygt.runtime.plan", "from lazygt.passes.base import Pass", "never makes them"),
+        ("lazygt.recovery.journal", "from lazygt.passes import base", "never makes them"),
+        ("lazygt.recovery.checkpoint.states", "from lazygt.passes import base", None),
+        ("lazygt.recovery.checkpoint.states", "from lazygt.parallel import stage", "points up"),
         ("lazygt.transfer.sender", "from lazygt.passes import base", "no graphs"),
+        ("lazygt.graph.node", "from lazygt.host import files", "no file"),
         ("lazygt.runtime.plan", "def f():\n    from ..session import x", "points up"),
         ("lazygt.record.tensor", "from lazygt.session import x", "points up"),
         ("lazygt.session", "from lazygt.parallel import stage", "points up"),
