@@ -58,3 +58,5 @@ def test_former_keyword_of_fixed_placements_warns() -> None:
             former = lazygt.distribute(t, {"data": lazygt.Shard(0)}, pinned=True)
         now = lazygt.distribute(t, {"data": lazygt.Shard(0)}, fixed=True)
         assert stored_now(former) == stored_now(now)
+        with pytest.raises(TypeError, match=r"^distribute\(\) got fixed, and pinned, which is its"):
+            lazygt.distribute(t, {"data": lazygt.Shard(0)}, fixed=True, pinned=False)

@@ -39,6 +39,10 @@ def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> T:
+            if old in options and new in options:
+                raise TypeError(
+                    f"{function.__name__}() got {new}, and {old}, which is its former name"
+                )
             if old in options:
                 text = f"{function.__name__}({old}=...) is deprecated: use {new}=..."
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
