@@ -86,7 +86,7 @@ def _stat(pid: int, root: Path = Path("/")) -> list[str]:
     """Return the stat fields after the name, the state first; empty if it can't be read."""
     try:
         text = (root / f"proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
     return text.rpartition(")")[2].split()
 

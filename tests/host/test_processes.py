@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.host.processes import Usage, cpu_quota, is_stopped, memory_left
+from lazygt.host.processes import Usage, cpu_quota, is_stopped, memory_left, start
 
 # a name that looks like the end of a name
 CHILD = """
@@ -89,6 +90,17 @@ def test_a_process_that_is_stopped_and_one_that_has_gone() -> None:
     child.communicate()
     assert not is_stopped(child.pid)
     assert Usage.of(child.pid) == Usage()
+
+
+def test_exhausted_descriptors_are_no_end_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(path: Path) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(Path, "read_text", exhausted)
+    with pytest.raises(OSError, match="Too many open files"):
+        Usage.of(os.getpid())
+    with pytest.raises(OSError, match="Too many open files"):
+        start(os.getpid())
 
 
 @pytest.mark.parametrize(
