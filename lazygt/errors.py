@@ -38,8 +38,10 @@ from __future__ import annotations
 import builtins
 import os
 import sys
-from functools import cache
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 #: Public names, also exported by ``lazygt``.
 __all__ = [
@@ -549,3 +551,47 @@ def in_one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines[1:] if "error:" in line]
     return ": ".join([type(error).__name__, *lines[:1], *named[:1]])[:400]
+
+
+# -- former names ------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Accept a keyword by its former name, with a DeprecationWarning."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            if old in options and new in options:
+                raise TypeError(
+                    f"{function.__name__}() got {new}, and {old}, which is its former name"
+                )
+            if old in options:
+                text = f"{function.__name__}({old}=...) is deprecated: use {new}=..."
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                options[new] = options.pop(old)
+            return function(*args, **options)
+
+        return call
+
+    return decorate
+
+
+def former_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` of a module that takes its former names, with a DeprecationWarning.
+
+    Args:
+        names: former name -> present name.
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        text = f"{module}.{name} is deprecated: use {module}.{names[name]}"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find

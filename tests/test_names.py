@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -60,3 +62,20 @@ def test_former_keyword_of_fixed_placements_warns() -> None:
         assert stored_now(former) == stored_now(now)
         with pytest.raises(TypeError, match=r"^distribute\(\) got fixed, and pinned, which is its"):
             lazygt.distribute(t, {"data": lazygt.Shard(0)}, fixed=True, pinned=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "former", "now"),
+    [
+        ("serving", "Recorded", "RecordedArrivals"),
+        ("machine", "Link", "LinkFigures"),
+        ("simulation", "Check", "PredictionCheck"),
+        ("simulation", "Living", "LiveValue"),
+    ],
+)
+def test_former_class_name_warns(module: str, former: str, now: str) -> None:
+    package = importlib.import_module(f"lazygt.{module}")
+    with pytest.warns(DeprecationWarning, match=f"^lazygt.{module}.{former} is deprecated: use"):
+        assert getattr(package, former) is getattr(package, now)
+    with pytest.raises(AttributeError, match=f"^module 'lazygt.{module}' has no attribute 'Odd'$"):
+        _ = package.Odd

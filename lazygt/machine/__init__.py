@@ -4,6 +4,7 @@ All costs come from a ``Machine``. ``machine_of`` finds one: ``machines/`` has t
 ``lazygt calibrate`` writes one for the machine on which it runs.
 """
 
+from lazygt.errors import former_names
 from lazygt.machine.find import (
     CALIBRATED,
     Gpus,
@@ -29,3 +30,5 @@ __all__ = [
     "on_hosts",
     "shipped",
 ]
+
+__getattr__ = former_names(__name__, {"Link": "LinkFigures"})

@@ -11,14 +11,13 @@ numbers never change. Plans for modules are in ``lazygt.parallel.tensor_parallel
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from lazygt.errors import renamed
 from lazygt.graph.mesh import Mesh, Placements, Sharding
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.placement import Partial, Placement, Replicate, Unspecified, as_placement
@@ -26,32 +25,8 @@ from lazygt.record.annotate import record_place
 from lazygt.record.tensor import LazyTensor, is_lazy, meta_of, storage_of, view_of
 from lazygt.session import current
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 #: One torch placement for each axis of the mesh.
 UserPlacements = Sequence[Any] | Mapping[str, Any]
-
-
-def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Accept a keyword by its former name, with a DeprecationWarning."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def call(*args: P.args, **options: P.kwargs) -> T:
-            if old in options and new in options:
-                raise TypeError(
-                    f"{function.__name__}() got {new}, and {old}, which is its former name"
-                )
-            if old in options:
-                text = f"{function.__name__}({old}=...) is deprecated: use {new}=..."
-                warnings.warn(text, DeprecationWarning, stacklevel=2)
-                options[new] = options.pop(old)
-            return function(*args, **options)
-
-        return call
-
-    return decorate
 
 
 @renamed("pinned", "fixed")

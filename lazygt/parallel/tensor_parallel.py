@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lazygt.errors import renamed
 from lazygt.graph.mesh import Mesh, Placements, Sharding
 from lazygt.graph.placement import Placement, Replicate, Unspecified
 from lazygt.parallel.distribute import (
     UserPlacements,
     own_parameter,
     placements_for,
-    renamed,
     unspecified,
 )
 from lazygt.parallel.style_hooks import ModuleLayouts, apply_style

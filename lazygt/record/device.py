@@ -39,9 +39,6 @@ from lazygt.record import (
     tensor,
     torch_compile,
 )
-from lazygt.record import autograd as accelerator
-from lazygt.record import session_patches as other_devices
-from lazygt.record import subclasses as methods
 from lazygt.record.context import NAME, OpenSession, note_use, recorder, session_stack
 from lazygt.record.custom import registry
 from lazygt.record.formulas import autocast, derivatives
@@ -68,9 +65,9 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 #: Also active while no session is open: the patches then answer as torch itself would.
 _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *multiprocessing.PATCHES,
                   *derivatives.PATCHES, *autocast.PATCHES, *registry.PATCHES,
-                  *(methods.METHOD_PATCHES if NATIVE is not None else ()))  # fmt: skip
+                  *(subclasses.METHOD_PATCHES if NATIVE is not None else ()))  # fmt: skip
 _IN_SESSIONS = Patches(
-    *swap.IN_SESSIONS, *other_devices.DEVICE_PATCHES, *session_patches.FLAG_PATCHES
+    *swap.IN_SESSIONS, *session_patches.DEVICE_PATCHES, *session_patches.FLAG_PATCHES
 )
 #: Lock of the stack of sessions, and of the patches that depend on the stack.
 _patch_lock = threading.RLock()
@@ -131,7 +128,7 @@ def _update_patches() -> None:
     on_cpus = any(s.device_type == "cpu" for s in session_stack)
     with ExitStack() as stack:  # each callback runs, even if another raises
         stack.callback(_activate)
-        stack.callback(accelerator.select, bool(session_stack))
+        stack.callback(autograd.select, bool(session_stack))
         stack.callback(_IN_SESSIONS.apply if session_stack else _IN_SESSIONS.undo)
         stack.callback(factories.patch if defaulting else factories.unpatch)
         stack.callback(host_rng.install if on_cpus else host_rng.uninstall)

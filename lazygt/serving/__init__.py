@@ -7,6 +7,7 @@ plan.needed                 the fewest GPUs with which the p99 holds
 
 from __future__ import annotations
 
+from lazygt.errors import former_names
 from lazygt.serving.planning import plan
 from lazygt.serving.report import ServicePlan
 from lazygt.serving.simulation import Bursty, Poisson, RecordedArrivals, read_arrivals
@@ -22,3 +23,5 @@ __all__ = [
     "plan",
     "read_arrivals",
 ]
+
+__getattr__ = former_names(__name__, {"Recorded": "RecordedArrivals"})

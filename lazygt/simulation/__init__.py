@@ -1,5 +1,6 @@
 """Simulation: how long a program takes on a machine that need not be there."""
 
+from lazygt.errors import former_names
 from lazygt.simulation.check import LineCheck, PredictionCheck, check
 from lazygt.simulation.discrete_event import Deadlock, RankClass, Rehearsal, Simulated, Span
 from lazygt.simulation.node_times import node_seconds
@@ -24,3 +25,5 @@ __all__ = [
     "predict",
     "simulate",
 ]  # fmt: skip
+
+__getattr__ = former_names(__name__, {"Check": "PredictionCheck", "Living": "LiveValue"})

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lazygt.runtime.cluster import job_rendezvous
-from lazygt.runtime.cluster import job_rendezvous as slots
 from lazygt.runtime.cluster.environment import Job
 
 TOKEN = b"a secret of all hosts, 32 bytes."
@@ -36,7 +35,7 @@ def main() -> None:
     elif job.leads_host:
         told["met"] = job_rendezvous.find(job, TOKEN, _SECONDS)
     else:
-        slots.hold(job)
+        job_rendezvous.hold(job)
         told["held"] = True
     part = folder / f"{job.rank}.part"
     part.write_text(json.dumps(told))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lazygt.errors import ProtocolError
-from lazygt.pool import hosted as gates
+from lazygt.pool import hosted
 from lazygt.pool.hosted import Gate, parse_run, sequence_number
 from lazygt.runtime.cluster.protocol import Died, Mirror, Opened, Said, Tell
 from lazygt.runtime.messages import Done, Run, Snap
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(gates, "time", clock)
+    monkeypatch.setattr(hosted, "time", clock)
     return clock
 
 

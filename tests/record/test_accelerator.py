@@ -10,7 +10,6 @@ import torch
 
 from lazygt.errors import LazyGTError
 from lazygt.record import autograd
-from lazygt.record import autograd as accelerator
 from lazygt.record.tensor import NATIVE
 
 #: Run in a process of its own: torch decides by thread from then on.
@@ -71,7 +70,7 @@ def test_refused_backward_names_remedy(
     def engine(*_: object, **__: object) -> None:
         raise RuntimeError("opt_ready_stream && opt_parent_stream INTERNAL ASSERT FAILED")
 
-    monkeypatch.setattr(accelerator, "SHARED", False)
+    monkeypatch.setattr(autograd, "SHARED", False)
     monkeypatch.setattr(autograd, "_engine_run_backward", engine)
     with pytest.raises(LazyGTError, match="build-native"):
         torch.ones(2, requires_grad=True).sum().backward()

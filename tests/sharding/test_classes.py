@@ -16,7 +16,6 @@ from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph
 from lazygt.passes import overlap, pipeline
 from lazygt.passes.sharding import axis, programs
-from lazygt.passes.sharding import programs as whole
 from lazygt.runtime.plan import Plan
 from tests.sharding.random_programs import recorded as recorded_at_random
 from tests.sharding.random_programs import stored_at_random
@@ -40,7 +39,7 @@ def every_rank_alone() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(axis._Axis, "partitioned", partitioned)
-        for module in (axis, whole, overlap, programs, pipeline):
+        for module in (axis, programs, overlap, programs, pipeline):
             for name, instead in (("by_class", by_rank), ("classes", list), ("classified", list)):
                 patch.setattr(module, name, instead, raising=False)
         yield
@@ -48,7 +47,7 @@ def every_rank_alone() -> Iterator[None]:
 
 def plans(graph: Graph, mesh: Mesh, stored: Sequence[Sharding]) -> list[tuple[Any, ...]]:
     """What each rank is sent, and what is told of it."""
-    graphs = whole.programs(graph, mesh, stored).graphs
+    graphs = programs.programs(graph, mesh, stored).graphs
     rows = [(Plan(graph, mesh=mesh), graph.lines, graph.origins) for graph in graphs]
     return [(plan.template.encoded, plan.sizes, *more) for plan, *more in rows]
 
@@ -102,13 +101,13 @@ def test_planning_work_is_independent_of_number_of_ranks(monkeypatch: pytest.Mon
     program = recorded(MLP, "data=2,pipe=4", 1)
     for module, name in (
         (axis, "solve"), (axis, "partition"), (axis, "Builder"),
-        (overlap, "launched"), (pipeline, "split"), (whole, "run_passes"),
+        (overlap, "launched"), (pipeline, "split"), (programs, "run_passes"),
     ):  # fmt: skip
         counted(module, name)
     done = []
     for mesh in ("data=2,pipe=4", "data=8,pipe=4"):
         counts.clear()
-        graphs = whole.programs(program.graph, Mesh.parse(mesh), program.stored).graphs
+        graphs = programs.programs(program.graph, Mesh.parse(mesh), program.stored).graphs
         assert len({id(graph) for graph in graphs}) == 4
         done.append(dict(counts))
     assert done[0] == done[1]

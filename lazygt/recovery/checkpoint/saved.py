@@ -21,7 +21,7 @@ from lazygt.record.annotate import mesh_of, restore_sharding
 from lazygt.record.context import current_session
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import is_lazy, storage_of, view_of
-from lazygt.recovery.checkpoint import states as values
+from lazygt.recovery.checkpoint import states as object_states
 from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFile, unpacked
 from lazygt.recovery.checkpoint.encoding import decoded
 from lazygt.recovery.checkpoint.states import Leaf, placements_of, tensor_of
@@ -133,7 +133,7 @@ class Saved(Mapping[str, Any]):
         # unchecked objects first: if one raises, models and optimizers are unchanged
         for name in sorted(objects, key=lambda name: _is_checked(objects[name])):
             with self._loading(name):
-                values.load(objects[name], self._state(name, on_device))
+                object_states.load(objects[name], self._state(name, on_device))
         for name, obj in objects.items():
             self._restore_shardings(name, obj)
         with self._loading("random"):
@@ -162,7 +162,7 @@ class Saved(Mapping[str, Any]):
             )
         state = self._state(name, self._leaf_of)
         with self._loading(name):
-            values.check(self.path, name, obj, self._contents.classes[name], state)
+            object_states.check(self.path, name, obj, self._contents.classes[name], state)
 
     def _device_lookup(self) -> Callable[[int], Tensor]:
         """Return a function from a number to the tensor on its device; it moves each one once."""
@@ -180,7 +180,7 @@ class Saved(Mapping[str, Any]):
     def _restore_shardings(self, name: str, obj: Any) -> None:
         """Restore the saved shardings of an object's tensors that have no placements set."""
         state = self._state(name, self._leaf_of)
-        for tensor, leaf in values.pairs(values.state_of(obj), state):
+        for tensor, leaf in object_states.pairs(object_states.state_of(obj), state):
             if not is_lazy(tensor) or view_of(tensor) is not None:
                 continue
             placements = placements_of(leaf)
@@ -210,7 +210,7 @@ def _step_and_settings(file: CheckpointFile) -> tuple[int, dict[str, str]]:
 
 
 def _is_checked(obj: Any) -> bool:
-    """Return whether `values.check` compares an object's tensors with the saved ones."""
+    """Return whether `object_states.check` compares an object's tensors with the saved ones."""
     return isinstance(obj, torch.nn.Module | torch.optim.Optimizer | Tensor)
 
 
@@ -245,7 +245,7 @@ def generators(recorder: Recorder) -> dict[str, Any]:
 def set_generators(state: dict[str, Any]) -> None:
     """Set the states of the default random generators; no sync point."""
     random.setstate(state["python"])
-    values.check_numpy(state["numpy"][2])
+    object_states.check_numpy(state["numpy"][2])
     np.random.set_state(state["numpy"])
     if state["torch"] is not None:
         torch.set_rng_state(state["torch"])

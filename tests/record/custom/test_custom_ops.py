@@ -18,7 +18,6 @@ from torch import Tensor
 import lazygt
 from lazygt.record.custom import registry
 from lazygt.runtime import custom_ops, wire
-from lazygt.runtime import custom_ops as foreign_schema
 
 SETTINGS: list[dict[str, Any]] = [{"launcher": "inline"}, {"workers": 1}, {"workers": 2}]
 FACTOR = 2.0
@@ -337,7 +336,7 @@ def test_no_code_is_sent_where_that_is_forbidden() -> None:
 
 
 def test_a_worker_takes_no_code_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = foreign_schema.encode([made("f.g.default", b"pickled")])
+    data = custom_ops.encode([made("f.g.default", b"pickled")])
     with pytest.raises(lazygt.ProtocolError, match="ship_code=False"):
         custom_ops.load_ops(data, torch.device("cpu"), takes_code=False)
 
@@ -519,17 +518,17 @@ def test_a_triton_kernel_of_a_script_is_made_anew_on_the_worker(tmp_path: Path) 
 
 
 def made(title: str, text: bytes = b"", **given: Any) -> Any:
-    name = f"{title}@{foreign_schema.code_name(text) if text else 'm'}"
+    name = f"{title}@{custom_ops.code_name(text) if text else 'm'}"
     schema = f"{title.split('.')[0]}::{title.split('.')[1]}(Tensor x) -> Tensor"
-    return foreign_schema.Definition(name, schema, code=text, **given).op()
+    return custom_ops.Definition(name, schema, code=text, **given).op()
 
 
 def test_definitions_travel_as_they_are() -> None:
     sent = [made("f.g.default", b"text"), made("f.h.default", modules=("m",), tags=())]
-    found = foreign_schema.decode(foreign_schema.encode(sent))
+    found = custom_ops.decode(custom_ops.encode(sent))
     assert list(found.ops) == [op.definition for op in sent]
     assert set(found.path) >= {p for p in sys.path if p.startswith("/")}
-    assert foreign_schema.encode([]) == b""
+    assert custom_ops.encode([]) == b""
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ import zmq
 
 from lazygt.errors import AccessDenied, ConnectionLost, LazyGTError, SecurityError, VersionMismatch
 from lazygt.runtime.cluster import listening, reliable, tcp
-from lazygt.runtime.cluster import tcp as wire_format
 from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.launch.channel import Keys
@@ -310,11 +309,11 @@ def pumped(place: Place, call: Callable[[], object]) -> object:
 def test_other_versions_are_said_on_both_sides(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = wire_format.Versions("9.9", "1.0", "2.7")
+    theirs = tcp.Versions("9.9", "1.0", "2.7")
     monkeypatch.setattr(listening, "versions_here", lambda: theirs)
     error = pumped(place, place.dial)
     assert isinstance(error, VersionMismatch)
-    here = wire_format.versions_here()
+    here = tcp.versions_here()
     assert error.differences == [
         ("lazygt", here.lazygt, "9.9"), ("torch", here.torch, "1.0"), ("python", here.python, "2.7")
     ]  # fmt: skip

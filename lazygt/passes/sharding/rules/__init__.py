@@ -26,8 +26,6 @@ from lazygt.passes.sharding.rules import (
     write_back,
 )
 from lazygt.passes.sharding.rules import embedding as grouped
-from lazygt.passes.sharding.rules import internal as creation
-from lazygt.passes.sharding.rules import pointwise as horizontal
 from lazygt.passes.sharding.rules.decompose import is_composite
 from lazygt.passes.sharding.rules.strategy import Collective, Metas, R, Rule, Strategy
 
@@ -116,10 +114,8 @@ def rule_of(op: str) -> Rule | None:
 DERIVED = derived.rule(strategies_of)
 
 _FAMILIES = (
-    creation,
     embedding,
     minmax,
-    horizontal,
     grouped,
     indexing,
     internal,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lazygt.passes.sharding.rules import RULES, spatial, table, upsample
-from lazygt.passes.sharding.rules import spatial as windows
 from tests.passes.sharding.rules.cases import bounds, of_matrices, positive
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
@@ -148,7 +147,7 @@ def test_searched_sequence_block_counts_smaller_elements() -> None:
 
 def test_every_line_of_the_table_is_a_rule() -> None:
     rows = (
-        spatial.RULES | windows.RULES | upsample.RULES
+        spatial.RULES | spatial.RULES | upsample.RULES
     )  # the same, and by rows that ranks are sent
     assert all(RULES[op] in (rule, rows.get(op)) for op, rule in table.RULES.items())
 
