@@ -113,7 +113,8 @@ def package_of(module: str) -> str:
     """The package, or the file at the root, that a module belongs to."""
     rows = set[str]().union(*LAYERS)
     path = module.split(".")[1:]
-    return next((pair for pair in [".".join(path[:2])] if pair in rows), (path or [module])[0])
+    pair = ".".join(path[:2])
+    return pair if pair in rows else (path or [module])[0]
 
 
 def height_of(package: str) -> int:

@@ -181,7 +181,7 @@ def _uniform(count: int, end: float, rng: np.random.Generator) -> Times:
     return times[:-1]
 
 
-# -- queueing simulation of a service: every request through the queues of all GPUs, in batch ------
+# -- queueing simulation of a service: requests through the queues of all GPUs ---------------------
 
 BALANCES = ("random", "round-robin", "shared")
 #: Default length of a simulation: a minute, with bounds on requests, and a minimum of inferences.

@@ -178,10 +178,10 @@ def test_a_graph_draws_itself(tmp_path: Path) -> None:
     ("module", "not_loaded"),
     [
         ("lazygt", ["networkx", "graphviz", "rich", "typer", "zmq", "lazygt.runtime.worker",
-                    "lazygt.passes.sharding.rules", "lazygt.runtime.compiling.compile_process",
+                    "lazygt.passes.sharding.rules", "lazygt.runtime.compiling.service",
                     "lazygt.observe"]),
         ("lazygt.observe.explain", ["networkx", "graphviz", "lazygt.passes.sharding.rules"]),
-        ("lazygt.cli", ["networkx", "graphviz", "lazygt.passes.sharding.rules"]),
+        ("lazygt.cli.app", ["networkx", "graphviz", "lazygt.passes.sharding.rules"]),
     ],
 )  # fmt: skip
 def test_optional_modules_are_imported_lazily(module: str, not_loaded: list[str]) -> None:

@@ -39,7 +39,7 @@ def every_rank_alone() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(axis._Axis, "partitioned", partitioned)
-        for module in (axis, programs, overlap, programs, pipeline):
+        for module in (axis, programs, overlap, pipeline):
             for name, instead in (("by_class", by_rank), ("classes", list), ("classified", list)):
                 patch.setattr(module, name, instead, raising=False)
         yield

@@ -35,7 +35,7 @@ from lazygt.passes.sharding.rules.strategy import (
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-# -- grouped matrix products (``_grouped_mm``): one matrix per group of rows, as in MoE exper ------
+# -- grouped matrix products (``_grouped_mm``), as in mixtures of experts --------------------------
 # The groups are consecutive along one dim, with their ends in ``offs``. If that dim is sharded,
 # the ends are shifted and clamped to a rank's block. The kernel requires rows of a multiple of 16
 # bytes, so shorter local rows are padded with zeros.

@@ -146,9 +146,7 @@ def test_searched_sequence_block_counts_smaller_elements() -> None:
 
 
 def test_every_line_of_the_table_is_a_rule() -> None:
-    rows = (
-        spatial.RULES | spatial.RULES | upsample.RULES
-    )  # the same, and by rows that ranks are sent
+    rows = spatial.RULES | upsample.RULES  # the same, and by rows that ranks are sent
     assert all(RULES[op] in (rule, rows.get(op)) for op, rule in table.RULES.items())
 
 
