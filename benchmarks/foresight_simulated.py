@@ -23,7 +23,7 @@ from lazygt.machine.prices import line_seconds
 from lazygt.session import Session
 from lazygt.simulation import DRY, LiveValue, Rehearsal
 from lazygt.simulation.rank_memory import ACTIVATIONS, KINDS
-from lazygt.submit.memory import GRADIENTS
+from lazygt.submit.memory_categories import GRADIENTS
 
 #: Settings of a session in which a step is one plan, however long.
 _ONE_PLAN = {"flush_on_backward": False, "max_graph_nodes": 1_000_000, "max_graph_bytes": 1 << 62}

@@ -44,7 +44,7 @@ from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import RemoteValue
 from lazygt.submit.history import History, Probe
-from lazygt.submit.memory import OTHER, by_kind
+from lazygt.submit.memory_categories import OTHER, by_kind
 from lazygt.submit.planner import CachedPlan, Planner, Stages
 from lazygt.submit.submission import Submitter
 from lazygt.transfer import copy_request

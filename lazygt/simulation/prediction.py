@@ -31,7 +31,7 @@ from lazygt.observe.report import (
 from lazygt.simulation.discrete_event import RankClass, Simulated, Span
 from lazygt.simulation.rank_memory import KINDS, HeldMemory
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
-from lazygt.submit.memory import OPTIMIZER, PARAMETERS
+from lazygt.submit.memory_categories import OPTIMIZER, PARAMETERS
 from lazygt.tables import Printed, plain_table
 
 #: Rows of each table, at most.

@@ -31,7 +31,7 @@ from lazygt.simulation.prediction import Prediction, SimulatedRun
 from lazygt.simulation.rank_memory import ACTIVATIONS, KnownCategories
 from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 from lazygt.submit.history import Flush
-from lazygt.submit.memory import OTHER
+from lazygt.submit.memory_categories import OTHER
 
 #: Settings of a session that records and plans, and computes nothing.
 DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}

@@ -9,8 +9,8 @@ gathered     copies of parameters: all-gathered, in another dtype, transposed
 activations  other values of a run, of the forward and of the backward
 other        batches, random states, intermediate values of an update
 
-The client knows the categories of a plan's inputs and outputs (``lazygt.submit.memory``). Those of
-values between them are inferred by propagation: backwards from gradients, and forwards from
+The client knows the categories of a plan's inputs and outputs (``lazygt.submit.memory_categories``).
+Those of values between them are inferred by propagation: backwards from gradients, and forwards from
 parameters.
 """
 
@@ -25,7 +25,7 @@ from lazygt.graph.liveness import Change, alive_changes, extent_bytes, homes_of
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, WAIT
 from lazygt.runtime.plan import Schedule
-from lazygt.submit.memory import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
+from lazygt.submit.memory_categories import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 
 GATHERED, ACTIVATIONS, _UPDATES = "gathered", "activations", "updates"
 #: All categories, in the order of reports.

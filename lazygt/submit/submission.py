@@ -32,7 +32,7 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import Answer, Regions, RemoteValue
 from lazygt.runtime.wire import Buffer
 from lazygt.submit.history import Flush, History
-from lazygt.submit.memory import Kinds
+from lazygt.submit.memory_categories import Kinds
 from lazygt.submit.planner import CachedPlan, Planner
 from lazygt.submit.rollback import Recorded, Rewind
 

@@ -12,8 +12,10 @@ from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.placement import COLLECTIVES, Replicate, Shard
 from lazygt.graph.text import parse_graph
 from lazygt.passes.sharding.axis import shard
-from tests.sharding.models import Program, placed_at_random
+from tests.sharding.models import Program, placed_at_random, program
 from tests.sharding.world import run_sharded, run_whole
+
+__all__ = ["program"]
 
 MESHES = ["data=8", "data=2,model=4", "data=3,model=2", "a=2,b=2,c=2"]
 

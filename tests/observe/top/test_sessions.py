@@ -20,7 +20,7 @@ from lazygt.errors import NoSession
 from lazygt.observe.top.sources import LocalStatus, listed, open_source
 from lazygt.observe.top.status import SessionStatus
 from lazygt.runtime.launch.status_file import sessions
-from lazygt.submit.memory import Kinds
+from lazygt.submit.memory_categories import Kinds
 
 pytestmark = pytest.mark.timeout(120)
 
