@@ -9,9 +9,9 @@ gathered     copies of parameters: all-gathered, in another dtype, transposed
 activations  other values of a run, of the forward and of the backward
 other        batches, random states, intermediate values of an update
 
-The client knows the categories of a plan's inputs and outputs (``lazygt.submit.memory_categories``).
-Those of values between them are inferred by propagation: backwards from gradients, and forwards from
-parameters.
+The client knows the categories of a plan's inputs and outputs
+(``lazygt.submit.memory_categories``). Those of values between them are inferred by propagation:
+backwards from gradients, and forwards from parameters.
 """
 
 from __future__ import annotations
