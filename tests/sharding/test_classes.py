@@ -9,22 +9,37 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph
 from lazygt.passes import overlap, pipeline
+from lazygt.passes.classes import same
 from lazygt.passes.sharding import axis, programs
 from lazygt.runtime.plan import Plan
 from tests.sharding.random_programs import recorded as recorded_at_random
 from tests.sharding.random_programs import stored_at_random
 from tests.sharding.staged import MLP, StagedGPT, recorded
-from tests.sharding.steps import PROGRAMS, SHAPES, Step, accepted
+from tests.sharding.steps import PROGRAMS, SHAPES, ShardStep, Step, accepted
 
 pytestmark = pytest.mark.timeout(300)
 
 Change = Callable[[Graph], Any]
+
+
+def choices_of_each(
+    along: axis._Axis, graphs: Sequence[Graph], wanted: Any, exchange_whole: bool = False
+) -> Any:
+    """``axis._choices``, in which a graph equal to the first is asked for what the first is asked.
+
+    Other graphs are asked for the first one's outputs, for which a choice may be better.
+    """
+    first = along.choice(graphs[0], wanted, exchange_whole)
+    local = along.local(graphs[0], first, wanted, 0)
+    asked = [wanted if same(graph, graphs[0]) else local.outputs for graph in graphs[1:]]
+    pairs = zip(graphs[1:], asked, strict=True)
+    return [first, *(along.choice(*pair, exchange_whole) for pair in pairs)], local
 
 
 @contextmanager
@@ -39,6 +54,7 @@ def every_rank_alone() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(axis._Axis, "partitioned", partitioned)
+        patch.setattr(axis, "_choices", choices_of_each)
         for module in (axis, programs, overlap, pipeline):
             for name, instead in (("by_class", by_rank), ("classes", list), ("classified", list)):
                 patch.setattr(module, name, instead, raising=False)
@@ -74,9 +90,20 @@ def test_a_step_in_stages(make: Callable[[], Any], mesh: str) -> None:
     agree(program.graph, program.mesh, program.stored)
 
 
+#: A program whose inner axes have a better choice once its outputs are known.
+OUTPUTS_DECIDE = [
+    ShardStep("relu", 5, 0, 0.5), ShardStep("sum", 3, 5, 2.0), ShardStep("relu", 0, 3, 2.0),
+    ShardStep("index_add", 1, 2, 2.0), ShardStep("embedding", 3, 2, 3.0),
+    ShardStep("sort", 1, 5, 2.0), ShardStep("merge_last", 7, 6, 0.5),
+    ShardStep("prod", 1, 2, 0.0), ShardStep("cross_entropy", 4, 7, 0.5),
+    ShardStep("layer_norm", 7, 7, -1.0), ShardStep("block_", 4, 4, 2.0),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("mesh", ["a=8", "a=2,b=2,c=2"])
 @settings(max_examples=settings().max_examples // 4)
 @given(program=PROGRAMS, sizes=SHAPES, seed=st.integers(0, 1000))
+@example(program=OUTPUTS_DECIDE, sizes=(5, 5, 7), seed=206)
 def test_random_program_agrees_over_rank_classes(
     mesh: str, program: list[Step], sizes: tuple[int, ...], seed: int
 ) -> None:
