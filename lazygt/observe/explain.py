@@ -18,7 +18,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import count, duration
 from lazygt.machine import Machine, collective_seconds, default_machine, machine_of
-from lazygt.machine.prices import Outside, farthest, outside
+from lazygt.machine.extrapolation import Outside, farthest, outside
 from lazygt.observe.report import (
     AlternativeRow,
     CollectiveRow,

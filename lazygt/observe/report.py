@@ -17,7 +17,7 @@ from rich.text import Text
 from lazygt.graph.comm_volume import parallelism_of
 from lazygt.graph.cost import Cost
 from lazygt.graph.text import amount, duration
-from lazygt.machine.prices import Outside
+from lazygt.machine.extrapolation import Outside
 from lazygt.tables import Printed
 
 #: Path prefix of installed packages.

@@ -18,7 +18,8 @@ from lazygt.graph.collectives import Communication, communications_by_node
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
-from lazygt.machine.prices import Outside, line_seconds, outside
+from lazygt.machine.extrapolation import Outside, outside
+from lazygt.machine.prices import line_seconds
 from lazygt.runtime.plan import Plan
 from lazygt.simulation.node_times import Kernel, flops_of, kernels_of, product_flops
 from lazygt.simulation.rank_memory import KnownCategories, Memory, memory_of

@@ -18,7 +18,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
 from lazygt.host.files import write_output
 from lazygt.machine import Machine
-from lazygt.machine.prices import Outside, farthest
+from lazygt.machine.extrapolation import Outside, farthest
 from lazygt.observe.report import (
     OUTSIDE,
     CollectiveRow,
