@@ -19,11 +19,11 @@ from benchmarks.harness import Report, interleave, parser, ratio
 from benchmarks.sharded_processes import Crew
 from benchmarks.transfer_processes import SECONDS, requests
 from lazygt.graph.collectives import ring_bytes
+from lazygt.net.channel import listen_local
+from lazygt.net.sockets import GroupSpec
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives.backends import HOST
 from lazygt.runtime.collectives.rendezvous_store import StoreServer
-from lazygt.runtime.launch.channel import listen_local
-from lazygt.runtime.launch.launcher import GroupSpec
 
 RANKS = 2
 ONE, TWO = "one host", "two hosts"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, Report, interleave, parser, ratio
-from lazygt.runtime.cluster.keys import Keyring
+from lazygt.net.keys import Keyring
 from tests.clusters.hosts import Hosts
 
 LOCAL, THERE = "local", "another host"

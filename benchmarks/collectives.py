@@ -24,10 +24,10 @@ from benchmarks.harness import Report, interleave, parser, ratio
 from benchmarks.sharded_processes import Crew
 from benchmarks.transfer import verdict
 from benchmarks.transfer_processes import SECONDS, requests
+from lazygt.net.channel import listen_local
+from lazygt.net.sockets import GroupSpec
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives.backends import HOST, Backend
-from lazygt.runtime.launch.channel import listen_local
-from lazygt.runtime.launch.launcher import GroupSpec
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LAZYGT, GLOO = "lazygt", "Gloo"

@@ -20,9 +20,9 @@ import psutil
 import zmq
 
 from benchmarks.harness import ROOT, Report
-from lazygt.runtime.cluster import tcp
-from lazygt.runtime.cluster.connection import Connection, Listener, dial
-from lazygt.runtime.launch.channel import Keys
+from lazygt.net import tcp
+from lazygt.net.channel import Keys
+from lazygt.net.connection import Connection, Listener, dial
 
 _MAX_MESSAGE = 1 << 20
 _SECONDS = 600.0  # so long it may take at most

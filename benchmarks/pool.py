@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from benchmarks.harness import ROOT, Report, parser
+from lazygt.net.keys import Keyring
 from lazygt.pool.pool_client import Pool
 from lazygt.pool.server import server_key
-from lazygt.runtime.cluster.keys import Keyring
 
 COLUMNS = ["what", "lowest", "median", "highest", "all", "aim"]
 CLIENT = """

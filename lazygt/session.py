@@ -32,13 +32,13 @@ from lazygt.record.trie import TraceTrie
 from lazygt.recovery.checkpoint.checkpointing import CheckpointRecord, Checkpoints
 from lazygt.recovery.checkpoint.saved import Saved
 from lazygt.recovery.recover import RecoveryRecord
-from lazygt.runtime.client import Client
-from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.client.client import Client
+from lazygt.runtime.client.console import Console
+from lazygt.runtime.cluster.opening import by_engine, device_type, open_link
 from lazygt.runtime.compiling.tiers import Compile, Tiers
-from lazygt.runtime.console import Console
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
-from lazygt.runtime.launch.link import Link
-from lazygt.runtime.launch.opening import by_engine, device_type, open_link
+from lazygt.runtime.executors.artifacts import Cache
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.link import Link
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from lazygt.cli.script import fail
 from lazygt.errors import LazyGTError
+from lazygt.net.keys import Keyring, keys_place
 from lazygt.pool.pool_client import Pool
 from lazygt.pool.server import server_key
-from lazygt.runtime.cluster.keys import Keyring, keys_place
 from lazygt.tables import plain_table
 
 app = typer.Typer(no_args_is_help=True, help="See a pool of `lazygt serve`, drain it, evict.")

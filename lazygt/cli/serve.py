@@ -15,11 +15,11 @@ from lazygt.config import Config, cache_setting
 from lazygt.errors import LazyGTError, SecurityError
 from lazygt.host.files import cache_place
 from lazygt.host.processes import hide
+from lazygt.net.keys import Keyring, keys_place, new_token
 from lazygt.pool.requests import Quota, Rules
 from lazygt.pool.server import address, cores_here, open_gateway, quotas
 from lazygt.runtime.cluster import attach
 from lazygt.runtime.cluster.environment import Job
-from lazygt.runtime.cluster.keys import Keyring, keys_place, new_token
 
 # -- ``lazygt worker``: workers on this host for a program on another host -------------------------
 

@@ -151,7 +151,7 @@ void Fetcher::end_trace(Sent& run) {
   r.renew();
 }
 
-// The run as the worker is told of it: runtime.client.Client.run.
+// The run as the worker is told of it: runtime.client.client.Client.run.
 RunMessage Fetcher::message(Sent& run, py::handle client) {
   RunMessage told;
   told.base = run.base = get_number(client, NAME(_next_id));

@@ -24,7 +24,7 @@ class WorkerLink {
   virtual py::object answer() = 0;
 };
 std::unique_ptr<WorkerLink> inline_link(py::object runs, py::object finished);
-// `boxes`: a runtime.launch.mailbox.Mailboxes. `cores`: its Cores. `heard`: notes a sign of life.
+// `boxes`: a net.mailbox.Mailboxes. `cores`: its Cores. `heard`: notes a sign of life.
 std::unique_ptr<WorkerLink> mailbox_link(py::object boxes, py::object cores, py::object heard, int64_t run_tag);
 
 // Of a submitter, which owns it and what it speaks to.

@@ -84,7 +84,7 @@ class Mailed final : public WorkerLink {
   }
 
  private:
-  // runtime.launch.mailbox.Cores, which judges anew now and then.
+  // net.mailbox.Cores, which judges anew now and then.
   bool enough_cores() const {
     if (PyFloat_AsDouble(get(cores_, NAME(_judge_at)).ptr()) > now()) {
       return get(cores_, NAME(_enough)).ptr() == Py_True;

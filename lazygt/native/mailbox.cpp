@@ -1,4 +1,4 @@
-// What mailboxes do for each message: see `runtime/launch/mailbox.py`, which says how they lie in
+// What mailboxes do for each message: see `net/mailbox.py`, which says how they lie in
 // memory and does the same where there is no extension.
 #include "mailbox.h"
 

@@ -1,4 +1,4 @@
-// A mailbox, for whoever puts messages there or takes them: see `runtime/launch/mailbox.py`.
+// A mailbox, for whoever puts messages there or takes them: see `net/mailbox.py`.
 #pragma once
 #include "python.h"
 

@@ -22,9 +22,9 @@ from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 from lazygt.graph.source import expand
 from lazygt.host.files import write_output
 from lazygt.recovery.recover import RecoveryRecord
-from lazygt.runtime.client import Client
+from lazygt.runtime.client.client import Client
+from lazygt.runtime.client.console import Observer
 from lazygt.runtime.compiling.tiers import Compile
-from lazygt.runtime.console import Observer
 from lazygt.runtime.messages import Snapped, Timings
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 
 from lazygt.errors import OverQuota, PoolError, ProtocolError
+from lazygt.net.connection import Listener
+from lazygt.net.mailbox import Frame
 from lazygt.pool import requests
 from lazygt.pool.hosted import Hosted
 from lazygt.pool.policy import Lease, Policy
@@ -46,8 +48,6 @@ from lazygt.pool.requests import (
     ValuePiece,
 )
 from lazygt.pool.sessions import Sessions, Visitor
-from lazygt.runtime.cluster.connection import Listener
-from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.wire import Message, decode
 
 # -- requests for published values -----------------------------------------------------------------

@@ -15,13 +15,13 @@ import msgspec
 
 from lazygt.errors import PoolError, ProtocolError
 from lazygt.host import processes
+from lazygt.net.channel import MAX_MESSAGE_BYTES
+from lazygt.net.mailbox import Frame
+from lazygt.net.status_file import Page
 from lazygt.runtime.cluster.agent import Agent, Connected
 from lazygt.runtime.cluster.protocol import Closed, Died, Look, Opened, Said, Tell, read
-from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
 from lazygt.runtime.launch.launcher import WORKER_FACTORY
-from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_file import Page
 from lazygt.runtime.messages import Done, Run
 from lazygt.runtime.wire import Buffer, Count, size_of
 

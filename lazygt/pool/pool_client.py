@@ -17,6 +17,10 @@ import zmq
 
 from lazygt.errors import PoolError, ProtocolError
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+from lazygt.net.channel import MAX_MESSAGE_BYTES
+from lazygt.net.connection import Connection, dial
+from lazygt.net.keys import KeyFile
+from lazygt.net.status_file import Pages, decoded
 from lazygt.pool.published import PIECE_BYTES, Rows
 from lazygt.pool.requests import (
     TO_CLIENT,
@@ -35,10 +39,6 @@ from lazygt.pool.requests import (
     ValuePiece,
 )
 from lazygt.runtime.cluster.agent import Connected
-from lazygt.runtime.cluster.connection import Connection, dial
-from lazygt.runtime.cluster.keys import KeyFile
-from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
-from lazygt.runtime.launch.status_file import Pages, decoded
 from lazygt.runtime.wire import Message, decode, encode, received
 
 M = TypeVar("M", bound=Message)

@@ -13,6 +13,9 @@ import msgspec
 from lazygt.config import Config
 from lazygt.errors import ConnectionLost, LazyGTError, PoolError
 from lazygt.graph.mesh import Mesh
+from lazygt.net.connection import Connection
+from lazygt.net.mailbox import Frame
+from lazygt.net.status_file import Page, StatusFile, read_client
 from lazygt.pool.pool_client import answer, connect
 from lazygt.pool.requests import (
     TO_CLIENT,
@@ -28,11 +31,8 @@ from lazygt.pool.requests import (
     is_ours,
 )
 from lazygt.runtime.cluster.cluster_link import ClusterLink
-from lazygt.runtime.cluster.connection import Connection
+from lazygt.runtime.cluster.opening import link_spec
 from lazygt.runtime.cluster.remote import RemoteHost
-from lazygt.runtime.launch.mailbox import Frame
-from lazygt.runtime.launch.opening import link_spec
-from lazygt.runtime.launch.status_file import Page, StatusFile, read_client
 from lazygt.runtime.wire import decode, encode
 
 _LEAVE_SECONDS = 10.0

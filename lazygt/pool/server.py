@@ -12,11 +12,11 @@ from typing import Any
 
 import zmq
 
+from lazygt.net.connection import Listener
+from lazygt.net.keys import KeyFile, Keyring
 from lazygt.pool.gateway import Gateway
 from lazygt.pool.pool_client import LONGEST
 from lazygt.pool.requests import Quota, Rules
-from lazygt.runtime.cluster.connection import Listener
-from lazygt.runtime.cluster.keys import KeyFile, Keyring
 
 #: Name of the pool's own key.
 SERVER = "(server)"

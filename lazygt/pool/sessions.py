@@ -15,6 +15,9 @@ from msgspec.structs import replace
 
 from lazygt.errors import LazyGTError, PoolError, ProtocolError
 from lazygt.host.files import make_folder
+from lazygt.net.connection import Connection
+from lazygt.net.mailbox import Frame
+from lazygt.net.status_file import CAPACITY, ClientPage, Page, Pages, decoded
 from lazygt.pool.hosted import Hosted, Terms
 from lazygt.pool.policy import (
     ClientBack,
@@ -37,9 +40,6 @@ from lazygt.pool.policy import (
 from lazygt.pool.published import PublishedValue
 from lazygt.pool.requests import Admitted, Ask, Ok, RequestFailed, Rules, Waits, Watched
 from lazygt.pool.scheduler import Resume
-from lazygt.runtime.cluster.connection import Connection
-from lazygt.runtime.launch.mailbox import Frame
-from lazygt.runtime.launch.status_file import CAPACITY, ClientPage, Page, Pages, decoded
 from lazygt.runtime.wire import Message, encode
 
 # -- client connection of a pool -------------------------------------------------------------------

@@ -4,7 +4,7 @@ torch's device guard for a Python device calls Python in a noexcept destructor. 
 exception passes that, the process ends: one raised by a backward op, a hook, or the hook that
 unpacks a saved tensor. So an exception raised there is put aside, the rest of the pass is skipped,
 and ``run_backward`` raises it when the engine has returned. Ctrl-C is not raised there at all: see
-``runtime.launch.interrupts``.
+``runtime.interrupts``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lazygt.record.host_values import blank
 from lazygt.record.patches import Patch
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import NATIVE, is_lazy
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
 
 # -- torch's accelerator: lazygt in threads with a session, CUDA in all others ---------------------
 # torch has one accelerator a process, a private backend before CUDA. Autograd takes its streams

@@ -55,7 +55,7 @@ from lazygt.record.handlers import refuse_layout
 from lazygt.record.patches import Patches
 from lazygt.record.tensor import NATIVE, Above, LazyTensor, is_lazy
 from lazygt.record.trace import closed_error
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
 
 _libraries: list[torch.library.Library] = []
 #: Owned here, because torch has bare pointers to them.

@@ -30,7 +30,7 @@ from lazygt.record.tensor import (
     is_lazy,
     storage_of,
 )
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
 
 _tensor: Any = torch.Tensor
 _host_data: Any = _tensor.data

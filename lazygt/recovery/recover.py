@@ -24,7 +24,7 @@ from lazygt.recovery.journal import (
     Snapshot,
     SwappedIn,
 )
-from lazygt.runtime.launch.link import Link
+from lazygt.runtime.link import Link
 from lazygt.runtime.messages import (
     COLLECTIVE_ERROR,
     TO_CLIENT,

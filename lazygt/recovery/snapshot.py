@@ -17,14 +17,14 @@ import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.host.processes import memory_left
-from lazygt.runtime import kernels
 from lazygt.runtime.arenas import read_note
+from lazygt.runtime.executors import kernels
 from lazygt.runtime.messages import Copied, Failure, Restore, Snap, Snapped
 from lazygt.runtime.store import Failed, Store
 
 if TYPE_CHECKING:
     from lazygt.runtime.arenas import Arena
-    from lazygt.runtime.exchange import HostCopies
+    from lazygt.runtime.executors.exchange import HostCopies
 
 #: Values that no snapshot has yet, by id: the meta and the bytes of the memory.
 New = dict[int, tuple[TensorMeta, torch.Tensor]]

@@ -19,7 +19,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite
 from lazygt.runtime import wire
 from lazygt.runtime.arenas import Arena, tensor_over
-from lazygt.runtime.launch.link import Link
+from lazygt.runtime.link import Link
 from lazygt.runtime.messages import Done, Failure, Fetched, Put
 from lazygt.runtime.wire import Buffer, DeltaCodec
 

@@ -21,7 +21,7 @@ from lazygt.graph.source import expand
 from lazygt.host.gc_pause import gc_paused
 from lazygt.machine import Gpus, Machine, default_machine, machine_of
 from lazygt.parallel.fsdp_overrides import Forced
-from lazygt.runtime.console import Observer
+from lazygt.runtime.client.console import Observer
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session

@@ -26,7 +26,7 @@ from lazygt.record.outline import Outline, outline_key
 from lazygt.record.recorder import Recorder
 from lazygt.record.trace import Trace
 from lazygt.record.trie import TrieNode, build_graph, flags_of, line_of, makers, sites_of
-from lazygt.runtime.client import Client
+from lazygt.runtime.client.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord

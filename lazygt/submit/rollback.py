@@ -24,7 +24,7 @@ from lazygt.record.rng import SEEDS
 from lazygt.record.tensor import Held, Storage, is_lazy, storage_of
 from lazygt.record.trace import Shown
 from lazygt.record.trie import Provenance, TrieNode, makers, sites_of
-from lazygt.runtime.client import Client
+from lazygt.runtime.client.client import Client
 from lazygt.submit.planner import CachedPlan, Planner, stored
 
 # -- optimizers' state in the client, saved before each step ---------------------------------------

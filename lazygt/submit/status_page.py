@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.source import expand
+from lazygt.net.status_file import MOST_RANKS, ClientPage, StatusFile
 from lazygt.record.recorder import Recorder
-from lazygt.runtime.client import Client
+from lazygt.runtime.client.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.launch.activity import EVERY
-from lazygt.runtime.launch.link import Link
-from lazygt.runtime.launch.status_file import MOST_RANKS, ClientPage, StatusFile
+from lazygt.runtime.link import Link
 from lazygt.submit.history import History
 from lazygt.submit.submission import Submitter
 

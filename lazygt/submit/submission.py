@@ -24,9 +24,9 @@ from lazygt.record.tensor import NATIVE, LazyTensor, Storage, is_lazy, storage_o
 from lazygt.record.trace import Trace, closed_error
 from lazygt.record.trie import Provenance, TrieNode
 from lazygt.recovery.recover import RecoveryRecord
-from lazygt.runtime.client import Client
+from lazygt.runtime.client.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.messages import Made, Plain, Run, Several
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import Answer, Regions, RemoteValue

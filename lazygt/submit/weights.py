@@ -11,8 +11,8 @@ from torch import Tensor
 from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import Replicate
-from lazygt.runtime.client import Client
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.client.client import Client
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.values import RemoteValue
 from lazygt.transfer.copy_request import CopyReply, CopyRequest, TensorLocation
 

@@ -20,7 +20,7 @@ from lazygt.machine import Machine
 from lazygt.machine.prices import line_seconds
 from lazygt.observe.timeline import TimedRun, Timeline, exchange_times, flights, profile
 from lazygt.record.context import current_session
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.messages import MemoryUse
 from lazygt.session import Session
 from lazygt.simulation import Prediction

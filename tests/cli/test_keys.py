@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lazygt.cli.app import app
-from lazygt.runtime.cluster.keys import KeyFile, Keyring
+from lazygt.net.keys import KeyFile, Keyring
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch._inductor import config
 import lazygt
 from lazygt.graph.node import FUSED
 from lazygt.runtime.compiling import service
-from lazygt.runtime.compiling.kernel_group import KernelGroup
+from lazygt.runtime.executors.kernel_group import KernelGroup
 from tests.cuda_host.control import Control
 
 pytestmark = pytest.mark.timeout(240)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.runtime.cluster.connection import Listener
-from lazygt.runtime.cluster.reliable import GONE_AFTER, GRACE
+from lazygt.net.connection import Listener
+from lazygt.net.reliable import GONE_AFTER, GRACE
 from tests.docs.pages import ROOT, commands_in, shell
 from tests.support.file_access import places, reads
 
@@ -53,7 +53,7 @@ NOT_OF_OTHERS = {
     },
     "files of the kernel's, and folders to come back to": {
         "calibrate/__init__.py", "observe/doctor.py", "runtime/cluster/job_rendezvous.py",
-        "runtime/compiling/kernel_group.py", "runtime/launch/start_plan.py",
+        "runtime/executors/kernel_group.py", "runtime/launch/start_plan.py",
         "host/processes.py",
     },
     "files of the package": {"observe/page.py", "observe/top/web.py"},

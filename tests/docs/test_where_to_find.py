@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.runtime.launch.opening import LAUNCHERS
+from lazygt.runtime.cluster.opening import LAUNCHERS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lazygt"

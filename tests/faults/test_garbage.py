@@ -11,7 +11,7 @@ import torch
 import zmq
 
 import lazygt
-from lazygt.runtime.launch.channel import DATA, HELLO, PING, SHUTDOWN, Keys, _version, pack
+from lazygt.net.channel import DATA, HELLO, PING, SHUTDOWN, Keys, _version, pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 

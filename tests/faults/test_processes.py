@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from lazygt.errors import WorkerDied, WorkerFrozen
-from lazygt.runtime.launch import channel
+from lazygt.net import channel
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 from tests.support.timeouts import patience

@@ -25,7 +25,7 @@ from lazygt.host.files import (
 )
 from lazygt.machine.find import default_machine
 from lazygt.observe.picture import render
-from lazygt.runtime.console import InstructionLog
+from lazygt.runtime.client.console import InstructionLog
 from lazygt.runtime.launch.session_directory import RECORD, SessionDirectory
 from tests.support.file_access import makes, places
 
@@ -39,8 +39,8 @@ MAY_MAKE = {
     "cli/simulate.py": {"TemporaryFile": "it has no name"},
     "native/build.py": {"mkdir": _NAMED_BY_THE_USER},
     "runtime/compiling/compiler.py": {"write_text": _OF_THE_KERNEL},
-    "runtime/launch/channel.py": {"bind": "ZMQ is given the descriptor of a socket that listens"},
-    "runtime/launch/status_file.py": {"open": _MEMORY},
+    "net/channel.py": {"bind": "ZMQ is given the descriptor of a socket that listens"},
+    "net/status_file.py": {"open": _MEMORY},
     "sweeps/steps.py": {"write_text": _OF_THE_KERNEL},
     "transfer/transports/cuda_ipc.py": {"open": _MEMORY},
     "transfer/transports/broadcast_group.py": {

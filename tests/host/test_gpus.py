@@ -10,8 +10,7 @@ import torch
 
 from lazygt.host import gpus
 from lazygt.host.gpus import HostGpu
-from lazygt.runtime import kernels
-from lazygt.runtime.compiling import kernel_group
+from lazygt.runtime.executors import kernel_group, kernels
 
 H100, A10 = HostGpu("NVIDIA H100 80GB HBM3", (9, 0)), HostGpu("NVIDIA A10", (8, 6))
 

@@ -23,12 +23,13 @@ import torch
 
 import lazygt
 from lazygt import native
-from lazygt.runtime.known_runs import number_reader
-from lazygt.runtime.launch import mailbox, opening
-from lazygt.runtime.launch.link import InlineLink
+from lazygt.net import mailbox
+from lazygt.runtime.cluster import opening
 from lazygt.runtime.messages import TO_WORKER, Run
 from lazygt.runtime.wire import decode, encode
-from lazygt.runtime.worker import Worker
+from lazygt.runtime.worker.inline_link import InlineLink
+from lazygt.runtime.worker.known_runs import number_reader
+from lazygt.runtime.worker.worker import Worker
 
 #: Numbers at the borders of msgpack's formats, as it writes them.
 _BORDERS = [

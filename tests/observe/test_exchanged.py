@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import lazygt
+from lazygt.net.sockets import PeerSocket
 from lazygt.observe.report import CollectiveRow, ExchangedRow, exchanged
-from lazygt.runtime.collectives.sockets import PeerSocket
 
 pytestmark = pytest.mark.timeout(120)
 

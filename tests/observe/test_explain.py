@@ -23,8 +23,8 @@ from lazygt.graph.cost import Cost, graph_costs
 from lazygt.graph.liveness import peak_bytes
 from lazygt.observe.report import LineCost, PlanCost, Report, shown
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse, candidates
-from lazygt.runtime.executors.dry import MOST_ZEROS
 from lazygt.runtime.plan import Plan, Schedule
+from lazygt.runtime.worker.dry import MOST_ZEROS
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from lazygt.net.keys import KeyFile, Keyring
 from lazygt.pool.pool_client import Pool, answer, connect
 from lazygt.pool.requests import Admitted, Ask, Waits
 from lazygt.pool.server import server_key
-from lazygt.runtime.cluster.keys import KeyFile, Keyring
 from lazygt.runtime.wire import encode
 
 SECONDS = 120.0

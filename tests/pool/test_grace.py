@@ -12,7 +12,7 @@ import time
 import pytest
 
 import lazygt
-from lazygt.runtime.cluster.keys import Keyring
+from lazygt.net.keys import Keyring
 from tests.clusters.hosts import hosts_or_skip, missing
 from tests.pool.serving import SECONDS
 

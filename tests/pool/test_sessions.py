@@ -25,9 +25,9 @@ from lazygt.errors import (
     SessionEnded,
 )
 from lazygt.graph.meta import TensorMeta
+from lazygt.net.keys import Keyring
 from lazygt.pool.pool_client import Pool, answer, connect
 from lazygt.pool.requests import Admitted, Ask, Ok, Publish, RequestFailed, Waits
-from lazygt.runtime.cluster.keys import Keyring
 from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Refused, Tell, read, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.wire import encode

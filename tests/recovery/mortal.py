@@ -17,9 +17,9 @@ from lazygt.errors import WorkerDied
 from lazygt.graph.ops import undispatched
 from lazygt.recovery.recover import Recovery
 from lazygt.runtime.arenas import Arena, create_memory
-from lazygt.runtime.launch import opening
+from lazygt.runtime.cluster import opening
 from lazygt.runtime.wire import Buffer, Message, encode
-from lazygt.runtime.worker import Worker
+from lazygt.runtime.worker.worker import Worker
 
 #: (message, when): the messages are counted over all lives
 Fault = tuple[int, str]

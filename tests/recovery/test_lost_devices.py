@@ -15,7 +15,7 @@ import torch
 import lazygt
 from lazygt.errors import DeviceLost, ExecutionError
 from lazygt.recovery import recover
-from lazygt.runtime import kernels
+from lazygt.runtime.executors import kernels
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,7 +11,7 @@ import torch
 from lazygt.graph.meta import TensorMeta
 from lazygt.recovery.snapshot import Snapshots
 from lazygt.runtime.arenas import Arena
-from lazygt.runtime.exchange import HostCopies
+from lazygt.runtime.executors.exchange import HostCopies
 from lazygt.runtime.messages import Restore, Snap, Snapped
 from lazygt.runtime.store import Store
 from tests.runtime.copies_stand_in import Cuda

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.launch import channel
+from lazygt.net import channel
 
 Frame = bytes | memoryview
 

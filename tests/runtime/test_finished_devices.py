@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.runtime import kernels
 from lazygt.runtime.arenas import Arena, create_memory
+from lazygt.runtime.executors import kernels
 from lazygt.runtime.messages import Snap, Snapped
 from lazygt.runtime.wire import encode
-from lazygt.runtime.worker import Worker
+from lazygt.runtime.worker.worker import Worker
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lazygt.runtime.worker import Worker
+from lazygt.runtime.worker.worker import Worker
 
 
 class Cuda:

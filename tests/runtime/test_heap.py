@@ -12,7 +12,7 @@ from torch import nn
 
 import lazygt
 from lazygt.graph.text import parse_graph
-from lazygt.runtime import shipped_plans
+from lazygt.runtime.worker import shipped_plans
 
 
 @pytest.mark.parametrize(

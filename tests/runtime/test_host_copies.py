@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.runtime import exchange as host_copies
 from lazygt.runtime.arenas import Arena
-from lazygt.runtime.exchange import Exchange, HostCopies
+from lazygt.runtime.executors import exchange as host_copies
+from lazygt.runtime.executors.exchange import Exchange, HostCopies
 from lazygt.runtime.messages import Done, Put
 from lazygt.runtime.store import Store
 from tests.runtime.copies_stand_in import Cuda

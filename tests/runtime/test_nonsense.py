@@ -13,7 +13,6 @@ import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import graph_codec, wire
-from lazygt.runtime.launch.link import InlineLink
 from lazygt.runtime.messages import (
     TO_CLIENT,
     TO_WORKER,
@@ -39,7 +38,8 @@ from lazygt.runtime.messages import (
     Wrote,
 )
 from lazygt.runtime.wire import decode, encode
-from lazygt.runtime.worker import Worker
+from lazygt.runtime.worker.inline_link import InlineLink
+from lazygt.runtime.worker.worker import Worker
 from tests.runtime import nonsense
 from tests.support.timeouts import DEEP
 

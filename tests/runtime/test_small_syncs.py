@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import lazygt
+from lazygt.net.mailbox import CAPACITY, Mailboxes
 from lazygt.runtime import wire
 from lazygt.runtime.launch import process_link
-from lazygt.runtime.launch.mailbox import CAPACITY, Mailboxes
 from lazygt.runtime.messages import Run
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,7 +13,7 @@ import pytest
 from torch.utils import _pytree as pytree
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.custom_functions import structure_of
+from lazygt.runtime.executors.custom_functions import structure_of
 
 MODULE = "never_imported_by_lazygt"
 

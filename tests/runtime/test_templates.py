@@ -12,11 +12,12 @@ import torch
 import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.graph.alias import COPY
-from lazygt.runtime import kernels, plan
+from lazygt.runtime import plan
+from lazygt.runtime.executors import kernels
 from lazygt.runtime.messages import TO_WORKER, Ship
 from lazygt.runtime.plan import Plan, PlanTemplate
 from lazygt.runtime.wire import decode, encode
-from lazygt.runtime.worker import Worker
+from lazygt.runtime.worker.worker import Worker
 from tests.passes.tools import graph_of
 
 

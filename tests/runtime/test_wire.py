@@ -16,7 +16,7 @@ from lazygt.runtime import graph_codec, wire
 from lazygt.runtime.messages import TO_CLIENT, Put, Run, Ship
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.wire import DeltaCodec, decode, encode
-from lazygt.runtime.worker import Worker
+from lazygt.runtime.worker.worker import Worker
 from tests.runtime import nonsense
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)

@@ -6,10 +6,10 @@ import os
 import time
 
 from lazygt.errors import NoSession, PoolError
+from lazygt.net.keys import KeyFile, Keyring, keys_place
 from lazygt.observe.top.status import PoolStatus, pool_status
 from lazygt.pool.pool_client import Pool
 from lazygt.pool.server import server_key
-from lazygt.runtime.cluster.keys import KeyFile, Keyring, keys_place
 
 _POLL_SECONDS = 0.05
 

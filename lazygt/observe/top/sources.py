@@ -8,8 +8,7 @@ from typing import Protocol
 import msgspec
 
 from lazygt.errors import NoSession
-from lazygt.observe.top.status import PoolStatus, SessionStatus, plain, plain_pool, session_status
-from lazygt.runtime.launch.status_file import (
+from lazygt.net.status_file import (
     ClientPage,
     Pages,
     StatusFile,
@@ -18,6 +17,7 @@ from lazygt.runtime.launch.status_file import (
     read_pages,
     sessions,
 )
+from lazygt.observe.top.status import PoolStatus, SessionStatus, plain, plain_pool, session_status
 
 #: Seconds after which a viewer counts as gone: longer than the interval between two reads.
 _LEASE_SECONDS = 3.0

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lazygt.errors import NoSession, ProtocolError
-from lazygt.runtime.launch.status_file import ClientPage, Page, Pages, WorkerPage, decoded
+from lazygt.net.status_file import ClientPage, Page, Pages, WorkerPage, decoded
 
 #: State of a rank -> its meaning.
 STATES = {

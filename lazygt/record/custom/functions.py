@@ -21,8 +21,8 @@ from lazygt.record.custom.pickling import Witness, bundle
 from lazygt.record.host_values import upload_operand
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import is_lazy, meta_of
-from lazygt.runtime.custom_functions import Gradient, Operand, PlainFunction, structure_of
 from lazygt.runtime.custom_ops import Definition, code_name
+from lazygt.runtime.executors.custom_functions import Gradient, Operand, PlainFunction, structure_of
 
 _SCHEMA = "(Tensor[] operands, bool tell) -> Tensor[]"
 #: Number of functions, and of signatures of one function, that are remembered.

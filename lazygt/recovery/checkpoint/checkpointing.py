@@ -43,8 +43,8 @@ from lazygt.recovery.checkpoint.states import (
 )
 from lazygt.recovery.journal import Snapshot
 from lazygt.runtime.arenas import Arena
-from lazygt.runtime.client import Client
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.client.client import Client
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.messages import Copied
 
 _log = logging.getLogger("lazygt")

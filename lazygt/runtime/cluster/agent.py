@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from lazygt.errors import LazyGTError, ProtocolError
+from lazygt.net.mailbox import Frame
 from lazygt.runtime.arenas import Arena, create_memory
 from lazygt.runtime.cluster import protocol
 from lazygt.runtime.cluster.host_part import HostPart
@@ -39,7 +40,6 @@ from lazygt.runtime.cluster.protocol import (
     Tell,
 )
 from lazygt.runtime.cluster.upload_relay import Mirrors, write
-from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.wire import Message, encode, size_of
 

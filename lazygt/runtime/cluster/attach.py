@@ -26,16 +26,16 @@ import zmq
 
 from lazygt.config import Config
 from lazygt.errors import LaunchError
+from lazygt.net.channel import MAX_MESSAGE_BYTES, new_token
+from lazygt.net.connection import Connection, dial
+from lazygt.net.keys import derived, token_from
+from lazygt.net.listening import Listener
 from lazygt.runtime.cluster.agent import Agent
 from lazygt.runtime.cluster.cluster_link import ClusterLink
-from lazygt.runtime.cluster.connection import Connection, dial
 from lazygt.runtime.cluster.environment import Job, be_alone, job_here
 from lazygt.runtime.cluster.job_rendezvous import find, hold, port_to_bind, publish, refusals
-from lazygt.runtime.cluster.keys import derived, token_from
-from lazygt.runtime.cluster.listening import Listener
 from lazygt.runtime.cluster.remote import RemoteHost
 from lazygt.runtime.collectives.rendezvous_store import StoreServer
-from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES, new_token
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 

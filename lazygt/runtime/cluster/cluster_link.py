@@ -26,17 +26,17 @@ from typing import Any
 
 from lazygt.errors import LaunchError, LazyGTError, WorkerDied, WorkerFrozen
 from lazygt.host.timer import can_be_read
+from lazygt.net import channel
+from lazygt.net.mailbox import Frame
+from lazygt.net.status_file import StatusFile
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.cluster.agent import AgentThread
 from lazygt.runtime.cluster.remote import HostLauncher, Relay, RemoteHost
 from lazygt.runtime.cluster.upload_progress import Chain
 from lazygt.runtime.collectives.rendezvous_store import StoreServer
-from lazygt.runtime.launch import channel
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
-from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_file import StatusFile
 from lazygt.runtime.wire import encode
 
 _log = logging.getLogger("lazygt")

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.net.mailbox import Frame
+from lazygt.net.status_file import Page, read_ranks
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.cluster.protocol import Closed, Died, Frozen, Kept, Opened, Refused, Said
 from lazygt.runtime.cluster.upload_relay import SendMessage
-from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_file import Page, read_ranks
 from lazygt.runtime.launch.worker_pool import HostMemory
 from lazygt.runtime.messages import Copied, Snapped
 from lazygt.runtime.wire import decode

@@ -18,10 +18,10 @@ from typing import Any
 import zmq
 
 from lazygt.errors import LazyGTError
+from lazygt.net.channel import Keys
+from lazygt.net.connection import dial
 from lazygt.runtime.cluster.agent import Agent
 from lazygt.runtime.cluster.attach import address_towards, host_id
-from lazygt.runtime.cluster.connection import dial
-from lazygt.runtime.launch.channel import Keys
 
 
 def main() -> None:

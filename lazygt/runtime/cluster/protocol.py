@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from lazygt.errors import ProtocolError
+from lazygt.net.status_file import Page, decoded
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_file import Page, decoded
 from lazygt.runtime.wire import Buffer, Count, Message, decode
 
 # -- to an agent -----------------------------------------------------------------------------

@@ -22,13 +22,13 @@ from typing import Any, Final
 import zmq
 
 from lazygt.errors import LaunchError
+from lazygt.net.channel import MAX_MESSAGE_BYTES, Keys, new_token
+from lazygt.net.connection import Listener
 from lazygt.runtime.cluster.attach import host_id
 from lazygt.runtime.cluster.cluster_link import ClusterLink
-from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.cluster.ray_slot import RaySlot
 from lazygt.runtime.cluster.remote import RemoteHost
 from lazygt.runtime.collectives.rendezvous_store import StoreServer
-from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES, Keys, new_token
 from lazygt.runtime.launch.start_plan import LinkSpec
 
 _log = logging.getLogger("lazygt")

@@ -12,6 +12,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.net.mailbox import Frame
+from lazygt.net.status_file import Elsewhere, Page, StatusFile, WorkerPage, decoded
 from lazygt.runtime.arenas import Arena, create_memory
 from lazygt.runtime.cluster import protocol
 from lazygt.runtime.cluster.agent import Connected
@@ -39,9 +41,7 @@ from lazygt.runtime.cluster.protocol import (
     Tell,
 )
 from lazygt.runtime.cluster.upload_relay import write
-from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_file import Elsewhere, Page, StatusFile, WorkerPage, decoded
 from lazygt.runtime.launch.worker_pool import SNAPSHOT_BYTES
 from lazygt.runtime.wire import Message, encode
 

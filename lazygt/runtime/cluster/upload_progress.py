@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+from lazygt.net.channel import new_token
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.cluster.protocol import Alone, Begin, Follow, Has, Listens, Mirror
 from lazygt.runtime.cluster.remote import RemoteHost, pieces
 from lazygt.runtime.cluster.upload_relay import UPLOAD_BYTES
-from lazygt.runtime.launch.channel import new_token
 
 _log = logging.getLogger("lazygt")
 

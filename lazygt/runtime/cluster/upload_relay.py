@@ -30,11 +30,11 @@ from itertools import islice
 import zmq
 
 from lazygt.errors import LazyGTError, ProtocolError
+from lazygt.net.connection import Connection, Listener, dial
+from lazygt.net.keys import derived
+from lazygt.net.mailbox import Frame
 from lazygt.runtime.arenas import Arena
-from lazygt.runtime.cluster.connection import Connection, Listener, dial
-from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.cluster.protocol import Alone, Begin, Follow, Has, Listens, Mirror, read
-from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.wire import Message, encode
 
 _log = logging.getLogger("lazygt")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lazygt.runtime.collectives.sockets import Peer
+from lazygt.net.sockets import Peer
 
 # torch 2.13 renamed them
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

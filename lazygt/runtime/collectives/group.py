@@ -26,6 +26,14 @@ from torch.distributed.rendezvous import rendezvous
 from lazygt.errors import LazyGTError
 from lazygt.graph.collectives import goes_by_sockets
 from lazygt.graph.mesh import Mesh
+from lazygt.net.sockets import (
+    Ends,
+    Peer,
+    PeerSocket,
+    Rendezvous,
+    first_to_leave,
+    late,
+)
 from lazygt.runtime.collectives.backends import (
     HOST,
     NCCL,
@@ -35,19 +43,11 @@ from lazygt.runtime.collectives.backends import (
     TorchBackend,
 )
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
-from lazygt.runtime.collectives.sockets import (
-    Ends,
-    Peer,
-    PeerSocket,
-    Rendezvous,
-    first_to_leave,
-    late,
-)
 
 if TYPE_CHECKING:
+    from lazygt.net.sockets import GroupSpec
     from lazygt.runtime.collectives.peer_backend import PeerBackend
     from lazygt.runtime.collectives.rendezvous import Meeting
-    from lazygt.runtime.launch.launcher import GroupSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lazygt.net.sockets import Peer
 from lazygt.runtime.collectives.backends import as_bytes, reduce_in_order
 from lazygt.runtime.collectives.shared_backend import InTurn, Parts, split_evenly
-from lazygt.runtime.collectives.sockets import Peer
 
 PIECE_BYTES = 1 << 20
 """Bytes of the data that is sent to one rank at a time."""

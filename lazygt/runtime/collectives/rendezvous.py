@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from lazygt.net.channel import Keys
+from lazygt.net.sockets import Ends, Peer, Rendezvous
 from lazygt.runtime.collectives.rendezvous_store import StoreClient, check_interface, keep_alive
-from lazygt.runtime.collectives.sockets import Ends, Peer, Rendezvous
-from lazygt.runtime.launch.channel import Keys
 
 # -- encrypted connections: byte streams between two hosts, over TCP with CURVE --------------------
 # Each connection is one ZMQ PAIR. The listening rank has one socket (a seat) for each expected

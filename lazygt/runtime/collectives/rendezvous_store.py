@@ -28,8 +28,8 @@ from torch.distributed.distributed_c10d import Store
 from zmq.utils.monitor import parse_monitor_message
 
 from lazygt.errors import ProtocolError, SecurityError, StoreLost
-from lazygt.runtime.cluster.keys import derived
-from lazygt.runtime.launch.channel import Address, listen_tcp, probe
+from lazygt.net.channel import Address, listen_tcp, probe
+from lazygt.net.keys import derived
 
 ROLE = "store"
 NUMBER = struct.Struct("<Q")

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from lazygt.net.sockets import PeerSocket
 from lazygt.runtime.arenas import ALIGNMENT, Arena
 from lazygt.runtime.collectives.backends import Work, as_bytes, reduce_in_order
-from lazygt.runtime.collectives.sockets import PeerSocket
 
 # -- base class of backends that execute collectives on a thread, in launch order ------------------
 

@@ -19,8 +19,8 @@ import msgpack
 from lazygt.graph.flags import Flags
 from lazygt.host.processes import OOMKills, is_stopped, start_directory
 from lazygt.runtime import graph_codec
-from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.kernel_group import KernelGroup
+from lazygt.runtime.executors.artifacts import Cache
+from lazygt.runtime.executors.kernel_group import KernelGroup
 
 #: Bytes of the buffer of the pipe to the process.
 _PIPE_BYTES = 1 << 20

@@ -15,10 +15,10 @@ from lazygt.errors import in_one_line
 from lazygt.graph.flags import write_flags
 from lazygt.graph.per_tensor import vectors, widened
 from lazygt.runtime import graph_codec
-from lazygt.runtime.compiling.artifacts import Cache, Record
-from lazygt.runtime.compiling.kernel_group import KernelGroup, Members, packed
+from lazygt.runtime.executors.artifacts import Cache, Record
 from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor
+from lazygt.runtime.executors.kernel_group import KernelGroup, Members, packed
 from lazygt.runtime.plan import Plan
 
 #: Vector lengths at which a group is timed, and those for a group of lanes.

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from lazygt.graph.flags import Flags, flags_of_code
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
-from lazygt.runtime.client import Client
-from lazygt.runtime.compiling.artifacts import Cache, Installs, Record
+from lazygt.runtime.client.client import Client
 from lazygt.runtime.compiling.compiler import Compiler
-from lazygt.runtime.compiling.kernel_group import Dims, KernelGroup
+from lazygt.runtime.executors.artifacts import Cache, Installs, Record
+from lazygt.runtime.executors.kernel_group import Dims, KernelGroup
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 

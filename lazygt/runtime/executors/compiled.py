@@ -13,9 +13,9 @@ import torch
 from lazygt import native
 from lazygt.graph.node import Node
 from lazygt.graph.per_tensor import LANES, Lanes, lanes_of
-from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.kernel_group import KernelGroup, packed
+from lazygt.runtime.executors.artifacts import Cache
 from lazygt.runtime.executors.eager import EagerExecutor, MakeCode
+from lazygt.runtime.executors.kernel_group import KernelGroup, packed
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.wire import bits
 

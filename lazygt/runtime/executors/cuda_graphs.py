@@ -19,10 +19,10 @@ from weakref import WeakSet
 import torch
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.runtime.exchange import unused_bytes
+from lazygt.runtime.executors.exchange import unused_bytes
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
+from lazygt.runtime.executors.kernels import clear_error, clone
 from lazygt.runtime.executors.segments import Stretch
-from lazygt.runtime.kernels import clear_error, clone
 from lazygt.runtime.store import Value
 
 #: Share of a GPU's free memory that graphs may take if no limit is set.

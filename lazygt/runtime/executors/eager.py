@@ -21,10 +21,10 @@ import torch
 from lazygt import native
 from lazygt.graph.alias import DONE, WRITE_BACK
 from lazygt.graph.node import DEVICE, FUSED, Arg, Node, Param, Ref, params_in
-from lazygt.runtime import kernels
+from lazygt.runtime.executors import kernels
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, ReturnSlots, Stopped
+from lazygt.runtime.executors.kernels import clone, restride
 from lazygt.runtime.executors.native import NativeCode
-from lazygt.runtime.kernels import clone, restride
 from lazygt.runtime.messages import Failure
 from lazygt.runtime.plan import Plan, PlanTemplate, Schedule
 from lazygt.runtime.store import Failed, Value

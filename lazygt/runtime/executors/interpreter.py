@@ -13,8 +13,8 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, map_arg, params_in
 from lazygt.graph.ops import OPAQUE_RESULTS, OpFacts, facts, overload, undispatched
 from lazygt.graph.placement import COLLECTIVE_OPS, COLLECTIVES, POINT_TO_POINT, WAIT
-from lazygt.runtime import kernels
 from lazygt.runtime.collectives import group
+from lazygt.runtime.executors import kernels
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Failure
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value

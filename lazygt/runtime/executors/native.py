@@ -13,7 +13,7 @@ from lazygt.graph.alias import COPY, DONE, WRITE_BACK, ViewStepKey
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref, map_arg
 from lazygt.graph.ops import facts, overload
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, ReturnSlots, Stopped
-from lazygt.runtime.kernels import WRAPPED, clone
+from lazygt.runtime.executors.kernels import WRAPPED, clone
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Value
 

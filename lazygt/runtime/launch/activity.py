@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from lazygt.runtime.launch.mailbox import Frame
-from lazygt.runtime.launch.status_file import MOST_RANKS, StatusFile, WorkerPage
+from lazygt.net.mailbox import Frame
+from lazygt.net.status_file import MOST_RANKS, StatusFile, WorkerPage
 
 #: Seconds between two samples of the main thread.
 EVERY = 0.25

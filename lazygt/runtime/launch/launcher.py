@@ -11,37 +11,16 @@ import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lazygt.errors import ProtocolError
 from lazygt.host.processes import Usage
-from lazygt.runtime.launch.channel import Address, Keys
-from lazygt.runtime.launch.mailbox import MailboxFiles
+from lazygt.net.channel import Address, Keys
+from lazygt.net.mailbox import MailboxFiles
+from lazygt.net.sockets import GroupSpec
 
-WORKER_FACTORY = "lazygt.runtime.worker:Worker"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """Rendezvous settings of a process group."""
-
-    backend: str  # name of the collectives' backend, see ``runtime.collectives.group``
-    directory: str  # directory of the rendezvous; only its user can enter it
-    timeout: float  # seconds that a rank waits for the others
-    mesh: str = ""  # the ranks as a grid, as ``graph.mesh`` reads it; empty: no axes
-    #: the endpoint of the session's ``StoreServer`` if ranks are on several hosts; empty if all are
-    #: on this one
-    store: str = ""
-    host: str = ""  # the id of this worker's host: the same for ranks that can open ``directory``
-    #: the IP address of the interface at which ranks of other hosts reach this one
-    address: str = ""
-    #: the secret, as hex, that admits a rank to the store
-    token: str = field(default="", repr=False)
-
-    def rendezvous(self, rank: int) -> str:
-        """Return the path of a rank's rendezvous socket."""
-        return f"{self.directory}/rendezvous{rank}"
+WORKER_FACTORY = "lazygt.runtime.worker.worker:Worker"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,12 @@ import zmq
 
 from lazygt.errors import ProtocolError
 from lazygt.host import processes
+from lazygt.net.channel import DATA, PING, PONG, SHUTDOWN, WorkerChannel
+from lazygt.net.mailbox import Cores, Frame, Mailboxes
 from lazygt.runtime.collectives import group
 from lazygt.runtime.launch import session_directory
 from lazygt.runtime.launch.activity import EVERY, Activity, Reporter
-from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, WorkerChannel
 from lazygt.runtime.launch.launcher import Boot, load_named
-from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes
 
 # -- fault injection for tests ---------------------------------------------------------------------
 # ``LAZYGT_FAULT=RANK:MESSAGE:WHEN`` makes a worker kill itself at a message. MESSAGE counts from 1.

@@ -18,12 +18,13 @@ from typing import Any
 
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.host.processes import Usage
+from lazygt.net import channel
+from lazygt.net.mailbox import Frame, spin
 from lazygt.runtime.arenas import Arena
-from lazygt.runtime.launch import channel, supervise
-from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.launch import supervise
 from lazygt.runtime.launch.launcher import Launcher
 from lazygt.runtime.launch.local import LocalLauncher
-from lazygt.runtime.launch.mailbox import Frame, spin
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.worker_pool import HostMemory, WorkerPool
 from lazygt.runtime.wire import encode

@@ -19,13 +19,14 @@ import torch
 
 from lazygt.config import cache_setting
 from lazygt.host.files import cache_place
+from lazygt.net import channel
+from lazygt.net.channel import Address, Keys
+from lazygt.net.mailbox import MailboxFiles
+from lazygt.net.sockets import GroupSpec
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.collectives.backends import backend_for, why_host
-from lazygt.runtime.launch import channel
-from lazygt.runtime.launch.channel import Address, Keys
-from lazygt.runtime.launch.launcher import WORKER_FACTORY, Boot, GroupSpec
+from lazygt.runtime.launch.launcher import WORKER_FACTORY, Boot
 from lazygt.runtime.launch.local import share_of_cores, visible_gpu
-from lazygt.runtime.launch.mailbox import MailboxFiles
 
 # -- resource limits -------------------------------------------------------------------------------
 # Before a session opens, this process opens the descriptors and starts the threads that the session

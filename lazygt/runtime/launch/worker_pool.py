@@ -19,14 +19,14 @@ import zmq
 
 from lazygt.host.gc_pause import gc_paused
 from lazygt.host.processes import OOMKills
+from lazygt.net import channel
+from lazygt.net.channel import Address, ClientChannel, new_token
+from lazygt.net.mailbox import Cores, Mailboxes, MailboxFiles
+from lazygt.net.status_file import StatusFile
 from lazygt.runtime.arenas import Arena, create_memory, read_note
-from lazygt.runtime.launch import channel
-from lazygt.runtime.launch.channel import Address, ClientChannel, new_token
 from lazygt.runtime.launch.launcher import Boot, Launcher, Process
-from lazygt.runtime.launch.mailbox import Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.runtime.launch.start_plan import LinkSpec, StartPlan, check_limits
-from lazygt.runtime.launch.status_file import StatusFile
 from lazygt.runtime.launch.supervise import DeathWatch
 
 _ORDERLY_SECONDS = 2.0  # for a worker to finish what it does and to leave its group

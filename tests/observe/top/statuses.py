@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from lazygt.net.status_file import ClientPage
 from lazygt.observe.top.status import RankStatus, SessionStatus, blocks
-from lazygt.runtime.launch.status_file import ClientPage
 
 CLIENT = ClientPage(
     "lazygt-0123456789abcdef", 4242, 64, "cpu", "data=16,model=4", 1_000.0,

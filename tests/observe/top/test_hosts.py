@@ -12,14 +12,15 @@ import pytest
 import torch
 
 import lazygt
+from lazygt.net import status_file
+from lazygt.net.mailbox import Frame
+from lazygt.net.status_file import ClientPage, Page, StatusFile, WorkerPage, read_pages
 from lazygt.observe.top.sources import LocalStatus, open_source
 from lazygt.observe.top.status import SessionStatus, session_status
+from lazygt.runtime.cluster import opening
 from lazygt.runtime.cluster.protocol import Look, Seen
 from lazygt.runtime.cluster.remote import Relay, RemoteHost
-from lazygt.runtime.launch import opening, status_file
-from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_file import ClientPage, Page, StatusFile, WorkerPage, read_pages
 from lazygt.runtime.wire import encode
 from tests.runtime.cluster.agents import Hosts
 

@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.launch import status_file
-from lazygt.runtime.launch.activity import Activity, Reporter, users_function
-from lazygt.runtime.launch.status_file import (
+from lazygt.net import status_file
+from lazygt.net.status_file import (
     CAPACITY,
     MAGIC,
     PAGE,
@@ -22,9 +21,10 @@ from lazygt.runtime.launch.status_file import (
     decoded,
     read_pages,
 )
+from lazygt.runtime.launch.activity import Activity, Reporter, users_function
 from lazygt.runtime.messages import Run
 from lazygt.runtime.wire import encode
-from lazygt.runtime.worker_requests import WorkerInsight
+from lazygt.runtime.worker.worker_requests import WorkerInsight
 
 pytestmark = pytest.mark.timeout(60)
 CLIENT = ClientPage("lazygt-1", 1, 1, "cpu", "w=1", 0.0, ended=True)

@@ -17,9 +17,9 @@ from torch import nn
 
 import lazygt
 from lazygt.errors import NoSession
+from lazygt.net.status_file import sessions
 from lazygt.observe.top.sources import LocalStatus, listed, open_source
 from lazygt.observe.top.status import SessionStatus
-from lazygt.runtime.launch.status_file import sessions
 from lazygt.submit.memory_categories import Kinds
 
 pytestmark = pytest.mark.timeout(120)

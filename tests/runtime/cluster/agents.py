@@ -16,14 +16,14 @@ from torch import nn
 import lazygt
 from lazygt.config import Config
 from lazygt.graph.mesh import Mesh
+from lazygt.net.channel import new_token
+from lazygt.runtime.cluster import opening
 from lazygt.runtime.cluster.agent import AgentThread
 from lazygt.runtime.cluster.cluster_link import ClusterLink
 from lazygt.runtime.cluster.remote import RemoteHost
 from lazygt.runtime.collectives.rendezvous_store import StoreServer
-from lazygt.runtime.launch import opening
-from lazygt.runtime.launch.channel import new_token
-from lazygt.runtime.launch.link import Link
 from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.link import Link
 
 STEPS = 40
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import lazygt
-from lazygt.runtime.launch import opening
+from lazygt.runtime.cluster import opening
 from tests.runtime.cluster.agents import Hosts
 
 

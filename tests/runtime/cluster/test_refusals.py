@@ -14,13 +14,13 @@ import pytest
 import zmq
 
 from lazygt.errors import AccessDenied, LaunchError, VersionMismatch
-from lazygt.runtime.cluster import listening
+from lazygt.net import listening
+from lazygt.net.channel import Keys
+from lazygt.net.connection import Listener, dial
+from lazygt.net.keys import derived
+from lazygt.net.tcp import Versions
 from lazygt.runtime.cluster.attach import SHARE_FOR_TRUE_HOSTS, Refusals
-from lazygt.runtime.cluster.connection import Listener, dial
 from lazygt.runtime.cluster.environment import Job
-from lazygt.runtime.cluster.keys import derived
-from lazygt.runtime.cluster.tcp import Versions
-from lazygt.runtime.launch.channel import Keys
 from tests.runtime.cluster.jobs import POD
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,13 +16,13 @@ import zmq
 
 import lazygt
 from lazygt.errors import AccessDenied, ProtocolError
+from lazygt.net.connection import dial
+from lazygt.net.keys import derived
 from lazygt.runtime.cluster import upload_relay
-from lazygt.runtime.cluster.connection import dial
-from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.cluster.protocol import Alone, Begin, Follow, Listens, Mirror
 from lazygt.runtime.cluster.upload_relay import UPLOAD_BYTES, Mirrors
+from tests.net.proxy import Proxy
 from tests.runtime.cluster.agents import Hosts, train, wait_for
-from tests.runtime.cluster.proxy import Proxy
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from lazygt.net.channel import Keys
 from lazygt.runtime.collectives.rendezvous import EncryptedPeer
-from lazygt.runtime.launch.channel import Keys
 from tests.runtime.collectives.encrypted_peers import HOST
 
 UNREAD = 64 << 20  # bytes; more than sockets and queues of the other end take

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lazygt.net.channel import Keys
+from lazygt.net.sockets import Peer
 from lazygt.runtime.collectives.rendezvous import EncryptedPeer
-from lazygt.runtime.collectives.sockets import Peer
-from lazygt.runtime.launch.channel import Keys
 
 HOST = "127.0.0.1"
 Rows = list[list[Peer | None]]

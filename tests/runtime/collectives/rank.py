@@ -16,9 +16,9 @@ import torch
 from lazygt.graph import collectives
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import shard_bounds
+from lazygt.net.sockets import GroupSpec
 from lazygt.runtime.collectives import collective_ops, group, peer_backend, shared_backend
 from lazygt.runtime.collectives.backends import HOST
-from lazygt.runtime.launch.launcher import GroupSpec
 from tests.support.bits import assert_same_bits
 from tests.support.values import Kind, draw
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from lazygt.graph.mesh import Mesh
+from lazygt.net.channel import listen_local
+from lazygt.net.sockets import GroupSpec
 from lazygt.runtime.collectives import collective_ops, group
 from lazygt.runtime.collectives.backends import HOST
-from lazygt.runtime.launch.channel import listen_local
-from lazygt.runtime.launch.launcher import GroupSpec
 
 SECONDS = 60.0
 

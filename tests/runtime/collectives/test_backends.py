@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lazygt.graph.collectives import EXTRA_BYTES, SOCKET_BYTES, ring_bytes
+from lazygt.net.sockets import PeerSocket
 from lazygt.runtime.collectives import collective_ops
 from lazygt.runtime.collectives.backends import SocketBackend, TorchBackend, Work
 from lazygt.runtime.collectives.group import AxisGroup, pin_to_cores
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
-from lazygt.runtime.collectives.sockets import PeerSocket
 
 pytestmark = pytest.mark.timeout(60)
 

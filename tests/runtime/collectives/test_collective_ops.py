@@ -18,9 +18,9 @@ from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh, joined, owners, region
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.placement import Replicate, Shard, block_size
+from lazygt.net.channel import listen_local
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives.rendezvous_store import StoreServer
-from lazygt.runtime.launch.channel import listen_local
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 600

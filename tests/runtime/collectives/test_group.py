@@ -29,7 +29,7 @@ from lazygt.runtime.messages import (
     Run,
 )
 from lazygt.runtime.wire import decode, encode
-from lazygt.runtime.worker import Worker
+from lazygt.runtime.worker.worker import Worker
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from lazygt.errors import SecurityError, StoreLost
+from lazygt.net.channel import Keys, listen_local
+from lazygt.net.sockets import Ends, PeerSocket
 from lazygt.runtime.collectives.rendezvous import EncryptedPeer, Meeting, RankAddress
 from lazygt.runtime.collectives.rendezvous_store import StoreClient, StoreServer
-from lazygt.runtime.collectives.sockets import Ends, PeerSocket
-from lazygt.runtime.launch.channel import Keys, listen_local
 from lazygt.runtime.launch.start_plan import LinkSpec, StartPlan, nccl_interface
 
 pytestmark = pytest.mark.timeout(60)

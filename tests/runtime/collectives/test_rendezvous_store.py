@@ -16,7 +16,7 @@ import torch.distributed as dist
 import zmq
 
 from lazygt.errors import ProtocolError, SecurityError, StoreLost
-from lazygt.runtime.cluster.keys import derived
+from lazygt.net.keys import derived
 from lazygt.runtime.collectives.rendezvous_store import (
     ANSWER,
     NUMBER,

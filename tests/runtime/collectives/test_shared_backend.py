@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from lazygt.net.sockets import PeerSocket
 from lazygt.runtime.collectives import peer_backend, shared_backend
 from lazygt.runtime.collectives.backends import Backend, SocketBackend
 from lazygt.runtime.collectives.group import _large_value_backend
 from lazygt.runtime.collectives.peer_backend import PeerBackend
 from lazygt.runtime.collectives.rendezvous import CHUNK_BYTES, EncryptedPeer, context
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
-from lazygt.runtime.collectives.sockets import PeerSocket
 from tests.runtime.collectives.encrypted_peers import Rows, encrypted
 from tests.support.descriptors import descriptors_before, open_descriptors
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lazygt.graph import Graph, Param
 from lazygt.graph.fusion import NUMBERS, REDUCTIONS, is_fusible, is_pointwise, pure_form
-from lazygt.runtime.compiling.kernel_group import KernelGroup, Members, packed
 from lazygt.runtime.executors.eager import EagerExecutor
+from lazygt.runtime.executors.kernel_group import KernelGroup, Members, packed
 from lazygt.runtime.plan import Plan
 from tests.passes.overloads import graphs, inputs_for, that
 from tests.passes.tools import CPU, same_bits

@@ -16,11 +16,11 @@ from lazygt.graph.node import FUSED, Node
 from lazygt.graph.per_tensor import LANES
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling import service
-from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.kernel_group import KernelGroup, Members
 from lazygt.runtime.executors import compiled as compiled_executor
+from lazygt.runtime.executors.artifacts import Cache
 from lazygt.runtime.executors.compiled import CompiledExecutor, compiled
 from lazygt.runtime.executors.eager import EagerExecutor
+from lazygt.runtime.executors.kernel_group import KernelGroup, Members
 from lazygt.runtime.plan import Plan
 from tests.passes.overloads import inputs_for
 from tests.passes.tools import CPU

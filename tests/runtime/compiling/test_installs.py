@@ -11,16 +11,16 @@ import torch
 
 import lazygt
 from lazygt.errors import ProtocolError
-from lazygt.runtime import shipped_plans
-from lazygt.runtime.compiling import kernel_group
-from lazygt.runtime.compiling.artifacts import Cache, Installs, Record
-from lazygt.runtime.compiling.kernel_group import toolchain
+from lazygt.runtime.cluster import opening
 from lazygt.runtime.compiling.tiers import Compile
-from lazygt.runtime.launch import opening
+from lazygt.runtime.executors import kernel_group
+from lazygt.runtime.executors.artifacts import Cache, Installs, Record
+from lazygt.runtime.executors.kernel_group import toolchain
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.messages import Install, Installed
 from lazygt.runtime.wire import Buffer, decode, encode
-from lazygt.runtime.worker import Worker
+from lazygt.runtime.worker import shipped_plans
+from lazygt.runtime.worker.worker import Worker
 from tests.runtime.cluster import agents
 from tests.runtime.cluster.agents import Hosts, on_host
 

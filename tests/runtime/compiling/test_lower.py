@@ -20,10 +20,10 @@ from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.fuse import Fuse
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling import service
-from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.kernel_group import BY_TENSOR, KernelGroup
 from lazygt.runtime.compiling.service import begin
+from lazygt.runtime.executors.artifacts import Cache
 from lazygt.runtime.executors.compiled import Compiled
+from lazygt.runtime.executors.kernel_group import BY_TENSOR, KernelGroup
 from tests.passes.overloads import inputs_for
 from tests.passes.recording import recorded
 from tests.passes.steps import PROGRAMS, Step

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from lazygt import native
-from lazygt.runtime import shipped_plans
 from lazygt.runtime.executors.eager import GeneratedCode
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
+from lazygt.runtime.executors.kernels import clone
 from lazygt.runtime.executors.native import NativeCode
-from lazygt.runtime.kernels import clone
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Value
+from lazygt.runtime.worker import shipped_plans
 from tests.support.bits import assert_same_bits
 
 needs_native = pytest.mark.skipif(native.load().module is None, reason=native.load().reason)

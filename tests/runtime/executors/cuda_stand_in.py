@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from lazygt.runtime import shipped_plans
 from lazygt.runtime.executors.cuda_graphs import CudaGraphs
+from lazygt.runtime.worker import shipped_plans
 
 #: Ops that wait for the GPU, as far as tests use them.
 WAITING = {

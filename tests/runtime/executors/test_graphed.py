@@ -14,7 +14,7 @@ from lazygt.runtime.executors import cuda_graphs, graphed
 from lazygt.runtime.executors.compiled import CompiledExecutor
 from lazygt.runtime.executors.eager import EagerExecutor, GeneratedCode, Outcome
 from lazygt.runtime.executors.graphed import CapturedPlan, GraphedExecutor
-from lazygt.runtime.kernels import clone
+from lazygt.runtime.executors.kernels import clone
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value

@@ -45,7 +45,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     counted(CheckedInterpreter, "run", "interpreted")
     counted(NativeCode, "__init__", "programs")
-    counted(CheckedInterpreter, "places", "nodes")
+    counted(CheckedInterpreter, "return_slots", "nodes")
     return seen
 
 

@@ -28,7 +28,7 @@ from lazygt.graph.placement import (
     Shard,
     shard_bounds,
 )
-from lazygt.runtime.kernels import KERNELS
+from lazygt.runtime.executors.kernels import KERNELS
 from tests.passes.sharding.rules.blocks import Tensor, blocks, reduced
 from tests.passes.sharding.rules.standins import STAND_INS
 

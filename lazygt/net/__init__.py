@@ -1,0 +1,1 @@
+"""Messages between processes: channels, mailboxes, sockets and TCP connections."""

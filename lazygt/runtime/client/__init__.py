@@ -1,0 +1,1 @@
+"""Client's side of a session: requests to the workers, and their answers."""

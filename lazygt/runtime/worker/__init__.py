@@ -1,0 +1,1 @@
+"""Worker: plans, requests and values of one rank."""
