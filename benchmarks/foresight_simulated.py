@@ -59,8 +59,8 @@ def recorded(row: Row, layers: int, microbatches: int) -> Program:
         session.flush()
         flush, entries = session.history.recent[-1], session.entries()
     (entry,) = (entry for entry in entries if entry.plan.digest == flush.digest)
-    told, beside = living.told[entry.plan.digest], living.beside[flush.run]
-    rehearsal = Rehearsal(entry.plans, session.mesh, compiled=row.compiled, told=told)
+    categories, beside = living.categories[entry.plan.digest], living.beside[flush.run]
+    rehearsal = Rehearsal(entry.plans, session.mesh, compiled=row.compiled, categories=categories)
     memories = [ranks.memory for ranks in rehearsal.on(machine).classes]
     by_kind = [dict(zip(KINDS, nbytes, strict=True)) for _, nbytes in memories[0].history]
     forward = takewhile(lambda kinds: not kinds[GRADIENTS], by_kind)

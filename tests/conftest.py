@@ -17,7 +17,9 @@ os.environ.pop("LAZYGT_MACHINE", None)
 import random
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 
 import psutil
 import pytest
@@ -72,6 +74,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Load the profile again: torch.testing, once imported, has loaded one with 10 examples."""
     chosen = session.config.getoption("--hypothesis-profile", None)
     settings.load_profile(chosen or os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the minutes of each part of the tests, with those of its setup."""
+    minutes: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                path = PurePath(report.nodeid.partition("::")[0])
+                minutes["/".join(path.parts[:2])] += report.duration / 60
+    if sum(minutes.values()) >= 1:
+        terminalreporter.section("minutes of each part, of all processes together")
+        for part, spent in minutes.most_common():
+            terminalreporter.write_line(f"{spent:6.1f} {part}")
 
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:

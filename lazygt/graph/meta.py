@@ -19,11 +19,11 @@ import torch
 _FORMAT = 2
 
 
-def exact(arg: Any) -> Any:
+def typed_key(arg: Any) -> Any:
     """Return an argument as a typed key: equal for numbers of the same type and bits."""
     kind = type(arg)
     if kind is tuple:
-        return tuple([exact(item) for item in arg])
+        return tuple([typed_key(item) for item in arg])
     return kind, dumps(arg, _FORMAT) if kind is float or kind is complex else arg
 
 

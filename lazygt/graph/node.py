@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lazygt.errors import GraphError
-from lazygt.graph.meta import TensorMeta, exact
+from lazygt.graph.meta import TensorMeta, typed_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Node:
         return hash(self._content())
 
     def _content(self) -> tuple[Any, ...]:
-        return (self.op, exact(self.args), exact(self.kwargs), self.fresh, self.writes,
+        return (self.op, typed_key(self.args), typed_key(self.kwargs), self.fresh, self.writes,
                 self.written, self.dynamic, self.body)  # fmt: skip
 
     @property
@@ -306,7 +306,7 @@ def _arg_text(arg: Arg) -> str:
 def _number_text(number: float | complex) -> str:
     """Return a number that has no literal (inf, NaN, complex) as text that parses back exactly."""
     kind, text = type(number), str(number)
-    if exact(kind(text)) != exact(number):
+    if typed_key(kind(text)) != typed_key(number):
         components = (number.real, number.imag) if kind is complex else (number,)
         text = "0x" + struct.pack(f">{len(components)}d", *components).hex()
     return f"{kind.__name__}({text!r})"

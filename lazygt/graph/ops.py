@@ -140,7 +140,7 @@ _SCALAR_TYPES = ("number", "Scalar", "Optional[number]", "Optional[Scalar]", "fl
 _SCALAR_LISTS = ("List[number]", "List[Scalar]")
 
 
-class Foreign:
+class CustomOp:
     """Custom op: the user's, or a library's, not torch's own.
 
     It represents an overload in all queries of facts, also in processes without the op. Two
@@ -188,13 +188,13 @@ class Foreign:
         return self._facts
 
 
-#: The foreign ops that are still referenced, by name.
-_FOREIGN: weakref.WeakValueDictionary[str, Foreign] = weakref.WeakValueDictionary()
+#: The custom ops that are still referenced, by name.
+_CUSTOM_OPS: weakref.WeakValueDictionary[str, CustomOp] = weakref.WeakValueDictionary()
 
 
-def add_foreign(op: Foreign) -> None:
+def add_custom_op(op: CustomOp) -> None:
     """Register a custom op by name; the table refers to it weakly."""
-    _FOREIGN[op.name] = op
+    _CUSTOM_OPS[op.name] = op
 
 
 def title(name: str) -> str:
@@ -208,8 +208,8 @@ class OpFacts:
     __slots__ = (
         "aliases",
         "beginning_matters",
+        "custom",
         "dynamic",
-        "foreign",
         "func",
         "hoist",
         "hoist_named",
@@ -225,14 +225,14 @@ class OpFacts:
         "writes_named",
     )
 
-    def __init__(self, func: Overload | Foreign, extra_writes: tuple[int, ...] = ()) -> None:
+    def __init__(self, func: Overload | CustomOp, extra_writes: tuple[int, ...] = ()) -> None:
         schema = func._schema
         self.func = func
         self.name = str(func)
         #: nothing is known but the schema: a number may shape results, and it may draw any number
-        self.foreign = isinstance(func, Foreign)
+        self.custom = isinstance(func, CustomOp)
         shaped = schema.name.split("::")[1].split(".")[0] in SHAPED_BY_SCALARS
-        shaped = shaped or (self.foreign and bool(schema.returns))
+        shaped = shaped or (self.custom and bool(schema.returns))
         arguments = schema.arguments
         positional = [a for a in arguments if not a.kwarg_only]
         #: position -> 1 when a number there is data, 2 when a list of numbers is
@@ -247,9 +247,9 @@ class OpFacts:
         #: one letter a return: f(resh), w(ritten argument), v(iew), i(nt that shapes determine),
         #: p(ython value that values determine); l = list
         kinds = (_return_kind(r) for r in schema.returns)
-        self.outputs = tuple("p" if self.foreign and kind == "i" else kind for kind in kinds)
+        self.outputs = tuple("p" if self.custom and kind == "i" else kind for kind in kinds)
         self.views = any("v" in kind for kind in self.outputs)
-        self.beginning_matters = self.name in BEGINNING_MATTERS or (self.foreign and self.views)
+        self.beginning_matters = self.name in BEGINNING_MATTERS or (self.custom and self.views)
         self.one_view = self.outputs == ("v",)
         self.inplace_view = torch.Tag.inplace_view in func.tags
         self.random = torch.Tag.nondeterministic_seeded in func.tags and self.name not in NEVER_DRAW
@@ -263,7 +263,7 @@ class OpFacts:
             or "::_foreach_" in schema.name
             or self.name in UNTAGGED_POINTWISE
         )
-        if self.foreign:  # nothing is known of it but its schema
+        if self.custom:  # nothing is known of it but its schema
             self.random, self.pointwise = not self.views, False
         self.aliases = self.views or self.name in UNDECLARED_ALIASES
 
@@ -297,9 +297,9 @@ def _return_kind(returned: Any) -> str:
     return ("w" if returned.alias_info.is_write else "v") + list_mark
 
 
-def facts(func: Overload | Foreign) -> OpFacts:
+def facts(func: Overload | CustomOp) -> OpFacts:
     """Return the facts of an overload."""
-    return func.facts if isinstance(func, Foreign) else _facts(func)
+    return func.facts if isinstance(func, CustomOp) else _facts(func)
 
 
 @cache
@@ -335,7 +335,7 @@ def viewed_argument(f: OpFacts) -> int:
 
 def overload(name: str) -> Any:
     """Return the overload ``namespace.op.overload``; KeyError if torch has none."""
-    return _FOREIGN[name] if "@" in name else _torchs(name)
+    return _CUSTOM_OPS[name] if "@" in name else _torchs(name)
 
 
 @cache

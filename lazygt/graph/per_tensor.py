@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lazygt.graph.fusion import is_fusible, is_pointwise, numbers_of
-from lazygt.graph.meta import TensorMeta, exact, intern
+from lazygt.graph.meta import TensorMeta, intern, typed_key
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg, ref
 
 # -- forms of horizontal ops -----------------------------------------------------------------------
@@ -241,7 +241,7 @@ def _renumbered(node: Node, values: Mapping[int, int], param: Callable[[int], in
 
 def _program(graph: Graph) -> tuple[object, ...]:
     """Return everything of a slice but its sizes, as a key."""
-    nodes = [(n.op, exact(n.args), exact(n.kwargs), n.writes) for n in graph.nodes]
+    nodes = [(n.op, typed_key(n.args), typed_key(n.kwargs), n.writes) for n in graph.nodes]
     dtypes = [None if meta is None else meta.dtype for meta in graph.values]
     return graph.params, tuple(nodes), tuple(dtypes), len(graph.inputs)
 

@@ -36,7 +36,7 @@ bool is_of_fake(const Facts& f, const Stack& stack) {
 }
 
 void record_boxed(Facts& f, Stack& stack) {
-  if (C10_UNLIKELY(f.road == Road::TWIN && is_of_fake(f, stack))) {
+  if (C10_UNLIKELY(f.record_kind == RecordKind::TWIN && is_of_fake(f, stack))) {
     f.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
     return;
   }

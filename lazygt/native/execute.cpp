@@ -167,7 +167,7 @@ struct Spelling {
   }
 };
 
-// What only Python can call: lazygt's own ops, foreign ones, compiled groups.
+// What only Python can call: lazygt's own ops, custom ones, compiled groups.
 struct Called final : Instruction {
   std::shared_ptr<const Spelling> spelling;
   py::object kernel;

@@ -79,16 +79,16 @@ std::unique_ptr<Facts> read(const c10::OperatorHandle& op, py::handle func, py::
   return f;
 }
 
-// teacher(func) -> (road, argument, its OpFacts, OpFacts when the flag is on or None)
+// teacher(func) -> (record_kind, argument, its OpFacts, OpFacts when the flag is on or None)
 std::unique_ptr<Facts> learn(const c10::OperatorHandle& op) {
   Gil gil;
   try {
     auto func = torch::detail::getTorchApiFunction(op);
     auto told = checked(PyObject_CallFunctionObjArgs(teacher, func.ptr(), nullptr));
-    auto [road, at, facts, writing] =
+    auto [record_kind, at, facts, writing] =
         py::cast<std::tuple<int, int, py::object, py::object>>(told);
     auto f = read(op, func, facts);
-    f->road = Road(road);
+    f->record_kind = RecordKind(record_kind);
     f->at = at;
     if (!writing.is_none()) f->writing = read(op, func, writing).release();
     return f;

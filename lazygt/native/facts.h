@@ -11,7 +11,7 @@
 
 namespace lazygt {
 // How an op is recorded.
-enum class Road : uint8_t {
+enum class RecordKind : uint8_t {
   PYTHON,     // by the Python recorder: a handler, a draw, or a result that only values tell
   ORDINARY,   // as a step, here
   MASKED,     // so, unless an index is a mask
@@ -34,7 +34,7 @@ struct Facts {
   uint32_t id;
   PyObject* func;   // the OpOverload
   PyObject* facts;  // the OpFacts
-  Road road = Road::PYTHON;
+  RecordKind record_kind = RecordKind::PYTHON;
   int at = 0;                // DEVICE: that argument; FLAGGED: the flag
   Facts* writing = nullptr;  // FLAGGED: when the flag is on
   size_t positional = 0;     // arguments that are not keyword-only

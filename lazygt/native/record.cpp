@@ -65,54 +65,54 @@ void Recorder::record(Facts& f, Stack& stack) {
   const auto& argument = [&](size_t i) -> const c10::IValue& { return stack[stack.size() - n + i]; };
   bool recorded = false;
   Facts* facts = &f;
-  switch (closed ? Road::PYTHON : f.road) {
-    case Road::PYTHON:
+  switch (closed ? RecordKind::PYTHON : f.record_kind) {
+    case RecordKind::PYTHON:
       break;
-    case Road::TWIN:
-    case Road::RESHAPED:
+    case RecordKind::TWIN:
+    case RecordKind::RESHAPED:
       if (!argument(0).isTensor() || !is_lazy(argument(0).toTensor())) break;
-      if (f.road == Road::TWIN || argument(0).toTensor().sizes() == argument(1).toDimVector()) {
+      if (f.record_kind == RecordKind::TWIN || argument(0).toTensor().sizes() == argument(1).toDimVector()) {
         replace(stack, n, twin_of(*handle(argument(0).toTensor())));
         recorded = true;
       } else {
         recorded = ordinary(f, stack);
       }
       break;
-    case Road::ITSELF:
+    case RecordKind::ITSELF:
       replace(stack, n, argument(0));
       recorded = true;
       break;
-    case Road::ITEM:
+    case RecordKind::ITEM:
       recorded = item(stack);
       break;
-    case Road::AS_VIEW: {
+    case RecordKind::AS_VIEW: {
       static Facts& view = facts_of(c10::Dispatcher::singleton().findSchemaOrThrow("aten::view", ""));
       stack.pop_back();
       record(view, stack);
       return;
     }
-    case Road::MASKED:
+    case RecordKind::MASKED:
       if (!has_mask(argument(1))) recorded = ordinary(f, stack);
       break;
-    case Road::DEVICE:
+    case RecordKind::DEVICE:
       if (is_here(argument(f.at))) recorded = ordinary(f, stack);
       break;
-    case Road::BOTH_LAZY:
+    case RecordKind::BOTH_LAZY:
       if (is_lazy(argument(0).toTensor()) && is_lazy(argument(1).toTensor())) {
         recorded = ordinary(f, stack);
       }
       break;
-    case Road::FLAGGED:
+    case RecordKind::FLAGGED:
       if (argument(f.at).isBool() && argument(f.at).toBool()) facts = f.writing;
       recorded = ordinary(*facts, stack);
       break;
-    case Road::DRAW:
+    case RecordKind::DRAW:
       if (draws) recorded = ordinary(f, stack);
       break;
-    case Road::BLANK:
+    case RecordKind::BLANK:
       recorded = blank(f, stack);
       break;
-    case Road::ORDINARY:
+    case RecordKind::ORDINARY:
       recorded = ordinary(f, stack);
   }
   if (!recorded) record_in_python(f, stack);

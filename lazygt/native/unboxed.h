@@ -172,16 +172,16 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
 
   bool is_step(const Recorder& recorder, const A&... args) const {
     size_t i = 0;
-    switch (facts().road) {
-      case Road::ORDINARY:
+    switch (facts().record_kind) {
+      case RecordKind::ORDINARY:
         return true;
-      case Road::RESHAPED:
+      case RecordKind::RESHAPED:
         return i == 0;
-      case Road::DRAW:
+      case RecordKind::DRAW:
         return recorder.draws;
-      case Road::DEVICE:
+      case RecordKind::DEVICE:
         return ((int(i++) != facts().at || is_here(args)) && ...);
-      case Road::BOTH_LAZY:
+      case RecordKind::BOTH_LAZY:
         return ((i++ > 1 || is_lazy_tensor(args)) && ...);
       default:
         return false;
@@ -251,10 +251,10 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
 
   // A view that shows what its first argument shows.
   bool is_twin(const A&... args) const {
-    if (facts().road != Road::TWIN && facts().road != Road::RESHAPED) return false;
+    if (facts().record_kind != RecordKind::TWIN && facts().record_kind != RecordKind::RESHAPED) return false;
     const at::Tensor* source = first_tensor(args...);
     if (source == nullptr || !is_lazy(*source)) return false;
-    return facts().road == Road::TWIN || (is_shape_of(*source, args) || ...);
+    return facts().record_kind == RecordKind::TWIN || (is_shape_of(*source, args) || ...);
   }
 
   static at::Tensor shown_again(Recorder& recorder, const A&... args) {

@@ -57,7 +57,7 @@ class Elsewhere(msgspec.Struct, array_like=True, frozen=True):
     host: str  # the host's name
     process: str  # the worker's process state there, a letter of proc(5); empty: it has gone
     #: time of the host's last report of it, in nanoseconds of the client's monotonic clock
-    heard: int
+    received: int
     unheard: int = 0  # time of the first unanswered request to the host; 0: it answers
 
 
@@ -80,7 +80,7 @@ class WorkerPage(msgspec.Struct, array_like=True, frozen=True):
     allocated: int = 0
     peak: int = 0
     resident: int = 0
-    weighed: int = 0  # time of these measurements; 0: never, since there was no viewer yet
+    measured_at: int = 0  # time of these measurements; 0: never, since there was no viewer yet
     #: data of a worker on another host than this page; None: it is on the same
     elsewhere: Elsewhere | None = None
 
@@ -260,10 +260,10 @@ def read_pages(file: StatusFile) -> Pages:
 
 
 def _page(file: StatusFile, page: int, kind: type[WorkerPage] | type[ClientPage]) -> Page | None:
-    told = file.read(page)
-    if told is None:
+    entry = file.read(page)
+    if entry is None:
         return None
-    when, message = told
+    when, message = entry
     writer: WorkerPage | ClientPage = decoded(message, kind)
     there = writer.elsewhere if isinstance(writer, WorkerPage) else None
     process = processes.state(writer.pid) if there is None else there.process
@@ -282,12 +282,12 @@ def read_ranks(file: StatusFile, pids: Mapping[int, int]) -> tuple[Page | None, 
 
 def _read_rank(file: StatusFile, rank: int, pid: int) -> Page | None:
     try:
-        told = file.read(1 + rank)
+        entry = file.read(1 + rank)
     except ProtocolError:  # code of a user's runs in its writer
         return None
-    if told is None:
+    if entry is None:
         return None
-    when, message = told
+    when, message = entry
     return Page(when, (time.monotonic_ns() - when) / 1e9, processes.state(pid), message)
 
 
@@ -348,6 +348,6 @@ def _opened(pid: int) -> Iterator[tuple[ClientPage, StatusFile]]:
                 file = StatusFile(fd)
             finally:
                 os.close(fd)
-            told = file.read(0)
-            if told is not None:
-                yield decoded(told[1], ClientPage), file
+            entry = file.read(0)
+            if entry is not None:
+                yield decoded(entry[1], ClientPage), file

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from lazygt.graph.alias import has_effect, last_uses
-from lazygt.graph.meta import exact
+from lazygt.graph.meta import typed_key
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.passes.base import Placed, placed, rebuild, written_through
 from lazygt.passes.fold import is_view
@@ -116,4 +116,4 @@ def _arg_key(arg: Arg, merged: dict[int, int]) -> Any:
         return Ref, merged.get(arg.index, arg.index)
     if kind is tuple:
         return tuple([_arg_key(item, merged) for item in arg])
-    return exact(arg)
+    return typed_key(arg)

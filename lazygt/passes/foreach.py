@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.meta import TensorMeta, exact
+from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Graph, Node, Param, Ref
 from lazygt.graph.per_tensor import EACH, MERGE, SPLIT, ForeachForm, part
 from lazygt.graph.placement import COLLECTIVE_OPS
@@ -200,7 +200,7 @@ def _merge_key(node: Node, metas: Metas) -> tuple[Any, ...] | None:
     result = node.results[0]
     assert result is not None
     dtypes = tuple(str(metas[t].dtype) for t in tensors)  # type: ignore[union-attr]
-    return form.wide, exact(shared_kwargs), dtypes, str(result.dtype)
+    return form.wide, typed_key(shared_kwargs), dtypes, str(result.dtype)
 
 
 def _levels(keys: list[Any], before: Sequence[set[int]]) -> list[int]:

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.meta import TensorMeta, exact
+from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Arg, Node, Ref, map_arg
 from lazygt.graph.sizes import Resize
 
@@ -130,10 +130,10 @@ def _calls(node: Node) -> Iterator[Any]:
     """Yield a node's call of its op, or those of its chain, without tensors."""
     if node.op == WRITE_BACK:
         for op, _, args, kwargs, _ in node.args[2]:
-            yield op, exact(args), exact(kwargs)
+            yield op, typed_key(args), typed_key(kwargs)
     else:
         args = tuple([map_arg(arg, _without_tensor) for arg in node.args])
-        yield node.op, exact(args), exact(node.kwargs)
+        yield node.op, typed_key(args), typed_key(node.kwargs)
 
 
 def _without_tensor(arg: Arg) -> Arg:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from lazygt.graph.meta import TensorMeta, exact
+from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, verify
 from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import LEAST, Resize, Sizes, sized
@@ -89,7 +89,7 @@ class _Reader:
         elif kind is int and sized:
             self._size(arg)
         else:
-            self.key += exact(arg)
+            self.key += typed_key(arg)
 
     def _size(self, size: int) -> None:
         """Add a size to the key, as a symbol unless it is 0, 1 or negative."""

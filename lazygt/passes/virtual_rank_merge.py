@@ -18,7 +18,7 @@ from typing import Any
 from lazygt.errors import GraphError
 from lazygt.graph.alias import draws
 from lazygt.graph.mesh import Placements, VirtualMesh
-from lazygt.graph.meta import exact
+from lazygt.graph.meta import typed_key
 from lazygt.graph.node import Arg, Graph, Node, Ref, ref
 from lazygt.graph.placement import (
     ALL_GATHER,
@@ -92,7 +92,7 @@ def _arg_key(arg: Arg, values: Sequence[Any]) -> Any:
         return Ref, values[arg.index]
     if kind is tuple:
         return tuple([_arg_key(item, values) for item in arg])
-    return exact(arg)
+    return typed_key(arg)
 
 
 ValuePlacements = Sequence[Placements]

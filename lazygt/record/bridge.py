@@ -43,7 +43,7 @@ from lazygt.record.trace import Living, Trace, TraceOwner, TracePoint, new_seria
 from lazygt.record.trie import TraceTrie, TrieNode
 
 
-class Road(IntEnum):
+class RecordKind(IntEnum):
     """Kinds of ops by their path through the C++ recorder; ``facts.h`` has the same numbers."""
 
     PYTHON = 0
@@ -61,17 +61,17 @@ class Road(IntEnum):
     BLANK = 12
 
 
-_KINDS: dict[Any, Road] = {
-    handlers.copy: Road.BOTH_LAZY,
-    handlers.empty: Road.BLANK,
-    handlers.empty_strided: Road.BLANK,
-    handlers.item: Road.ITEM,
-    handlers.same: Road.ITSELF,
-    handlers.to_copy: Road.DEVICE,
-    handlers.to_other_device: Road.DEVICE,
-    handlers.flagged: Road.FLAGGED,
-    views.same_view: Road.TWIN,
-    views.same_shape_view: Road.RESHAPED,
+_KINDS: dict[Any, RecordKind] = {
+    handlers.copy: RecordKind.BOTH_LAZY,
+    handlers.empty: RecordKind.BLANK,
+    handlers.empty_strided: RecordKind.BLANK,
+    handlers.item: RecordKind.ITEM,
+    handlers.same: RecordKind.ITSELF,
+    handlers.to_copy: RecordKind.DEVICE,
+    handlers.to_other_device: RecordKind.DEVICE,
+    handlers.flagged: RecordKind.FLAGGED,
+    views.same_view: RecordKind.TWIN,
+    views.same_shape_view: RecordKind.RESHAPED,
 }
 
 
@@ -86,18 +86,18 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
     handler, _ = handlers.handler_of(f)
     data_dependent = f.dynamic and handler is not handlers.item
     if data_dependent or (f.random and handler is not None):
-        return Road.PYTHON, 0, f, None
+        return RecordKind.PYTHON, 0, f, None
     if func is torch.ops.aten._reshape_alias.default:
-        return Road.AS_VIEW, 0, f, None
+        return RecordKind.AS_VIEW, 0, f, None
     if f.random:
-        return Road.DRAW, 0, f, None
+        return RecordKind.DRAW, 0, f, None
     if handler is None:
-        return (Road.MASKED if f.name in MASKABLE else Road.ORDINARY), 0, f, None
-    kind = _KINDS.get(handler, Road.PYTHON)
-    if kind is Road.DEVICE:
+        return (RecordKind.MASKED if f.name in MASKABLE else RecordKind.ORDINARY), 0, f, None
+    kind = _KINDS.get(handler, RecordKind.PYTHON)
+    if kind is RecordKind.DEVICE:
         names = [a.name for a in func._schema.arguments]
         return kind, names.index("device"), f, None
-    if kind is Road.FLAGGED:
+    if kind is RecordKind.FLAGGED:
         return kind, UNDECLARED_WRITES[f.name][1], f, writing_facts(func)
     return kind, 0, f, None
 

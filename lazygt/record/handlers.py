@@ -21,8 +21,8 @@ from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, returned_write
 from lazygt.graph.source import with_line
 from lazygt.record import pieces
 from lazygt.record.annotate import is_placed
-from lazygt.record.custom.definitions import ForeignOps
-from lazygt.record.custom.registry import is_foreign
+from lazygt.record.custom.definitions import CustomOps
+from lazygt.record.custom.registry import is_custom
 from lazygt.record.host_values import blank, fill, remote_tensor, to_lazy
 from lazygt.record.rng import SessionGenerator
 from lazygt.record.tensor import NATIVE, Storage, is_lazy, rebind, storage_of, view_of, wrapper
@@ -37,7 +37,7 @@ Kwargs = dict[str, Any]
 class OpRecorder(TraceOwner, Protocol):
     """Interface of the recorder, as far as handlers need it."""
 
-    definitions: ForeignOps
+    definitions: CustomOps
     generator: SessionGenerator
     worker_device: str
 
@@ -47,7 +47,7 @@ class OpRecorder(TraceOwner, Protocol):
     def record_plain(self, func: Any, args: Args, kwargs: Kwargs | None) -> Any:
         """Record an op as it is, bypassing its handler."""
 
-    def foreign_op(self, f: OpFacts, args: Args, kwargs: Kwargs | None = None) -> Any:
+    def custom_op(self, f: OpFacts, args: Args, kwargs: Kwargs | None = None) -> Any:
         """Record an op that torch alone does not have."""
 
 
@@ -65,8 +65,8 @@ def handler_of(f: OpFacts) -> tuple[Handler | None, str | None]:
         handler = refuse_layout
     if handler is not None:
         return handler, "device" if handler is to_copy else None
-    if is_foreign(f.func):
-        return _foreign, None
+    if is_custom(f.func):
+        return _custom, None
     if f.inplace_view:
         return _inplace_view, None
     if "device" in f.hoist_named:
@@ -84,12 +84,12 @@ def flagged(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return NotImplemented
 
 
-def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _custom(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Record a custom op; its definition may change between calls."""
     f = recorder.definitions.facts(func)
     if f.beginning_matters:
         args = tuple([pieces.fix_position(recorder, a) for a in args])
-    return recorder.foreign_op(f, args, kwargs)
+    return recorder.custom_op(f, args, kwargs)
 
 
 def refuse_layout(recorder: OpRecorder | None, func: Any, args: Args, kwargs: Kwargs) -> Any:

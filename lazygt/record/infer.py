@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lazygt.graph.alias import op_facts
-from lazygt.graph.meta import TensorMeta, exact, intern
+from lazygt.graph.meta import TensorMeta, intern, typed_key
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.shapes import Shapes
@@ -171,7 +171,7 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
         return type(params[arg.index])
     if kind is tuple:
         return tuple(_signature(item, metas, params) for item in arg)
-    return exact(arg)
+    return typed_key(arg)
 
 
 # -- corrected strides -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lazygt.graph.meta import TensorMeta, exact
+from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Arg, Node, Param, Ref
 from lazygt.graph.sizes import LEAST, sized, sizes_in
 from lazygt.passes.guards import specialization_key
@@ -164,4 +164,4 @@ class _SizeMatch:
             )
         if kind is int and sizes:
             return self.size(old, new)
-        return bool(exact(old) == exact(new))
+        return bool(typed_key(old) == typed_key(new))

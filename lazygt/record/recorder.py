@@ -16,12 +16,12 @@ import torch
 
 from lazygt.graph.flags import Flags, read_flags
 from lazygt.graph.mesh import Mesh
-from lazygt.graph.meta import TensorMeta, exact
+from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import DEVICE, Node
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, writing_facts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import annotate, host_values, views
-from lazygt.record.custom.definitions import ForeignOps
+from lazygt.record.custom.definitions import CustomOps
 from lazygt.record.draws import draw_in_client
 from lazygt.record.handlers import Handler, data_dependent, handler_of
 from lazygt.record.infer import Inference
@@ -66,7 +66,7 @@ class Recorder:
         ship_code: bool = True,
         heeds_threads: bool = False,
     ) -> None:
-        self.definitions = ForeignOps(worker_device, ship_code)
+        self.definitions = CustomOps(worker_device, ship_code)
         self.trie = trie
         #: type of the device that the workers compute on
         self.worker_device = worker_device
@@ -214,7 +214,7 @@ class Recorder:
             return data_dependent(self, trace, f, args, kwargs or {})
         return views.results(trace, step, f, args, kwargs or {})
 
-    def foreign_op(
+    def custom_op(
         self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Record a custom op; called by a handler, inside ``record``."""
@@ -222,12 +222,12 @@ class Recorder:
             args, kwargs = self.generator.before_draw(args, kwargs)
         return self._record(f, f.func, args, kwargs)
 
-    def record_foreign(self, f: OpFacts, args: tuple[Any, ...]) -> Any:
+    def record_custom(self, f: OpFacts, args: tuple[Any, ...]) -> Any:
         """Record a custom op that torch's dispatcher has not dispatched, such as ``apply``."""
         try:
             if self.closed:
                 raise closed_error()
-            result = self.foreign_op(f, args)
+            result = self.custom_op(f, args)
         except BaseException:
             self.trace.settle()
             raise
@@ -252,7 +252,7 @@ class Recorder:
         if kind in _PLAIN:
             return a
         if kind is float or kind is complex:
-            return exact(a)
+            return typed_key(a)
         if kind is list or kind is tuple:
             return self._list_key(a, hoist, f)
         if isinstance(a, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Custom (foreign) ops of plans: their schema on the wire, and their loader in a worker.
+"""Custom ops of plans: their schema on the wire, and their loader in a worker.
 
 A worker accepts plans, and so code, only from the owner of its session's channel: the client that
 started it.
@@ -23,7 +23,7 @@ import torch
 from lazygt.errors import CodeError, ProtocolError
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.node import Graph
-from lazygt.graph.ops import Foreign, OpFacts, add_foreign, overload, title
+from lazygt.graph.ops import CustomOp, OpFacts, add_custom_op, overload, title
 from lazygt.runtime.wire import Buffer, Message, fitting, pack, unpack
 
 # -- schema of custom ops --------------------------------------------------------------------------
@@ -41,7 +41,7 @@ _TAGS_BY_NAME = {
 class Definition(Message):
     """Definition of a custom op: its name, schema and code."""
 
-    name: str  # its name in graphs (``graph.ops.Foreign``)
+    name: str  # its name in graphs (``graph.ops.CustomOp``)
     schema: str  # as torch writes it
     tags: tuple[str, ...] = ()  # names of torch's tags
     modules: tuple[str, ...] = ()  # modules to import, so that torch knows the op
@@ -53,9 +53,9 @@ class Definition(Message):
         """The op's name as the user knows it."""
         return title(self.name)
 
-    def op(self, infer: Callable[..., Any] | None = None) -> Foreign:
+    def op(self, infer: Callable[..., Any] | None = None) -> CustomOp:
         """Build the op's record of facts (schema, tags, shape inference)."""
-        return Foreign(
+        return CustomOp(
             self.name, self.schema, [_TAGS_BY_NAME[tag] for tag in self.tags], infer, self
         )
 
@@ -70,7 +70,7 @@ def code_name(code: bytes) -> str:
     return hashlib.sha256(code).hexdigest()[:16]
 
 
-def foreign_ops(graph: Graph) -> list[Foreign]:
+def custom_ops_of(graph: Graph) -> list[CustomOp]:
     """List the custom ops that a graph uses, each once."""
     names: dict[str, None] = {}
     for node in graph.nodes:
@@ -79,7 +79,7 @@ def foreign_ops(graph: Graph) -> list[Foreign]:
         elif node.op == WRITE_BACK:
             names.update(dict.fromkeys(op for op, *_ in node.args[2] if "@" in op))
         elif node.body is not None:
-            names.update(dict.fromkeys(op.name for op in foreign_ops(node.body)))
+            names.update(dict.fromkeys(op.name for op in custom_ops_of(node.body)))
     return [overload(name) for name in names]
 
 
@@ -93,7 +93,7 @@ class Definitions(Message):
     ops: tuple[Definition, ...]
 
 
-def encode(ops: Sequence[Foreign]) -> bytes:
+def encode(ops: Sequence[CustomOp]) -> bytes:
     """Encode the definitions of these ops, to send beside a graph; no op gives empty bytes."""
     if not ops:
         return b""
@@ -270,13 +270,13 @@ def loaded_op(name: str) -> LoadedOp:
     return _LOADED[name]
 
 
-def _registered(definition: Definition) -> Foreign:
+def _registered(definition: Definition) -> CustomOp:
     """Return the op's record of facts, registered under its name if it is new."""
     try:
-        op: Foreign = overload(definition.name)
+        op: CustomOp = overload(definition.name)
     except KeyError:
         op = definition.op()
-        add_foreign(op)
+        add_custom_op(op)
     return op
 
 

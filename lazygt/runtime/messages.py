@@ -136,7 +136,7 @@ class Run(Message, tag=2):
         fetches: ids of the requested values.
         timed: wait for all earlier launches, run the plan node by node with a device
             synchronization after each, and report their times (``Done.timings``).
-        weigh: groups of ids; report the memory of each (``Done.memory``).
+        measure: groups of ids; report the memory of each (``Done.memory``).
         failed: do not run the plan; mark all outputs as failed for this reason.
     """
 
@@ -150,7 +150,7 @@ class Run(Message, tag=2):
     releases: tuple[Count, ...] = ()
     fetches: tuple[Count, ...] = ()
     timed: bool = False
-    weigh: tuple[tuple[Count, ...], ...] | None = None
+    measure: tuple[tuple[Count, ...], ...] | None = None
     failed: Failure | None = None
 
 
@@ -322,7 +322,7 @@ class Lost(Message, tag=19):
 
     #: failure of the op that met the error, with its run; node -1: no op
     failure: Failure
-    exact: bool = False  # the failure is that of the op whose kernel failed
+    is_culprit: bool = False  # the failure is that of the op whose kernel failed
 
 
 TO_WORKER: tuple[type[Message], ...] = (Ship, Run, Swap, Install, Write, Renew, Snap, Restore)

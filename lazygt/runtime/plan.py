@@ -17,7 +17,7 @@ from lazygt.graph.flags import Flags, shown_flags
 from lazygt.graph.fusion import expand_fused
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, print_graph, verify
-from lazygt.graph.ops import Foreign
+from lazygt.graph.ops import CustomOp
 from lazygt.graph.sizes import Sizes, SymbolicGraph
 from lazygt.host.gc_pause import gc_paused
 from lazygt.runtime import custom_ops
@@ -62,7 +62,7 @@ class PlanTemplate:
 
     def __init__(self, symbolic: SymbolicGraph, encoded: bytes = b"", flags: Flags = ()) -> None:
         self.symbolic, self.flags = symbolic, flags
-        self.told: set[int] = set()
+        self.sent_to: set[int] = set()
         self.keeps: Sequence[object] = ()
         self.checked = False
         self.code: Any = None
@@ -109,9 +109,9 @@ class PlanTemplate:
         return {node.op for node in self._schedule.graph.nodes}
 
     @cached_property
-    def foreign(self) -> Sequence[Foreign]:
+    def custom_ops(self) -> Sequence[CustomOp]:
         """Custom ops that the graph uses."""
-        return custom_ops.foreign_ops(self.symbolic.graph)
+        return custom_ops.custom_ops_of(self.symbolic.graph)
 
     @cached_property
     def origins(self) -> tuple[int, ...]:

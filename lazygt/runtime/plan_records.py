@@ -134,12 +134,12 @@ class PlanRecords:
         messages: dict[tuple[int, bool], list[Buffer]] = {}
         for rank in range(self._ranks):
             index = entry.of(rank)
-            has_template = rank in entry.templates[index].told
+            has_template = rank in entry.templates[index].sent_to
             if (index, has_template) not in messages:
                 name = entry.names[index]
                 forget = [old.name(rank) for old in forgotten if old.name(rank) != name]
                 messages[index, has_template] = _ship(entry, index, has_template, True, forget)
-            entry.templates[index].told.add(rank)
+            entry.templates[index].sent_to.add(rank)
             rank_messages.append(messages[index, has_template])
         return rank_messages
 
@@ -205,7 +205,7 @@ def _ship(
     )
     if has_template:
         return encode(ship)
-    code = custom_ops.encode(template.foreign)
+    code = custom_ops.encode(template.custom_ops)
     return encode(ship, [template.encoded, *([code] if code else [])])
 
 

@@ -89,7 +89,7 @@ class Rehearsal:
     Args:
         plans: plan of each rank of the mesh, or one plan for all ranks.
         compiled: True if fused groups are compiled.
-        told: categories of the plans' inputs and outputs, as known to the client.
+        categories: those of the plans' inputs and outputs, as known to the client.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Rehearsal:
         mesh: Mesh,
         *,
         compiled: bool = True,
-        told: KnownCategories = KnownCategories(),  # noqa: B008 - nothing is known
+        categories: KnownCategories = KnownCategories(),  # noqa: B008 - nothing is known
     ) -> None:
         plan_of_rank = list(plans) * (mesh.world_size if len(plans) == 1 else 1)
         first_ranks: dict[int, int] = {}
@@ -108,7 +108,7 @@ class Rehearsal:
         class_numbers = {key: number for number, key in enumerate(first_ranks)}
         class_of = [class_numbers[id(plan)] for plan in plan_of_rank]
         self._works = [
-            _ClassWork(plan_of_rank[rank], rank, mesh, class_of, compiled, told)
+            _ClassWork(plan_of_rank[rank], rank, mesh, class_of, compiled, categories)
             for rank in first_ranks.values()
         ]
 
@@ -138,7 +138,7 @@ class _ClassWork:
         mesh: Mesh,
         class_of: Sequence[int],
         compiled: bool,
-        told: KnownCategories,
+        categories: KnownCategories,
     ) -> None:
         self.rank, self.graph = rank, plan.graph
         self.axis_groups = {
@@ -153,7 +153,7 @@ class _ClassWork:
         self.exchanges = communications_by_node(plan.graph, mesh)
         self.results = [results for _, results in plan.graph.numbered()]
 
-        self.memory = memory_of(plan.graph, told)
+        self.memory = memory_of(plan.graph, categories)
         self.flops = flops_of(self.kernels)
 
     def new_result(self, count: int) -> RankClass:

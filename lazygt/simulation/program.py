@@ -50,12 +50,12 @@ class LiveValue(Observer):
 
     Attributes:
         beside: run number -> bytes by category of values that the run neither reads nor makes.
-        told: digest of a plan -> the categories of its values, as known to the client.
+        categories: digest of a plan -> the categories of its values, as known to the client.
     """
 
     def __init__(self, session: Session) -> None:
         self.beside: dict[int, Counter[str]] = {}
-        self.told: dict[bytes, KnownCategories] = {}
+        self.categories: dict[bytes, KnownCategories] = {}
         self._category_of: dict[int, str] = {}
         self._written_inputs: dict[bytes, list[tuple[int, int]]] = {}
         self._memory_kinds = session._submitter.kinds
@@ -80,7 +80,7 @@ class LiveValue(Observer):
         if entry is not None:
             retained = [position for position, key in enumerate(inputs) if key in self._store]
             categories = self._categories(inputs), self._categories(outputs)
-            self.told[entry.plan.digest] = KnownCategories(*categories, frozenset(retained))
+            self.categories[entry.plan.digest] = KnownCategories(*categories, frozenset(retained))
         other_bytes, inputs_read = Counter[str](), set(inputs)
         for key, value in self._store.values.items():
             if isinstance(value, torch.Tensor) and key not in inputs_read and key not in outputs:
@@ -258,6 +258,6 @@ def _simulated_run(
     entry: PlanRecord, run: int, living: LiveValue, mesh: Mesh, machine: Machine, compiled: bool
 ) -> SimulatedRun:
     """Simulate a run of a plan on all ranks."""
-    categories = living.told.get(entry.plan.digest, KnownCategories())
-    simulated = Rehearsal(entry.plans, mesh, compiled=compiled, told=categories).on(machine)
+    categories = living.categories.get(entry.plan.digest, KnownCategories())
+    simulated = Rehearsal(entry.plans, mesh, compiled=compiled, categories=categories).on(machine)
     return SimulatedRun(entry.plan.digest.hex()[:12], simulated, living.beside.get(run, {}))

@@ -82,15 +82,15 @@ class Memory(NamedTuple):
     history: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-def memory_of(graph: Graph, told: KnownCategories = KnownCategories()) -> Memory:  # noqa: B008 - nothing is known
+def memory_of(graph: Graph, categories: KnownCategories = KnownCategories()) -> Memory:  # noqa: B008 - nothing is known
     """Compute the live bytes of a rank at each node of a graph by liveness, and their peak.
 
     Values that the graph does not read are not counted.
     """
     homes = homes_of(graph)
-    category_of = value_kinds(graph, homes, told)
+    category_of = value_kinds(graph, homes, categories)
     frees = [
-        [value for value in dropped if value not in told.kept]
+        [value for value in dropped if value not in categories.kept]
         for dropped in Schedule.of(graph).frees
     ]
     sizes = list(map(extent_bytes, graph.values))
@@ -162,7 +162,7 @@ def _makers(graph: Graph) -> list[tuple[int, int]]:
 # -- categories of values ------------------------------------------------------------------------
 
 
-def value_kinds(graph: Graph, homes: Sequence[int], told: KnownCategories) -> list[str]:
+def value_kinds(graph: Graph, homes: Sequence[int], categories: KnownCategories) -> list[str]:
     """Return the category of each value's memory.
 
     Args:
@@ -170,9 +170,9 @@ def value_kinds(graph: Graph, homes: Sequence[int], told: KnownCategories) -> li
     """
     kinds = [ACTIVATIONS] * len(graph.values)
     kinds[: len(graph.inputs)] = [OTHER] * len(graph.inputs)
-    for position, kind in enumerate(told.inputs[: len(graph.inputs)]):
+    for position, kind in enumerate(categories.inputs[: len(graph.inputs)]):
         kinds[position] = kind
-    for output, kind in zip(graph.outputs, told.outputs, strict=False):
+    for output, kind in zip(graph.outputs, categories.outputs, strict=False):
         if homes[output] >= len(graph.inputs) and kind != OTHER:
             kinds[homes[output]] = kind
     _propagate_forwards(graph, homes, kinds)

@@ -147,14 +147,14 @@ class Manifest:
 
         Tied names share a tensor.
         """
-        made: dict[str, Tensor] = {}
+        views: dict[str, Tensor] = {}
         for spec, place in zip(self.params, self.places, strict=True):
             if spec.alias_of:
-                made[spec.name] = made[spec.alias_of]
+                views[spec.name] = views[spec.alias_of]
             else:
                 piece = flat[place : place + spec.nbytes]
-                made[spec.name] = piece.view(spec.torch_dtype).view(spec.shape)
-        return made
+                views[spec.name] = piece.view(spec.torch_dtype).view(spec.shape)
+        return views
 
     @cached_property
     def packed(self) -> bytes:
@@ -185,8 +185,10 @@ def difference(expected: Manifest, offered: Manifest) -> str | None:
         _listed("unexpected", [name for name in offered.index if name not in expected.index]),
         _listed("different", _changed(expected, offered)),
     ]
-    found = [part for part in parts if part]
-    return "; ".join(found) or f"the order differs, first at {_first_moved(expected, offered)}"
+    differences = [part for part in parts if part]
+    return (
+        "; ".join(differences) or f"the order differs, first at {_first_moved(expected, offered)}"
+    )
 
 
 def _changed(expected: Manifest, offered: Manifest) -> list[str]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lazygt
-from lazygt.graph.meta import exact
+from lazygt.graph.meta import typed_key
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:ComplexHalf"),
               pytest.mark.filterwarnings("ignore:Casting complex")]  # fmt: skip
@@ -122,8 +122,8 @@ def test_each_number_after_each_other(name: str) -> None:
     numbers = [*PLAIN, *COMPLEX[:4]]
     pairs = [number for pair in product(numbers, numbers) for number in pair]
     start = torch.tensor([1.0, NANS[0], 0.0])
-    expected = {exact(number): run([name], start, [number]) for number in numbers}
+    expected = {typed_key(number): run([name], start, [number]) for number in numbers}
     with lazygt.session(launcher="inline"):
         lazy = torch.tensor([1.0, NANS[0], 0.0])
         for number in pairs:
-            assert run([name], lazy, [number]) == expected[exact(number)], number
+            assert run([name], lazy, [number]) == expected[typed_key(number)], number

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.meta import TensorMeta, contiguous_stride, exact
+from lazygt.graph.meta import TensorMeta, contiguous_stride, typed_key
 from lazygt.graph.node import DEVICE, Arg, Param, Ref
 from lazygt.graph.ops import OpFacts, undispatched
 from lazygt.graph.shapes.layers import LAYERS
@@ -219,12 +219,12 @@ def _pointwise_key(
         elif kind is tuple:
             return None
         else:
-            key.append(exact(arg))
+            key.append(typed_key(arg))
     for name, arg in kwargs:
         kind = type(arg)
         if kind is Ref or kind is tuple:
             return None
-        key += (name, type(params[arg.index]) if kind is Param else exact(arg))
+        key += (name, type(params[arg.index]) if kind is Param else typed_key(arg))
     return tuple(key)
 
 

@@ -78,7 +78,7 @@ def run_on_metas(
     Raises:
         Exception: torch's own, when the op does not take such arguments.
     """
-    by_device = _by_device(f, metas, device_type) or f.foreign
+    by_device = _by_device(f, metas, device_type) or f.custom
     device = torch.device(device_type if by_device else "meta")
     tensors: list[torch.Tensor] = []
 
@@ -87,7 +87,7 @@ def run_on_metas(
         return tensors[-1]
 
     # fallback kernels run on zeros: never for a custom op without a fake kernel, never on a GPU
-    fallback = not f.foreign and device_type == "cpu"
+    fallback = not f.custom and device_type == "cpu"
     mode = fake_tensors(fallback) if by_device else nullcontext()
     with undispatched(), torch.no_grad(), nondeterministic(), mode:
         meta_args, meta_kwargs = with_tensors(args, kwargs, empty, metas, params, device)
@@ -95,7 +95,7 @@ def run_on_metas(
             returned = META_KERNELS.get(f.name, f.func)(*meta_args, **meta_kwargs)
         except NotImplementedError:
             # a custom op without a fake kernel does not resize its written arguments
-            only_writes = f.foreign and all(kind[0] == "w" for kind in f.outputs)
+            only_writes = f.custom and all(kind[0] == "w" for kind in f.outputs)
             if f.outputs and not only_writes:
                 return None
             returned = (None,) * len(f.outputs)  # its only results are written
@@ -337,7 +337,7 @@ def cpu_error(
         None where the kernel takes the call, where the call is too large to be tried, and for ops
         that draw random numbers or are not torch's own.
     """
-    if f.foreign or f.random or not _is_small(f, (args, kwargs), metas, params):
+    if f.custom or f.random or not _is_small(f, (args, kwargs), metas, params):
         return None
     try:
         with undispatched(), torch.no_grad(), nondeterministic():

@@ -115,12 +115,12 @@ def _rank(page: Page, client_lives: bool) -> RankStatus:
     state = _process_state(page, "waiting" if worker.waits_for else worker.state)
     if remote is not None and remote.process:
         now = page.when + page.age * 1e9
-        since = remote.unheard or (0 if client_lives else remote.heard)
+        since = remote.unheard or (0 if client_lives else remote.received)
         unheard = (now - since) / 1e9 if since else 0.0
         if since:
             state = "unreachable"
         elif (
-            now - remote.heard > 1e9 * _SILENT_SECONDS
+            now - remote.received > 1e9 * _SILENT_SECONDS
         ):  # no viewer has requested its page for a while
             state = "starting"
     return RankStatus(

@@ -19,8 +19,8 @@ from torch._library.simple_registry import singleton as fake_kernels
 from torch._subclasses import fake_tensor
 
 from lazygt.errors import CodeError
-from lazygt.graph.ops import Foreign, OpFacts, add_foreign, overload
-from lazygt.record.custom.pickling import Witness, bundle
+from lazygt.graph.ops import CustomOp, OpFacts, add_custom_op, overload
+from lazygt.record.custom.pickling import Fingerprint, bundle
 from lazygt.record.custom.registry import ANY_DEVICE, importable, source_of
 from lazygt.runtime.custom_ops import Definition, code_name, tag_names
 
@@ -36,11 +36,11 @@ class _Known:
     """Custom op as it was recorded last."""
 
     func: Any
-    op: Foreign
+    op: CustomOp
     fake: Any
     modules: tuple[str, ...] | None  # modules that workers import for it; None: its code is sent
     #: objects that its code refers to; None: one of them may change unnoticed
-    fingerprint: Witness | None
+    fingerprint: Fingerprint | None
 
     def is_current(self) -> bool:
         """Return whether the op's definition is unchanged."""
@@ -51,7 +51,7 @@ class _Known:
         return self.fingerprint is not None and self.fingerprint.holds()
 
 
-class ForeignOps:
+class CustomOps:
     """Custom ops of a session.
 
     Args:
@@ -62,7 +62,7 @@ class ForeignOps:
         self.device_type, self.ship_code = device_type, ship_code
         self._known: dict[int, _Known] = {}
         #: functions of ``lazygt.apply``, by code: their witnesses and their ops
-        self.functions: dict[Any, tuple[Witness, Foreign]] = {}
+        self.functions: dict[Any, tuple[Fingerprint, CustomOp]] = {}
 
     def facts(self, func: Any) -> OpFacts:
         """Return the facts of a custom op as it is defined now.
@@ -103,7 +103,7 @@ class ForeignOps:
             self.check_shipping(title, module)
             if source.kernel is None:
                 raise _no_kernel(title, module, self.device_type)
-            imported_modules, fingerprint = None, Witness.of(source.kernel)
+            imported_modules, fingerprint = None, Fingerprint.of(source.kernel)
             code, modules, libraries = bundle(source.kernel, title, module)
             definition = Definition(
                 f"{title}@{code_name(code)}", schema, tags, modules, libraries, code
@@ -143,17 +143,17 @@ def _fake_kernel(func: Any) -> Any:
     return True if has_kernel(qualname, "Meta") or has_kernel(qualname, ANY_DEVICE[-1]) else None
 
 
-def known_op(definition: Definition, infer: Callable[..., Any] | None) -> Foreign:
+def known_op(definition: Definition, infer: Callable[..., Any] | None) -> CustomOp:
     """Return the graph op of a definition: the registered one if it is equal, else a new one."""
     try:
-        known: Foreign = overload(definition.name)
+        known: CustomOp = overload(definition.name)
     except KeyError:
         known = definition.op(infer)
-        add_foreign(known)
+        add_custom_op(known)
     else:
         if known.infer != infer:
             known = definition.op(infer)
-            add_foreign(known)
+            add_custom_op(known)
     return known
 
 

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from lazygt.graph.flags import Flags
 from lazygt.graph.meta import TensorMeta, contiguous_stride
-from lazygt.graph.ops import Foreign, undispatched
+from lazygt.graph.ops import CustomOp, undispatched
 from lazygt.graph.shapes.meta_run import fake_tensors
 from lazygt.record.context import recorder
 from lazygt.record.custom.definitions import known_op
-from lazygt.record.custom.pickling import Witness, bundle
+from lazygt.record.custom.pickling import Fingerprint, bundle
 from lazygt.record.host_values import upload_operand
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import is_lazy, meta_of
@@ -106,7 +106,7 @@ class _Call:
             ]
             assert isinstance(op.infer, _Results)
             structure = op.infer.structure(tuple(map(meta_of, lazy)))
-            results = session_recorder.record_foreign(op.facts, (lazy, structure is None))
+            results = session_recorder.record_custom(op.facts, (lazy, structure is None))
         if structure is not None:
             return results, structure
         *leaves, text = results
@@ -125,12 +125,12 @@ class _Call:
         plain = Gradient(self.plain, wanted, present)
         return _Call(self.active, plain, (*self.identity, wanted, present))
 
-    def _op(self) -> Foreign:
+    def _op(self) -> CustomOp:
         """Return the function's op; equal functions, by fingerprint or code, share one."""
         definitions, plain = self.active.definitions, self.plain
         definitions.check_shipping(plain.name, plain.module)
         key = type(plain), getattr(self.identity[0], "__code__", None)
-        fingerprint = Witness.of(self.identity)
+        fingerprint = Fingerprint.of(self.identity)
         cached = definitions.functions.get(key)
         if cached is not None and fingerprint is not None and cached[0] == fingerprint:
             return cached[1]

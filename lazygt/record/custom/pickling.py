@@ -200,24 +200,24 @@ class _Mutable(Exception):
     """Object that may change unnoticed: a list, a tensor, an instance."""
 
 
-class Witness:
+class Fingerprint:
     """Fingerprint of a function: the objects that its code refers to, compared by identity."""
 
     def __init__(self, value: Any, seen: list[Any]) -> None:
         self._value, self._seen = value, seen
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Witness):
+        if not isinstance(other, Fingerprint):
             return NotImplemented
         return _identical(self._seen, other._seen)
 
     __hash__ = None  # type: ignore[assignment]
 
     @staticmethod
-    def of(value: Any) -> Witness | None:
+    def of(value: Any) -> Fingerprint | None:
         """Return a function's fingerprint; None if it refers to a mutable object."""
         try:
-            return Witness(value, _seen(value))
+            return Fingerprint(value, _seen(value))
         except _Mutable:
             return None
 

@@ -87,19 +87,19 @@ def note_defined() -> None:
         _noted[qualname] = Noted(times=1)
     if NATIVE is not None:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        for qualname in filter(_foreign, torch._C._dispatch_get_all_op_names()):
+        for qualname in filter(_custom, torch._C._dispatch_get_all_op_names()):
             if any(has(qualname, key) for key in _BEFORE_FALLBACK):
                 _record_whole(qualname)
 
 
-def _foreign(qualname: str) -> bool:
+def _custom(qualname: str) -> bool:
     """Return whether an op is in none of torch's own namespaces."""
     return qualname.partition("::")[0] not in _TORCHS_OWN
 
 
 def _record_whole(qualname: str) -> None:
     """Make C++ record a custom op as one op, where torch would decompose it by its kernel."""
-    if NATIVE is not None and _foreign(qualname):
+    if NATIVE is not None and _custom(qualname):
         space, _, op = qualname.partition("::")
         NATIVE.record_whole(space, op)
 
@@ -156,7 +156,7 @@ def _registering_module() -> str:
 # -- sources of custom ops -------------------------------------------------------------------------
 
 
-def is_foreign(func: Any) -> bool:
+def is_custom(func: Any) -> bool:
     """Return whether an overload belongs to a custom op: torch alone does not define it."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCHS_OWN:
         return False
@@ -187,7 +187,7 @@ class OpSource:
 def source_of(func: Any, device_type: str) -> OpSource:
     """Return the source of a custom op's code.
 
-    All parts are empty for an unknown source; ``ForeignOps.facts`` raises CodeError then.
+    All parts are empty for an unknown source; ``CustomOps.facts`` raises CodeError then.
     """
     qualname = func.name()
     registrations, defined = noted(qualname), OPDEFS.get(qualname)

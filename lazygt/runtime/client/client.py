@@ -283,7 +283,7 @@ class Client(Orders):
         describe: Describe | None = None,
         why: str = "",
         ranks: Collection[int] = (0,),
-        weigh: tuple[tuple[int, ...], ...] | None = None,
+        measure: tuple[tuple[int, ...], ...] | None = None,
         timed: bool = False,
     ) -> tuple[int, Iterable[RemoteValue]]:
         """Send a run; return its number and the values of the plan's outputs.
@@ -292,7 +292,7 @@ class Client(Orders):
 
         Args:
             ranks: the ranks that send the fetched values; only their answers are read.
-            weigh: groups of ids; the answers report the memory of each group and of the workers.
+            measure: groups of ids; the answers report the memory of each group and of the workers.
             timed: wait for the devices after each step; see ``messages.Run``.
         """
         self.pump()
@@ -308,9 +308,9 @@ class Client(Orders):
         puts, buffers = self._uploads.take()
         if puts and self.link.mirrors:
             self.link.mirror([(p.offset, p.meta.nbytes) for p in puts if p.offset is not None])
-        run = Run(self._seq, base=base, puts=puts, fetches=fetches, weigh=weigh)
+        run = Run(self._seq, base=base, puts=puts, fetches=fetches, measure=measure)
         run.timed = timed or (self.observer is not None and self.observer.wants_timings)
-        if weigh is not None:
+        if measure is not None:
             run.timed = True  # else C++ might take it, and C++ does not report memory
         self.last_frees = frees = self._freed.take()
         if entry is None:
@@ -354,7 +354,7 @@ class Client(Orders):
         """
         ranks = range(self.link.world_size)
         requested = tuple([tuple(group) for group in groups])
-        seq, _ = self.run(None, (), (), why="memory()", ranks=ranks, weigh=requested)
+        seq, _ = self.run(None, (), (), why="memory()", ranks=ranks, measure=requested)
         answers = self.wait(seq)
         reports = [memory for rank in ranks if (memory := answers[rank][0].memory) is not None]
         if [len(memory.living) for memory in reports] != [len(requested) + 1] * len(ranks):

@@ -278,7 +278,7 @@ class Reports:
             op, inputs, where = run.describe(failure.node, rank)
             location = f"{op}({', '.join(inputs)}), recorded at {where}"
         error = DeviceLost(rank, self.link.pids[rank], failure.detail.partition("\n")[0], location)
-        error.culprit = failure if message.exact else None
+        error.culprit = failure if message.is_culprit else None
         return error
 
     def step_of(self, seq: int, rank: int, step: int | None) -> str:

@@ -362,13 +362,13 @@ class Relay:
                 message,
                 rank=rank,
                 begun=message.begun and message.begun + clock_offset,
-                weighed=message.weighed and message.weighed + clock_offset,
+                measured_at=message.measured_at and message.measured_at + clock_offset,
             )
             self._last_pages[rank] = message, when
 
     def _write(self, rank: int, elsewhere: Elsewhere) -> None:
         """Write a rank's last page, with the state of its process on its host."""
         message, when = self._last_pages.get(
-            rank, (WorkerPage(rank, 0, "starting"), elsewhere.heard)
+            rank, (WorkerPage(rank, 0, "starting"), elsewhere.received)
         )
         self._file.write(1 + rank, replace(message, elsewhere=elsewhere), when)

@@ -63,15 +63,15 @@ def _description(node: Node, values: Sequence[TensorMeta | None]) -> str:
     return f"{kind}{'' if op is None else ' ' + op} of {len(operands)} {moves}{length}"
 
 
-def check(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:
+def check(group: Group, run: int, graph: Graph, plans_differ: bool) -> Failure | None:
     """Compare a plan's collectives with those of all peers; return None if they agree.
 
     After a mismatch this rank leaves the group, since other ranks are about to wait for it.
 
     Args:
         run: number of the run, equal on all ranks.
-        own: True if ranks have different plans, so that others may run collectives on an axis
-            without this rank.
+        plans_differ: True if ranks have different plans, so that others may run collectives on an
+            axis without this rank.
     """
     if group.abandoned:
         return None  # its collectives raise the reason
@@ -80,20 +80,20 @@ def check(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:
         group.wait()
     except LazyGTError:
         return None  # this rank could not join; its collectives raise the reason
-    failure = _difference(group, run, local, own)
+    failure = _difference(group, run, local, plans_differ)
     if failure is not None:
         group.abandon(failure.detail)
     return failure
 
 
-def _difference(group: Group, run: int, local: list[Met], own: bool) -> Failure | None:
+def _difference(group: Group, run: int, local: list[Met], plans_differ: bool) -> Failure | None:
     """Exchange descriptions on all axes; return the first mismatch."""
     local_axes = {met.axis for met in local}
     exchanges = [
         (axis, _exchange_descriptions(group, axis, run, local)) for axis in group.mesh.names
     ]
     for axis, exchange in exchanges:
-        if own or axis in local_axes:
+        if plans_differ or axis in local_axes:
             failure = _compare_with_peers(group, local, exchange, run, axis)
             if failure is not None:
                 return failure

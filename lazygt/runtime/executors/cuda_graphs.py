@@ -22,7 +22,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.executors.exchange import unused_bytes
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.executors.kernels import clear_error, clone
-from lazygt.runtime.executors.segments import Stretch
+from lazygt.runtime.executors.segments import GraphSegment
 from lazygt.runtime.store import Value
 
 #: Share of a GPU's free memory that graphs may take if no limit is set.
@@ -66,7 +66,7 @@ class CudaGraphs:
         self._stream: Any = None
         self._pool: Any = None
         self._pool_bytes = 0
-        self._captured: WeakSet[CapturedStretch] = WeakSet()
+        self._captured: WeakSet[CapturedSegment] = WeakSet()
         #: graphs of failed captures: torch's allocator may use them until the process ends
         self._failed: list[Any] = []
 
@@ -121,12 +121,12 @@ class CudaGraphs:
 
     def captured(
         self,
-        segment: Stretch,
+        segment: GraphSegment,
         interpreter: CheckedInterpreter,
         values: dict[int, Value],
         params: tuple[Any, ...],
         steady: set[int],
-    ) -> CapturedStretch:
+    ) -> CapturedSegment:
         """Capture a segment as a graph, without running it.
 
         Args:
@@ -147,12 +147,12 @@ class CudaGraphs:
             self.stopped_at = None
 
         graph = self._capture(body)
-        captured_segment = CapturedStretch(segment, graph, self, copies, graph_values, values)
+        captured_segment = CapturedSegment(segment, graph, self, copies, graph_values, values)
         self._captured.add(captured_segment)
         return captured_segment
 
     def _copies(
-        self, segment: Stretch, values: dict[int, Value], steady: set[int]
+        self, segment: GraphSegment, values: dict[int, Value], steady: set[int]
     ) -> dict[int, torch.Tensor]:
         """Allocate copies of the segment's operands that have no steady address."""
         copies: dict[int, torch.Tensor] = {}
@@ -239,7 +239,7 @@ def graphs_of(device: torch.device, setting: str, limit: int | None) -> CudaGrap
     return CudaGraphs(device, limit, setting == "auto")
 
 
-class CapturedStretch:
+class CapturedSegment:
     """Segment of a plan, captured as a CUDA graph.
 
     Args:
@@ -258,7 +258,7 @@ class CapturedStretch:
 
     def __init__(
         self,
-        segment: Stretch,
+        segment: GraphSegment,
         graph: Any,
         graphs: CudaGraphs,
         copies: dict[int, torch.Tensor],

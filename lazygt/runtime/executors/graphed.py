@@ -25,7 +25,7 @@ from lazygt.graph.meta import intern
 from lazygt.graph.node import Node
 from lazygt.runtime.executors.cuda_graphs import (
     FAILURES,
-    CapturedStretch,
+    CapturedSegment,
     CudaGraphs,
     Uncapturable,
     address,
@@ -35,7 +35,7 @@ from lazygt.runtime.executors.cuda_graphs import (
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
 from lazygt.runtime.executors.segments import (
-    Stretch,
+    GraphSegment,
     capturable,
     split_into_segments,
     steady_writes,
@@ -63,14 +63,14 @@ class CapturedPlan:
     """
 
     def __init__(
-        self, interpreter: CheckedInterpreter, graphs: CudaGraphs, segments: Sequence[Stretch]
+        self, interpreter: CheckedInterpreter, graphs: CudaGraphs, segments: Sequence[GraphSegment]
     ) -> None:
         self.error: Exception | None = None
         self.misfits = 0
         self._schedule, self._interpreter = interpreter.schedule, interpreter
         self._graphs = graphs
         self._planned_segments = segments
-        self._segments: list[Stretch | CapturedStretch] = []
+        self._segments: list[GraphSegment | CapturedSegment] = []
         #: (input, address) of the inputs that graphs use in place
         self._in_place: list[tuple[int, int]] = []
         #: indices of the run-time numbers that graphs contain, and these numbers' bits
@@ -80,7 +80,7 @@ class CapturedPlan:
         self._copied_outputs: list[int] | None = None
 
     @property
-    def captures(self) -> list[Stretch]:
+    def captures(self) -> list[GraphSegment]:
         """The segments that are graphs."""
         return [segment.stretch for segment in self._captured_segments()]
 
@@ -145,15 +145,19 @@ class CapturedPlan:
             stopped = self._run_segment(captured, values, params)
             if stopped is not None:
                 return stopped
-            if isinstance(captured, CapturedStretch):
+            if isinstance(captured, CapturedSegment):
                 steady.update(segment.gives)
             else:
                 steady |= steady_writes(self._schedule, segment, steady)
         return None
 
     def _captured(
-        self, segment: Stretch, values: dict[int, Any], params: tuple[Any, ...], steady: set[int]
-    ) -> Stretch | CapturedStretch | None:
+        self,
+        segment: GraphSegment,
+        values: dict[int, Any],
+        params: tuple[Any, ...],
+        steady: set[int],
+    ) -> GraphSegment | CapturedSegment | None:
         """Return the segment as a graph, or unchanged to run it step by step; None: failure."""
         if not segment.captured:
             return segment
@@ -166,10 +170,13 @@ class CapturedPlan:
             return None
 
     def _run_segment(
-        self, segment: Stretch | CapturedStretch, values: dict[int, Any], params: tuple[Any, ...]
+        self,
+        segment: GraphSegment | CapturedSegment,
+        values: dict[int, Any],
+        params: tuple[Any, ...],
     ) -> int | None:
         """Run a segment; return the node at which the interpreter has to continue, if any."""
-        if isinstance(segment, CapturedStretch):
+        if isinstance(segment, CapturedSegment):
             if segment.replay(values):
                 return None
             self.misfits += 1
@@ -185,8 +192,8 @@ class CapturedPlan:
 
     # -- memory --------------------------------------------------------------------------
 
-    def _captured_segments(self) -> list[CapturedStretch]:
-        return [segment for segment in self._segments if isinstance(segment, CapturedStretch)]
+    def _captured_segments(self) -> list[CapturedSegment]:
+        return [segment for segment in self._segments if isinstance(segment, CapturedSegment)]
 
     def _storages(self) -> set[int]:
         """Return the addresses of the storages that replays overwrite."""
@@ -361,7 +368,7 @@ class GraphedExecutor(EagerExecutor):
         else:
             self._excluded_nodes.add(node)
 
-    def _refusal(self, segments: list[Stretch]) -> str | None:
+    def _refusal(self, segments: list[GraphSegment]) -> str | None:
         """Return the reason against a capture, if there is one."""
         if not segments:
             return "too few steps in a row can be captured"

@@ -74,7 +74,7 @@ def _accepts_strides(
             _has_stride_argument(facts(overload(s[0]))) for s in chain
         )
     f = op_facts(node)
-    if f is None or f.foreign:
+    if f is None or f.custom:
         return False  # collectives and compiled code require the recorded strides
     for target, version in zip(node.writes, results[len(node.fresh) :], strict=True):
         if target in sharing:
@@ -436,9 +436,9 @@ class CheckedInterpreter:
 
 
 def _meta_mismatch(node: Node, value: torch.Tensor, meta: TensorMeta) -> GraphError:
-    title, _, foreign = node.op.partition("@")
-    source = "its fake kernel" if foreign else f"torch's meta kernel of {title}"
-    remedy = "mend that (torch.library.register_fake)" if foreign else "please report this"
+    title, _, custom = node.op.partition("@")
+    source = "its fake kernel" if custom else f"torch's meta kernel of {title}"
+    remedy = "mend that (torch.library.register_fake)" if custom else "please report this"
     return GraphError(
         f"{source} promised {meta}, but the op returned {TensorMeta.of(value)}; {remedy}"
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lazygt.graph.flags import Flags
 from lazygt.graph.fusion import is_pointwise, numbers_of, pure_form
-from lazygt.graph.meta import TensorMeta, exact
+from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import overload
 from lazygt.graph.per_tensor import LANES, Lanes, abreast, lanes_of
@@ -382,7 +382,7 @@ def _group_of_lanes(lanes: Lanes, writes: tuple[tuple[int, int], ...]) -> Kernel
 
 
 def _node_text(node: Node) -> str:
-    return f"{node.op} {exact(node.args)} {exact(node.kwargs)} {node.writes}"
+    return f"{node.op} {typed_key(node.args)} {typed_key(node.kwargs)} {node.writes}"
 
 
 def _is_flat(body: Graph) -> bool:

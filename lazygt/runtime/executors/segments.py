@@ -26,7 +26,7 @@ Run = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class GraphSegment:
     """Segment of a plan: consecutive steps, with their inputs and outputs."""
 
     first: int  # first, end: range of the nodes, ``end`` excluded
@@ -42,7 +42,7 @@ class Stretch:
 
 def split_into_segments(
     schedule: Schedule, excluded: Collection[int], changing: Collection[int]
-) -> list[Stretch]:
+) -> list[GraphSegment]:
     """Split a schedule into segments; return an empty list if none can be captured.
 
     Args:
@@ -178,7 +178,7 @@ def _writes_through_moving_views(schedule: Schedule, changing: Collection[int]) 
     return nodes
 
 
-def steady_writes(schedule: Schedule, segment: Stretch, steady: set[int]) -> set[int]:
+def steady_writes(schedule: Schedule, segment: GraphSegment, steady: set[int]) -> set[int]:
     """Return the values that a segment makes by in-place writes to steady values.
 
     A value is steady if its address is the same in each run.
@@ -220,7 +220,7 @@ def _launches_kernel(node: Node) -> bool:
     return f is None or not f.views
 
 
-def _with_lifetimes(schedule: Schedule, runs: list[Run]) -> Iterator[Stretch]:
+def _with_lifetimes(schedule: Schedule, runs: list[Run]) -> Iterator[GraphSegment]:
     """Yield the segment of each run, with inputs, outputs and aliases from liveness analysis."""
     graph = schedule.graph
     numbered = list(graph.numbered())
@@ -246,7 +246,7 @@ def _with_lifetimes(schedule: Schedule, runs: list[Run]) -> Iterator[Stretch]:
             value for value in range(first_value, next_value) if value not in freed_values
         )
         exposed_memory.update(memory[value] for value in gives)
-        yield Stretch(
+        yield GraphSegment(
             first,
             end,
             captured,

@@ -58,7 +58,7 @@ class SessionDirectory:
             json.dump(_process(os.getpid()), file)
 
     def close(self) -> None:
-        """Remove the directory, unless it has foreign files, which stay. Idempotent."""
+        """Remove the directory, unless it has files of others, which stay. Idempotent."""
         if self._fd >= 0:
             _remove(self.path, self._fd)
             os.close(self._fd)

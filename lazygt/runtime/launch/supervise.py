@@ -137,7 +137,7 @@ class _State:
     started: bool = False
     dead: bool = False
     frozen: bool = False
-    heard: float = 0.0
+    answered: float = 0.0
     #: time from which the pinged worker counts as frozen; None: no ping is unanswered
     due: float | None = None
     #: processor time that may still extend ``due``
@@ -165,7 +165,7 @@ class Watch:
         self._start_timeout = max(start_timeout, frozen_after)
         #: seconds until a quiet worker is pinged
         self.silence = min(frozen_after / 4, _LONGEST_SILENCE)
-        self._states = [_State(heard=now) for _ in range(world_size)]
+        self._states = [_State(answered=now) for _ in range(world_size)]
         self._last_tick = now
         self._no_report_before = now
 
@@ -193,7 +193,7 @@ class Watch:
             case Used(rank, seconds, runnable):
                 self._record_usage(self._states[rank], seconds, runnable, now)
             case Started(rank):
-                self._states[rank] = _State(heard=now)
+                self._states[rank] = _State(answered=now)
             case Ended(rank):
                 return self._end(rank)
             case Tick():
@@ -203,7 +203,7 @@ class Watch:
     def _record_sign_of_life(self, rank: int, now: float) -> None:
         """Record a message of a worker: it has started, and no ping is unanswered."""
         state = self._states[rank]
-        state.started, state.heard, state.due, state.frozen = True, now, None, False
+        state.started, state.answered, state.due, state.frozen = True, now, None, False
 
     def _record_usage(self, state: _State, seconds: float, runnable: bool, now: float) -> None:
         """Extend a pinged worker's deadline by its processor usage."""
@@ -239,7 +239,7 @@ class Watch:
         """Ping a quiet worker; report a pinged one that has not answered in time as frozen."""
         deadline = self._deadline(state)
         if state.due is None:
-            if now - state.heard < self.silence:
+            if now - state.answered < self.silence:
                 return []
             state.due = now + deadline - self.silence
             state.spare_usage, state.usage_at, state.uncounted_usage = (
@@ -265,5 +265,5 @@ class Watch:
     def _due(self, state: _State) -> float:
         """Return the time of the next check at which a worker may be pinged or frozen."""
         if state.due is None:
-            return state.heard + self.silence
+            return state.answered + self.silence
         return max(state.due, self._no_report_before)

@@ -93,9 +93,9 @@ class KnownPlan:
         params: run-time numbers of the last run.
     """
 
-    def __init__(self, own: bool) -> None:
+    def __init__(self, plans_differ: bool) -> None:
         #: True if ranks have different plans
-        self.own = own
+        self.plans_differ = plans_differ
         self.inputs, self.frees = DeltaCodec(), DeltaCodec()
         self.params: tuple[Any, ...] = ()
         #: number of the process group in which the ranks have compared their plans

@@ -186,7 +186,7 @@ class Worker:
         try:
             return work()
         except _DeviceLost as lost:
-            message = Lost(lost.failure, lost.exact)
+            message = Lost(lost.failure, lost.is_culprit)
         except ProtocolError:
             raise
         except Exception as error:
@@ -342,8 +342,8 @@ class Worker:
         else:
             self._execute(run, done)
         replies = self._fetch_values(run.fetches, done, run.timed)
-        if run.weigh is not None:
-            done.memory = measured_memory(self.store, run.weigh, self.device)
+        if run.measure is not None:
+            done.memory = measured_memory(self.store, run.measure, self.device)
         if run.timed:
             steps = () if done.timings is None else done.timings.steps
             done.timings = Timings(begin, time.monotonic_ns(), steps)
@@ -405,7 +405,7 @@ class Worker:
             executor = TimedExecutor(executor.plain, mark)
         if known.checked != self._group:
             known.checked = self._group
-            known.mismatch = self._mismatch(executor.plan, run.seq, known.own)
+            known.mismatch = self._mismatch(executor.plan, run.seq, known.plans_differ)
         failure = run.failed or known.mismatch
         if failure is None:
             outcome = self._run_plan(executor, inputs, known.params)
@@ -436,13 +436,13 @@ class Worker:
         if plan.asks:
             self._dynamic.describe(outcome, done, seq, len(plan.steps.graph.nodes) - 1)
 
-    def _mismatch(self, plan: Plan, run: int, own: bool) -> Failure | None:
+    def _mismatch(self, plan: Plan, run: int, plans_differ: bool) -> Failure | None:
         """Return a failure if the ranks' plans launch different collectives: a deadlock."""
         process_group = group.current() if self.world_size > 1 else None
         return (
             None
             if process_group is None
-            else desync.check(process_group, run, plan.steps.graph, own)
+            else desync.check(process_group, run, plan.steps.graph, plans_differ)
         )
 
     def _plan_inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
@@ -468,8 +468,8 @@ class Worker:
 class _DeviceLost(Exception):
     """The device can't be used any more; see ``Lost``."""
 
-    def __init__(self, failure: Failure, exact: bool) -> None:
-        self.failure, self.exact = failure, exact
+    def __init__(self, failure: Failure, is_culprit: bool) -> None:
+        self.failure, self.is_culprit = failure, is_culprit
 
 
 def _copied_frames(frames: Sequence[Buffer]) -> list[Buffer]:
