@@ -41,14 +41,16 @@ PYTEST   = HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest
 # By files in the order of their names: by the number of their tests, long ones would come last.
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# What the recorder has part in; once more with the one in Python, where the other one is chosen.
+# What the recorder has part in, and what is run once more with the one in Python, where the other
+# one is chosen; it runs the models in `test-deep`.
 RECORDING = tests/record tests/property tests/models tests/native -m "not slow" $(PARALLEL)
+AGAIN     = tests/record tests/property -m "not slow" $(PARALLEL)
 RECORDER  = $$($(BIN)/python -c "from lazygt import native; print(native.choice().recorder)")
 
 test: $(STAMP) $(NATIVE)
 	$(PYTEST) -m "not timed and not clusters" $(PARALLEL)
 	$(PYTEST) -m timed
-	if [ "$(RECORDER)" = native ]; then LAZYGT_RECORDER=python $(PYTEST) $(RECORDING); fi
+	if [ "$(RECORDER)" = native ]; then LAZYGT_RECORDER=python $(PYTEST) $(AGAIN); fi
 
 test-native: $(STAMP) $(NATIVE)
 	LAZYGT_RECORDER=native $(PYTEST) $(RECORDING)
@@ -66,6 +68,7 @@ test-deep: $(STAMP) $(NATIVE)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/recovery --timeout 3600
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/record/test_recorder.py tests/runtime/test_nonsense.py
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m "deep or sampled" --timeout 3600
+	LAZYGT_RECORDER=python $(PYTEST) tests/models tests/native -m "not slow" $(PARALLEL)
 
 # Programs on several hosts: network namespaces, which only root can make; torchrun, srun, mpirun and
 # Ray where they are installed.

@@ -49,8 +49,6 @@ torch.backends.disable_global_flags = lambda: None  # type: ignore[attr-defined]
 CHILD_EXIT_SECONDS = 5.0
 #: A test's limit is for one that hangs; this is how much slower a busy machine may be.
 BUSY = 10
-#: Where slow tests bound how long something takes.
-TIMED = {"faults", "transfer"}
 
 settings.register_profile(
     "ci",
@@ -110,8 +108,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
     for item in items:
-        if item.get_closest_marker("slow") is not None and item.path.parent.name in TIMED:
-            item.add_marker("timed")
         if item.get_closest_marker("deep") is not None and not DEEP:
             item.add_marker(pytest.mark.skip(reason="minutes: `make test-deep`"))
         limit = item.get_closest_marker("timeout")

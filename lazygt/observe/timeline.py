@@ -332,7 +332,7 @@ class TimelineProbe(Observer):
     def __init__(self, timeline: Timeline, client: Client) -> None:
         self.timeline, self._client = timeline, client
         self._previous = client.observer
-        self.patience = None if self._previous is None else self._previous.patience
+        self.interval = None if self._previous is None else self._previous.interval
         self._pid = os.getpid()
         self._pids = tuple(client.link.pids)
         self._session = timeline.session()

@@ -47,7 +47,7 @@ from lazygt.pool.requests import (
     Value,
     ValuePiece,
 )
-from lazygt.pool.sessions import Sessions, Visitor
+from lazygt.pool.sessions import ClientConnection, Sessions
 from lazygt.runtime.wire import Message, decode
 
 # -- requests for published values -----------------------------------------------------------------
@@ -65,19 +65,22 @@ class Publishing:
 
     Args:
         held: returns the bytes of the sessions of a client.
-        visitors: returns all connected clients.
+        callers: returns all connected clients.
 
     Attributes:
         values: the published values.
     """
 
     def __init__(
-        self, rules: Rules, held: Callable[[str], int], visitors: Callable[[], list[Visitor]]
+        self,
+        rules: Rules,
+        held: Callable[[str], int],
+        callers: Callable[[], list[ClientConnection]],
     ) -> None:
         self.values = PublishedValues()
-        self._rules, self._held, self._visitors = rules, held, visitors
+        self._rules, self._held, self._callers = rules, held, callers
 
-    def handle(self, visitor: Visitor, message: Message, rest: list[memoryview]) -> None:
+    def handle(self, caller: ClientConnection, message: Message, rest: list[memoryview]) -> None:
         """Handle a request.
 
         Raises:
@@ -86,66 +89,66 @@ class Publishing:
         """
         match message:
             case Publish():
-                self._publish(visitor, message)
+                self._publish(caller, message)
             case ValuePiece():
-                self._append_piece(visitor, rest)
+                self._append_piece(caller, rest)
             case Fetch(name):
-                self._send(visitor, name)
+                self._send(caller, name)
             case Names():
-                seen = self.values.seen_by(visitor.client)
-                visitor.send(Listed(tuple((v.name, v.nbytes, v.client, v.shared) for v in seen)))
+                seen = self.values.seen_by(caller.client)
+                caller.send(Listed(tuple((v.name, v.nbytes, v.client, v.shared) for v in seen)))
             case Forget(name):
-                self.values.forget(visitor.client, name)
-                visitor.send(Ok())
+                self.values.forget(caller.client, name)
+                caller.send(Ok())
 
-    def _publish(self, visitor: Visitor, request: Publish) -> None:
+    def _publish(self, caller: ClientConnection, request: Publish) -> None:
         """Begin to receive a value, if the client's quota admits its bytes."""
-        value = PublishedValue(request.name, visitor.client, request.rows, request.shared)
-        visitor.publishing = None
+        value = PublishedValue(request.name, caller.client, request.rows, request.shared)
+        caller.publishing = None
         if len(request.name) > _MAX_NAME_LENGTH:
             raise PoolError(f"a name of {len(request.name)} characters: {_MAX_NAME_LENGTH} at most")
-        if self.values.count(visitor.client, without=request.name) >= _MAX_NAMES:
+        if self.values.count(caller.client, without=request.name) >= _MAX_NAMES:
             raise PoolError(f"{_MAX_NAMES} values are published with this key: forget some")
-        limit = self._rules.of(visitor.client).memory
+        limit = self._rules.of(caller.client).memory
         if limit is not None:
-            uploads = [v.publishing for v in self._visitors() if v.client == visitor.client]
-            used = self._held(visitor.client)
-            used += self.values.nbytes(visitor.client, without=request.name)
+            uploads = [v.publishing for v in self._callers() if v.client == caller.client]
+            used = self._held(caller.client)
+            used += self.values.nbytes(caller.client, without=request.name)
             used += sum(upload.nbytes for upload in uploads if upload is not None)
             if used + value.nbytes > limit:
                 raise OverQuota("memory", value.nbytes, used, limit)
-        visitor.publishing = value
-        visitor.send(Ok())
-        self._finish(visitor)
+        caller.publishing = value
+        caller.send(Ok())
+        self._finish(caller)
 
-    def _append_piece(self, visitor: Visitor, rest: list[memoryview]) -> None:
-        if visitor.publishing is None or len(rest) != 1:
+    def _append_piece(self, caller: ClientConnection, rest: list[memoryview]) -> None:
+        if caller.publishing is None or len(rest) != 1:
             raise ProtocolError("a piece of nothing")
-        visitor.publishing.add(rest[0])
-        self._finish(visitor)
+        caller.publishing.add(rest[0])
+        self._finish(caller)
 
-    def _finish(self, visitor: Visitor) -> None:
+    def _finish(self, caller: ClientConnection) -> None:
         """Publish the value once all its bytes are there."""
-        value = visitor.publishing
+        value = caller.publishing
         if value is not None and len(value.data) == value.nbytes:
             self.values.store(value)
-            visitor.publishing = None
-            visitor.send(Ok())
+            caller.publishing = None
+            caller.send(Ok())
 
-    def _send(self, visitor: Visitor, name: str) -> None:
+    def _send(self, caller: ClientConnection, name: str) -> None:
         """Queue a published value for sending."""
-        if len(visitor.sending) >= _MAX_FETCHES:
+        if len(caller.sending) >= _MAX_FETCHES:
             raise PoolError(f"{_MAX_FETCHES} values are on their way already: read them first")
-        visitor.sending.append(_messages(self.values.of(visitor.client, name)))
+        caller.sending.append(_messages(self.values.of(caller.client, name)))
 
-    def send_pending(self, visitor: Visitor) -> None:
+    def send_pending(self, caller: ClientConnection) -> None:
         """Send requested values as fast as the client reads them."""
-        while visitor.sending and visitor.connection.pending < _MAX_UNREAD_BYTES:
-            message = next(visitor.sending[0], None)
+        while caller.sending and caller.connection.pending < _MAX_UNREAD_BYTES:
+            message = next(caller.sending[0], None)
             if message is None:
-                visitor.sending.popleft()
+                caller.sending.popleft()
             else:
-                visitor.send(*message)
+                caller.send(*message)
 
 
 def _messages(value: PublishedValue) -> Iterator[tuple[Message, list[Frame]]]:
@@ -263,7 +266,7 @@ class Gateway:
     refused: Counter[str] = field(default_factory=Counter)
     sessions: Sessions = field(init=False)
     publishing: Publishing = field(init=False)
-    _visitors: list[Visitor] = field(default_factory=list)
+    _callers: list[ClientConnection] = field(default_factory=list)
     _calls: deque[Callable[[], object]] = field(default_factory=deque)
     _wake_fd: int = field(init=False)
     _stopping: bool = False
@@ -273,7 +276,7 @@ class Gateway:
         self.publishing = Publishing(
             self.rules,
             held=lambda client: sum(lease.memory for lease in self.sessions.policy.of(client)),
-            visitors=lambda: self._visitors,
+            callers=lambda: self._callers,
         )
         self.sessions = Sessions(
             self.rules,
@@ -304,14 +307,14 @@ class Gateway:
     def step(self) -> None:
         """Process all pending connections, messages and events."""
         while (connection := self.listener.accept()) is not None:
-            self._admit(Visitor(connection))
-        for visitor in list(self._visitors):
-            self._receive_all(visitor)
+            self._admit(ClientConnection(connection))
+        for caller in list(self._callers):
+            self._receive_all(caller)
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
-            for visitor in list(self._visitors):
-                self._check_connection(visitor)
+            for caller in list(self._callers):
+                self._check_connection(caller)
         self._run_calls()
         self.sessions.step()
 
@@ -341,86 +344,86 @@ class Gateway:
         while self.sessions.hosted:
             self._wait()
             self._run_calls()
-        for visitor in self._visitors:
-            visitor.connection.close("the pool has ended")
+        for caller in self._callers:
+            caller.connection.close("the pool has ended")
         self.listener.close()
         os.close(self._wake_fd)
 
     # -- clients -------------------------------------------------------------------------
 
-    def _admit(self, visitor: Visitor) -> None:
+    def _admit(self, caller: ClientConnection) -> None:
         """Admit a client, unless its key has too many connections already."""
-        if sum(other.client == visitor.client for other in self._visitors) < _MAX_CONNECTIONS:
-            self._visitors.append(visitor)
+        if sum(other.client == caller.client for other in self._callers) < _MAX_CONNECTIONS:
+            self._callers.append(caller)
             return
         self.refused["connections"] += 1
-        visitor.connection.close(
-            f"{visitor.client} has {_MAX_CONNECTIONS} connections already: close some"
+        caller.connection.close(
+            f"{caller.client} has {_MAX_CONNECTIONS} connections already: close some"
         )
 
-    def _receive_all(self, visitor: Visitor) -> None:
+    def _receive_all(self, caller: ClientConnection) -> None:
         """Handle a client's messages, which ``Listener.accept`` has read from its socket."""
         try:
-            while visitor.connection.has_mail:
-                self._receive(visitor, visitor.connection.take() or [])
-            self.publishing.send_pending(visitor)
+            while caller.connection.has_mail:
+                self._receive(caller, caller.connection.take() or [])
+            self.publishing.send_pending(caller)
         except Exception as error:  # noqa: BLE001 - ends this session, no other
-            self.sessions.drop(visitor, error)
-        if visitor.connection.closed is not None:
-            self._check_connection(visitor)
+            self.sessions.drop(caller, error)
+        if caller.connection.closed is not None:
+            self._check_connection(caller)
 
-    def _check_connection(self, visitor: Visitor) -> None:
+    def _check_connection(self, caller: ClientConnection) -> None:
         """Check a client's connection, and report its loss or return to the sessions."""
-        closed = visitor.connection.closed is not None
+        closed = caller.connection.closed is not None
         if closed:
-            self._visitors.remove(visitor)
-        lost = closed or visitor.connection.away > 0.0
-        if lost and (closed or not visitor.lost):
-            self.sessions.lost(visitor, for_good=closed)
-        elif visitor.lost and not lost:
-            self.sessions.found(visitor)
-        visitor.lost = lost
+            self._callers.remove(caller)
+        lost = closed or caller.connection.away > 0.0
+        if lost and (closed or not caller.lost):
+            self.sessions.lost(caller, for_good=closed)
+        elif caller.lost and not lost:
+            self.sessions.found(caller)
+        caller.lost = lost
 
-    def _receive(self, visitor: Visitor, frames: list[memoryview]) -> None:
+    def _receive(self, caller: ClientConnection, frames: list[memoryview]) -> None:
         """Handle one message: the pool's own, or forward it to the session's agent."""
         if not frames:
             raise ProtocolError("a message of nothing")
         if not requests.is_ours(frames[0]):
-            self.refused["foreign"] += not self.sessions.put(visitor, frames)
+            self.refused["foreign"] += not self.sessions.put(caller, frames)
             return
         try:
-            self._handle(visitor, decode(frames[:1], TO_POOL), frames[1:])
+            self._handle(caller, decode(frames[:1], TO_POOL), frames[1:])
         except PoolError as error:
-            visitor.fail(error)
+            caller.fail(error)
 
-    def _handle(self, visitor: Visitor, message: Message, rest: list[memoryview]) -> None:
+    def _handle(self, caller: ClientConnection, message: Message, rest: list[memoryview]) -> None:
         """Handle a request to the pool."""
         match message:
             case Ask():
-                self.sessions.ask(visitor, message)
+                self.sessions.ask(caller, message)
             case Leave():
-                self.sessions.leave(visitor)
+                self.sessions.leave(caller)
             case AreYouThere():
-                visitor.send(Here())
+                caller.send(Here())
             case Doing():
-                visitor.store_page(rest)
+                caller.store_page(rest)
             case Status(pages):
-                self._report(visitor, pages)
+                self._report(caller, pages)
             case EvictOne(session):
-                if self.sessions.client_of(session) != visitor.client:
-                    self._check_administrates(visitor)
+                if self.sessions.client_of(session) != caller.client:
+                    self._check_administrates(caller)
                 self.sessions.evict(session)
-                visitor.send(Ok())
+                caller.send(Ok())
             case DrainAll():
-                self._check_administrates(visitor)
+                self._check_administrates(caller)
                 self.sessions.drain()
-                visitor.send(Ok())
+                caller.send(Ok())
             case _:
-                self.publishing.handle(visitor, message, rest)
+                self.publishing.handle(caller, message, rest)
 
-    def _report(self, visitor: Visitor, pages: bool) -> None:
+    def _report(self, caller: ClientConnection, pages: bool) -> None:
         """Send a client the report of the pool, as far as its key may see it."""
-        whose = None if self.administrates(visitor.client) else visitor.client
+        whose = None if self.administrates(caller.client) else caller.client
         status = report(self.sessions.policy, self.sessions.hosted, self.publishing.values, whose)
         if whose is None:
             status["refused"] = {**self.listener.counts, **self.refused}
@@ -432,13 +435,13 @@ class Gateway:
             frames = [msgspec.msgpack.encode(pages_by_session)]
             for entry in status["sessions"]:
                 entry["unheard"] = round(self.sessions.unheard(entry["session"]), 3)
-        visitor.send(PoolReport(json.dumps(status)), frames)
+        caller.send(PoolReport(json.dumps(status)), frames)
 
-    def _check_administrates(self, visitor: Visitor) -> None:
+    def _check_administrates(self, caller: ClientConnection) -> None:
         """Raise PoolError unless the client's key may administer."""
-        if not self.administrates(visitor.client):
+        if not self.administrates(caller.client):
             self.refused["administration"] += 1
             raise PoolError(
-                f"the key of {visitor.client!r} may not administer this pool: use the server's "
+                f"the key of {caller.client!r} may not administer this pool: use the server's "
                 f"own, or one made with `lazygt keys new --admin`"
             )

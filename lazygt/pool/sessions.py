@@ -49,7 +49,7 @@ _STALE_SECONDS = 2.0
 
 
 @dataclass(slots=True)
-class Visitor:
+class ClientConnection:
     """A connected client with an allowed key.
 
     Attributes:
@@ -153,7 +153,7 @@ class Sessions:
         self.refused = refused
         self._device, self._caches = device, caches
         self._published, self._post = published, post
-        self._visitors: dict[str, Visitor] = {}
+        self._callers: dict[str, ClientConnection] = {}
         self._session_count = 0
         self._next_measurement = 0.0
 
@@ -188,72 +188,72 @@ class Sessions:
 
     # -- for clients ---------------------------------------------------------------------
 
-    def ask(self, visitor: Visitor, ask: Ask) -> None:
+    def ask(self, caller: ClientConnection, ask: Ask) -> None:
         """Request a session for a client.
 
         Raises:
             PoolError: the connection has a session already.
         """
-        if visitor.session is not None:
+        if caller.session is not None:
             raise PoolError("a connection has one session")
         self._session_count += 1
-        visitor.session = session = f"{visitor.client}-{self._session_count}"
-        self._visitors[session] = visitor
+        caller.session = session = f"{caller.client}-{self._session_count}"
+        self._callers[session] = caller
         cores = ask.cores or ask.workers
         grace = ask.grace if ask.grace > 0.0 else 0.0  # also for NaN
         self._handle(
-            SessionRequested(session, visitor.client, ask.workers, cores, grace, ask.detach)
+            SessionRequested(session, caller.client, ask.workers, cores, grace, ask.detach)
         )
         if session in self.policy.queue:
-            visitor.send(Waits(self.policy.queue.index(session)))
+            caller.send(Waits(self.policy.queue.index(session)))
 
-    def put(self, visitor: Visitor, frames: list[memoryview]) -> bool:
+    def put(self, caller: ClientConnection, frames: list[memoryview]) -> bool:
         """Pass a client's message to the agent of its session; return False if it has none."""
-        hosted = self.hosted.get(visitor.session or "")
+        hosted = self.hosted.get(caller.session or "")
         if hosted is None:
             return False
         if not hosted.ending:
             hosted.gate.put(frames)
-            self.active.add(visitor.session or "")
+            self.active.add(caller.session or "")
         return True
 
-    def leave(self, visitor: Visitor) -> None:
+    def leave(self, caller: ClientConnection) -> None:
         """End a client's session, unless it is detached; the client gets `Ok` after that."""
-        session = visitor.session
-        self._detach(visitor)
+        session = caller.session
+        self._detach(caller)
         lease = self.policy.leases.get(session or "")
         if session is None or lease is None or lease.ending:
-            visitor.send(Ok())
+            caller.send(Ok())
         elif lease.request.detach and session in self.hosted:
             self._handle(ClientGone(session))
-            visitor.send(Ok())
+            caller.send(Ok())
         elif session in self.hosted:
-            self._end(session, kill=False, ended=partial(visitor.send, Ok()))
+            self._end(session, kill=False, ended=partial(caller.send, Ok()))
         else:
             self._handle(Released(session))
-            visitor.send(Ok())
+            caller.send(Ok())
 
-    def lost(self, visitor: Visitor, for_good: bool) -> None:
+    def lost(self, caller: ClientConnection, for_good: bool) -> None:
         """Handle a client's dead connection; ``for_good``: the client will not come back."""
-        if visitor.session is not None:
-            self._handle(ClientGone(visitor.session, for_good))
+        if caller.session is not None:
+            self._handle(ClientGone(caller.session, for_good))
         if for_good:
-            self._detach(visitor)
+            self._detach(caller)
 
-    def found(self, visitor: Visitor) -> None:
+    def found(self, caller: ClientConnection) -> None:
         """Handle a client's reconnection."""
-        if visitor.session is not None:
-            self._handle(ClientBack(visitor.session))
+        if caller.session is not None:
+            self._handle(ClientBack(caller.session))
 
-    def drop(self, visitor: Visitor, error: Exception) -> None:
+    def drop(self, caller: ClientConnection, error: Exception) -> None:
         """Disconnect a client that breaks the protocol."""
         expected = isinstance(error, LazyGTError)
-        _log.warning("%s broke the protocol: %s", visitor.client, error, exc_info=not expected)
+        _log.warning("%s broke the protocol: %s", caller.client, error, exc_info=not expected)
         self.refused["protocol"] += 1
-        visitor.fail(PoolError(str(error)))
-        visitor.connection.close()
-        if visitor.session is not None:
-            self._handle(Evict(visitor.session))
+        caller.fail(PoolError(str(error)))
+        caller.connection.close()
+        if caller.session is not None:
+            self._handle(Evict(caller.session))
 
     def client_of(self, session: str) -> str | None:
         """Return the client of a session; None: there is no session of that name."""
@@ -273,16 +273,16 @@ class Sessions:
 
     def unheard(self, session: str) -> float:
         """Return the seconds since the unanswered request for a client's status page."""
-        visitor = self._visitors.get(session)
-        return 0.0 if visitor is None else visitor.unheard
+        caller = self._callers.get(session)
+        return 0.0 if caller is None else caller.unheard
 
     def status_pages(self, sessions: Iterable[str]) -> dict[str, Pages]:
         """Return the status pages of sessions that have workers."""
         pages = {}
         for session in sessions:
-            hosted, visitor = self.hosted.get(session), self._visitors.get(session)
+            hosted, caller = self.hosted.get(session), self._callers.get(session)
             if hosted is not None and not hosted.ending:
-                client = None if visitor is None else visitor.latest_page()
+                client = None if caller is None else caller.latest_page()
                 pages[session] = Pages(client, hosted.status_pages())
         return pages
 
@@ -312,19 +312,19 @@ class Sessions:
 
     def _notify_end(self, session: str, error: PoolError) -> None:
         """Send a client the error that ends its session."""
-        visitor = self._visitors.get(session)
-        if visitor is not None:
-            self._detach(visitor)
-            visitor.fail(error)
+        caller = self._callers.get(session)
+        if caller is not None:
+            self._detach(caller)
+            caller.fail(error)
 
-    def _detach(self, visitor: Visitor) -> None:
+    def _detach(self, caller: ClientConnection) -> None:
         """Separate a client from its session."""
-        self._visitors.pop(visitor.session or "", None)
-        visitor.session = None
+        self._callers.pop(caller.session or "", None)
+        caller.session = None
 
     def _start(self, session: str) -> None:
         """Host a session within its lease, and notify its client."""
-        visitor = self._visitors[session]
+        caller = self._callers[session]
         lease = self.policy.leases[session]
         request = lease.request
         cache = self._caches / request.client
@@ -333,12 +333,12 @@ class Sessions:
         hidden = self.policy.rules.hidden
         terms = Terms(request.workers, threads, self._device, str(cache), lease.places, hidden)
         self.hosted[session] = Hosted(
-            visitor.connection,
+            caller.connection,
             terms,
             may_pass=lambda running: self.policy.turns.may_pass(session, running, time.monotonic()),
             changed=lambda: self._post(partial(self.active.add, session)),
         )
-        visitor.send(Admitted(session, self._device))
+        caller.send(Admitted(session, self._device))
 
     def _end(self, session: str, kill: bool, ended: Callable[[], object] = lambda: None) -> None:
         """End the workers of a session.
@@ -370,11 +370,11 @@ class Sessions:
             try:
                 hosted.agent.pump()
             except Exception as error:  # noqa: BLE001 - ends this session, no other
-                visitor = self._visitors.get(session)
-                if visitor is None:
+                caller = self._callers.get(session)
+                if caller is None:
                     self._handle(Evict(session))
                 else:
-                    self.drop(visitor, error)
+                    self.drop(caller, error)
                 continue
             seconds, running, queued = hosted.gate.load()
             if seconds:

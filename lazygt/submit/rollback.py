@@ -143,7 +143,7 @@ class _Undone:
     seeded: bool  # True if the random stream was sent to the workers since
 
 
-class Rewind:
+class Rollback:
     """Rollback: retains runs with outstanding answers, and undoes the ops after a failed one.
 
     Args:
@@ -223,7 +223,7 @@ class Rewind:
         if not undone.written:
             return None
         ids = [key for run in runs for key in run.promised]
-        if not self._client.rewind(first.seq, ids, *failed):
+        if not self._client.roll_back(first.seq, ids, *failed):
             return None
         self._restore_storages(runs, before, op, undone)
         self._restore_client(position, undone)

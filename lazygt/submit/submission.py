@@ -34,7 +34,7 @@ from lazygt.runtime.wire import Buffer
 from lazygt.submit.history import Flush, History
 from lazygt.submit.memory_categories import Kinds
 from lazygt.submit.planner import CachedPlan, Planner
-from lazygt.submit.rollback import Recorded, Rewind
+from lazygt.submit.rollback import Recorded, Rollback
 
 #: Exception classes of torch's own ops; a call that waits for its op raises no other class.
 _TORCH_ERRORS: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
@@ -86,10 +86,10 @@ class Submitter:
         self._flushes_on_backward = config.flush_on_backward
         self._process = os.getpid()
         #: rollback of failed steps; None: not available
-        self.rewind: Rewind | None = None
+        self.rollback: Rollback | None = None
         if client.recovery is not None and not self._in_blocks:
-            self.rewind = Rewind(recorder, client, planner, config.max_ahead)
-            client.undo = self.rewind.undo
+            self.rollback = Rollback(recorder, client, planner, config.max_ahead)
+            client.undo = self.rollback.undo
         self._may_shard = virtual_mesh.ranks.world_size > 1
         #: memory categories of the workers' values
         self.kinds = Kinds(recorder)
@@ -156,8 +156,8 @@ class Submitter:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Give an optimizer's loaded state the placements of its parameters, before a step."""
-        if self.rewind is not None:
-            self.rewind.before_step(optimizer)
+        if self.rollback is not None:
+            self.rollback.before_step(optimizer)
         if self.at_step is not None and not self._step_is_sharded:
             self.at_step(self)
         if not self._may_shard:
@@ -328,11 +328,11 @@ class Submitter:
 
     def _record_run(self, run: Recorded) -> None:
         """Retain a run for a rollback."""
-        if self.rewind is None:
+        if self.rollback is None:
             return
-        self.rewind.runs.append(run)
+        self.rollback.runs.append(run)
         if run.seq % _FORGET_EVERY == 0:
-            self.rewind.forget_answered()
+            self.rollback.forget_answered()
 
     def _wanted(
         self, fetch: Storage | None, trace: Trace, plan: CachedPlan | None

@@ -53,6 +53,7 @@ def timed(moments: list[float], action: Callable[[], object]) -> Callable[[], No
 
 @pytest.mark.sampled(3)
 @EVERY_BOUNDARY
+@pytest.mark.timed
 def test_a_receiver_is_killed(stage: MakeStage, strategy: str, at: int) -> None:
     here = stage(strategy)
     sender = here.sender()
@@ -71,6 +72,7 @@ def test_a_receiver_is_killed(stage: MakeStage, strategy: str, at: int) -> None:
 
 @pytest.mark.sampled(3)
 @EVERY_BOUNDARY
+@pytest.mark.timed
 def test_a_receiver_is_stopped(stage: MakeStage, strategy: str, at: int) -> None:
     here = stage(strategy)
     sender = here.sender()
@@ -99,6 +101,7 @@ def test_a_receiver_is_stopped(stage: MakeStage, strategy: str, at: int) -> None
 @pytest.mark.sampled(4)
 @EVERY_BOUNDARY
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.timed
 def test_a_sender_is_killed_or_stopped(strategy: str, at: int, number: signal.Signals) -> None:
     ours, theirs = PROCESSES.Pipe()
     process = PROCESSES.Process(target=send_with_accident, args=(theirs, strategy, at, int(number)))
@@ -152,6 +155,7 @@ def test_a_receiver_leaves_a_frozen_sender(strategy: str) -> None:
         ours.close()
 
 
+@pytest.mark.timed
 def test_a_receiver_closes_while_others_are_waited_for(stage: MakeStage) -> None:
     """It need not wait for a group that a frozen receiver does not join."""
     here = stage("broadcast")
@@ -214,6 +218,7 @@ def test_a_receiver_that_dies_between_transfers_is_forgotten(
     assert list(lazygt.transfer_weights(weights(2), sender, timeout=20.0).pauses) == [lives.name]
 
 
+@pytest.mark.timed
 def test_tensors_that_are_kept_stay_as_they_are(stage: MakeStage) -> None:
     here = stage("shared-memory")
     sender = here.sender()

@@ -218,6 +218,7 @@ def test_a_flipped_bit_is_refused(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("request_bytes", [8 * KIB, BIG])
+@pytest.mark.timed
 def test_a_worker_is_killed(
     here: Stage, request_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +246,7 @@ def test_a_worker_is_killed(
         assert has(readers, 2, state(model))
 
 
+@pytest.mark.timed
 def test_a_worker_is_stopped(here: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = sender_of(here, BIG, monkeypatch)
     readers = engine(here, sender)
@@ -264,6 +266,7 @@ def test_a_worker_is_stopped(here: Stage, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("request_bytes", [8 * KIB, BIG])
+@pytest.mark.timed
 def test_a_receiver_is_killed(
     session: lazygt.Session, here: Stage, request_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +291,7 @@ def test_a_receiver_is_killed(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("request_bytes", [8 * KIB, BIG])
+@pytest.mark.timed
 def test_a_receiver_is_stopped(
     session: lazygt.Session, here: Stage, request_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +317,7 @@ def test_a_receiver_is_stopped(
 
 
 @pytest.mark.parametrize("look", [1e-3, 1.0], ids=["it looks first", "a thread says it first"])
+@pytest.mark.timed
 def test_a_worker_does_not_wait_in_groups_that_were_given_up(
     look: float, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,6 +257,7 @@ def test_a_plain_model_is_cut_for_its_receivers(here: Stage) -> None:
         assert other.ask("checksums") == (version, checksums(block(state(model), 1)))
 
 
+@pytest.mark.timed
 def test_workers_let_go_when_the_sender_closes(here: Stage) -> None:
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
         model = nn.Linear(64, 64)

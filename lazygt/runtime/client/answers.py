@@ -351,7 +351,7 @@ class Answers(Reports):
         observer, message, epoch = self.observer, None, self._epoch
         try:
             while message is None:
-                message = self._receive(None if observer is None else observer.patience)
+                message = self._receive(None if observer is None else observer.interval)
                 if self._epoch != epoch:
                     break
                 if message is None and observer is not None:

@@ -381,7 +381,7 @@ class Client(Orders):
 
     # -- rollback ------------------------------------------------------------------------
 
-    def rewind(
+    def roll_back(
         self, seq: int, undone: Sequence[int], rank: int, node: int, error: ExecutionError
     ) -> bool:
         """Roll all ranks back to the state before a run; later uploads stay.

@@ -73,7 +73,7 @@ class WaitLine:
         self._shown = False
 
     @property
-    def patience(self) -> float | None:
+    def interval(self) -> float | None:
         """Seconds between two calls of ``update``; None: never call it."""
         return _UPDATE_SECONDS if self.enabled else None
 
@@ -107,11 +107,11 @@ class Observer:
     A client has one only if its reports are read: by a log, a terminal or a profile.
 
     Attributes:
-        patience: seconds between two calls of ``waiting`` during a wait; None: no calls.
+        interval: seconds between two calls of ``waiting`` during a wait; None: no calls.
         wants_timings: whether runs are to be timed, for ``ran``.
     """
 
-    patience: float | None = None
+    interval: float | None = None
     wants_timings = False
 
     def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
@@ -158,7 +158,7 @@ class Console(Observer):
 
     def __init__(self, log: InstructionLog | None, line: WaitLine) -> None:
         self._log, self._line = log, line
-        self.patience = line.patience
+        self.interval = line.interval
 
     @staticmethod
     def of(path: str | None) -> Console | None:

@@ -47,7 +47,7 @@ def test_each_wait_counts_from_its_own_beginning(clock: list[float]) -> None:
 def test_silent_without_a_terminal(clock: list[float]) -> None:
     stream = io.StringIO()
     line = WaitLine(stream)
-    assert line.patience is None
+    assert line.interval is None
     line.update("a run")
     clock[0] += 60
     line.update("a run")

@@ -1,1 +1,0 @@
-"""Bucketing of the ranks' collectives, and their overlap with computation."""
