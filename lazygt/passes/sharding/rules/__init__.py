@@ -25,7 +25,6 @@ from lazygt.passes.sharding.rules import (
     views,
     write_back,
 )
-from lazygt.passes.sharding.rules import embedding as grouped
 from lazygt.passes.sharding.rules.decompose import is_composite
 from lazygt.passes.sharding.rules.strategy import Collective, Metas, R, Rule, Strategy
 
@@ -116,7 +115,6 @@ DERIVED = derived.rule(strategies_of)
 _FAMILIES = (
     embedding,
     minmax,
-    grouped,
     indexing,
     internal,
     block_arguments,
