@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -25,6 +24,7 @@ from tests.conformance.refusals import UNWRITTEN
 from tests.conformance.streams import Stream, differences
 from tests.runtime.executors.compared import comparing
 from tests.support.bits import assert_same_bits
+from tests.support.operators import op_db
 
 Tensor = torch.Tensor
 RUNS = 3

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lazygt.graph.ops import facts
 from lazygt.passes.sharding.rules import has_rule
 from tests.passes.sharding.rules.blocks import Tensor
 from tests.passes.sharding.rules.harness import Case
+from tests.support.operators import op_db
 from tests.support.timeouts import DEEP
 
 SAMPLES, CALLS, ELEMENTS = 6, 12, 4000
