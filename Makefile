@@ -41,6 +41,9 @@ PYTEST   = HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest
 # By files in the order of their names: by the number of their tests, long ones would come last.
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Where tests are marked `timed`.
+TIMED = tests/faults tests/transfer
+
 # What the recorder has part in, and what is run once more with the one in Python, where the other
 # one is chosen; it runs the models in `test-deep`.
 RECORDING = tests/record tests/property tests/models tests/native -m "not slow" $(PARALLEL)
@@ -49,7 +52,7 @@ RECORDER  = $$($(BIN)/python -c "from lazygt import native; print(native.choice(
 
 test: $(STAMP) $(NATIVE)
 	$(PYTEST) -m "not timed and not clusters" $(PARALLEL)
-	$(PYTEST) -m timed
+	$(PYTEST) -m timed $(TIMED)
 	if [ "$(RECORDER)" = native ]; then LAZYGT_RECORDER=python $(PYTEST) $(AGAIN); fi
 
 test-native: $(STAMP) $(NATIVE)
@@ -60,7 +63,7 @@ test-fast: $(STAMP) $(NATIVE)
 
 test-slow: $(STAMP) $(NATIVE)
 	$(PYTEST) -m "slow and not timed and not clusters" $(PARALLEL)
-	$(PYTEST) -m timed
+	$(PYTEST) -m timed $(TIMED)
 
 test-deep: $(STAMP) $(NATIVE)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes tests/native tests/conformance --timeout 3600
