@@ -44,9 +44,10 @@ PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Where tests are marked `timed`.
 TIMED = tests/faults tests/transfer
 
-# What the recorder has part in, and what is run once more with the one in Python, where the other
-# one is chosen; it runs the models in `test-deep`.
+# What the recorder has part in.
 RECORDING = tests/record tests/property tests/models tests/native -m "not slow" $(PARALLEL)
+# What `make test` runs once more with the recorder in Python, where the other one is chosen. The rest
+# of RECORDING it runs in `test-deep`.
 AGAIN     = tests/record tests/property -m "not slow" $(PARALLEL)
 RECORDER  = $$($(BIN)/python -c "from lazygt import native; print(native.choice().recorder)")
 

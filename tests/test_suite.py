@@ -1,0 +1,19 @@
+"""Passes of `make test`: each test runs in one of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_timed_tests_lie_where_make_test_looks_for_them() -> None:
+    """The first pass leaves out tests that are marked ``timed``; the second looks in few folders."""
+    (folders,) = re.findall(r"^TIMED = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    marked = {
+        str(path.parent.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"\bmark\.timed\b", path.read_text())
+    }
+    assert marked == set(folders.split())
