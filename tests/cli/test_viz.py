@@ -177,7 +177,8 @@ def test_a_graph_draws_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "not_loaded"),
     [
-        ("lazygt", ["networkx", "graphviz", "rich", "typer", "zmq", "lazygt.runtime.worker.worker",
+        ("lazygt", ["networkx", "graphviz", "rich", "typer", "zmq", "lazygt.graph.cost",
+                    "lazygt.runtime.worker.worker",
                     "lazygt.passes.sharding.rules", "lazygt.runtime.compiling.service",
                     "lazygt.observe"]),
         ("lazygt.observe.explain", ["networkx", "graphviz", "lazygt.passes.sharding.rules"]),
