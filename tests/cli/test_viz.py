@@ -172,7 +172,6 @@ def test_a_graph_draws_itself(tmp_path: Path) -> None:
         lazygt.render(graph, tmp_path / "a.jpg")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.anew  # a fork has more loaded
 @pytest.mark.parametrize(
     ("module", "not_loaded"),
