@@ -28,18 +28,21 @@ pytestmark = pytest.mark.timeout(300)
 Change = Callable[[Graph], Any]
 
 
+_choices = axis._choices
+
+
 def choices_of_each(
     along: axis._Axis, graphs: Sequence[Graph], wanted: Any, exchange_whole: bool = False
 ) -> Any:
-    """``axis._choices``, in which a graph equal to the first is asked for what the first is asked.
+    """Choose as ``axis`` does, but ask a graph equal to the first what the first is asked.
 
-    Other graphs are asked for the first one's outputs, for which a choice may be better.
+    Others are asked for the first one's outputs, for which there may be a better choice.
     """
-    first = along.choice(graphs[0], wanted, exchange_whole)
-    local = along.local(graphs[0], first, wanted, 0)
-    asked = [wanted if same(graph, graphs[0]) else local.outputs for graph in graphs[1:]]
-    pairs = zip(graphs[1:], asked, strict=True)
-    return [first, *(along.choice(*pair, exchange_whole) for pair in pairs)], local
+    choices, local = _choices(along, graphs, wanted, exchange_whole)
+    for number, graph in enumerate(graphs):
+        if same(graph, graphs[0]):
+            choices[number] = along.choice(graph, wanted, exchange_whole)
+    return choices, local
 
 
 @contextmanager
