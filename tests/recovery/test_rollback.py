@@ -18,7 +18,7 @@ from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, digest
 pytestmark = pytest.mark.timeout(600)
 
 #: Several blocks a worker are not gone back to.
-REWINDS = sorted(LAYOUTS.keys() - {"invariant"})
+ROLLBACKS = sorted(LAYOUTS.keys() - {"invariant"})
 
 #: (what, a tensor, another)
 Statement = tuple[str, int, int]
@@ -144,7 +144,7 @@ def trained(layout: Layout, bad: int, fails: bool) -> str:
 @pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [0, 2])
-@pytest.mark.parametrize("name", REWINDS)
+@pytest.mark.parametrize("name", ROLLBACKS)
 def test_a_bad_batch_changes_no_weight(name: str, bad: int) -> None:
     layout = LAYOUTS[name]
     with lazygt.session(**layout.settings):
