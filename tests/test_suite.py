@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_timed_tests_lie_where_make_test_looks_for_them() -> None:
-    """The first pass leaves out tests that are marked ``timed``; the second looks in few folders."""
+    """The first pass leaves them out, and the second looks in a few folders only."""
     (folders,) = re.findall(r"^TIMED = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     marked = {
         str(path.parent.relative_to(ROOT))

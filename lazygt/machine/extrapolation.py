@@ -18,24 +18,15 @@ from lazygt.machine.model import Machine, Range
 
 
 class Outside(NamedTuple):
-    """Ops of one kind beyond the calibrated range: the farthest, and their number.
+    """Ops of one kind beyond the calibrated range: the farthest, and their number."""
 
-    Attributes:
-        what: the calibrated quantity, such as ``products``.
-        op, line: the farthest op.
-        size: its size, with the unit.
-        measured: the calibrated range.
-        times: number of ops outside over all runs.
-        far: factor by which the farthest is outside.
-    """
-
-    what: str
-    op: str
+    what: str  # the calibrated quantity, such as ``products``
+    op: str  # op, line: the farthest op
     line: str
-    size: str
-    measured: str
-    times: int
-    far: float
+    size: str  # its size, with the unit
+    measured: str  # the calibrated range
+    times: int  # number of ops outside over all runs
+    far: float  # factor by which the farthest is outside
 
 
 def outside(machine: Machine, graph: Graph, sent: Iterable[Communication]) -> list[Outside]:
