@@ -95,6 +95,8 @@ class Dies:
         if self._how != "writing" and step == self._last:
             delay = self._draw.uniform(0, 0.05)
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if self._how != "writing" and step > self._last:
+            signal.pause()  # a fast machine would use up the steps of the lives to come
 
     def in_file(self, step: int) -> bool:
         """Whether it is to end in the file of this step, which is waited for."""
