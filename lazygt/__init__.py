@@ -41,6 +41,7 @@ _MODULES = {
     "lazygt.record.tensor": "LazyTensor",
     "lazygt.session": "Session current session",
     "lazygt.simulation.program": "simulate",
+    "lazygt.settings": "Compile Planning PoolAccess Recovery Tracing Workers",
     "lazygt.sweeps.running": "sweep",
     "lazygt.transfer": "transfer_weights",
     "torch.distributed.tensor": "Partial Replicate Shard",
@@ -129,6 +130,12 @@ if TYPE_CHECKING:
     from lazygt.record.tensor import Viewer as _Viewer
     from lazygt.recovery.checkpoint.checkpointing import resume as resume
     from lazygt.session import current as current
+    from lazygt.settings import Compile as Compile
+    from lazygt.settings import Planning as Planning
+    from lazygt.settings import PoolAccess as PoolAccess
+    from lazygt.settings import Recovery as Recovery
+    from lazygt.settings import Tracing as Tracing
+    from lazygt.settings import Workers as Workers
     from lazygt.simulation.program import simulate as simulate
     from lazygt.sweeps.running import sweep as sweep
     from lazygt.transfer import transfer_weights as transfer_weights

@@ -1,4 +1,4 @@
-"""Settings: the keywords of ``lazygt.session`` and their LAZYGT_* variables."""
+"""Resolved settings of a session, from keywords and LAZYGT_* variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
+
+from lazygt.settings import GROUPS, RENAMED, Settings, expand, setting_name, written
 
 #: Version of lazygt.
 VERSION = "0.1.0"
@@ -123,22 +125,20 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("bucket_cap_mb", lambda value: value >= 0, "at least 0"),
     ("threads max_cuda_graph_bytes", lambda value: value >= 1, "at least 1"),
     ("compile cuda_graphs", {"auto", "off", "now"}.__contains__, "'auto', 'off' or 'now'"),
-    ("recover", {"auto", "off"}.__contains__, "'auto' or 'off'"),
+    ("recovery", {"auto", "off"}.__contains__, "'auto' or 'off'"),
     ("spares", lambda value: value >= 0, "an integer >= 0"),
     ("snapshot_cost", lambda x: 0 < x <= 1, "a share of the time, above 0 and at most 1"),
     ("plan_code", {"auto", "native", "python"}.__contains__, "'auto', 'native' or 'python'"),
     ("device", {"auto", "cpu", "cuda"}.__contains__, "auto, cpu or cuda"),
 )
 
-#: Former names of settings -> present names.
-_RENAMED = {"executor": "launcher"}
 #: Settings of sessions in a pool.
-OF_POOLS = frozenset({"on", "key", "grace", "detach"})
+OF_POOLS = frozenset({"pool", "key", "grace", "detach"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings of a session. A keyword of ``lazygt.session`` wins over ``LAZYGT_<NAME>``."""
+    """Settings of a session; a keyword of ``lazygt.session`` wins over ``LAZYGT_<NAME>``."""
 
     workers: int = _setting(1, "number of worker processes")
     mesh: Mapping[str, int] | None = _setting(
@@ -175,7 +175,7 @@ class Config:
         5.0, "seconds without a sign of life until WorkerFrozen is raised"
     )
     start_timeout: float = _setting(120.0, "seconds a worker may take to start")
-    recover: str = _setting(
+    recovery: str = _setting(
         "auto", "recovery from a worker's death: auto, or off (its values are lost)"
     )
     snapshot_cost: float = _setting(0.02, "maximum share of the time for recovery snapshots")
@@ -192,7 +192,7 @@ class Config:
         "snapshot_cost allows",
         _interval,
     )
-    on: str | None = _setting(
+    pool: str | None = _setting(
         None, "address of a pool of workers (`lazygt serve`), tcp://HOST:PORT"
     )
     key: str | None = _setting(None, "this client's key file for the pool")
@@ -244,12 +244,13 @@ class Config:
             TypeError: for an unknown keyword.
             ValueError: for a value that is out of its range or can't be parsed.
         """
+        arguments = expand(arguments)
         settings = {setting.name: setting for setting in fields(Config)}
         unknown = sorted(set(arguments) - set(settings))
         if unknown:
             hint = _keyword_hint(unknown[0], settings)
             raise TypeError(f"lazygt.session got an unexpected keyword {unknown[0]!r}; {hint}")
-        for old_name, new_name in _RENAMED.items():
+        for old_name, new_name in RENAMED.items():
             if os.environ.get(f"LAZYGT_{old_name.upper()}"):
                 raise ValueError(
                     f"LAZYGT_{old_name.upper()} is set, which is LAZYGT_{new_name.upper()} now: "
@@ -284,7 +285,8 @@ class Config:
             for name in names.split():
                 value = getattr(self, name)
                 if value is not None and not fits(value):
-                    raise ValueError(f"lazygt.session({name}={value!r}): expected {expected}")
+                    form = written(name, repr(value))
+                    raise ValueError(f"lazygt.session({form}): expected {expected}")
         self._check_checkpoint()
         self._check_pool()
         if self.invariant and self.compile != "off":
@@ -295,41 +297,43 @@ class Config:
 
     def _check_pool(self) -> None:
         """Raise ValueError for settings of a pool without one, or that contradict one."""
-        if self.on is None:
+        if self.pool is None:
             if self.key is not None or self.detach:
                 name = "detach" if self.detach else "key"
                 raise ValueError(
-                    f"lazygt.session({name}={getattr(self, name)!r}): it is for a session in a "
-                    f"pool; say where that listens with on='tcp://HOST:PORT'"
+                    f"lazygt.session({written(name, repr(getattr(self, name)))}): it is for a "
+                    f"session in a pool; say where that listens, PoolAccess('tcp://HOST:PORT', ...)"
                 )
             return
-        if re.fullmatch(r"tcp://.+:\d{1,5}", self.on) is None:
-            raise ValueError(f"lazygt.session(on={self.on!r}): expected 'tcp://HOST:PORT'")
+        if re.fullmatch(r"tcp://.+:\d{1,5}", self.pool) is None:
+            raise ValueError(f"lazygt.session(pool={self.pool!r}): expected 'tcp://HOST:PORT'")
         if self.key is None:
             raise ValueError(
-                f"lazygt.session(on={self.on!r}) needs key=FILE: whoever runs the pool makes one "
-                f"with `lazygt keys new`"
+                f"lazygt.session(pool={self.pool!r}) needs pool=PoolAccess({self.pool!r}, "
+                f"key=FILE): whoever runs the pool makes one with `lazygt keys new`"
             )
         if self.launcher not in {"auto", "process"} or self.transport != "ipc" or self.spares:
             raise ValueError(
-                f"lazygt.session(on={self.on!r}): leave launcher=, transport= and spares= out: "
-                f"the pool starts its workers as it does"
+                f"lazygt.session(pool={self.pool!r}): leave launcher=, Workers(transport=) and "
+                f"Recovery(spares=) out: the pool starts its workers as it does"
             )
         if not self.grace >= 0:
-            raise ValueError(f"lazygt.session(grace={self.grace!r}): expected seconds, at least 0")
+            form = written("grace", repr(self.grace))
+            raise ValueError(f"lazygt.session({form}): expected seconds, at least 0")
 
     def _check_checkpoint(self) -> None:
         """Raise ValueError for impossible settings of checkpoints."""
         every = self.checkpoint_every
+        form = written("checkpoint_every", repr(every))
         if isinstance(every, str):
             try:
                 seconds_of(every)
             except ValueError as error:
-                raise ValueError(f"lazygt.session(checkpoint_every=...): {error}") from None
+                raise ValueError(f"lazygt.session({form}): {error}") from None
         elif every is not None and (type(every) is not int or every < 1):
             raise ValueError(
-                f"lazygt.session(checkpoint_every={every!r}): expected a number of steps, at "
-                f"least 1, or a time such as '30s'"
+                f"lazygt.session({form}): expected a number of steps, at least 1, or a time such "
+                f"as '30s'"
             )
         if self.checkpoint is not None and self.launcher == "dry":
             raise ValueError(
@@ -338,69 +342,45 @@ class Config:
             )
 
 
-Path = str | os.PathLike[str]
 Init = TypeVar("Init", bound=Callable[..., None])
-
-
-class Settings(TypedDict, total=False):
-    """Keywords of ``lazygt.session``, for type checkers and editors; None counts as absent."""
-
-    workers: int | None
-    mesh: Mapping[str, int] | str | None
-    invariant: bool | int | Mapping[str, int] | None
-    launcher: str | None
-    device: str | None
-    default_device: bool | None
-    flush_on_backward: bool | None
-    max_graph_nodes: int | None
-    max_graph_bytes: int | None
-    max_plans: int | None
-    max_plan_bytes: int | None
-    max_trie_nodes: int | None
-    max_ahead: int | None
-    threads: int | None
-    transport: str | None
-    max_message_bytes: int | None
-    shm_threshold: int | None
-    frozen_after: float | None
-    start_timeout: float | None
-    recover: str | None
-    snapshot_cost: float | None
-    journal_bytes: int | None
-    spares: int | None
-    checkpoint: Path | None
-    checkpoint_every: int | str | None
-    on: str | None
-    key: Path | None
-    detach: bool | None
-    grace: float | None
-    keep_stages: bool | None
-    check_passes: bool | None
-    plan_code: str | None
-    compile: str | None
-    cuda_graphs: str | None
-    max_cuda_graph_bytes: int | None
-    compile_timeout: float | None
-    cache_dir: Path | None
-    ship_code: bool | None
-    bucket_cap_mb: float | None
-    machine: Path | None
-    log: Path | None
 
 
 def takes_settings(init: Init) -> Init:
     """Decorate an ``__init__`` of any keywords with the settings' signature and help."""
-    types, settings = get_type_hints(Settings), fields(Config)
+    about = {f.name: f for f in fields(Config)}
     init.__signature__ = Signature([  # type: ignore[attr-defined]
         Parameter("self", Parameter.POSITIONAL_ONLY),
         *(
-            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name])
-            for f in settings
+            Parameter(
+                keyword, Parameter.KEYWORD_ONLY, annotation=type_,
+                default=about[keyword].default if keyword in about else None,
+            )
+            for keyword, type_ in get_type_hints(Settings).items()
         ),
     ])  # fmt: skip
-    about = (f"    {f.name}: {f.metadata['about']}." for f in settings)
-    init.__doc__ = "\n".join(["Open a session.", "", "Args:", *about])
+    lines = ["Open a session.", "", "Args:"]
+    for keyword in Settings.__annotations__:
+        group = GROUPS.get(keyword)
+        texts = [about[keyword].metadata["about"]] if keyword in about else []
+        if group is not None:
+            texts.append(f"an object of {group.__name__}")
+        lines.append(f"    {keyword}: {'; or '.join(texts)}.")
+    init.__doc__ = "\n".join(lines)
     return init
+
+
+def _describe(group: type) -> None:
+    """Append the settings of an object, with their defaults, to its docstring."""
+    about = {f.name: f for f in fields(Config)}
+    lines = [group.__doc__ or "", "", "Args:"]
+    for attribute in (f.name for f in fields(group)):
+        setting = about[setting_name(group, attribute)]
+        lines.append(f"    {attribute}: {setting.metadata['about']}. Default: {setting.default!r}.")
+    group.__doc__ = "\n".join(lines)
+
+
+for _group in GROUPS.values():
+    _describe(_group)
 
 
 def _keyword_hint(name: str, names: Mapping[str, object]) -> str:
@@ -408,11 +388,10 @@ def _keyword_hint(name: str, names: Mapping[str, object]) -> str:
     # why: only a wrong keyword needs it
     from difflib import get_close_matches
 
-    if name in _RENAMED:
-        return f"write {_RENAMED[name]}=..."
-    similar = get_close_matches(name, names, 1)
-    question = f"did you mean {similar[0]!r}? " if similar else ""
-    return f"{question}It takes: {', '.join(names)}"
+    keywords = list(Settings.__annotations__)
+    similar = get_close_matches(name, {**names, **dict.fromkeys(keywords)}, 1)
+    question = f"did you mean {written(similar[0], '...')}? " if similar else ""
+    return f"{question}It takes: {', '.join(keywords)}"
 
 
 def _parse_mesh(mesh: Mapping[Any, Any] | str, workers: int | None) -> tuple[dict[str, int], int]:

@@ -255,8 +255,8 @@ class WorkerFrozen(LazyGTError):
         self.rank, self.pid, self.deadline = rank, pid, deadline
         super().__init__(
             f"worker {rank} (pid {pid}) has not answered for {deadline:g} s. It may be stopped or "
-            f"swapped out; raise the deadline with lazygt.session(frozen_after=...) if that is "
-            f"expected."
+            f"swapped out; raise the deadline with "
+            f"lazygt.session(workers=Workers(frozen_after=...)) if that is expected."
         )
 
 

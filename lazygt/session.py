@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from lazygt import native
-from lazygt.config import Config, Settings, takes_settings
+from lazygt.config import Config, takes_settings
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.machine import Machine, default_machine, machine_of, on_hosts
@@ -35,7 +35,7 @@ from lazygt.recovery.recover import RecoveryRecord
 from lazygt.runtime.client.client import Client
 from lazygt.runtime.client.console import Console
 from lazygt.runtime.cluster.opening import by_engine, device_type, open_link
-from lazygt.runtime.compiling.tiers import Compile, Tiers
+from lazygt.runtime.compiling.tiers import CompileRecord, Tiers
 from lazygt.runtime.executors.artifacts import Cache
 from lazygt.runtime.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.link import Link
@@ -43,6 +43,7 @@ from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import RemoteValue
+from lazygt.settings import Settings, expand, present
 from lazygt.submit.history import History, Probe
 from lazygt.submit.memory_categories import OTHER, by_kind
 from lazygt.submit.planner import CachedPlan, Planner, Stages
@@ -64,7 +65,7 @@ class Session:
     """Workers, plans and the random generator; opened by ``lazygt.session(...)``.
 
     Use it as a context manager. Inside, new tensors are created on device ``lazygt`` (unless
-    ``default_device=False``), ops are recorded, and sync points ship them.
+    ``Tracing(default_device=False)``), ops are recorded, and sync points ship them.
 
     Each setting is also read from the variable ``LAZYGT_<NAME>``; a keyword wins.
 
@@ -77,7 +78,8 @@ class Session:
     def __init__(self, **settings: Unpack[Settings]) -> None:
         native.check_choice()
         native.warn_of_python()
-        self.config = config = Config.load(**by_engine(_interceptor.settings({**settings})))
+        requested = expand(_interceptor.settings(present(settings, 2)))
+        self.config = config = Config.load(**by_engine(requested))
         #: grid of the workers with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
         self._virtual_mesh = VirtualMesh.of(self.mesh, config.invariant)
@@ -108,7 +110,7 @@ class Session:
             self.costs = on_hosts(self.machine, self._virtual_mesh, self._link.hosts)
         self.device_type = device_kind = device_type(config)
         self._console = Console.of(config.log)
-        recovers = config.recover == "auto" and config.launcher not in {"inline", "dry"}
+        recovers = config.recovery == "auto" and config.launcher not in {"inline", "dry"}
         self._client = Client(
             self._link, config.max_ahead, config.shm_threshold, self._console,
             (config.snapshot_cost, config.journal_bytes) if recovers else None,
@@ -337,14 +339,15 @@ class Session:
             TypeError: the value is neither a tensor nor a mapping of names to tensors.
         """
         self._check_entered()
-        if self.config.on is None or self.config.key is None:
+        if self.config.pool is None or self.config.key is None:
             raise ValueError(
-                "publish() is for a session in a pool: lazygt.session(on='tcp://HOST:PORT', ...)"
+                "publish() is for a session in a pool: "
+                "lazygt.session(pool=PoolAccess('tcp://HOST:PORT', ...))"
             )
         # why: only sessions in a pool need it
         from lazygt.pool.pool_client import Pool
 
-        with Pool(self.config.on, self.config.key) as pool:
+        with Pool(self.config.pool, self.config.key) as pool:
             pool.publish(name, value, shared=shared)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> list[RemoteValue]:
@@ -451,7 +454,7 @@ class Session:
         """List the cached plans, oldest first."""
         return [cached.entry.plan for cached in self._planner.kept()]
 
-    def compiles(self) -> list[Compile]:
+    def compiles(self) -> list[CompileRecord]:
         """List the fused groups with requested compilations, in order of the requests."""
         return list(self._tiers.compiles.values())
 
@@ -485,7 +488,7 @@ class Session:
     def _cached_plan(self, plan: Plan) -> CachedPlan:
         """Find a plan in the cache by its digest; raise ValueError without ``keep_stages``."""
         if not self.config.keep_stages:
-            raise ValueError("stages() needs lazygt.session(keep_stages=True)")
+            raise ValueError("stages() needs lazygt.session(planning=Planning(keep_stages=True))")
         for cached in self._planner.kept():
             if cached.entry.plan.digest == plan.digest:
                 return cached
@@ -582,7 +585,7 @@ class Session:
 
 def _open_link(config: Config, mesh: Mesh) -> tuple[Link, Config]:
     """Open the link to new workers or a pool's; return the config with their device, too."""
-    if config.on is None:
+    if config.pool is None:
         return open_link(config, mesh, COPIER), config
     # why: it loads sockets and keys, which only sessions in a pool need
     from lazygt.pool.pool_link import PoolLink

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,6 +38,7 @@ from lazygt.record.custom.functions import apply
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives.backends import Backend
 from lazygt.session import Session
+from lazygt.settings import Workers
 
 # -- timed collectives, run on every rank ----------------------------------------------------------
 
@@ -165,7 +165,7 @@ def carriers(
     names = ("local", "sockets") if device == "cpu" else ("local",)
     rows: dict[str, list[ExchangeFit]] = {name: [] for name in names}
     for ranks in groups:
-        with Session(workers=ranks, device=device, threads=threads, compile="off"):
+        with Session(workers=Workers(ranks, threads=threads), device=device, compile="off"):
             many, few = torch.zeros(5 * rounds), torch.zeros(rounds)
             for kind in KINDS:
                 for nbytes in sizes:
@@ -331,12 +331,8 @@ class _Calibration:
     def _host(self) -> None:
         """Measure recording, launches and messages in a session with one worker."""
         self._told("messages and recording", 0, 0)
-        settings: dict[str, Any] = {
-            "device": self.device,
-            "threads": self.threads,
-            "compile": "off",
-        }
-        with Session(workers=1, **settings) as session:
+        workers = Workers(1, threads=self.threads)
+        with Session(workers=workers, device=self.device, compile="off") as session:
             host = HostFigures(session, self.size.rounds)
         self.values |= {
             "host.record": host.record,

@@ -175,8 +175,9 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve workers here to clients with keys, fairly and each with its own processes.
 
-    Clients write lazygt.session(on="tcp://HOST:PORT", key=FILE). See `lazygt keys` and
-    `lazygt pool`. Ends with SIGTERM or Ctrl-C, or when it is drained; its sessions end with it.
+    Clients write lazygt.session(pool=lazygt.PoolAccess("tcp://HOST:PORT", key=FILE)). See
+    `lazygt keys` and `lazygt pool`. Ends with SIGTERM or Ctrl-C, or when it is drained; its
+    sessions end with it.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -144,7 +144,10 @@ def cores() -> Check:
     detail = f"{usable} of {there} usable, load {os.getloadavg()[0]:.1f}"
     quota = cpu_quota()
     if quota is not None and quota < usable:
-        advice = f"the container may use {quota:g} cores: pass threads= to lazygt.session"
+        advice = (
+            f"the container may use {quota:g} cores: pass workers=Workers(threads=...) to "
+            f"lazygt.session"
+        )
         return Check("cores", "warn", f"{detail}, quota {quota:g}", advice)
     if usable == 1:
         return Check("cores", "warn", detail, "client and worker share the only core")

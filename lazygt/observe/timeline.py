@@ -24,7 +24,7 @@ from lazygt.host.files import write_output
 from lazygt.recovery.recover import RecoveryRecord
 from lazygt.runtime.client.client import Client
 from lazygt.runtime.client.console import Observer
-from lazygt.runtime.compiling.tiers import Compile
+from lazygt.runtime.compiling.tiers import CompileRecord
 from lazygt.runtime.messages import Snapped, Timings
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
@@ -348,7 +348,7 @@ class TimelineProbe(Observer):
             self.timeline.name(pid, track, process, self._thread_name(f"worker {rank}"))
         self._client.observer, self.wants_timings = self, True
 
-    def detach(self, compiles: Iterable[Compile]) -> None:
+    def detach(self, compiles: Iterable[CompileRecord]) -> None:
         """Draw the compiles that ended since ``attach``, and restore the previous observer."""
         self._client.observer = self._previous
         for compile in compiles:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.source import expand
 from lazygt.recovery.recover import RecoveryRecord
-from lazygt.runtime.compiling.tiers import Compile
+from lazygt.runtime.compiling.tiers import CompileRecord
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
@@ -58,7 +58,7 @@ class Why:
     flushes: Sequence[Flush]
     flushed: int
     misses: Sequence[Miss]
-    compiles: Sequence[Compile] = ()
+    compiles: Sequence[CompileRecord] = ()
     gathers: Sequence[Gather] = ()
     resized: Sequence[Miss] = ()
     cuda_graphs: Sequence[tuple[PlanRecord, int, Captured]] = ()
@@ -135,7 +135,7 @@ class Why:
         ]
 
 
-def _compile_row(compile: Compile) -> str:
+def _compile_row(compile: CompileRecord) -> str:
     """Return the text of a compile: line, ops, status, seconds and speedup."""
     gain = f", {compile.gain:.2f}x as fast" if compile.gain else ""
     return f"{compile.line}  {compile.ops} ops {compile.status}, {compile.seconds:.2f} s{gain}"
@@ -151,7 +151,7 @@ def _capture_row(entry: PlanRecord, rank: int, captured: Captured) -> str:
     return f"{plan}: {captured.graphs} with {steps}, {captured.nbytes} bytes in all{gain}"
 
 
-def _eager_reason(compile: Compile) -> str:
+def _eager_reason(compile: CompileRecord) -> str:
     """Return the reason that ops stay eager: a compile error, or a slowdown."""
     if compile.status == "failed":
         return f"{compile.error} ({compile.names})"

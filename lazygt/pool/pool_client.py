@@ -103,7 +103,7 @@ class Pool:
     """A pool of workers: ``lazygt.Pool("tcp://HOST:PORT", KEYFILE)``.
 
     Use it as a context manager, or call `close`. Sessions are opened with
-    ``lazygt.session(on=..., key=...)``.
+    ``lazygt.session(pool=PoolAccess(...))``.
 
     Args:
         on: the pool's address.

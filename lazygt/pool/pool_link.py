@@ -167,16 +167,16 @@ class PoolLink(ClusterLink):
     """
 
     def __init__(self, config: Config, mesh: Mesh, copier: str) -> None:
-        assert config.on is not None
+        assert config.pool is not None
         assert config.key is not None
-        connection = connect(config.on, config.key, config.start_timeout, config.grace)
+        connection = connect(config.pool, config.key, config.start_timeout, config.grace)
         try:
             admitted = _request_workers(connection, config)
             self.config = replace(config, device=admitted.device)
             timeout = max(config.grace, _MIN_TIMEOUT)
-            self._pool = SessionConnection(connection, config.on, timeout)
+            self._pool = SessionConnection(connection, config.pool, timeout)
             self._detach = config.detach
-            host = RemoteHost(config.on, self._pool)
+            host = RemoteHost(config.pool, self._pool)
             spec = link_spec(self.config, mesh, copier)
             super().__init__(spec, 0, [(host, config.workers)], name=admitted.session)
             self._pool.status_page = partial(_watched_page, self.status)
@@ -226,7 +226,7 @@ def _request_workers(connection: Connection, config: Config) -> Admitted:
             raise PoolError(
                 f"the pool had no {config.workers} worker(s) free within {config.start_timeout:g} "
                 f"s: {sessions_ahead} session(s) were before this one. Wait longer with "
-                f"lazygt.session(start_timeout=...), or see `lazygt pool status`."
+                f"lazygt.session(workers=Workers(start_timeout=...)), or see `lazygt pool status`."
             ) from None
     assert isinstance(message, Admitted)
     return message

@@ -63,7 +63,7 @@ class Idle:
                 f"`'cuda' if torch.cuda.is_available() else 'cpu'`, is not the session's. Write "
                 f"device='lazygt', or leave the device out, and move what was made before the "
                 f"session with .to('lazygt'). If it is meant so, open the session with "
-                f"default_device=False."
+                f"tracing=Tracing(default_device=False)."
             )
 
     def used(self) -> None:
@@ -95,7 +95,7 @@ class Idle:
                 f"the CPU of this process, not on the workers of the session made at {self._site}. "
                 f"Make the model in the session, or move it with .to('lazygt') before the "
                 f"optimizer is made; tell a framework the device (docs/frameworks.md). If it is "
-                f"meant so, open the session with default_device=False."
+                f"meant so, open the session with tracing=Tracing(default_device=False)."
             )
         return self._steps >= _MOST_STEPS
 

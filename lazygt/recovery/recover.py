@@ -198,7 +198,7 @@ class RunsInFlight(Protocol):
         """Record that all journaled runs have been replayed."""
 
 
-class Recovery:
+class RollbackRecovery:
     """Scheduler of snapshots, and executor of recoveries by rollback and replay.
 
     Args:

@@ -25,6 +25,7 @@ from lazygt.runtime.client.console import Observer
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
+from lazygt.settings import grouped
 from lazygt.simulation.discrete_event import Rehearsal
 from lazygt.simulation.node_times import node_seconds
 from lazygt.simulation.prediction import Prediction, SimulatedRun
@@ -143,7 +144,7 @@ def simulate(
     def run_once(trial: Trial) -> tuple[Prediction, Forced]:
         changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
         session_settings: dict[str, Any] = {k: v for k, v in changed.items() if v is not None}
-        with trial.made() as forced, Session(**session_settings) as session:
+        with trial.made() as forced, Session(**grouped(session_settings)) as session:
             living = LiveValue(session)
             program()
         return predict(session, priced, living, compiled=compiled), forced

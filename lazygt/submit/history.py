@@ -20,7 +20,7 @@ from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import CallSite, expand
 from lazygt.record.rng import is_state
 from lazygt.record.trie import TrieNode
-from lazygt.runtime.compiling.tiers import Compile
+from lazygt.runtime.compiling.tiers import CompileRecord
 from lazygt.runtime.plan import Plan
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Probe(Protocol):
     def attach(self) -> None:
         """Begin."""
 
-    def detach(self, compiles: Iterable[Compile]) -> None:
+    def detach(self, compiles: Iterable[CompileRecord]) -> None:
         """End, and remove everything that was added to the session.
 
         Args:

@@ -372,7 +372,7 @@ class Submitter:
         warnings.warn(
             f"lazygt: a CUDA graph could not be captured: {errors[0]}\nThe plan runs step by "
             f"step, as before, and that worker captures no others. "
-            f"lazygt.session(cuda_graphs='off') asks for none.",
+            f"lazygt.session(compile=Compile(cuda_graphs='off')) asks for none.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -21,6 +21,7 @@ from lazygt.graph.text import amount
 from lazygt.machine import Gpus, machine_of
 from lazygt.parallel.fsdp_overrides import forced_knobs
 from lazygt.session import Session
+from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, Prediction, predict
 from lazygt.sweeps.knobs import Combination, combinations, matching
 from lazygt.sweeps.report import FAILED, MEASURED, SIMULATED, SKIPPED, Row, Sweep
@@ -139,7 +140,7 @@ def _measured(combo: Combination, run: Run, ground: Ground, tokens: int) -> Row:
     with _forced_run(combo) as sessions:
         try:
             # no recovery: a dead worker is an error, and no snapshot disturbs a window
-            settings = {**ground.settings, "recover": "off"}
+            settings = {**ground.settings, "recovery": "off"}
             run(combo, settings, sessions.opened(stopwatch.opened))
         except StepsDone:
             pass
@@ -291,7 +292,7 @@ def _runner(program: Callable[..., object]) -> Any:
     def run(
         combo: Combination, settings: Mapping[str, Any], opened: Callable[[Session], object]
     ) -> None:
-        with Session(**settings) as session:
+        with Session(**grouped(settings)) as session:
             opened(session)
             program(**combo.passed)
 

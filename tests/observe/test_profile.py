@@ -15,7 +15,7 @@ from torch import nn
 import lazygt
 from lazygt.observe import timeline as timelines
 from lazygt.runtime import wire
-from lazygt.runtime.compiling.tiers import Compile
+from lazygt.runtime.compiling.tiers import CompileRecord
 from lazygt.runtime.messages import TO_CLIENT, TO_WORKER, Done, Run, Timings
 from lazygt.runtime.wire import decode, encode
 
@@ -258,12 +258,14 @@ def test_a_long_profile_keeps_its_beginning(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_compiles_that_ended_meanwhile_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def at(second: float) -> Compile:
-        return Compile("key", 3, "a.py:1", "compiled", 0.25, 2.0, at=p.begin / 1e9 + second, took=2)
+    def at(second: float) -> CompileRecord:
+        return CompileRecord(
+            "key", 3, "a.py:1", "compiled", 0.25, 2.0, at=p.begin / 1e9 + second, took=2
+        )
 
     with lazygt.session(launcher="inline") as s:
         with lazygt.profile(s) as p:
-            running = Compile("key", 3, "a.py:1", "compiling")
+            running = CompileRecord("key", 3, "a.py:1", "compiling")
             monkeypatch.setattr(s, "compiles", lambda: [at(-9), at(1), running])
         (box,) = [e for e in _boxes(p.events()) if e["name"] == "compile 3 ops: compiled"]
     assert box["ts"] == pytest.approx(2.75e6, rel=1e-6)

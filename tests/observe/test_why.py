@@ -10,7 +10,7 @@ import torch
 
 import lazygt
 from lazygt.observe.why import Why
-from lazygt.runtime.compiling.tiers import Compile
+from lazygt.runtime.compiling.tiers import CompileRecord
 from lazygt.submit.history import Flush
 
 pytestmark = pytest.mark.timeout(60)
@@ -188,10 +188,12 @@ def test_a_data_dependent_op_is_a_fallback(s: lazygt.Session) -> None:
 
 def test_compiles_are_listed_and_unprofitable_ones_are_fallbacks() -> None:
     compiles = [
-        Compile("k1", 3, "a.py:1", "compiled", seconds=1.5, gain=2.0, took=2.0),
-        Compile("k2", 4, "a.py:2", "compiled", seconds=0.5, gain=0.9, took=2.0),
-        Compile("k3", 5, "a.py:3", "failed", error="OSError: no compiler", names="mul x4, add"),
-        Compile("k4", 6, "a.py:4", "compiling"),
+        CompileRecord("k1", 3, "a.py:1", "compiled", seconds=1.5, gain=2.0, took=2.0),
+        CompileRecord("k2", 4, "a.py:2", "compiled", seconds=0.5, gain=0.9, took=2.0),
+        CompileRecord(
+            "k3", 5, "a.py:3", "failed", error="OSError: no compiler", names="mul x4, add"
+        ),
+        CompileRecord("k4", 6, "a.py:4", "compiling"),
     ]
     why = Why((Flush("item", None, 0, None, False, 1),), 1, (), compiles)
     assert _rows(why, "compiles") == [

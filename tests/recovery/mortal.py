@@ -15,7 +15,7 @@ import pytest
 import lazygt
 from lazygt.errors import WorkerDied
 from lazygt.graph.ops import undispatched
-from lazygt.recovery.recover import Recovery
+from lazygt.recovery.recover import RollbackRecovery
 from lazygt.runtime.arenas import Arena, create_memory
 from lazygt.runtime.cluster import opening
 from lazygt.runtime.wire import Buffer, Message, encode
@@ -138,7 +138,7 @@ class MortalLink:
         os.close(self._memory)
 
 
-def _is_due(recovery: Recovery, snapshots: bool, kept_bytes: int) -> bool:
+def _is_due(recovery: RollbackRecovery, snapshots: bool, kept_bytes: int) -> bool:
     return snapshots and not recovery.journal.cutting
 
 
@@ -159,6 +159,6 @@ def mortal_session(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(opening.LAUNCHERS, "mortal", open_mortal)
-        patch.setattr(Recovery, "is_due", partialmethod(_is_due, snapshots))
+        patch.setattr(RollbackRecovery, "is_due", partialmethod(_is_due, snapshots))
         with lazygt.session(launcher="mortal", compile="off", shm_threshold=1024) as s:
             yield s, links[0]

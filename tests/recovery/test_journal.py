@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lazygt.recovery.journal import Cut, Journal, Renewed
-from lazygt.recovery.recover import Doubts, Notification, Recovery
+from lazygt.recovery.recover import Doubts, Notification, RollbackRecovery
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Done, Failure, Snapped
 
 
@@ -121,7 +121,7 @@ def test_a_collective_that_fails_when_its_run_is_done_again_is_in_doubt() -> Non
     """Its first answer was believed, so the client waits for none; a rank may be dying anew."""
     client = SimpleNamespace(waiting_for=lambda seq: set())
     link = SimpleNamespace(world_size=2)
-    recovery = Recovery(client, link, cost=0.1, journal_bytes=1 << 20)  # type: ignore[arg-type]
+    recovery = RollbackRecovery(client, link, cost=0.1, journal_bytes=1 << 20)  # type: ignore[arg-type]
     for rank in (0, 1):
         recovery.answered(rank, 5)  # what the snapshot covers
     failed = answer(0, 6, True)

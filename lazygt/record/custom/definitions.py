@@ -81,9 +81,10 @@ class CustomOps:
             raise CodeError(
                 title,
                 module,
-                "its code would have to be sent, which lazygt.session(ship_code=False) forbids. "
-                "Define it as an op (torch.library.custom_op) in a module that workers can import, "
-                "such as a file next to the script, or leave ship_code out",
+                "its code would have to be sent, which "
+                "lazygt.session(workers=Workers(ship_code=False)) forbids. Define it as an op "
+                "(torch.library.custom_op) in a module that workers can import, such as a file "
+                "next to the script, or leave ship_code out",
             )
 
     def _define(self, func: Any) -> _Known:

@@ -1,7 +1,7 @@
 """Checkpoints of a running program: registered objects, written at marked steps.
 
 A moment is saved by a snapshot that the workers take for recovery anyway, and a thread writes the
-file from the snapshot's memory while the program goes on. Without snapshots (``recover="off"``,
+file from the snapshot's memory while the program goes on. Without snapshots (``recovery="off"``,
 inline) the values are fetched, and the same thread writes them.
 """
 

@@ -11,7 +11,7 @@ import torch
 from lazygt.errors import ExecutionError, ProtocolError
 from lazygt.graph.meta import TensorMeta
 from lazygt.recovery.journal import Renewed, Snapshot, SwappedIn
-from lazygt.recovery.recover import Recovery
+from lazygt.recovery.recover import RollbackRecovery
 from lazygt.runtime.client.answers import Answers
 from lazygt.runtime.client.console import Observer
 from lazygt.runtime.client.failures import Describe, Failures
@@ -60,7 +60,9 @@ class Orders(Answers):
         self._shipped(entry, messages[0], len(messages))
         entry.sent = True
 
-    def _snap(self, recovery: Recovery, then: Callable[[Snapshot], object] | None = None) -> None:
+    def _snap(
+        self, recovery: RollbackRecovery, then: Callable[[Snapshot], object] | None = None
+    ) -> None:
         """Request a snapshot. Later messages send their lists of ids in full."""
         for entry in self.entries:
             entry.begin_anew()
@@ -198,7 +200,7 @@ class Client(Orders):
         retains = recover is not None
         uploads = Uploads(link.upload, link.world_size, shm_threshold, retains)
         super().__init__(link, observer, uploads, max_ahead, launches_ahead)
-        self.recovery = None if recover is None else Recovery(self, link, *recover)
+        self.recovery = None if recover is None else RollbackRecovery(self, link, *recover)
         self.numbers = number_reader() if link.world_size == 1 else None
         self._next_id = 1
         self._freed = Freed()

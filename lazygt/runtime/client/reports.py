@@ -12,7 +12,7 @@ from typing import Any
 
 from lazygt.errors import DeviceLost, ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.node import Graph
-from lazygt.recovery.recover import Recovery, RecoveryRecord
+from lazygt.recovery.recover import RecoveryRecord, RollbackRecovery
 from lazygt.runtime.client.console import Observer
 from lazygt.runtime.client.failures import Describe, Failures, FirstFailed
 from lazygt.runtime.executors.artifacts import Installs
@@ -113,12 +113,12 @@ class Reports:
         self._max_ahead = max_ahead
         #: see ``RunsInFlight``
         self.quiet_until = inf
-        self.recovery: Recovery | None = None
+        self.recovery: RollbackRecovery | None = None
         #: callback before an error is raised: rolls back to before a failed op, and returns
         #: the op's error
         self.undo: Callable[[], ExecutionError | None] = _nothing_to_undo
         #: the recovery that was turned off
-        self._disabled_recovery: Recovery | None = None
+        self._disabled_recovery: RollbackRecovery | None = None
         #: reason for turning recovery off when the current one has ended
         self._disable_reason = ""
         self.recoveries: list[RecoveryRecord] = []
@@ -242,7 +242,7 @@ class Reports:
         self._uploads.stop_retaining()
         warnings.warn(
             f"lazygt: {why}. From here on the death of a worker loses values: save what matters. "
-            f"lazygt.session(recover='off') takes no snapshots.",
+            f"lazygt.session(recovery='off') takes no snapshots.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -230,7 +230,8 @@ def _absence_error(job: Job, deadline: float) -> LaunchError:
         "",
         f"rank 0 did not appear within {deadline:g} s: no session was opened there, or it runs on "
         f"another host than {job.address}. Every process of the job has to open the same sessions "
-        f"in the same order; raise the deadline with lazygt.session(start_timeout=...)",
+        f"in the same order; raise the deadline with "
+        f"lazygt.session(workers=Workers(start_timeout=...))",
     )
 
 

@@ -61,7 +61,7 @@ def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     completed = dict(settings)
     launcher = completed.get("launcher") or os.environ.get("LAZYGT_LAUNCHER") or "auto"
-    pool = completed.get("on") or os.environ.get("LAZYGT_ON")
+    pool = completed.get("pool") or os.environ.get("LAZYGT_POOL")
     if launcher not in {"auto", "environment"} or pool:
         return completed
     completed["launcher"] = "process"
@@ -177,8 +177,8 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
         transport=config.transport,
         frozen_after=config.frozen_after,
         copier=copier,
-        snapshots=config.recover == "auto",
-        spares=config.spares if config.recover == "auto" else 0,
+        snapshots=config.recovery == "auto",
+        spares=config.spares if config.recovery == "auto" else 0,
         start_timeout=config.start_timeout,
         max_message=config.max_message_bytes,
         environment=cache

@@ -163,7 +163,7 @@ class RayHosts:
             f"free in the whole cluster: {free}. Its nodes have in all:\n"
             + "\n".join(lines)
             + "\n  Ask for fewer workers, wait for other jobs, add nodes, or give it longer: "
-            "lazygt.session(start_timeout=...)"
+            "lazygt.session(workers=Workers(start_timeout=...))"
         )
 
     def _of(self, resources: Mapping[str, float]) -> dict[str, float]:

@@ -37,7 +37,7 @@ _SWAP_RUN = 4
 
 
 @dataclass(slots=True)
-class Compile:
+class CompileRecord:
     """State of the compile of one group."""
 
     key: str  # of its artifact
@@ -79,7 +79,7 @@ class Tiers:
         #: busy: there is work after any plan's run; settled: the last run of each plan with work
         self.busy, self.settled = False, _SWAP_RUN if mode != "off" else 0
         #: compiles by key, in the order of their requests
-        self.compiles: dict[str, Compile] = {}
+        self.compiles: dict[str, CompileRecord] = {}
         self._client = client
         self._device = device
         self._cache = cache
@@ -230,7 +230,7 @@ class Tiers:
 
     def _look_up_or_compile(self, key: str, group: KernelGroup, line: str, flags: Flags) -> None:
         names = named_ops(group.body.nodes)
-        compile = Compile(key, len(group.body.nodes), line, "compiling", names=names)
+        compile = CompileRecord(key, len(group.body.nodes), line, "compiling", names=names)
         self.compiles[key] = compile
         record = self._cache.find(key)
         if record is None:

@@ -238,7 +238,7 @@ class Exchange:
             raise ValueError(
                 f"a value of {data.numel():,} bytes does not fit into an answer from another host, "
                 f"which has {max(self._max_inline_bytes, 0):,} bytes at most: fetch parts of it, "
-                f"or raise lazygt.session(max_message_bytes=...)"
+                f"or raise lazygt.session(workers=Workers(max_message_bytes=...))"
             )
         buffers.append(data.cpu().numpy().data)
         return Fetched(meta)

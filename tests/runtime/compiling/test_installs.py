@@ -12,7 +12,7 @@ import torch
 import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.runtime.cluster import opening
-from lazygt.runtime.compiling.tiers import Compile
+from lazygt.runtime.compiling.tiers import CompileRecord
 from lazygt.runtime.executors import kernel_group
 from lazygt.runtime.executors.artifacts import Cache, Installs, Record
 from lazygt.runtime.executors.kernel_group import toolchain
@@ -279,7 +279,7 @@ def test_where_a_host_is_lost_its_ranks_go_on_with_the_same_code(two_hosts: Host
     assert torch.equal(found, expected)
 
 
-def one_run() -> tuple[list[Compile], int | None]:
+def one_run() -> tuple[list[CompileRecord], int | None]:
     """What was compiled for a session on two hosts, and in which process."""
     with lazygt.session(
         compile="now", launcher="two-hosts", workers=2, mesh={"data": 2}
