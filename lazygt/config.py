@@ -309,8 +309,8 @@ class Config:
             raise ValueError(f"lazygt.session(pool={self.pool!r}): expected 'tcp://HOST:PORT'")
         if self.key is None:
             raise ValueError(
-                f"lazygt.session(pool={self.pool!r}) needs pool=PoolAccess({self.pool!r}, "
-                f"key=FILE): whoever runs the pool makes one with `lazygt keys new`"
+                f"lazygt.session(pool=...) needs key=FILE, PoolAccess({self.pool!r}, key=FILE): "
+                f"whoever runs the pool makes one with `lazygt keys new`"
             )
         if self.launcher not in {"auto", "process"} or self.transport != "ipc" or self.spares:
             raise ValueError(
