@@ -18,15 +18,15 @@ from lazygt.passes.classes import by_class, classes, classified
 from lazygt.passes.cse import DeadCode, key_of, may_merge
 from lazygt.passes.overlap import overlapped
 from lazygt.passes.pipeline import pipeline_axis, shard_stages
-from lazygt.passes.sharding.annotations import (
+from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, shard
+from lazygt.passes.sharding.marks import PLACE, place_node, turns
+from lazygt.passes.sharding.propagate.placement_sources import (
     COPIES,
     gathers_operand,
     is_elementwise,
     moves_elements,
     stored_shardings,
 )
-from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, shard
-from lazygt.passes.sharding.marks import PLACE, place_node, turns
 from lazygt.passes.updates import updated_with, written
 from lazygt.passes.virtual_rank_merge import merged
 

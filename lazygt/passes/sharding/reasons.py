@@ -34,11 +34,11 @@ from lazygt.graph.placement import (
 from lazygt.graph.text import amount
 from lazygt.machine import collective_seconds
 from lazygt.passes.sharding.axis import AxisStep
+from lazygt.passes.sharding.choose import Copies, Options, Question, reshard_kind
+from lazygt.passes.sharding.choose.catalogue import seconds
+from lazygt.passes.sharding.choose.solver import Factor, Infeasible, Problem, solve
 from lazygt.passes.sharding.marks import PLACE, sharding_of_mark
-from lazygt.passes.sharding.placement_cost import Copies, Factor, Options, reshard_kind, seconds
-from lazygt.passes.sharding.problem import Question
 from lazygt.passes.sharding.rules.views import RESHAPES
-from lazygt.passes.sharding.solver import Infeasible, Problem, solve
 
 # -- decisions: the placements of every value of a program, axis by axis ---------------------------
 

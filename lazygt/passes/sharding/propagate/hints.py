@@ -20,11 +20,10 @@ from lazygt.graph.cost import family
 from lazygt.graph.node import Node
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Partial
-from lazygt.passes.sharding.annotations import moves_elements
+from lazygt.passes.sharding.choose.catalogue import StrategySet
 from lazygt.passes.sharding.marks import PLACE
+from lazygt.passes.sharding.propagate.placement_sources import SUMS, Bits, moves_elements, union
 from lazygt.passes.sharding.rules.strategy import Metas, Strategy
-from lazygt.passes.sharding.seeds import SUMS, Bits, union
-from lazygt.passes.sharding.strategies import StrategySet
 
 #: Ops by which autograd accumulates gradients.
 _ADDITIONS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})

@@ -42,7 +42,7 @@ from lazygt.graph.placement import (
 from lazygt.graph.shapes import Shapes
 from lazygt.graph.shapes.meta_run import run_on_metas
 from lazygt.graph.shapes.rules import Results
-from lazygt.passes.sharding.halo import RowExchange, rows_between
+from lazygt.passes.sharding.lower.halo import RowExchange, rows_between
 
 # -- arguments of nodes ----------------------------------------------------------------------------
 

@@ -28,11 +28,19 @@ from lazygt.graph.liveness import DefUse
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.graph.placement import Partial, Placement, Replicate, StridedShard
-from lazygt.passes.sharding.annotations import Annotation, gathers_operand
+from lazygt.passes.sharding.choose.catalogue import StrategyCatalogue, StrategySet
+from lazygt.passes.sharding.marks import Annotation
+from lazygt.passes.sharding.propagate.hints import Masks, Reach, Spared, Step, Wishes, spared_values
+from lazygt.passes.sharding.propagate.placement_sources import (
+    SUMS,
+    Bits,
+    find_seeds,
+    gathers_operand,
+    partial_bit,
+    same_blocks,
+    union,
+)
 from lazygt.passes.sharding.rules.strategy import Metas, Strategy
-from lazygt.passes.sharding.seeds import SUMS, Bits, find_seeds, partial_bit, same_blocks, union
-from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
-from lazygt.passes.sharding.wishes import Masks, Reach, Spared, Step, Wishes, spared_values
 
 FixedPlacements = tuple[Placement | None, ...]
 
