@@ -11,19 +11,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from itertools import pairwise
-from operator import or_
 from typing import NamedTuple
 
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.liveness import DefUse
 from lazygt.graph.mesh import Mesh, Sharding
-from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.placement import (
     COLLECTIVE_OPS,
-    REDUCE_OPS,
     Cut,
     Partial,
     Placement,
@@ -247,87 +243,6 @@ def _lower_place(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     return build.add(Node(PLACE, (value, *node.args[1:]), (), (build.meta(value),)))
 
 
-# -- sets of placements as bit masks ---------------------------------------------------------------
-# There is one bit for each P(op), S(dim) and interleaved placement.
-
-_FIRST = len(REDUCE_OPS)
-#: The bits of all partial placements.
-SUMS = (1 << _FIRST) - 1
-
-
-def partial_bit(placement: Placement) -> int:
-    """Return the bit of a partial placement; 0 for any other."""
-    return 1 << REDUCE_OPS.index(placement.op) if isinstance(placement, Partial) else 0
-
-
-class Bits:
-    """Assignment of bits to the placements that shard a dim.
-
-    S(dim) placements have every second bit; interleaved placements get the other bits on first use.
-
-    Attributes:
-        interleaved: the bits of all interleaved placements so far.
-    """
-
-    def __init__(self) -> None:
-        self._bit_of: dict[StridedShard, int] = {}
-        self.interleaved = 0
-
-    def cut(self, placement: Placement) -> int:
-        """Return the bit of a placement that shards a dim; 0 for any other."""
-        if isinstance(placement, Shard):
-            return 1 << _FIRST + 2 * placement.dim
-        return self._interleaved_bit(placement) if isinstance(placement, StridedShard) else 0
-
-    def any(self, placement: Placement) -> int:
-        """Return the bit of a placement; 0 for ``Replicate()``."""
-        return partial_bit(placement) | self.cut(placement)
-
-    def _interleaved_bit(self, placement: StridedShard) -> int:
-        bit = self._bit_of.get(placement)
-        if bit is None:
-            bit = self._bit_of[placement] = 1 << _FIRST + 2 * len(self._bit_of) + 1
-            self.interleaved |= bit
-        return bit
-
-    def found(self, mask: int) -> tuple[StridedShard, ...]:
-        """Return the interleaved placements of a set."""
-        return tuple([placement for placement, bit in self._bit_of.items() if bit & mask])
-
-
-def union(
-    strategies: Sequence[Sequence[Placement]], count: int, bit: Callable[[Placement], int]
-) -> list[int]:
-    """Return for each position the mask of its placements over all strategies.
-
-    Args:
-        strategies: of each strategy the placements of its operands, or results.
-        count: number of positions.
-        bit: gives the bit of a placement.
-    """
-    return [
-        reduce(or_, [bit(placements[position]) for placements in strategies], 0)
-        for position in range(count)
-    ]
-
-
-def same_blocks(
-    bits: Bits,
-    operands: Sequence[TensorMeta | None],
-    masks: Sequence[int],
-    result: TensorMeta | None,
-) -> int:
-    """Return the mask of the operands' shards that a result can have: of dims of equal size."""
-    mask = 0
-    for operand, operand_mask in zip(operands, masks, strict=True):
-        if operand is None or result is None:
-            continue
-        for dim, (size, other) in enumerate(zip(operand.shape, result.shape, strict=False)):
-            if size == other:
-                mask |= operand_mask & bits.cut(Shard(dim))
-    return mask
-
-
 # -- seeds: interleaved placements of fused weights ------------------------------------------------
 # The product with a fused weight, such as one of queries, keys and values, is split: by ``split``
 # or slices, or by a view and ``unbind``. All pieces are sharded without communication if the weight
@@ -354,14 +269,13 @@ def find_seeds(
     metas: Metas,
     catalogue: StrategyCatalogue,
     annotations: Mapping[int, Annotation],
-    reached: Sequence[int],
-    bits: Bits,
+    is_cut_otherwise: Callable[[int, int], bool],
 ) -> Seeds:
     """Return the seeds of a graph.
 
     Args:
-        reached: the mask of each value. A value that is sharded along another dim than the one that
-            is split needs no seed.
+        is_cut_otherwise: (value, dim) -> whether another dim of the value is sharded; then the
+            value needs no seed.
     """
     sharded = {
         value: annotation.placement
@@ -379,7 +293,7 @@ def find_seeds(
     for node_number in nodes:
         node = chains.nodes[node_number][0]
         if node.op in _SPLITS and not node.dynamic:
-            splits.add(node, reached, bits)
+            splits.add(node, is_cut_otherwise)
     for value, dim in splits.picked:
         search.back_beside(value, dim)
     for value, placement in splits.groups():
@@ -406,12 +320,12 @@ class _SplitValues:
         #: (value, dim) -> starts and ends of the pieces
         self._borders: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
 
-    def add(self, node: Node, reached: Sequence[int], bits: Bits) -> None:
+    def add(self, node: Node, is_cut_otherwise: Callable[[int, int], bool]) -> None:
         """Add the value that a node splits, unless it is sharded along another dim."""
         call = Call(node, self._metas, self._parts)
         value, shape = node.refs()[0], call.shape("self")
         dim = call.dim("dim", len(shape))
-        if reached[value] & ~SUMS & ~bits.cut(Shard(dim)):
+        if is_cut_otherwise(value, dim):
             return
         if node.op in _PICKS:
             self.picked.add((value, dim))
