@@ -19,7 +19,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import COLLECTIVES, Placement, Replicate, Shard, Unspecified
 from lazygt.machine import Machine, default_machine
-from lazygt.passes.classes import by_class, classes, classified
+from lazygt.passes.base import by_class, classes, classified
 from lazygt.passes.sharding import rules
 from lazygt.passes.sharding.choose import Connections, Question, ReshardingCosts
 from lazygt.passes.sharding.choose.catalogue import StrategiesOf, StrategyCatalogue

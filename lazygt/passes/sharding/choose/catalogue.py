@@ -117,6 +117,10 @@ def seconds(cost: float) -> float:
 # if all tensors that the strategy shards have the same rows.
 
 
+#: Ops that take a tensor apart along a dim, with the function that gives their strategy.
+_IN_PIECES = ((packed.TAKES_APART, packed.taken_apart), (packed.HALVES, packed.halves))
+
+
 def strided_strategies(
     node: Node,
     metas: Metas,
@@ -133,14 +137,10 @@ def strided_strategies(
         placement: of the operand.
     """
     if node.op in views.RESHAPES:
-        strategy = views.view_strategy(Call(node, metas, axis_size), placement)
-        return [] if strategy is None else [strategy]
-    if node.op in packed.TAKES_APART and packed.cut_dim(node, metas, axis_size) == placement.dim:
-        strategy = packed.taken_apart(Call(node, metas, axis_size), placement)
-        return [] if strategy is None else [strategy]
-    if node.op in packed.HALVES and packed.cut_dim(node, metas, axis_size) == placement.dim:
-        strategy = packed.halves(Call(node, metas, axis_size), placement)
-        return [] if strategy is None else [strategy]
+        return _listed(views.view_strategy(Call(node, metas, axis_size), placement))
+    for ops, strategy_of in _IN_PIECES:
+        if node.op in ops and packed.cut_dim(node, metas, axis_size) == placement.dim:
+            return _listed(strategy_of(Call(node, metas, axis_size), placement))
     tensors = [metas[number] for number in node.refs()]
     candidates = (
         strategy for strategy in strategies if strategy.inputs[position] == Shard(placement.dim)
@@ -149,6 +149,10 @@ def strided_strategies(
         _interleaved_strategy(strategy, tensors, node.results, placement) for strategy in candidates
     )
     return [strategy for strategy in interleaved if strategy is not None]
+
+
+def _listed(strategy: Strategy | None) -> list[Strategy]:
+    return [] if strategy is None else [strategy]
 
 
 def _interleaved_strategy(
@@ -281,12 +285,8 @@ class StrategyCatalogue:
                     node, self._metas, self.parts, strategies, position, placement
                 )
             }
-            group_strategy = self._group_strategy(node, reached, wanted)
-            additional |= (
-                {}
-                if group_strategy is None
-                else {(group_strategy.inputs, group_strategy.outputs): group_strategy}
-            )
+            for strategy in _listed(self._group_strategy(node, reached, wanted)):
+                additional[strategy.inputs, strategy.outputs] = strategy
             index = self._extended_sets[key] = len(self.entries) if additional else number
             if additional:
                 self.entries.append(self._entry(number, (*strategies, *additional.values())))

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lazygt.graph.meta import contiguous_stride
-from lazygt.graph.node import Graph, Node, Ref, map_arg, ref
+from lazygt.graph.meta import TensorMeta, contiguous_stride
+from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.graph.placement import Cut, Partial, Placement, Replicate, StridedShard, local_meta
-from lazygt.passes.sharding.lower.builder import Builder
+from lazygt.passes.sharding.lower.builder import Builder, with_operands
 from lazygt.passes.sharding.rules.strategy import Strategy, lower_strategy
 
 R = Replicate()
@@ -125,17 +125,8 @@ class _Partitioner:
 
     def _add_unsharded(self, node: Node, operands: Sequence[Ref]) -> Sequence[Ref | None]:
         """Add a node without a schema, or with dynamic results, on replicated operands."""
+        args, kwargs = with_operands(node, operands)
         local_operands = dict(zip(node.refs(), operands, strict=True))
-        args = map_arg(
-            node.args, lambda arg: local_operands[arg.index] if type(arg) is Ref else arg
-        )
-        kwargs = tuple(
-            (
-                name,
-                map_arg(kwarg, lambda arg: local_operands[arg.index] if type(arg) is Ref else arg),
-            )
-            for name, kwarg in node.kwargs
-        )
         writes = tuple(local_operands[value].index for value in node.writes)
         return self.build.add(
             Node(node.op, args, kwargs, node.fresh, writes, node.written, node.dynamic)
@@ -149,11 +140,19 @@ class _Partitioner:
             return local
         base = self._base_placement(value)
         source = R if R in converted else base
+        local = converted[placement] = self._converted(value, source, placement)
+        return local
+
+    def _converted(self, value: int, have: Placement, want: Placement) -> Ref:
+        """Return a value converted from a placement that it has to another."""
+        local = self.local_values[value][have]
+        return self.build.convert(local, self._meta(value).shape, have, want)
+
+    def _meta(self, value: int) -> TensorMeta:
+        """Return the global meta of a value."""
         meta = self.values[value]
         assert meta is not None
-        local = self.build.convert(converted[source], meta.shape, source, placement)
-        converted[placement] = local
-        return local
+        return meta
 
     def _base_placement(self, value: int) -> Placement:
         """Return the first placement provided for a value's users; convert the value if needed."""
@@ -161,11 +160,7 @@ class _Partitioner:
         produced = next(iter(converted))
         provided = self.choice.kept.get(value)
         if provided and provided[0] not in converted:
-            meta = self.values[value]
-            assert meta is not None
-            converted[provided[0]] = self.build.convert(
-                converted[produced], meta.shape, produced, provided[0]
-            )
+            converted[provided[0]] = self._converted(value, produced, provided[0])
         return provided[0] if provided else produced
 
     def _outputs(self, wanted: Mapping[int, Placement]) -> tuple[tuple[Placement, ...], list[Ref]]:
@@ -181,11 +176,9 @@ class _Partitioner:
     def _restrided_output(self, value: int, placement: Placement) -> Ref:
         """Return an output with the strides that its readers expect; see ``local_meta``."""
         local = self.get(value, placement)
-        global_meta, actual = self.values[value], self.build.meta(local)
-        assert global_meta is not None
-        stride = (
-            contiguous_stride(actual.shape) if isinstance(placement, Cut) else global_meta.stride
-        )
+        actual = self.build.meta(local)
+        is_cut = isinstance(placement, Cut)
+        stride = contiguous_stride(actual.shape) if is_cut else self._meta(value).stride
         if len(stride) != len(actual.shape) or actual.conj or actual.neg or actual.lies_as(stride):
             return local
         return self.build.restrided(local, stride)
@@ -204,9 +197,8 @@ class _Partitioner:
             for placement in self.local_values[value]
             if not isinstance(placement, Partial | StridedShard)
         )
-        meta = self.values[value]
-        assert meta is not None
-        fallback = R if isinstance(base, StridedShard) else self.choice.gradients.get(meta.shape, R)
+        shape = self._meta(value).shape
+        fallback = R if isinstance(base, StridedShard) else self.choice.gradients.get(shape, R)
         return next(candidates, fallback)
 
     def _set_source_lines(self, number: int) -> None:
