@@ -1,5 +1,5 @@
 """Collectives of CPU workers against plain Gloo in the same processes; and of what carries them
-sockets against shared memory, for the costs in ``lazygt/passes/sharding/cost.py``.
+sockets against shared memory, for the costs in ``lazygt/passes/sharding/choose``.
 
 One thread a worker. Contestants take turns within a round, and every collective is checked once
 before it is timed.

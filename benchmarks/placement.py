@@ -27,10 +27,11 @@ from lazygt.machine import default_machine
 from lazygt.passes import run_passes
 from lazygt.passes.cse import CommonSubexpressions, DeadCode
 from lazygt.passes.fold import Fold
-from lazygt.passes.sharding.problem import Question, build_problem
-from lazygt.passes.sharding.propagate import Annotation
+from lazygt.passes.sharding.axis import build_problem
+from lazygt.passes.sharding.choose import Question
+from lazygt.passes.sharding.choose.solver import Solution, solve
+from lazygt.passes.sharding.marks import Annotation
 from lazygt.passes.sharding.rules import has_rule, strategies_of
-from lazygt.passes.sharding.solver import Solution, solve
 
 #: Layers of the GPT; the last one gives 10,000 nodes and some.
 LAYERS = (4, 16, 64)

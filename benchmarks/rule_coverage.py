@@ -22,7 +22,7 @@ from lazygt.errors import GraphError
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, ref
 from lazygt.graph.ops import facts
-from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules import DERIVED, rule_of, strategies_of
 from lazygt.passes.sharding.rules.strategy import shardable_dims
 

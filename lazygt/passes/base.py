@@ -1,4 +1,4 @@
-"""Common base of passes: their contract, and the one way to rebuild a graph.
+"""Common base of passes: their contract, the one way to rebuild a graph, ranks with equal programs.
 
 A pass never edits a graph. A pass passes the nodes in their new order, and a map of replaced
 values, to ``rebuild``, which numbers all values anew.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from lazygt.errors import GraphError
 from lazygt.graph.alias import WRITE_BACK, has_effect, op_facts
@@ -236,7 +236,7 @@ def dependencies(graph: Graph, is_ordered: Callable[[Node], bool] = has_effect) 
     for number, (node, results) in enumerate(graph.numbered()):
         predecessors = {producer[value] for value in node.refs()}
         predecessors.update(writer_of.get(memory_of[value], -1) for value in node.refs())
-        for target in _written_values(node):
+        for target in written_values(node):
             predecessors.add(producer[target])
             predecessors.update(readers_of.pop(memory_of[target], ()))
             writer_of[memory_of[target]] = number
@@ -253,7 +253,8 @@ def dependencies(graph: Graph, is_ordered: Callable[[Node], bool] = has_effect) 
     return Dependencies(constraints, memory_of)
 
 
-def _written_values(node: Node) -> Sequence[int]:
+def written_values(node: Node) -> Sequence[int]:
+    """Return the values that a node writes."""
     return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
 
 
@@ -336,3 +337,39 @@ def without_likenesses(graph: Graph) -> Graph:
         if is_uninitialized(node) and node.refs() and (meta := node.fresh[0]) is not None:
             nodes[number] = uninitialized(meta)
     return replace(graph, nodes=tuple(nodes))
+
+
+# -- ranks with equal programs ---------------------------------------------------------------------
+# Ranks with equal programs are an equivalence class: in a list of the ranks' graphs they share one
+# graph object, and each class is processed once.
+
+T = TypeVar("T")
+
+
+def classes(graphs: Sequence[Graph]) -> list[Graph]:
+    """Return the distinct graph objects, in the order of their first ranks."""
+    return list({id(graph): graph for graph in graphs}.values())
+
+
+def by_class(change: Callable[[Graph], T], graphs: Sequence[Graph]) -> list[T]:
+    """Map a function over the ranks' graphs, with one call for each distinct graph object."""
+    results = {id(graph): change(graph) for graph in classes(graphs)}
+    return [results[id(graph)] for graph in graphs]
+
+
+def same(a: Graph, b: Graph) -> bool:
+    """Return whether two graphs are equal, even if they are different objects."""
+    return a is b or (a.inputs == b.inputs and a == b)
+
+
+def classified(graphs: Sequence[Graph]) -> list[Graph]:
+    """Return the graphs with equal ones replaced by one object."""
+    distinct: list[Graph] = []
+
+    def canonical(graph: Graph) -> Graph:
+        equal = next((candidate for candidate in distinct if same(candidate, graph)), None)
+        if equal is None:
+            distinct.append(graph)
+        return equal or graph
+
+    return by_class(canonical, graphs)

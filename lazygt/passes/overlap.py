@@ -30,7 +30,7 @@ from lazygt.graph.placement import (
     REDUCE_SCATTER,
     WAIT,
 )
-from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.base import Placed, by_class, placed, rebuild
 from lazygt.passes.bucket import (
     Bucket,
     Caps,
@@ -41,7 +41,6 @@ from lazygt.passes.bucket import (
     have_same_collectives,
     unbucketed,
 )
-from lazygt.passes.classes import by_class
 
 #: Most gathers of stored parameters in flight, as in PyTorch's FSDP.
 MOST_GATHERS = 2

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lazygt.graph.node import Ref
 from lazygt.graph.placement import TAKE_ROWS, block_size
-from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.lower.builder import Builder
 
 #: Most bytes of a value for which an all-reduce is one all-gather, not two collectives.
 _SMALL = 64 << 10

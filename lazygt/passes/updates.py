@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.mesh import FSDPUnit
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.placement import REDUCE_SCATTER
-from lazygt.passes.base import dependencies, view_source
+from lazygt.passes.base import dependencies, view_source, written_values
 
 T = TypeVar("T")
 
@@ -26,8 +25,9 @@ def updated_with(graph: Graph, known: Mapping[int, T]) -> dict[int, T]:
     memory, metas = dependencies(graph).memory, graph.values
     entry_of: dict[int, T] = {}
     for node, results in reversed(list(graph.numbered())):
+        targets = written_values(node)
         for refs, outputs in _tensor_slices(node, results):
-            inputs = [known[memory[v]] for v in refs if v in written(node) and memory[v] in known]
+            inputs = [known[memory[v]] for v in refs if v in targets and memory[v] in known]
             later = [entry_of[value] for value in outputs if value in entry_of]
             entry = next(iter([*inputs, *later]), None)
             if entry is None:
@@ -38,11 +38,6 @@ def updated_with(graph: Graph, known: Mapping[int, T]) -> dict[int, T]:
                 if meta is not None and meta.shape in shapes:
                     entry_of.setdefault(value, entry)
     return entry_of
-
-
-def written(node: Node) -> tuple[int, ...]:
-    """Return the values that a node writes."""
-    return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
 
 
 def _tensor_slices(node: Node, results: range) -> list[tuple[Sequence[int], Sequence[int]]]:

@@ -36,7 +36,7 @@ from lazygt.graph.placement import (
 from lazygt.passes import reduction_tree
 from lazygt.passes.base import is_uninitialized, renumbered
 from lazygt.passes.reduction_tree import VirtualGroup
-from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.lower.builder import Builder
 
 
 class VirtualRank:

@@ -18,7 +18,7 @@ from lazygt.graph.source import CallSite, expand
 from lazygt.host.gc_pause import gc_paused
 from lazygt.machine import Machine
 from lazygt.passes import PIPELINE, priced
-from lazygt.passes.classes import by_class, classes
+from lazygt.passes.base import by_class, classes
 from lazygt.passes.sharding.marks import MARKS, without_places
 from lazygt.passes.template import Optimised, Template, Templates
 from lazygt.record.bridge import shown_of

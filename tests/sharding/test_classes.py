@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph
 from lazygt.passes import overlap, pipeline
-from lazygt.passes.classes import same
+from lazygt.passes.base import same
 from lazygt.passes.sharding import axis, programs
 from lazygt.runtime.plan import Plan
 from tests.sharding.random_programs import recorded as recorded_at_random

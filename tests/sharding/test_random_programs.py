@@ -16,10 +16,10 @@ import lazygt
 from lazygt.graph import Graph
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import Placement, StridedShard
-from lazygt.passes.sharding.axis import Choice, partition
+from lazygt.passes.sharding.choose.catalogue import strided_strategies
+from lazygt.passes.sharding.lower.partition import Choice, partition
 from lazygt.passes.sharding.marks import without_places
 from lazygt.passes.sharding.rules import Strategy, strategies_of
-from lazygt.passes.sharding.strategies import strided_strategies
 from tests.passes.sharding.rules.blocks import blocks, joined
 from tests.passes.sharding.rules.lockstep import AXIS, lockstep
 from tests.sharding.random_programs import Tensor, recorded, stored_at_random

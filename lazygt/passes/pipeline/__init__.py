@@ -22,14 +22,15 @@ from lazygt.graph.placement import RECV, SEND, Placement, Replicate, SingleRank,
 from lazygt.machine import Machine
 from lazygt.passes.base import (
     Placed,
+    by_class,
     placed,
     rebuild,
     uninitialized,
     view_source,
     without_likenesses,
+    written_values,
 )
-from lazygt.passes.classes import by_class
-from lazygt.passes.pipeline.stages import EVERY, Stages, assign, ordered, written
+from lazygt.passes.pipeline.stages import EVERY, Stages, assign, ordered
 from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, shard
 from lazygt.passes.sharding.marks import ENTER, LEAVE, PLACE
 
@@ -156,7 +157,7 @@ class StageProgram:
         if task < 0:
             return []
         node = self._program.graph.nodes[task]
-        values = (*node.refs(), *written(node))
+        values = (*node.refs(), *written_values(node))
         dependencies = [
             dependency for value in values if (dependency := self._task_of(value)) is not None
         ]

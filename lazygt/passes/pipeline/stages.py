@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from lazygt.graph.alias import WRITE_BACK, draws
 from lazygt.graph.node import Graph, Node
+from lazygt.passes.base import written_values
 from lazygt.passes.sharding.marks import ENTER, LEAVE
 
 #: Stage of a node that all ranks run, after they receive the operands.
@@ -74,7 +75,7 @@ class _Assignment:
             if node.op in (ENTER, LEAVE):
                 self._same[results[0]] = node.args[0].index
             first = 0 if node.op == WRITE_BACK else len(node.fresh)
-            versions = zip(written(node), results[first:], strict=False)
+            versions = zip(written_values(node), results[first:], strict=False)
             self._on_every_rank.update(new for old, new in versions if old in self._on_every_rank)
         return Stages(self._nodes, self._values, self._makers, self._same)
 
@@ -87,7 +88,7 @@ class _Assignment:
         return self._current
 
     def _stage_of_node(self, node: Node) -> int | None:
-        targets = written(node)
+        targets = written_values(node)
         operand_stages = self._stages_of((*node.refs(), *targets))
         if node.dynamic:
             return EVERY  # each rank has the results
@@ -100,11 +101,6 @@ class _Assignment:
 
     def _stages_of(self, values: Sequence[int]) -> set[int]:
         return {stage for value in values if (stage := self._values[value]) is not None}
-
-
-def written(node: Node) -> Sequence[int]:
-    """Return the values that a node writes."""
-    return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
 
 
 # -- 1F1B pipeline schedule ------------------------------------------------------------------------

@@ -9,239 +9,34 @@ removes them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from lazygt.graph.liveness import def_use
 from lazygt.graph.mesh import Mesh, Placements, Sharding
-from lazygt.graph.meta import TensorMeta, contiguous_stride
-from lazygt.graph.node import Graph, Node, Ref, map_arg, ref
-from lazygt.graph.placement import (
-    COLLECTIVES,
-    Cut,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-    Unspecified,
-    local_meta,
-)
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph, Node
+from lazygt.graph.placement import COLLECTIVES, Placement, Replicate, Shard, Unspecified
 from lazygt.machine import Machine, default_machine
-from lazygt.passes.classes import by_class, classes, classified
+from lazygt.passes.base import by_class, classes, classified
 from lazygt.passes.sharding import rules
-from lazygt.passes.sharding.annotations import annotations_of, mark_strategies, stored_shardings
-from lazygt.passes.sharding.builder import Builder
-from lazygt.passes.sharding.marks import PLACE, REDUCE_AS, without_places
-from lazygt.passes.sharding.problem import Question, build_problem
+from lazygt.passes.sharding.choose import Connections, Question, ReshardingCosts
+from lazygt.passes.sharding.choose.catalogue import StrategiesOf, StrategyCatalogue
+from lazygt.passes.sharding.choose.solver import Problem, Solution, solve
+from lazygt.passes.sharding.lower.partition import Choice, LocalProgram, partition
+from lazygt.passes.sharding.marks import PLACE, REDUCE_AS, Annotation, without_places
+from lazygt.passes.sharding.propagate import open_strategies
+from lazygt.passes.sharding.propagate.placement_sources import (
+    annotations_of,
+    infer_annotations,
+    mark_strategies,
+    stored_shardings,
+)
 from lazygt.passes.sharding.rules.pointwise import SplitForeach
-from lazygt.passes.sharding.rules.strategy import Strategy, lower_strategy, shardable_dims
-from lazygt.passes.sharding.solver import Solution, solve
-
-# -- lowering of the global program to local programs ----------------------------------------------
-# One mesh axis at a time. Every rank of the axis gets a graph of its own, since shards may differ
-# in size. All ranks run the same collectives in the same order, because their graphs are written by
-# the same walk over the same global graph. A collective is inserted where a placement changes.
+from lazygt.passes.sharding.rules.strategy import Strategy, shardable_dims
 
 R = Replicate()
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Chosen strategies and placements of a graph on one axis."""
-
-    strategies: Sequence[Strategy]  # of each node
-    #: value -> the placements provided for its users, in order of conversion; any other value is
-    #: used with the placement that it was produced with
-    kept: Mapping[int, tuple[Placement, ...]]
-    inputs: Sequence[Placement]  # the placement of each input
-    #: shape -> the placement for partial outputs of that shape, such as gradients of sharded
-    #: parameters; other partial outputs are all-reduced
-    gradients: Mapping[tuple[int, ...], Placement] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalProgram:
-    """Local program of one rank of an axis, with the placement of each of its outputs."""
-
-    graph: Graph
-    outputs: tuple[Placement, ...]
-    #: for each value of the global program: placement -> number of the local value with that
-    #: placement; the placement that it was produced with is the first
-    values: tuple[Mapping[Placement, int], ...] = ()
-    alike: bool = False  # whether every rank of the axis has the same program
-    #: whether requesting ``outputs`` as the wanted placements gives the same program
-    settled: bool = False
-
-
-def partition(
-    graph: Graph,
-    choice: Choice,
-    axis: str,
-    axis_size: int,
-    index: int,
-    wanted: Mapping[int, Placement] | None = None,
-) -> LocalProgram:
-    """Return the program of rank ``index`` of ``axis_size`` on ``axis``.
-
-    Args:
-        wanted: output value -> its required placement. Other outputs have the placement that they
-            were produced with; partial ones are reduced, see ``Choice.gradients``.
-    """
-    return _Partitioner(graph, choice, axis, axis_size, index).run(wanted or {})
-
-
-class _Partitioner:
-    """Writer of the local graph of one rank, in one walk over the global graph."""
-
-    def __init__(self, graph: Graph, choice: Choice, axis: str, axis_size: int, index: int) -> None:
-        self.graph, self.choice, self.values = graph, choice, graph.values
-        placed_inputs = list(zip(graph.inputs, choice.inputs, strict=True))
-        metas = [local_meta(meta, placement, axis_size, index) for meta, placement in placed_inputs]
-        self.build = Builder(metas, graph.params, axis=axis, parts=axis_size, index=index)
-        # the builder records whether shard sizes differ between ranks
-        for meta, placement in placed_inputs:
-            self.build.local(meta.shape, placement)
-        #: value -> placement -> the local value
-        self.local_values: list[dict[Placement, Ref]] = [
-            {placement: ref(number)} for number, placement in enumerate(choice.inputs)
-        ]
-        self.lines: list[str] = []
-        self.origins: list[int] = []
-        self.settled = False
-
-    def run(self, wanted: Mapping[int, Placement]) -> LocalProgram:
-        """Return the local program; ``wanted`` as in ``partition``."""
-        placements: tuple[Placement, ...] = ()
-        outputs: list[Ref] = []
-        for number, (node, strategy) in enumerate(
-            zip(self.graph.nodes, self.choice.strategies, strict=True)
-        ):
-            if node.dynamic:  # stays the last node, so all outputs are converted before it
-                placements, outputs = self._outputs(wanted)
-            operands = [
-                self.get(v, placement)
-                for v, placement in zip(node.refs(), strategy.inputs, strict=True)
-            ]
-            results = self._add_node(node, strategy, operands)
-            for result, placement in zip(results, strategy.outputs, strict=True):
-                self.local_values.append({} if result is None else {placement: result})
-            self._set_source_lines(number)
-        if len(placements) < len(self.graph.outputs):
-            placements, outputs = self._outputs(wanted)
-        self._set_source_lines(max(len(self.graph.nodes) - 1, 0))
-        local_graph = self.build.graph(outputs)
-        graph = replace(local_graph, lines=tuple(self.lines), origins=tuple(self.origins))
-        alike = not self.build.differs
-        return LocalProgram(graph, placements, self._value_numbers(), alike, self.settled)
-
-    def _value_numbers(self) -> tuple[Mapping[Placement, int], ...]:
-        return tuple(
-            [
-                {placement: local.index for placement, local in placements.items()}
-                for placements in self.local_values
-            ]
-        )
-
-    def _add_node(
-        self, node: Node, strategy: Strategy, operands: Sequence[Ref]
-    ) -> Sequence[Ref | None]:
-        if strategy.lower is None and (node.op.startswith("lazygt.") or node.dynamic):
-            return self._add_unsharded(node, operands)
-        return lower_strategy(self.build, strategy, node, operands)
-
-    def _add_unsharded(self, node: Node, operands: Sequence[Ref]) -> Sequence[Ref | None]:
-        """Add a node without a schema, or with dynamic results, on replicated operands."""
-        local_operands = dict(zip(node.refs(), operands, strict=True))
-        args = map_arg(
-            node.args, lambda arg: local_operands[arg.index] if type(arg) is Ref else arg
-        )
-        kwargs = tuple(
-            (
-                name,
-                map_arg(kwarg, lambda arg: local_operands[arg.index] if type(arg) is Ref else arg),
-            )
-            for name, kwarg in node.kwargs
-        )
-        writes = tuple(local_operands[value].index for value in node.writes)
-        return self.build.add(
-            Node(node.op, args, kwargs, node.fresh, writes, node.written, node.dynamic)
-        )
-
-    def get(self, value: int, placement: Placement) -> Ref:
-        """Return a value with a placement; convert it if needed."""
-        converted = self.local_values[value]
-        local = converted.get(placement)
-        if local is not None:
-            return local
-        base = self._base_placement(value)
-        source = R if R in converted else base
-        meta = self.values[value]
-        assert meta is not None
-        local = self.build.convert(converted[source], meta.shape, source, placement)
-        converted[placement] = local
-        return local
-
-    def _base_placement(self, value: int) -> Placement:
-        """Return the first placement provided for a value's users; convert the value if needed."""
-        converted = self.local_values[value]
-        produced = next(iter(converted))
-        provided = self.choice.kept.get(value)
-        if provided and provided[0] not in converted:
-            meta = self.values[value]
-            assert meta is not None
-            converted[provided[0]] = self.build.convert(
-                converted[produced], meta.shape, produced, provided[0]
-            )
-        return provided[0] if provided else produced
-
-    def _outputs(self, wanted: Mapping[int, Placement]) -> tuple[tuple[Placement, ...], list[Ref]]:
-        """Return the placements of the graph's outputs, and the local output values."""
-        before = len(self.build.nodes)
-        placements = tuple([self._output_placement(value, wanted) for value in self.graph.outputs])
-        self.settled = len(self.build.nodes) == before
-        return placements, [
-            self._restrided_output(value, placement)
-            for value, placement in zip(self.graph.outputs, placements, strict=True)
-        ]
-
-    def _restrided_output(self, value: int, placement: Placement) -> Ref:
-        """Return an output with the strides that its readers expect; see ``local_meta``."""
-        local = self.get(value, placement)
-        global_meta, actual = self.values[value], self.build.meta(local)
-        assert global_meta is not None
-        stride = (
-            contiguous_stride(actual.shape) if isinstance(placement, Cut) else global_meta.stride
-        )
-        if len(stride) != len(actual.shape) or actual.conj or actual.neg or actual.lies_as(stride):
-            return local
-        return self.build.restrided(local, stride)
-
-    def _output_placement(self, value: int, wanted: Mapping[int, Placement]) -> Placement:
-        """Return the placement of an output: neither partial nor interleaved."""
-        if value in wanted:
-            return wanted[value]
-        if next(iter(self.local_values[value])) == R:
-            return R  # replicated at no cost: no reason to shard
-        base = self._base_placement(value)
-        if not isinstance(base, Partial | StridedShard):
-            return base
-        candidates = (
-            placement
-            for placement in self.local_values[value]
-            if not isinstance(placement, Partial | StridedShard)
-        )
-        meta = self.values[value]
-        assert meta is not None
-        fallback = R if isinstance(base, StridedShard) else self.choice.gradients.get(meta.shape, R)
-        return next(candidates, fallback)
-
-    def _set_source_lines(self, number: int) -> None:
-        """Give the nodes added since the last call the source line of node ``number``."""
-        added = len(self.build.nodes) - len(self.origins)
-        self.origins += [self.graph.origin(number)] * added
-        self.lines += [self.graph.line(number)] * added
-
-
-# -- sharding along all mesh axes ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,3 +307,67 @@ def _replicated_or_sharded(meta: TensorMeta | None) -> list[Placement]:
     """Return the placements of an output without a required placement."""
     assert meta is not None
     return [R, *(Shard(dim) for dim in shardable_dims(meta.shape))]
+
+
+def build_problem(
+    graph: Graph,
+    strategies_of: StrategiesOf,
+    parts: int,
+    machine: Machine,
+    annotations: Mapping[int, Annotation] | None = None,
+    outputs: Sequence[Collection[Placement] | None] = (),
+    explore: bool = False,
+    whole: Collection[int] = (),
+) -> Question:
+    """Build the problem of placing a graph's values on an axis of ``parts`` ranks.
+
+    Args:
+        strategies_of: returns the strategies of a node; called once for each kind of node.
+        annotations: value -> annotation; an input without one is replicated.
+        outputs: for each output the placements that it may have; None: any. Empty: any for all.
+        explore: also shard values that no annotation leads to.
+        whole: nodes, by number, that may run replicated in any case, unless a fixed forbids it.
+
+    Raises:
+        ValueError: an annotation for a value that does not exist, or placements for another number
+            of outputs.
+    """
+    annotations = annotations or {}
+    metas = graph.values
+    _check(graph, len(metas), annotations, outputs)
+    chains = def_use(graph)
+    catalogue = StrategyCatalogue(chains, metas, strategies_of, parts, machine)
+    annotations = infer_annotations(
+        chains, metas, catalogue.entries, catalogue.numbers, annotations
+    )
+    entries, grown = open_strategies(chains, metas, catalogue, annotations, explore, whole)
+    connections = Connections(chains, metas, entries, ReshardingCosts(machine, parts), grown)
+    connections.add_all(annotations, _allowed(graph, outputs))
+    factors = [((), np.array(connections.constant)), *connections.factors]
+    return Question(Problem(connections.sizes, factors), entries, connections.kept)
+
+
+def _check(
+    graph: Graph,
+    count: int,
+    annotations: Mapping[int, Annotation],
+    outputs: Sequence[Collection[Placement] | None],
+) -> None:
+    for value in annotations:
+        if not 0 <= value < count:
+            raise ValueError(f"an annotation for %{value}, but the graph has %0 to %{count - 1}")
+    if outputs and len(outputs) != len(graph.outputs):
+        raise ValueError(
+            f"placements for {len(outputs)} outputs, but the graph has {len(graph.outputs)}"
+        )
+
+
+def _allowed(
+    graph: Graph, outputs: Sequence[Collection[Placement] | None]
+) -> dict[int, list[Collection[Placement]]]:
+    """Return output value -> sets of placements; the value must have one of each set."""
+    allowed: dict[int, list[Collection[Placement]]] = {}
+    for value, placements in zip(graph.outputs, outputs, strict=False):
+        if placements is not None and placements not in allowed.setdefault(value, []):
+            allowed[value].append(placements)
+    return allowed

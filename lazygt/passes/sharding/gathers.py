@@ -18,9 +18,9 @@ from lazygt.graph.ops import title
 from lazygt.graph.placement import Cut, Placement, Replicate, Unspecified
 from lazygt.graph.text import amount
 from lazygt.passes.sharding import rules
-from lazygt.passes.sharding.annotations import is_elementwise, moves_elements
 from lazygt.passes.sharding.axis import AxisStep
 from lazygt.passes.sharding.marks import MARKS, PLACE
+from lazygt.passes.sharding.propagate.placement_sources import is_elementwise, moves_elements
 
 R = Replicate()
 _WHOLE_OR_OTHERWISE = (

@@ -1,4 +1,6 @@
-"""User annotations as nodes of the graph (marks). A mark returns its first operand.
+"""User annotations: as nodes of the graph (marks), and as the annotated placement of a value.
+
+A mark returns its first operand.
 
 Every session records marks, also one that does not shard, so this module imports nothing of the
 sharding passes.
@@ -7,6 +9,8 @@ sharding passes.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -101,3 +105,18 @@ def _placement(text: str) -> Placement:
     if text[0] == "H":
         return SingleRank(int(text[2:-1]))
     return Replicate() if text == "R" else Shard(int(text[2:-1]))
+
+
+# -- annotated placements --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """Annotated placement of a value."""
+
+    placement: Placement
+    #: of an input, **given**: it is stored so, and may be moved at its cost; **stored**: the same,
+    #: but ``gathers_operand`` ops gather it (FSDP); **free**: it is not stored yet, the placement
+    #: is preferred where others cost the same. **fixed**: it is stored, or made, and used so and
+    #: not otherwise. For a value that an op makes, given and free are wishes: they open strategies.
+    kind: Literal["given", "stored", "free", "fixed"] = "given"

@@ -12,22 +12,31 @@ from lazygt.graph.node import Graph, verify
 from lazygt.graph.placement import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Shard, Unspecified
 from lazygt.machine import Machine, default_machine
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, priced, run_passes
-from lazygt.passes.base import Placed, placed, rebuild, renumbered, written_through
+from lazygt.passes.base import (
+    Placed,
+    by_class,
+    classes,
+    classified,
+    placed,
+    rebuild,
+    renumbered,
+    written_through,
+    written_values,
+)
 from lazygt.passes.bucket import CAP, Caps
-from lazygt.passes.classes import by_class, classes, classified
 from lazygt.passes.cse import DeadCode, key_of, may_merge
 from lazygt.passes.overlap import overlapped
 from lazygt.passes.pipeline import pipeline_axis, shard_stages
-from lazygt.passes.sharding.annotations import (
+from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, shard
+from lazygt.passes.sharding.marks import PLACE, place_node, turns
+from lazygt.passes.sharding.propagate.placement_sources import (
     COPIES,
     gathers_operand,
     is_elementwise,
     moves_elements,
     stored_shardings,
 )
-from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, shard
-from lazygt.passes.sharding.marks import PLACE, place_node, turns
-from lazygt.passes.updates import updated_with, written
+from lazygt.passes.updates import updated_with
 from lazygt.passes.virtual_rank_merge import merged
 
 # -- FSDP's ``reshard_after_forward``: weights are gathered again for every pass -------------------
@@ -86,7 +95,7 @@ class _Regather:
     def _record(self, row: Placed) -> None:
         """Record which values are stored, and which are views or casts of stored values."""
         node = row.node
-        for value in written(node):
+        for value in written_values(node):
             self._separate_casts(value)
         if any(value in self._stored or value in self._views for value in node.refs()):
             if moves_elements(node) or self._is_placed_cast(row):

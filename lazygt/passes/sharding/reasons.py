@@ -21,7 +21,7 @@ import numpy as np
 
 from lazygt.graph.collectives import Communication, communications
 from lazygt.graph.cost import family
-from lazygt.graph.mesh import Mesh
+from lazygt.graph.liveness import DefUse, def_use
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import (
     COLLECTIVES,
@@ -34,11 +34,11 @@ from lazygt.graph.placement import (
 from lazygt.graph.text import amount
 from lazygt.machine import collective_seconds
 from lazygt.passes.sharding.axis import AxisStep
+from lazygt.passes.sharding.choose import Copies, Options, Question, reshard_kind
+from lazygt.passes.sharding.choose.catalogue import seconds
+from lazygt.passes.sharding.choose.solver import Factor, Infeasible, Problem, solve
 from lazygt.passes.sharding.marks import PLACE, sharding_of_mark
-from lazygt.passes.sharding.placement_cost import Copies, Factor, Options, reshard_kind, seconds
-from lazygt.passes.sharding.problem import Question
 from lazygt.passes.sharding.rules.views import RESHAPES
-from lazygt.passes.sharding.solver import Infeasible, Problem, solve
 
 # -- decisions: the placements of every value of a program, axis by axis ---------------------------
 
@@ -115,7 +115,8 @@ def alternative(
         inside: numbers of nodes that must run without collectives inside.
         cost: of the current program, in ticks.
     """
-    sources = {source for value in values for source in _partial_sources(step, value)}
+    chains = def_use(step.graph)
+    sources = {source for value in values for source in _partial_sources(step, chains, value)}
     fixed_values = {alias for value in values for alias in _aliases_of(step, value)}
     question = step.question({number for number, _ in sources} | set(inside))
     strategies = [entry.strategies for entry in question.entries]
@@ -130,7 +131,7 @@ def alternative(
             Factor((number,), _forbidding([bool(strategy.comm) for strategy in strategies[number]]))
         )
     for value in sorted(fixed_values):
-        factors += _forbid_moves(step, question, value)
+        factors += _forbid_moves(step, question, chains, value)
     try:
         solution = solve(Problem(question.problem.sizes, factors))
     except Infeasible:
@@ -149,30 +150,22 @@ def _forbidding(flags: Sequence[object]) -> np.ndarray:
     return np.where(np.array(flags, dtype=bool), math.inf, 0.0)
 
 
-def _partial_sources(step: AxisStep, value: int) -> list[tuple[int, int]]:
+def _partial_sources(step: AxisStep, chains: DefUse, value: int) -> list[tuple[int, int]]:
     """Return the (node, result index) pairs that produced the partial values of a partial value.
 
     The search goes back through ops that map partial values to partial values, where the collective
     would only be moved. Empty for a value that is not partial.
     """
-    graph = step.graph
-    makers = {
-        result: (producer, index)
-        for producer, (_, results_of) in enumerate(graph.numbered())
-        for index, result in enumerate(results_of)
-    }
     queue = [value] if _is_partial(step, value) else []
     sources = []
     for partial_value in queue:  # grows meanwhile
-        number, result_index = makers[partial_value]
-        partial_operands = [
-            result
-            for result in graph.nodes[number].refs()
-            if result in makers and _is_partial(step, result)
-        ]
-        queue += [result for result in partial_operands if result not in queue]
+        maker = chains.makers[partial_value]
+        assert maker is not None
+        _, refs, _ = chains.nodes[maker[0]]
+        partial_operands = [ref for ref in refs if chains.makers[ref] and _is_partial(step, ref)]
+        queue += [operand for operand in partial_operands if operand not in queue]
         if not partial_operands:
-            sources.append((number, result_index))
+            sources.append(maker)
     return sources
 
 
@@ -200,9 +193,11 @@ def _aliases_of(step: AxisStep, value: int) -> set[int]:
     return aliases
 
 
-def _forbid_moves(step: AxisStep, question: Question, value: int) -> Iterator[Factor]:
+def _forbid_moves(
+    step: AxisStep, question: Question, chains: DefUse, value: int
+) -> Iterator[Factor]:
     """Yield infinite cost for every joint choice that moves a value between ranks."""
-    variable, options = _maker(step, question, value)
+    variable, options = _maker(step, question, chains, value)
     if value in question.kept:
         own_variable, kept_options = question.kept[value]
         yield from _forbid_joint_moves(
@@ -212,17 +207,12 @@ def _forbid_moves(step: AxisStep, question: Question, value: int) -> Iterator[Fa
             (own_variable,), _forbidding([_needs_collective(o[:1], o[1:]) for o in kept_options])
         )
         variable, options = own_variable, kept_options
-    for number, node in enumerate(step.graph.nodes):
-        positions = [position for position, ref in enumerate(node.refs()) if ref == value]
-        if positions:
-            strategies = question.entries[number].strategies
-            wanted = tuple(
-                [
-                    tuple([strategy.inputs[position] for position in positions])
-                    for strategy in strategies
-                ]
-            )
-            yield from _forbid_joint_moves(variable, options, number, wanted)
+    for number, positions in chains.users[value].items():
+        wanted = tuple([
+            tuple([strategy.inputs[position] for position in positions])
+            for strategy in question.entries[number].strategies
+        ])  # fmt: skip
+        yield from _forbid_joint_moves(variable, options, number, wanted)
     for output, placement in zip(step.graph.outputs, step.wanted, strict=True):
         if output == value and variable is not None:
             allowed = (
@@ -235,17 +225,16 @@ def _forbid_moves(step: AxisStep, question: Question, value: int) -> Iterator[Fa
             yield Factor((variable,), _forbidding(flags))
 
 
-def _maker(step: AxisStep, question: Question, value: int) -> tuple[int | None, Options]:
+def _maker(
+    step: AxisStep, question: Question, chains: DefUse, value: int
+) -> tuple[int | None, Options]:
     """Return (the variable that decides a value's produced placement, the placement by choice)."""
-    graph = step.graph
-    if value < len(graph.inputs):
+    maker = chains.makers[value]
+    if maker is None:
         return None, ((step.axis.inputs[value].placements[step.axis.at],),)
-    for number, (_, results) in enumerate(graph.numbered()):
-        if value in results:
-            result_index = results.index(value)
-            strategies = question.entries[number].strategies
-            return number, tuple([(strategy.outputs[result_index],) for strategy in strategies])
-    raise ValueError(f"%{value} is no value of the graph")
+    number, result_index = maker
+    strategies = question.entries[number].strategies
+    return number, tuple([(strategy.outputs[result_index],) for strategy in strategies])
 
 
 def _forbid_joint_moves(a: int | None, have: Options, b: int, want: Options) -> Iterator[Factor]:
@@ -388,12 +377,10 @@ def _collectives_of(step: AxisStep) -> Iterator[_Met]:
     # an interleaved value is reshaped before the collective
     reshaped = {node.refs()[0]: results[0] for node, results in step.local.graph.numbered()
              if node.op in RESHAPES}  # fmt: skip
-    collectives = [
-        (node, results[0])
-        for node, results in step.local.graph.numbered()
-        if node.op in COLLECTIVES
-    ]  # fmt: skip
-    for (node, result), record in zip(collectives, _records(step, step.local.graph), strict=True):
+    numbered = step.local.graph.numbered()
+    collectives = [(node, results[0]) for node, results in numbered if node.op in COLLECTIVES]
+    records = communications(step.local.graph, step.axis.mesh)
+    for (node, result), record in zip(collectives, records, strict=True):
         if node.args[-1] != step.name:
             continue  # of an earlier axis
         node_number = next(
@@ -415,31 +402,26 @@ def _last_results(step: AxisStep) -> list[tuple[int, int]]:
     return pairs
 
 
-def _records(step: AxisStep, graph: Graph) -> tuple[Communication, ...]:
-    mesh: Mesh = step.axis.mesh
-    return communications(graph, mesh)
-
-
 def _cause(step: AxisStep, met: _Met) -> str:
     """Describe the nearest annotation that led to a collective (breadth-first search backwards).
 
     The search goes through sharded and partial values; replicated ones are not followed.
     """
-    graph, values = step.graph, step.local.values
-    producers = {value: n for n, (_, results) in enumerate(graph.numbered()) for value in results}
+    graph, values, makers = step.graph, step.local.values, def_use(step.graph).makers
     queue = list(graph.nodes[met.node].refs()) if met.node is not None else [met.value]
     seen = set(queue)
     for value in queue:  # grows meanwhile: nearest first
         if value is None or all(placement == R for placement in values[value]):
             continue
-        if value not in producers:
+        maker = makers[value]
+        if maker is None:
             if (placement := placement_of(step, value)) != R:
                 return f"input {graph.values[value]} stored {placement}"
             continue
-        node = graph.nodes[producers[value]]
+        node = graph.nodes[maker[0]]
         placement = sharding_of_mark(node).placements[step.axis.at] if node.op == PLACE else R
         if placement not in (R, Unspecified()):
-            return f"placed {placement} at {graph.line(producers[value])}"
+            return f"placed {placement} at {graph.line(maker[0])}"
         unseen = [ref for ref in node.refs() if ref not in seen]
         seen.update(unseen)
         queue += unseen

@@ -9,12 +9,12 @@ from lazygt.graph import Graph
 from lazygt.graph.node import Node
 from lazygt.graph.placement import Placement, Replicate
 from lazygt.machine import Figure, LinkFigures, Machine, default_machine
-from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.placement_cost import reshard_kind, reshard_seconds
-from lazygt.passes.sharding.problem import Question, build_problem
+from lazygt.passes.sharding.axis import build_problem
+from lazygt.passes.sharding.choose import Question, reshard_kind, reshard_seconds
+from lazygt.passes.sharding.choose.solver import Solution
+from lazygt.passes.sharding.marks import Annotation
 from lazygt.passes.sharding.rules import strategies_of
 from lazygt.passes.sharding.rules.strategy import Strategy
-from lazygt.passes.sharding.solver import Solution
 
 R = Replicate()
 Annotations = Mapping[int, Annotation]

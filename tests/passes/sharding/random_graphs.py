@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lazygt.graph import Graph
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
 from lazygt.machine import Machine
-from lazygt.passes.sharding.placement_cost import reshard_seconds
+from lazygt.passes.sharding.choose import reshard_seconds
 from tests.passes.tools import graph_of
 
 R, S, P = Replicate(), Shard, Partial("sum")

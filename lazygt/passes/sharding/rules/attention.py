@@ -52,7 +52,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 #: Keys and values of at most this many bytes may be replicated on every rank.
 _REPLICABLE_BYTES = 256 << 10

@@ -17,7 +17,7 @@ from lazygt.graph.placement import block_size
 from lazygt.passes.sharding.rules.strategy import Call, R, Values, zeros
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- schedule of a ring attention: the query and key blocks of each rank in each turn --------------
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement
-from lazygt.passes.sharding.builder import bound
+from lazygt.passes.sharding.lower.builder import bound
 from lazygt.passes.sharding.rules import spatial, upsample
 from lazygt.passes.sharding.rules.strategy import (
     Call,
@@ -36,7 +36,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- cuDNN's recurrent layers, sharded by samples --------------------------------------------------
 # The reserve that a forward saves for the backward is valid for the same samples only. A sharded

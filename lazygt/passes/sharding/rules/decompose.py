@@ -21,7 +21,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref, map_arg, params_in, ref
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, overload, undispatched
 from lazygt.passes.cse import DeadCode
-from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules.extra_decompositions import FORMULAS
 
 #: Two samples of the first run-time number; no decomposition contains them as constants.

@@ -19,7 +19,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Node, Param, Ref, map_arg, ref
 from lazygt.graph.placement import Cut, Partial, Placement, Shard, StridedShard
 from lazygt.passes.base import renumbered
-from lazygt.passes.sharding.builder import Builder, bound
+from lazygt.passes.sharding.lower.builder import Builder, bound
 from lazygt.passes.sharding.rules.decompose import Decomposition, alone, decomposition, params_of
 from lazygt.passes.sharding.rules.strategy import (
     LocalLowering,

@@ -33,7 +33,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- grouped matrix products (``_grouped_mm``), as in mixtures of experts --------------------------
 # The groups are consecutive along one dim, with their ends in ``offs``. If that dim is sharded,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lazygt.graph.ops import overload
-from lazygt.passes.sharding.builder import schema
+from lazygt.passes.sharding.lower.builder import schema
 
 Tensor = torch.Tensor
 Formula = Callable[..., Any]

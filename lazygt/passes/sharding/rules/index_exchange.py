@@ -16,7 +16,7 @@ import torch
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Node, Ref, ref
 from lazygt.graph.placement import Placement, block_size
-from lazygt.passes.sharding.builder import numbers
+from lazygt.passes.sharding.lower.builder import numbers
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Collective,
@@ -28,7 +28,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 _INDEX_BYTES = 8  #: bytes of the index of a row
 #: Ops that accept negative indices.

@@ -47,7 +47,7 @@ from lazygt.passes.sharding.rules.strategy import (
 from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- tensor creation ops: any placement of the result, no communication ----------------------------
 # ``*_like`` and ``new_*`` ops accept any placement of their operand, since only its shape is

@@ -31,7 +31,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 #: Dtypes that fit into 4 bytes, packed with a 4-byte index.
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})

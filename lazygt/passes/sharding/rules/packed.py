@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement, Shard, StridedShard, group_sizes, side_by_side
-from lazygt.passes.sharding.halo import RowExchange, blocks, blocks_of_each
+from lazygt.passes.sharding.lower.halo import RowExchange, blocks, blocks_of_each
 from lazygt.passes.sharding.rules.strategy import Call, Metas, S, Strategy, Values, exchange_comm
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 #: Limit on the groups of a strided placement.
 _MAX_GROUPS = 1024

@@ -20,7 +20,7 @@ from lazygt.graph.ops import facts, overload
 from lazygt.graph.per_tensor import ALL, EACH, SPLIT, ForeachForm
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
 from lazygt.passes.base import Placed, placed, rebuild
-from lazygt.passes.sharding.builder import bound, numbers
+from lazygt.passes.sharding.lower.builder import bound, numbers
 from lazygt.passes.sharding.rules import reductions
 from lazygt.passes.sharding.rules.strategy import (
     PMAX,
@@ -40,7 +40,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 #: Ops that are linear in the operands marked P; one letter per tensor operand.
 _LINEAR: dict[str, tuple[str, ...]] = {
     "add.Tensor": ("PP",),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.node import Node, Param, Ref
 from lazygt.graph.placement import shard_bounds
-from lazygt.passes.sharding.halo import Ranges
+from lazygt.passes.sharding.lower.halo import Ranges
 from lazygt.passes.sharding.rules.pointwise import add_number_once
 from lazygt.passes.sharding.rules.slicing import clamped_range, exchanged_strategies
 from lazygt.passes.sharding.rules.strategy import (
@@ -30,7 +30,7 @@ from lazygt.passes.sharding.rules.strategy import (
 from lazygt.passes.sharding.rules.views import PARTIALS
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 
 def _other_dims_rule(moved_dims: Callable[[Call], set[int]], linear: bool = True) -> Rule:

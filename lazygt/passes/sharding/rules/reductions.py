@@ -36,7 +36,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 
 def reduced_dims(call: Call, name: str = "dim") -> frozenset[int]:

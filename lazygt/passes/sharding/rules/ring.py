@@ -40,7 +40,7 @@ from lazygt.passes.sharding.rules.attention_blocks import (
 from lazygt.passes.sharding.rules.strategy import Call, Collective, Lowering, Values
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- bundles of tensors that are sent together -----------------------------------------------------
 

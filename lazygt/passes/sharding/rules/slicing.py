@@ -14,7 +14,7 @@ import torch
 
 from lazygt.graph.node import DEVICE, Node, Param, Ref
 from lazygt.graph.placement import Placement, shard_bounds
-from lazygt.passes.sharding.halo import Ranges, RowExchange, blocks, blocks_of_each
+from lazygt.passes.sharding.lower.halo import Ranges, RowExchange, blocks, blocks_of_each
 from lazygt.passes.sharding.rules import packed
 from lazygt.passes.sharding.rules.strategy import (
     Call,
@@ -34,7 +34,7 @@ from lazygt.passes.sharding.rules.strategy import (
 from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 
 #: Slices of at most this many bytes are not sharded by an exchange: an all-reduce is as cheap.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lazygt.graph.node import Arg, Node, Ref
 from lazygt.graph.placement import shard_bounds
-from lazygt.passes.sharding.builder import bound
-from lazygt.passes.sharding.halo import Ranges, RowExchange, Rows, blocks
+from lazygt.passes.sharding.lower.builder import bound
+from lazygt.passes.sharding.lower.halo import Ranges, RowExchange, Rows, blocks
 from lazygt.passes.sharding.rules import table as rule_table
 from lazygt.passes.sharding.rules.strategy import (
     Call,
@@ -30,7 +30,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- unfold, and reflection and replication pads ---------------------------------------------------
 

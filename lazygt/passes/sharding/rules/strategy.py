@@ -18,11 +18,11 @@ import torch
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
-from lazygt.passes.sharding.builder import bound, numbers
+from lazygt.passes.sharding.lower.builder import bound, numbers
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
-    from lazygt.passes.sharding.halo import RowExchange
+    from lazygt.passes.sharding.lower.builder import Builder
+    from lazygt.passes.sharding.lower.halo import RowExchange
 
 
 R = Replicate()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import shard_bounds
-from lazygt.passes.sharding.halo import RowExchange, Rows, blocks
+from lazygt.passes.sharding.lower.halo import RowExchange, Rows, blocks
 from lazygt.passes.sharding.rules import spatial
 from lazygt.passes.sharding.rules import table as rule_table
 from lazygt.passes.sharding.rules.strategy import (
@@ -29,7 +29,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 _TABLE_RULES = rule_table.RULES
 

@@ -38,7 +38,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 PARTIALS = (P, PMAX, PMIN)
 #: Function of a call: the result's dim for each dim of the operand; None: the dim is removed.

@@ -38,7 +38,7 @@ from lazygt.passes.sharding.rules.strategy import (
 )
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- index_copy along a sharded dim, as into a key/value cache -------------------------------------
 # Each rank writes the rows in its block.

@@ -27,10 +27,10 @@ from lazygt.graph.placement import (
     Shard,
     StridedShard,
 )
-from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.choose.catalogue import strided_strategies
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules import Collective, Strategy, packed, strategies_of
 from lazygt.passes.sharding.rules.strategy import Call, lower_strategy
-from lazygt.passes.sharding.strategies import strided_strategies
 from tests.passes.sharding.rules.blocks import Tensor, blocks, joined
 from tests.passes.sharding.rules.lockstep import AXIS, lockstep, run_node
 

@@ -10,7 +10,7 @@ from lazygt.graph import parse_graph
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Param, Ref
 from lazygt.graph.placement import Partial, Placement, StridedShard, side_by_side
-from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules.strategy import PMAX, PMIN, P, R, S
 from tests.passes.sharding.rules.blocks import blocks, joined
 from tests.passes.sharding.rules.harness import PARTS

@@ -20,7 +20,7 @@ from lazygt.graph.placement import (
     SHARD,
     Shard,
 )
-from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules import strategies_of
 from tests.passes.sharding.rules.blocks import Tensor, blocks, joined
 from tests.passes.sharding.rules.harness import PARTS

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lazygt.graph.placement import ALL_GATHER, Partial, Shard
-from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules import Strategy
 from lazygt.passes.sharding.rules.strategy import PMAX, P, R, S
 from tests.passes.sharding.rules import (

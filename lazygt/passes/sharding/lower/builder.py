@@ -42,7 +42,7 @@ from lazygt.graph.placement import (
 from lazygt.graph.shapes import Shapes
 from lazygt.graph.shapes.meta_run import run_on_metas
 from lazygt.graph.shapes.rules import Results
-from lazygt.passes.sharding.halo import RowExchange, rows_between
+from lazygt.passes.sharding.lower.halo import RowExchange, rows_between
 
 # -- arguments of nodes ----------------------------------------------------------------------------
 
@@ -411,7 +411,7 @@ class Builder:
             return self._convert_uneven(value, tuple(shape), have, want)
         match have, want:
             case (StridedShard(), Replicate()) | (Replicate() | Partial(), StridedShard()):
-                return self._reshard_strided(value, tuple(shape), have, want)
+                return self._convert_grouped(value, tuple(shape), have, want)
             case (StridedShard() as source, (Shard() | StridedShard()) as target):
                 return self._exchange_strided(value, tuple(shape), source, target)
             case (Shard() as source, StridedShard() as target):
@@ -460,19 +460,26 @@ class Builder:
             offset += count
         return self.joined(pieces, interleaved.dim)
 
-    def _reshard_strided(
+    def _convert_grouped(
         self, value: Ref, shape: tuple[int, ...], have: Placement, want: Placement
     ) -> Ref:
-        """Convert where either placement is interleaved.
+        """Convert by one collective where either placement is interleaved.
 
         The interleaved dim is viewed as three dims, of which the middle one is sharded.
         """
-        placement = have if isinstance(have, StridedShard) else want
-        assert isinstance(placement, StridedShard)
-        dim, (outer, inner) = placement.dim, around(placement)
-        size = shape[dim] // groups(placement)
-        grouped = (*shape[:dim], outer, size, inner, *shape[dim + 1 :])
-        source, target = (Shard(dim + 1) if end == placement else end for end in (have, want))
+        interleaved = have if isinstance(have, StridedShard) else want
+        assert isinstance(interleaved, StridedShard)
+        dim, (outer, inner) = interleaved.dim, around(interleaved)
+        grouped = (*shape[:dim], outer, shape[dim] // (outer * inner), inner, *shape[dim + 1 :])
+
+        def in_groups(placement: Placement) -> Placement:
+            if placement == interleaved:
+                return Shard(dim + 1)
+            if isinstance(placement, Shard):
+                return Shard(placement.dim + 2 * (placement.dim > dim))
+            return placement
+
+        source, target = in_groups(have), in_groups(want)
         viewed = self.reshape(value, self.local(grouped, source))
         moved = self.convert(viewed, grouped, source, target)
         return self.reshape(moved, self.local(shape, want))
@@ -485,7 +492,7 @@ class Builder:
         """
         strided = [placement for placement in (have, want) if isinstance(placement, StridedShard)]
         if len(strided) == 1 and (have.dim != want.dim or whole_groups(strided[0], self.parts)):
-            return self._convert_by_all_to_all(value, shape, have, want)
+            return self._convert_grouped(value, shape, have, want)
         if have.dim == want.dim:
             move = rows_between(have, want, shape[have.dim], self.parts)
             if move is not None:
@@ -501,21 +508,6 @@ class Builder:
         between = Shard(max(others, key=lambda dim: shape[dim]))
         value = self.convert(value, shape, have, between)
         return self.convert(value, shape, between, want)
-
-    def _convert_by_all_to_all(
-        self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut
-    ) -> Ref:
-        """Convert by one all-to-all, with the interleaved dim viewed as three dims."""
-        placement = have if isinstance(have, StridedShard) else want
-        dim, (outer, inner) = placement.dim, around(placement)
-        grouped = (*shape[:dim], outer, shape[dim] // (outer * inner), inner, *shape[dim + 1 :])
-        source, target = (
-            Shard(dim + 1) if end == placement else Shard(end.dim + 2 * (end.dim > dim))
-            for end in (have, want)
-        )
-        viewed = self.reshape(value, self.local(grouped, source))
-        moved = self.convert(viewed, grouped, source, target)
-        return self.reshape(moved, self.local(shape, want))
 
     def _resized(self, value: Ref, sizes: Mapping[int, int]) -> TensorMeta:
         """Return the row-major meta of ``value`` with other sizes for some dims."""

@@ -23,7 +23,152 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lazygt.passes.sharding.placement_cost import NONE, CostTables, Scope, Summed, Table
+# -- cost tables, interned by content, with cached results -----------------------------------------
+
+Table = npt.NDArray[np.float64]
+Scope = tuple[int, ...]
+
+
+class Factor(NamedTuple):
+    """Costs of the joint choices of some variables."""
+
+    scope: Scope  # the variables, each once
+    #: costs, with one axis for each variable of the scope, in order; infinity forbids a choice.
+    #: Equal tables should be one array, which makes their comparison fast.
+    table: Table
+
+
+#: Number of the absent table, in which all costs are 0.
+NONE = -1
+
+
+class Summed(NamedTuple):
+    """Sum of tables, minimised over its first variable."""
+
+    table: int  # number of the table of minima minus ``shift``; NONE where all minima are equal
+    shift: float  # the smallest minimum
+    best: npt.NDArray[np.intp]  # the first choice (argmin) that attains each minimum
+
+
+class CostTables:
+    """Interned tables: one number for each content, with cached results of operations.
+
+    Attributes:
+        computed: number of table entries of the sums that were computed, not found in the cache.
+    """
+
+    def __init__(self) -> None:
+        self._tables: list[Table] = []
+        self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._of_array: dict[int, int] = {}
+        self._slices: dict[tuple[object, ...], int] = {}
+        self._transposes: dict[int, int] = {NONE: NONE}
+        self._pair_sums: dict[tuple[int, int], int] = {}
+        self._sums: dict[tuple[object, ...], Summed] = {}
+        self.computed = 0
+
+    def number(self, table: Table) -> int:
+        """Intern a table that outlives this object; return its number."""
+        number = self._of_array.get(id(table))
+        if number is None:
+            number = self._of_array[id(table)] = self._intern(table)
+        return number
+
+    def part(self, table: int, indices: tuple[int | None, ...]) -> int:
+        """Return the number of a slice of a table.
+
+        Args:
+            indices: for each axis an index, or None to retain the axis.
+        """
+        key = ("part", table, indices)
+        if key not in self._slices:
+            index = tuple(slice(None) if index is None else index for index in indices)
+            self._slices[key] = self._intern(self._tables[table][index])
+        return self._slices[key]
+
+    def least(self, table: int, axis: int) -> int:
+        """Return the number of the table of minima over one axis."""
+        key = ("least", table, axis)
+        if key not in self._slices:
+            self._slices[key] = self._intern(self._tables[table].min(axis=axis))
+        return self._slices[key]
+
+    def turned(self, table: int) -> int:
+        """Return the number of the transpose of a table of two axes."""
+        number = self._transposes.get(table)
+        if number is None:
+            number = self._transposes[table] = self._intern(self._tables[table].T)
+            self._transposes[number] = table
+        return number
+
+    def plus(self, a: int, b: int) -> int:
+        """Return the number of the sum of two tables with the same axes."""
+        if a == NONE:
+            return b
+        number = self._pair_sums.get((a, b))
+        if number is None:
+            number = self._pair_sums[a, b] = self._intern(self._tables[a] + self._tables[b])
+        return number
+
+    def value(self, table: int) -> float:
+        """Return the only entry of a table without axes."""
+        return self._tables[table].item()
+
+    def along(self, table: int, axis: int, index: Sequence[int]) -> Table:
+        """Return the entries along one axis, at ``index`` on the other axes."""
+        full_index: list[int | slice] = list(index)
+        full_index.insert(axis, slice(None))
+        entries: Table = self._tables[table][tuple(full_index)]
+        return entries
+
+    def summed(
+        self, tables: tuple[int, ...], shape: Scope = (), larger: tuple[tuple[int, Scope], ...] = ()
+    ) -> Summed:
+        """Add tables up and minimise the sum over axis 0.
+
+        Args:
+            tables: the table of axis 0 alone, then the table of axis 0 and each other axis.
+            shape: of the sum, where the tables do not determine it.
+            larger: (table, for each of its axes the axis of the sum).
+        """
+        key = (tables, shape, larger) if shape else tables
+        summed = self._sums.get(key)
+        if summed is None:
+            summed = self._sums[key] = self._sum(tables, shape, larger)
+        return summed
+
+    def _sum(
+        self, tables: tuple[int, ...], shape: Scope, larger: Iterable[tuple[int, Scope]]
+    ) -> Summed:
+        terms = [(tables[0], (0,)), *[(t, (0, axis)) for axis, t in enumerate(tables[1:], 1)]]
+        terms = [(number, axes) for number, axes in terms if number != NONE]
+        if not shape:
+            sizes = [self._tables[number].shape for number, _ in terms] or [(1,)]
+            shape = sizes[0][0], *[size[1] for size in sizes if len(size) > 1]
+        total = np.zeros(shape)
+        for number, axes in (*terms, *larger):
+            order = sorted(range(len(axes)), key=axes.__getitem__)
+            broadcast_shape = [1] * len(shape)
+            for axis in axes:
+                broadcast_shape[axis] = shape[axis]
+            total += self._tables[number].transpose(order).reshape(broadcast_shape)
+        self.computed += total.size
+        minima = total.min(axis=0)
+        shift = float(minima.min())
+        if math.isfinite(shift):
+            minima = minima - shift
+        is_constant = not minima.ndim or not minima.any()
+        return Summed(NONE if is_constant else self._intern(minima), shift, total.argmin(axis=0))
+
+    def _intern(self, table: Table) -> int:
+        """Return the number of a table by its content."""
+        key = table.shape, table.tobytes()
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._tables)
+            self._tables.append(table)
+        return number
+
 
 # -- one run of variable elimination ---------------------------------------------------------------
 # Every variable is eliminated once, then choices are made in reverse order. All tables over one

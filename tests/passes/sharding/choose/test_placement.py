@@ -11,8 +11,8 @@ import pytest
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
 from lazygt.machine import Machine, collective_seconds, on_hosts
-from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.solver import Solution, solve
+from lazygt.passes.sharding.choose.solver import Solution, solve
+from lazygt.passes.sharding.marks import Annotation
 from tests.passes.sharding.placements import CPU, GPU, Annotations, collectives, question_of
 from tests.passes.tools import graph_of
 

@@ -12,10 +12,10 @@ import pytest
 from lazygt.graph import Graph
 from lazygt.graph.placement import Placement, Replicate, Shard
 from lazygt.machine import LinkFigures, Machine
-from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.placement_cost import reshard_seconds, seconds
-from lazygt.passes.sharding.solver import solve
-from lazygt.passes.sharding.strategies import StrategySet
+from lazygt.passes.sharding.choose import reshard_seconds
+from lazygt.passes.sharding.choose.catalogue import StrategySet, seconds
+from lazygt.passes.sharding.choose.solver import solve
+from lazygt.passes.sharding.marks import Annotation
 from tests.passes.sharding.placements import PLAIN, carried, question_of
 from tests.passes.sharding.random_graphs import cheapest, random_graph
 

@@ -16,18 +16,18 @@ from lazygt.graph.cost import Cost
 from lazygt.graph.liveness import def_use
 from lazygt.graph.placement import Cut, Partial, Placement, StridedShard
 from lazygt.machine import LinkFigures, Machine, collective_seconds
-from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.placement_cost import (
-    reshard_kind,
-    reshard_seconds,
+from lazygt.passes.sharding.choose import reshard_kind, reshard_seconds
+from lazygt.passes.sharding.choose.catalogue import (
+    StrategyCatalogue,
+    StrategySet,
     seconds,
     strategy_seconds,
     work_share,
 )
+from lazygt.passes.sharding.choose.solver import solve
+from lazygt.passes.sharding.marks import Annotation
 from lazygt.passes.sharding.rules import strategies_of
 from lazygt.passes.sharding.rules.strategy import Collective, Strategy
-from lazygt.passes.sharding.solver import solve
-from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
 from tests.passes.sharding.placements import PLAIN, Annotations, carried, computing, question_of
 from tests.passes.sharding.random_graphs import P, R, S, cheapest, random_graph
 from tests.passes.tools import graph_of

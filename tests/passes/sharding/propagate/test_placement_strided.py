@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lazygt.graph.placement import Shard, StridedShard
-from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.solver import solve
+from lazygt.passes.sharding.choose.solver import solve
+from lazygt.passes.sharding.marks import Annotation
 from tests.passes.sharding.placements import collectives, question_of
 from tests.passes.tools import graph_of
 

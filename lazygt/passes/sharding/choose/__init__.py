@@ -2,35 +2,210 @@
 
 Variables: the strategy of each node; for each value with several users the placement provided for
 all of them (for a partial value there may be a second one). Factors: the time of each node, and for
-each use of a value the time of the redistribution to the wanted placement.
+each use of a value the time of the redistribution to the wanted placement:
+
+    S -> R       all-gather           P -> R    all-reduce
+    P -> S       reduce-scatter       S -> S'   all-to-all
+    R -> S, R -> P    nothing is sent
+
+An interleaved value is gathered and scattered as S is. A conversion to another sharding of its dim
+is a halo exchange, or where that has many pieces two all-to-alls through another dim.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from lazygt.graph.liveness import DefUse, Places, def_use
-from lazygt.graph.node import Graph
-from lazygt.graph.placement import Cut, Partial, Placement, Replicate, StridedShard
-from lazygt.machine import Machine
-from lazygt.passes.sharding.annotations import Annotation, infer_annotations
-from lazygt.passes.sharding.placement_cost import (
-    Copies,
-    Options,
-    ReshardingCosts,
-    Scope,
-    Table,
-    reshard_kind,
+from lazygt.graph.liveness import DefUse, Places
+from lazygt.graph.placement import (
+    Cut,
+    Partial,
+    Placement,
+    Replicate,
+    StridedShard,
+    around,
+    whole_groups,
 )
-from lazygt.passes.sharding.propagate import open_strategies
+from lazygt.machine import Machine, collective_seconds
+from lazygt.passes.sharding.choose.catalogue import StrategySet, ticks
+from lazygt.passes.sharding.choose.solver import Problem, Scope, Solution, Table
+from lazygt.passes.sharding.lower.halo import rows_between
+from lazygt.passes.sharding.marks import Annotation
 from lazygt.passes.sharding.rules.strategy import Metas, Strategy
-from lazygt.passes.sharding.solver import Problem, Solution
-from lazygt.passes.sharding.strategies import StrategiesOf, StrategyCatalogue, StrategySet
+
+# -- cost of redistribution ------------------------------------------------------------------------
+
+#: Reductions for which a replicated value becomes partial without communication.
+_FREE_PARTIAL = ("sum", "max", "min")
+
+
+def reshard_kind(source: Placement, target: Placement) -> str | None:
+    """Return the kind of the collective from one placement to another.
+
+    ``""`` if nothing is sent; None if no collective exists.
+    """
+    if source == target or (isinstance(source, Replicate) and _is_free(target)):
+        return ""
+    if isinstance(target, Partial) or isinstance(source, Replicate):
+        return None
+    if isinstance(source, Partial):
+        return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter"
+    if isinstance(target, Replicate):
+        return "all_gather"
+    return "all_to_all"
+
+
+def _is_free(target: Placement) -> bool:
+    return not isinstance(target, Partial) or target.op in _FREE_PARTIAL
+
+
+def payload(kind: str, nbytes: int, axis_size: int) -> int:
+    """Return the payload per rank of a collective on a value of global size ``nbytes``."""
+    return -(-nbytes // axis_size) if kind == "all_to_all" else nbytes
+
+
+def reshard_seconds(
+    machine: Machine, source: Placement, target: Placement, nbytes: int, axis_size: int
+) -> float:
+    """Return the time to redistribute a value of global size ``nbytes``.
+
+    Infinity if no collective exists.
+    """
+    kind = reshard_kind(source, target)
+    if kind is None:
+        return math.inf
+    if not kind:
+        return 0.0
+    count = max(map(_group_count, (source, target)))
+    group_bytes = -(-payload(kind, nbytes, axis_size) // count)
+    total = count * collective_seconds(machine, kind, group_bytes, axis_size)
+    if not (kind == "all_to_all" and isinstance(source, Cut) and isinstance(target, Cut)):
+        return total
+    if _is_one_all_to_all(source, target, axis_size):
+        return total
+    sent_share = rows_sent(source, target, axis_size)
+    if sent_share is None:
+        return 2 * total  # two all-to-alls, through another dim
+    return collective_seconds(machine, "send_recv", math.ceil(sent_share * nbytes), axis_size)
+
+
+def _group_count(placement: Placement) -> int:
+    """Return the number of collectives of a conversion: one for each group if sizes differ."""
+    return len(placement.widths) or 1 if isinstance(placement, StridedShard) else 1
+
+
+def _is_one_all_to_all(source: Cut, target: Cut, axis_size: int) -> bool:
+    """Return whether one all-to-all converts between two sharded placements."""
+    strided = [placement for placement in (source, target) if isinstance(placement, StridedShard)]
+    if not strided or (len(strided) == 1 and source.dim != target.dim):
+        return True
+    return len(strided) == 1 and whole_groups(strided[0], axis_size)
+
+
+@lru_cache(maxsize=1024)
+def rows_sent(source: Cut, target: Cut, axis_size: int) -> float | None:
+    """Return the fraction of a value that a rank sends in the halo exchange between two placements.
+
+    None: the conversion goes through another dim.
+    """
+    if source.dim != target.dim:
+        return None
+    group_counts = [around(placement) for placement in (source, target)]
+    size = (
+        math.lcm(*[outer for outer, _ in group_counts])
+        * axis_size
+        * max(inner for _, inner in group_counts)
+    )
+    move = rows_between(source, target, size, axis_size)
+    return None if move is None else move.most / size
+
+
+#: Placements in which one value is available, or wanted, at the same time.
+Copies = tuple[Placement, ...]
+#: For each choice of a variable the available, or wanted, placements of a value.
+Options = tuple[Copies, ...]
+
+
+class ReshardingCosts:
+    """Cached redistribution costs on one axis, in ticks; equal tables are one array.
+
+    Args:
+        parts: number of ranks of the axis.
+    """
+
+    def __init__(self, machine: Machine, parts: int) -> None:
+        self._machine, self._slices = machine, parts
+        self._move_costs: dict[tuple[Placement, Placement, int], float] = {}
+        self._make_costs: dict[tuple[Copies, Copies, int], float] = {}
+        self._interned_options: dict[Options, Options] = {}
+        self._tables: dict[tuple[int, int, int], Table | None] = {}
+        self._copies: dict[tuple[int, int], Table | None] = {}
+
+    def options(self, options: Options) -> Options:
+        """Intern options; ``table`` and ``copies`` take interned options only."""
+        return self._interned_options.setdefault(options, options)
+
+    def move(self, source: Placement, target: Placement, nbytes: int) -> float:
+        """Return the cost of redistributing a value of ``nbytes``."""
+        key = source, target, nbytes
+        cost = self._move_costs.get(key)
+        if cost is None:
+            duration = reshard_seconds(self._machine, source, target, nbytes, self._slices)
+            cost = self._move_costs[key] = ticks(duration)
+        return cost
+
+    def make(self, available: Copies, wanted: Copies, nbytes: int) -> float:
+        """Return the cost of all wanted placements, made from the available ones.
+
+        One intermediate placement is used if that is cheaper.
+        """
+        key = available, wanted, nbytes
+        cost = self._make_costs.get(key)
+        if cost is None:
+            cost = self._direct_cost(available, wanted, nbytes)
+            if len(wanted) > 1 or math.isinf(cost):  # several wanted, or no direct conversion
+                for intermediate in (Replicate(), *wanted):
+                    first = self._direct_cost(available, (intermediate,), nbytes)
+                    cost = min(
+                        cost, first + self._direct_cost((*available, intermediate), wanted, nbytes)
+                    )
+            self._make_costs[key] = cost
+        return cost
+
+    def _direct_cost(self, available: Copies, wanted: Copies, nbytes: int) -> float:
+        return sum(
+            min(self.move(source, target, nbytes) for source in available) for target in wanted
+        )
+
+    def table(self, have: Options, want: Options, nbytes: int) -> Table | None:
+        """Return the costs: one row for each choice of ``have``, one column for each of ``want``.
+
+        None if all costs are 0.
+        """
+        key = id(have), id(want), nbytes
+        if key not in self._tables:
+            costs = np.array([[self.make(h, w, nbytes) for w in want] for h in have])
+            self._tables[key] = costs if costs.any() else None
+        return self._tables[key]
+
+    def copies(self, have: Options, nbytes: int) -> Table | None:
+        """Return for each choice the cost of making its other placements from its first one.
+
+        None if all costs are 0.
+        """
+        key = id(have), nbytes
+        if key not in self._copies:
+            costs = np.array([self.make(h[:1], h[1:], nbytes) for h in have], dtype=float)
+            self._copies[key] = costs if costs.any() else None
+        return self._copies[key]
+
 
 # -- factors: the time of nodes, and of redistributions --------------------------------------------
 
@@ -358,67 +533,3 @@ class Question:
         return {
             v: options[solution.choices[variable]] for v, (variable, options) in self.kept.items()
         }
-
-
-def build_problem(
-    graph: Graph,
-    strategies_of: StrategiesOf,
-    parts: int,
-    machine: Machine,
-    annotations: Mapping[int, Annotation] | None = None,
-    outputs: Sequence[Collection[Placement] | None] = (),
-    explore: bool = False,
-    whole: Collection[int] = (),
-) -> Question:
-    """Build the problem of placing a graph's values on an axis of ``parts`` ranks.
-
-    Args:
-        strategies_of: returns the strategies of a node; called once for each kind of node.
-        annotations: value -> annotation; an input without one is replicated.
-        outputs: for each output the placements that it may have; None: any. Empty: any for all.
-        explore: also shard values that no annotation leads to.
-        whole: nodes, by number, that may run replicated in any case, unless a fixed forbids it.
-
-    Raises:
-        ValueError: an annotation for a value that does not exist, or placements for another number
-            of outputs.
-    """
-    annotations = annotations or {}
-    metas = graph.values
-    _check(graph, len(metas), annotations, outputs)
-    chains = def_use(graph)
-    catalogue = StrategyCatalogue(chains, metas, strategies_of, parts, machine)
-    annotations = infer_annotations(
-        chains, metas, catalogue.entries, catalogue.numbers, annotations
-    )
-    entries, grown = open_strategies(chains, metas, catalogue, annotations, explore, whole)
-    connections = Connections(chains, metas, entries, ReshardingCosts(machine, parts), grown)
-    connections.add_all(annotations, _allowed(graph, outputs))
-    factors = [((), np.array(connections.constant)), *connections.factors]
-    return Question(Problem(connections.sizes, factors), entries, connections.kept)
-
-
-def _check(
-    graph: Graph,
-    count: int,
-    annotations: Mapping[int, Annotation],
-    outputs: Sequence[Collection[Placement] | None],
-) -> None:
-    for value in annotations:
-        if not 0 <= value < count:
-            raise ValueError(f"an annotation for %{value}, but the graph has %0 to %{count - 1}")
-    if outputs and len(outputs) != len(graph.outputs):
-        raise ValueError(
-            f"placements for {len(outputs)} outputs, but the graph has {len(graph.outputs)}"
-        )
-
-
-def _allowed(
-    graph: Graph, outputs: Sequence[Collection[Placement] | None]
-) -> dict[int, list[Collection[Placement]]]:
-    """Return output value -> sets of placements; the value must have one of each set."""
-    allowed: dict[int, list[Collection[Placement]]] = {}
-    for value, placements in zip(graph.outputs, outputs, strict=False):
-        if placements is not None and placements not in allowed.setdefault(value, []):
-            allowed[value].append(placements)
-    return allowed

@@ -9,8 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from lazygt.passes.sharding.placement_cost import Factor
-from lazygt.passes.sharding.solver import Problem, Solution, evaluate, solve
+from lazygt.passes.sharding.choose.solver import Factor, Problem, Solution, evaluate, solve
 
 
 def brute_force(problem: Problem) -> float:

@@ -1,7 +1,12 @@
-"""Catalogue of the sharding strategies of every node with their costs, by kind of node."""
+"""Catalogue of the sharding strategies of every node with their costs, by kind of node.
+
+The speeds are those of a machine (``lazygt.machine``). Seconds are rounded to whole picoseconds
+(``ticks``), so that sums are exact in any order and every rank makes the same decision.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,22 +14,111 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lazygt.graph.cost import family, graph_costs
+from lazygt.graph.cost import Cost, family, graph_costs
 from lazygt.graph.liveness import DefUse
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.meta import TensorMeta, short_dtype
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref
-from lazygt.graph.placement import Cut, Placement, Replicate, Shard, StridedShard
-from lazygt.machine import Machine
+from lazygt.graph.placement import Cut, Placement, Replicate, Shard, StridedShard, local_size
+from lazygt.machine import Machine, collective_seconds
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.marks import MARKS, PLACE, REDUCE_AS
-from lazygt.passes.sharding.placement_cost import strategy_seconds, ticks, work_share
 from lazygt.passes.sharding.rules import packed, views
 from lazygt.passes.sharding.rules.strategy import Call, LocalLowering, Metas, Strategy
+
+# -- time of a node with a strategy ---------------------------------------------------------------
+
+_TICKS = 1e12
+
+
+def share(meta: TensorMeta | None, placement: Placement, axis_size: int) -> float:
+    """Return the fraction of a value, from 0 to 1, in the largest shard."""
+    if meta is None or not isinstance(placement, Cut):
+        return 1.0
+    size = meta.shape[placement.dim]
+    return local_size(placement, size, axis_size, 0) / size if size else 1.0
+
+
+def work_share(strategy: Strategy, operands: Metas, results: Metas, axis_size: int) -> float:
+    """Return the fraction of a node's arithmetic on the busiest rank: 1 if nothing is sharded."""
+    if strategy.share is not None:
+        return strategy.share
+    return min(
+        (share(meta, placement, axis_size)
+         for metas, placements in ((operands, strategy.inputs), (results, strategy.outputs))
+         for meta, placement in zip(metas, placements, strict=True)),
+        default=1.0,
+    )  # fmt: skip
+
+
+def strategy_seconds(
+    machine: Machine,
+    cost: Cost,
+    strategy: Strategy,
+    operands: Metas,
+    results: Metas,
+    axis_size: int,
+) -> float:
+    """Return the time of a node with a strategy, including the collectives inside (roofline model).
+
+    Args:
+        cost: of the unsharded node on one device.
+    """
+    comm = _comm_seconds(machine, strategy, axis_size)
+    flops = cost.flops * work_share(strategy, operands, results, axis_size)
+    local_bytes = cost.bytes * _byte_share(strategy, operands, results, axis_size)
+    work = max(flops / _rate(machine, operands, results), local_bytes / machine.memory.bandwidth)
+    total = max(comm, work) if strategy.overlapped_turns else comm + work
+    return total + cost.launches * machine.host.launch
+
+
+def _comm_seconds(machine: Machine, strategy: Strategy, axis_size: int) -> float:
+    """Return the time of the collectives inside a strategy.
+
+    Collectives run one after another. With ``strategy.overlapped_turns`` they run in
+    that many rounds, and the collectives of a round run at once and share the links.
+    """
+    times = [collective_seconds(machine, c.kind, c.nbytes, axis_size) for c in strategy.comm]
+    if not (times and strategy.overlapped_turns):
+        return sum(times)
+    latencies = [collective_seconds(machine, c.kind, 0, axis_size) for c in strategy.comm]
+    return sum(times) - sum(latencies) + strategy.overlapped_turns * max(latencies)
+
+
+def _rate(machine: Machine, operands: Metas, results: Metas) -> float:
+    """Return the machine's operations per second in the dtype of a node."""
+    meta = next((meta for meta in (*results, *operands) if meta is not None), None)
+    return machine.matmul.rate_of("f32" if meta is None else short_dtype(meta.dtype))
+
+
+def _byte_share(strategy: Strategy, operands: Metas, results: Metas, axis_size: int) -> float:
+    """Return the fraction of a node's memory traffic on the rank with the largest shards."""
+    total = local = 0.0
+    for metas, placements in ((operands, strategy.inputs), (results, strategy.outputs)):
+        for meta, placement in zip(metas, placements, strict=True):
+            nbytes = 0 if meta is None else meta.nbytes
+            total += nbytes
+            local += nbytes * share(meta, placement, axis_size)
+    return local / total if total else 1.0
+
+
+def ticks(seconds: float) -> float:
+    """Round seconds to whole picoseconds, as a float; infinity stays."""
+    return seconds if math.isinf(seconds) else float(round(seconds * _TICKS))
+
+
+def seconds(cost: float) -> float:
+    """Convert a cost in ticks to seconds."""
+    return cost / _TICKS
+
 
 # -- strategies for interleaved operands, derived from those for S(dim) ----------------------------
 # An op that runs on shards without communication, for every shard size, computes each row of the
 # sharded dim independently, or reduces over all rows. So the rows of a shard need not be adjacent,
 # if all tensors that the strategy shards have the same rows.
+
+
+#: Ops that take a tensor apart along a dim, with the function that gives their strategy.
+_IN_PIECES = ((packed.TAKES_APART, packed.taken_apart), (packed.HALVES, packed.halves))
 
 
 def strided_strategies(
@@ -43,14 +137,10 @@ def strided_strategies(
         placement: of the operand.
     """
     if node.op in views.RESHAPES:
-        strategy = views.view_strategy(Call(node, metas, axis_size), placement)
-        return [] if strategy is None else [strategy]
-    if node.op in packed.TAKES_APART and packed.cut_dim(node, metas, axis_size) == placement.dim:
-        strategy = packed.taken_apart(Call(node, metas, axis_size), placement)
-        return [] if strategy is None else [strategy]
-    if node.op in packed.HALVES and packed.cut_dim(node, metas, axis_size) == placement.dim:
-        strategy = packed.halves(Call(node, metas, axis_size), placement)
-        return [] if strategy is None else [strategy]
+        return _listed(views.view_strategy(Call(node, metas, axis_size), placement))
+    for ops, strategy_of in _IN_PIECES:
+        if node.op in ops and packed.cut_dim(node, metas, axis_size) == placement.dim:
+            return _listed(strategy_of(Call(node, metas, axis_size), placement))
     tensors = [metas[number] for number in node.refs()]
     candidates = (
         strategy for strategy in strategies if strategy.inputs[position] == Shard(placement.dim)
@@ -59,6 +149,10 @@ def strided_strategies(
         _interleaved_strategy(strategy, tensors, node.results, placement) for strategy in candidates
     )
     return [strategy for strategy in interleaved if strategy is not None]
+
+
+def _listed(strategy: Strategy | None) -> list[Strategy]:
+    return [] if strategy is None else [strategy]
 
 
 def _interleaved_strategy(
@@ -191,12 +285,8 @@ class StrategyCatalogue:
                     node, self._metas, self.parts, strategies, position, placement
                 )
             }
-            group_strategy = self._group_strategy(node, reached, wanted)
-            additional |= (
-                {}
-                if group_strategy is None
-                else {(group_strategy.inputs, group_strategy.outputs): group_strategy}
-            )
+            for strategy in _listed(self._group_strategy(node, reached, wanted)):
+                additional[strategy.inputs, strategy.outputs] = strategy
             index = self._extended_sets[key] = len(self.entries) if additional else number
             if additional:
                 self.entries.append(self._entry(number, (*strategies, *additional.values())))
