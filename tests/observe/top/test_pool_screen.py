@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from lazygt.net.status_file import ClientPage, Page, Pages, WorkerPage
-from lazygt.observe.top.pool_screen import PoolScreen
+from lazygt.observe.top.screen import PoolScreen
 from lazygt.observe.top.sources import as_json
 from lazygt.observe.top.status import PoolStatus, pool_status
 from tests.observe.top.statuses import CLIENT, status
