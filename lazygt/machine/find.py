@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -170,6 +170,27 @@ class Gpus(NamedTuple):
                 f"its sizes have to multiply to {self.ranks}, as {_AXIS}={self.ranks} does"
             )
         return given
+
+
+def requested(
+    gpus: str | None,
+    hosts: int | None,
+    mesh: Mapping[str, int] | str | None,
+    machine: str | os.PathLike[str] | None,
+) -> tuple[str | None, str | None]:
+    """Return the mesh and the machine of a program that should run on GPUs, if any are named.
+
+    Raises:
+        MachineError, ValueError: see ``Gpus``; or there are hosts without GPUs.
+    """
+    mesh_text = mesh if mesh is None or isinstance(mesh, str) else str(Mesh.of(mesh))
+    machine_text = None if machine is None else os.fspath(machine)
+    if gpus is not None:
+        ranks = Gpus.parse(gpus, hosts, machine_text)
+        return ranks.mesh(mesh_text), ranks.machine
+    if hosts is not None:
+        raise ValueError("hosts says where GPUs are: give gpus, too")
+    return mesh_text, machine_text
 
 
 def _on_hosts(count: int, machine: str | None, hosts: int) -> str:

@@ -14,7 +14,7 @@ from lazygt.graph.text import duration
 from lazygt.observe.report import shown
 from lazygt.observe.timeline import TimedRun
 from lazygt.simulation.prediction import Prediction
-from lazygt.tables import Printed, plain_table
+from lazygt.tables import PlainTable, Printed
 
 _MAX_ROWS = 12
 
@@ -51,7 +51,7 @@ class PredictionCheck(Printed):
             f"checked: the ranks took {duration(self.measured)} a step where "
             f"{duration(self.predicted)} were predicted ({self.error:+.0%})"
         )
-        table = plain_table("line", ">predicted", ">measured", ">off")
+        table = PlainTable("line", ">predicted", ">measured", ">off")
         for line, predicted, measured in self.lines[:_MAX_ROWS]:
             off = f"{predicted / measured - 1:+.0%}" if measured else "-"
             table.add_row(shown(line), duration(predicted), duration(measured), off)

@@ -32,7 +32,7 @@ from lazygt.simulation.discrete_event import RankClass, Simulated, Span
 from lazygt.simulation.rank_memory import KINDS, HeldMemory
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 from lazygt.submit.memory_categories import OPTIMIZER, PARAMETERS
-from lazygt.tables import Printed, plain_table
+from lazygt.tables import PlainTable, Printed, heading, section
 
 #: Rows of each table, at most.
 _MAX_ROWS = 8
@@ -262,34 +262,31 @@ class Prediction(Printed):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from map(Text, self._summary())
         if "suggestions" in vars(self):
-            yield Text("\nwhat would help most, as simulated", style="bold")
+            yield heading("what would help most, as simulated")
             yield Text("\n".join(map(str, self.suggestions)) or "nothing that was tried")
-        yield Text("\nwhat holds memory at the peak", style="bold")
-        table = plain_table("kind", ">bytes", "line")
-        for kind, line, nbytes in self.peak.lines[:_MAX_ROWS]:
-            table.add_row(kind, amount(nbytes, "B"), shown(line) if line else "held before")
-        yield table
-        yield Text("\nthe dearest lines of the busiest rank", style="bold")
-        table = plain_table("line", ">time")
-        for line, seconds in self.by_line()[:_MAX_ROWS]:
-            table.add_row(shown(line), duration(seconds))
-        yield table
-        if self.collectives:
-            yield Text("\ncollectives, the most exposed first", style="bold")
-            table = plain_table(
-                "axis", "collective", ">count", ">payload", ">ring a rank", ">time", ">exposed",
-                "line",
-            )  # fmt: skip
-            for row in self.collectives[:_MAX_ROWS]:
-                table.add_row(row.axis, row.kind, str(row.times), amount(row.nbytes, "B"),
-                              amount(row.ring, "B"), duration(row.seconds), duration(row.exposed),
-                              shown(row.line))  # fmt: skip
-            yield table
-            yield Text("\nsent in a step, by kind of parallelism", style="bold")
-            yield exchanged_table(self.by_parallelism()).fitting(options.max_width)
-        if beyond := self.outside:
-            yield Text(f"\n{OUTSIDE}", style="bold")
-            yield outside_table(beyond).fitting(options.max_width)
+        yield heading("what holds memory at the peak")
+        yield PlainTable("kind", ">bytes", "line", rows=(
+            (kind, amount(nbytes, "B"), shown(line) if line else "held before")
+            for kind, line, nbytes in self.peak.lines[:_MAX_ROWS]
+        ))  # fmt: skip
+        yield heading("the dearest lines of the busiest rank")
+        yield PlainTable("line", ">time", rows=(
+            (shown(line), duration(seconds)) for line, seconds in self.by_line()[:_MAX_ROWS]
+        ))  # fmt: skip
+        sent = exchanged_table(self.by_parallelism())
+        yield from section("collectives, the most exposed first", self._collectives_table())
+        yield from section("sent in a step, by kind of parallelism", sent)
+        yield from section(OUTSIDE, outside_table(self.outside))
+
+    def _collectives_table(self) -> PlainTable:
+        return PlainTable(
+            "axis", "collective", ">count", ">payload", ">ring a rank", ">time", ">exposed", "line",
+            rows=(
+                (row.axis, row.kind, row.times, amount(row.nbytes, "B"), amount(row.ring, "B"),
+                 duration(row.seconds), duration(row.exposed), shown(row.line))
+                for row in self.collectives[:_MAX_ROWS]
+            ),
+        )  # fmt: skip
 
     def _summary(self) -> Iterator[str]:
         """Yield the sentences above the tables."""
