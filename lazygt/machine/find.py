@@ -14,19 +14,13 @@ from typing import NamedTuple
 from lazygt.errors import MachineError
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.host.files import cache_place
-from lazygt.machine.file import read
+from lazygt.machine.file import FOLDER, read, shipped
 from lazygt.machine.model import Machine
 
-_FOLDER = Path(__file__).parent / "machines"
 #: Name of the machine in ``calibrated_place``.
 CALIBRATED = "calibrated"
 #: Default machine by device.
 _DEFAULTS = {"cpu": "cpu-generic", "cuda": "h100"}
-
-
-def shipped() -> tuple[str, ...]:
-    """Return the names of the machines shipped with lazygt."""
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 def calibrated_place(cache_dir: str | None = None) -> Path:
@@ -108,7 +102,7 @@ def _with_ranks(machine: Machine, ranks: int) -> Machine:
 
 @cache
 def _shipped(name: str) -> Machine:
-    return replace(read(_FOLDER / f"{name}.toml"), path="")
+    return replace(read(FOLDER / f"{name}.toml"), path="")
 
 
 # -- requested GPUs, such as ``8xB200``, as a machine and a mesh -----------------------------------
