@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -14,13 +14,53 @@ from rich.text import Text
 from lazygt.graph.text import count, duration
 from lazygt.plots import figure
 from lazygt.serving.mistakes import Remark
-from lazygt.serving.provision import FOR_SLO, Point, ServiceChoice
 from lazygt.serving.simulation import Arrivals, ServiceRun
 from lazygt.serving.stages import HIGH_LOAD, StageNumbers
 from lazygt.tables import PlainTable, Printed, heading
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# -- results ---------------------------------------------------------------------------------------
+
+#: Number of GPUs of each stage; 0 for a stage without.
+Gpus = tuple[int, ...]
+#: Loads of the points of the curve.
+CURVE_LOADS = (0.1, 0.3, 0.5, 0.7, 0.8, HIGH_LOAD, 0.9, 0.95, 0.98)
+#: Reasons of a choice.
+FORMULAS, GIVEN = "as the formulas say", "as given"
+AT_HIGH_LOAD, FOR_SLO = f"busy for {HIGH_LOAD:.0%}", "fewest for the SLO"
+
+
+class ServiceChoice(NamedTuple):
+    """A number of GPUs, simulated.
+
+    Attributes:
+        why: reason of the choice.
+        gpus: number of GPUs of each stage; 0 for a stage without.
+        load: load of the busiest stage, by the formulas.
+    """
+
+    why: str
+    gpus: Gpus
+    load: float
+    run: ServiceRun
+
+
+class Point(NamedTuple):
+    """Point of the curve of latency against throughput.
+
+    Attributes:
+        load: load of the busiest stage, by the formulas.
+        qps: requests a second.
+        mean: mean latency by the formulas, in seconds.
+    """
+
+    load: float
+    qps: float
+    mean: float
+    run: ServiceRun
+
 
 # -- plot of latency against throughput ------------------------------------------------------------
 
