@@ -1,4 +1,4 @@
-"""Status of a session or of a pool in a terminal: 80 columns and 24 rows for any of ranks."""
+"""Status of a session or of a pool: in a terminal of 80 columns and 24 rows, and in a browser."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ LETTERS = {
 }
 _GRID_COLUMNS = 64  # ranks in a line of the grid, at most
 _MOST_RANGES = 6  # ranges of ranks that a text lists, at most
+_RANK_COLUMNS = (">rank", "state", ">for", ">run", "plan", "of", ">living", ">peak")
 
 
 class Screen:
@@ -163,24 +164,28 @@ def _rank_urgency(rank: RankStatus) -> tuple[bool, int, bool, float, int]:
 
 
 def _rank_table(ranks: Sequence[RankStatus]) -> Table:
-    """Build the table of ranks: state, its duration, run, plan, activity and memory."""
-    table = _table(">rank", "state", ">for", ">run", "plan", "of", ">living", ">peak")
+    table = _table(*_RANK_COLUMNS)
     table.columns[5].ratio = 1
     table.expand = True
     for rank in ranks:
-        silence = rank.unheard or rank.age
-        seconds = silence if rank.state in STUCK else rank.seconds
-        table.add_row(
-            str(rank.rank),
-            Text(rank.state, LETTERS[rank.state][1]),
-            f"{seconds:.1f} s" if seconds >= 0.1 else "",
-            str(rank.run or ""),
-            rank.plan[:6] + (f":{rank.step}" if rank.step >= 0 else ""),
-            _rank_activity(rank),
-            decimal(rank.living) if rank.living else "",
-            decimal(rank.peak) if rank.peak else "",
-        )
+        number, state, *cells = _rank_cells(rank)
+        table.add_row(number, Text(state, LETTERS[state][1]), *map(Text, cells))
     return table
+
+
+def _rank_cells(rank: RankStatus) -> tuple[str, ...]:
+    """Return the row of a rank: state, its duration, run, plan, activity and memory."""
+    seconds = (rank.unheard or rank.age) if rank.state in STUCK else rank.seconds
+    return (
+        str(rank.rank),
+        rank.state,
+        f"{seconds:.1f} s" if seconds >= 0.1 else "",
+        str(rank.run or ""),
+        rank.plan[:6] + (f":{rank.step}" if rank.step >= 0 else ""),
+        _rank_activity(rank),
+        decimal(rank.living) if rank.living else "",
+        decimal(rank.peak) if rank.peak else "",
+    )
 
 
 def _rank_activity(rank: RankStatus) -> str:
@@ -215,6 +220,10 @@ def short(line: str) -> str:
 
 _LONGEST_NAME = 16  # of a session
 _LEAST_LINES = 14  # with fewer, a session's own screen does not fit
+_SESSION_COLUMNS = (
+    "session", "state", "ranks", ">run-s", ">memory", ">of", ">steps/s", ">queue", ">hits",
+    ">misses",
+)  # fmt: skip
 
 
 class PoolScreen:
@@ -284,18 +293,26 @@ def _is_urgent(row: Mapping[str, Any], sessions: Mapping[str, SessionStatus]) ->
 
 
 def _session_table(rows: list[Any], sessions: Mapping[str, SessionStatus]) -> Table:
-    table = _table(
-        "session", "state", "ranks", ">run-s", ">memory", ">of", ">steps/s", ">queue", ">hits",
-        ">misses",
-    )  # fmt: skip
+    table = _table(*_SESSION_COLUMNS)
     table.padding = (0, 1, 0, 0)
     for row in rows:
         session = sessions.get(row["session"])
-        table.add_row(
-            _name(row), _state(row), _ranks(row, session), _short_number(row["run_seconds"]),
-            decimal(row["memory"]), _quota_share(row), *_rates(session),
-        )  # fmt: skip
+        name, state, *cells = map(Text, _session_cells(row, session))
+        table.add_row(name, state, _ranks(row, session), *cells)
     return table
+
+
+def _session_cells(row: Mapping[str, Any], session: SessionStatus | None) -> tuple[str, ...]:
+    """Return the row of a session, without its ranks."""
+    cells = (
+        _name(row), _state(row), _short_number(row["run_seconds"]), decimal(row["memory"]),
+        _quota_share(row),
+    )  # fmt: skip
+    if session is None or not session.session.pid:
+        return *cells, "", "", "", ""
+    client = session.session
+    rates = map(_short_number, (client.steps_a_second, client.queue, client.hits, client.misses))
+    return *cells, *rates
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -334,19 +351,6 @@ def _quota_share(row: Mapping[str, Any]) -> str:
     return f"{100 * row['memory'] / limit:.0f} %" if limit else ""
 
 
-def _rates(session: SessionStatus | None) -> tuple[str, str, str, str]:
-    """Return steps per second, queue length, hits and misses of a session, as texts."""
-    if session is None or not session.session.pid:
-        return "", "", "", ""
-    client = session.session
-    return (
-        _short_number(client.steps_a_second),
-        str(client.queue),
-        _short_number(client.hits),
-        _short_number(client.misses),
-    )
-
-
 def _session_activity(row: Mapping[str, Any], session: SessionStatus | None) -> Iterator[Text]:
     """Yield lines on the work of a session's client."""
     if session is None or not session.session.pid:
@@ -360,6 +364,56 @@ def _session_activity(row: Mapping[str, Any], session: SessionStatus | None) -> 
         yield Text(f"  last miss at {short(client.miss_line)}: {client.miss}")
     if client.recoveries:
         yield Text(f"  {client.recoveries} recoveries: {client.recovery}")
+
+
+# -- both in a browser -----------------------------------------------------------------------------
+
+_MOST_ROWS = 16  # ranks in the table of a page, at most
+
+
+def page_of(status: SessionStatus | PoolStatus) -> dict[str, Any]:
+    """Return the content of the page: the lines of the screen, squares of ranks, and a table.
+
+    A cell of the table is a text, or the squares of a session's ranks.
+    """
+    if isinstance(status, PoolStatus):
+        return _pool_page(status)
+    title, *lines = map(str, _session_head(status))
+    ranks = status.ranks
+    if len(ranks) > _MOST_ROWS:
+        ranks = tuple(sorted(ranks, key=_rank_urgency))[:_MOST_ROWS]
+    return {
+        "title": title,
+        "alerts": list(map(str, alerts(status))),
+        "lines": lines,
+        "squares": _squares(status),
+        "columns": _RANK_COLUMNS,
+        "rows": list(map(_rank_cells, ranks)),
+    }
+
+
+def _pool_page(status: PoolStatus) -> dict[str, Any]:
+    title, *lines = map(str, _pool_head(status))
+    rows = []
+    for row in status.report["sessions"]:
+        session = status.sessions.get(row["session"])
+        name, state, *cells = _session_cells(row, session)
+        ranks = str(row["workers"]) if session is None else _squares(session)
+        rows.append((name, state, ranks, *cells))
+        lines += map(str, _session_activity(row, session))
+    return {
+        "title": title,
+        "alerts": list(map(str, _pool_alerts(status))),
+        "lines": lines,
+        "squares": [],
+        "columns": _SESSION_COLUMNS,
+        "rows": rows,
+    }
+
+
+def _squares(status: SessionStatus) -> list[tuple[int, str, str]]:
+    """Return (rank, state, activity) of each rank."""
+    return [(rank.rank, rank.state, _rank_activity(rank)) for rank in status.ranks]
 
 
 # -- lines and tables of both ----------------------------------------------------------------------
