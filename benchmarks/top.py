@@ -29,7 +29,7 @@ _WIDTH, _BATCH = 256, 64
 _LEASE_SECONDS = 4.0  # somebody who has gone counts as watching for less
 _VIEWER = """
 import sys, time
-from lazygt.observe.top.pool_source import PoolSource
+from lazygt.observe.top.sources import PoolSource
 source = PoolSource(sys.argv[1], sys.argv[2])
 source.settled(10.0)
 print("sees", flush=True)

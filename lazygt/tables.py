@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 _MAX_WIDTH = 1_000
+#: Minimum width of a column of texts.
+_MIN_TEXT_WIDTH = 20
 _HTML = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 
 
@@ -38,5 +43,90 @@ def plain_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         right = name.startswith(">")
-        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+        table.add_column(
+            name.removeprefix(">"), no_wrap=right, overflow="fold",
+            justify="right" if right else "left",
+        )  # fmt: skip
     return table
+
+
+class PlainTable(Printed):
+    """Table without lines that fits the width in which it is printed; its texts are wrapped.
+
+    Args:
+        columns: names of the columns; those that begin with ``>`` are right-aligned.
+        rows: cells of the first rows; cells are no markup.
+        spare: optional columns, dropped one after another if the width is too small.
+        truncated: column with texts that are truncated instead of wrapped.
+        styles: text of a cell -> its style.
+    """
+
+    def __init__(
+        self,
+        *columns: str,
+        rows: Iterable[Iterable[object]] = (),
+        spare: Sequence[str] = (),
+        truncated: str = "",
+        styles: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.columns, self.spare, self.truncated = columns, spare, truncated
+        self.styles = styles
+        self.rows: list[tuple[str, ...]] = []
+        for row in rows:
+            self.add_row(*row)
+
+    def add_row(self, *cells: object) -> None:
+        """Add a row."""
+        self.rows.append(tuple(map(str, cells)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.fitting(options.max_width)
+
+    def fitting(self, width: int) -> Table:
+        """Build the table for a terminal of ``width`` characters."""
+        columns = list(range(len(self.columns)))
+        droppable = list(self.spare)
+        while droppable and sum(map(self._min_width, columns)) > width:
+            name = droppable.pop(0)
+            columns = [column for column in columns if self.columns[column] != name]
+        table = plain_table(*(self.columns[column] for column in columns))
+        used = sum(self._width(column) for column in columns if not self._is_truncated(column))
+        text_width = max(width - used, _MIN_TEXT_WIDTH)
+        for row in self.rows:
+            cells = (
+                truncated(row[column], text_width) if self._is_truncated(column) else row[column]
+                for column in columns
+            )
+            table.add_row(*(Text(cell, self.styles.get(cell, "")) for cell in cells))
+        return table
+
+    def _is_truncated(self, column: int) -> bool:
+        return self.columns[column] == self.truncated
+
+    def _width(self, column: int) -> int:
+        """Return the width of a column, with the space before the next one."""
+        return 2 + max(
+            len(cell) for cell in (self.columns[column], *(row[column] for row in self.rows))
+        )
+
+    def _min_width(self, column: int) -> int:
+        """Return the minimum width of a column, with its texts wrapped or truncated."""
+        width = self._width(column)
+        return width if self.columns[column].startswith(">") else min(width, _MIN_TEXT_WIDTH)
+
+
+def truncated(text: str, length: int) -> str:
+    """Truncate a text that is longer than ``length`` characters."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def heading(text: str) -> Text:
+    """Return the heading of a section of a report."""
+    return Text(f"\n{text}", style="bold")
+
+
+def section(title: str, table: PlainTable) -> Iterator[RenderableType]:
+    """Yield a heading and a table; nothing without rows."""
+    if table.rows:
+        yield heading(title)
+        yield table

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -162,34 +163,33 @@ def carriers(
         slopes: carrier -> seconds for each rank beyond the second, used if only two ranks fit.
         progress: called after each measurement.
     """
-    names = ("local", "sockets") if device == "cpu" else ("local",)
-    rows: dict[str, list[ExchangeFit]] = {name: [] for name in names}
+    rows: dict[str, list[ExchangeFit]] = defaultdict(list)
     for ranks in groups:
         with Session(workers=Workers(ranks, threads=threads), device=device, compile="off"):
             many, few = torch.zeros(5 * rounds), torch.zeros(rounds)
-            for kind in KINDS:
-                for nbytes in sizes:
-                    for name in names:
-                        if name == "sockets" and not goes_by_sockets(kind, nbytes, ranks):
-                            continue
-                        sent = (ring_bytes if name == "local" else socket_bytes)(
-                            kind, nbytes, ranks
-                        )
-                        start = many if nbytes <= _SMALL else few
-                        duration = apply(seconds, start, _AXIS, name, kind, nbytes).item()
-                        rows[name].append(ExchangeFit(sent, ranks, duration))
-                        progress()
-    return {name: fit_carrier(rows[name], slopes[name]) for name in names}
+            for name, kind, nbytes in _exchanges(device, ranks, sizes):
+                bytes_sent = ring_bytes if name == "local" else socket_bytes
+                start = many if nbytes <= _SMALL else few
+                duration = apply(seconds, start, _AXIS, name, kind, nbytes).item()
+                rows[name].append(ExchangeFit(bytes_sent(kind, nbytes, ranks), ranks, duration))
+                progress()
+    return {name: fit_carrier(timed, slopes[name]) for name, timed in rows.items()}
+
+
+def _exchanges(device: str, ranks: int, sizes: Sequence[int]) -> list[tuple[str, str, int]]:
+    """List the timed collectives of a number of ranks: (carrier, kind, payload)."""
+    return [
+        (name, kind, nbytes)
+        for kind in KINDS
+        for nbytes in sizes
+        for name in ("local", "sockets")
+        if name == "local" or (device == "cpu" and goes_by_sockets(kind, nbytes, ranks))
+    ]
 
 
 def steps(device: str, groups: Sequence[int], sizes: Sequence[int]) -> int:
     """Return the number of progress reports of ``carriers``."""
-    count = 0
-    for ranks in groups:
-        for kind in KINDS:
-            small = sum(goes_by_sockets(kind, size, ranks) for size in sizes)
-            count += len(sizes) + (small if device == "cpu" else 0)
-    return count
+    return sum(len(_exchanges(device, ranks, sizes)) for ranks in groups)
 
 
 # -- calibration -----------------------------------------------------------------------------------

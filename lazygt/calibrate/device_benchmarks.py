@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from lazygt.machine.model import Carrier, LinkFigures
-
-# -- fits of the cost models in ``machine.prices`` to measured times -------------------------------
+from lazygt.machine.prices import link_for, tiled_flops
 
 # -- clocks and minimum times ----------------------------------------------------------------------
 
@@ -103,7 +102,7 @@ def least(
     return best
 
 
-# -- fits ------------------------------------------------------------------------------------------
+# -- fits of the cost models in ``machine.prices`` to measured times -------------------------------
 
 
 class ProductFit(NamedTuple):
@@ -145,9 +144,7 @@ def _law(
     """Return the cost model with these tile sizes: the median rate of each dtype, and its error."""
     rates_of_dtype: dict[str, list[float]] = {}
     for dtype, m, n, k, seconds in rows:
-        tiles = math.ceil(m / tile_rows) * math.ceil(n / tile_columns)
-        rounds = math.ceil(tiles / units) * units
-        flops = 2 * rounds * tile_rows * tile_columns * (k + depth)
+        flops = tiled_flops(tile_rows, tile_columns, units, depth, m, n, k)
         rates_of_dtype.setdefault(dtype, []).append(flops / seconds)
     rate = {dtype: median(values) for dtype, values in rates_of_dtype.items()}
     errors = [
@@ -217,9 +214,7 @@ def _max_error(carrier: Carrier, rows: Sequence[ExchangeFit]) -> float:
 
 
 def _seconds(carrier: Carrier, row: ExchangeFit) -> float:
-    link = next(link for link in carrier if row.sent <= link.up_to)
-    seconds = link.latency + (row.ranks - 2) * link.each + row.sent / link.bandwidth
-    return max(seconds, 1e-9)
+    return max(link_for(carrier, row.sent).seconds(row.sent, row.ranks), 1e-9)
 
 
 # -- benchmarks of one device: matmuls, families of pointwise ops, memory --------------------------

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import typer
 
-from lazygt.cli.dump import diff, dump, log, viz
+from lazygt.cli.dump import diff, dump, viz
 from lazygt.cli.plan_serving import comm, plan_serving
 from lazygt.cli.pool import app as pool
+from lazygt.cli.pool import keys, serve, worker
 from lazygt.cli.script import SETTINGS, ScriptCommand
-from lazygt.cli.serve import keys, serve, worker
-from lazygt.cli.setup import build_native, calibrate
-from lazygt.cli.show import doctor, explain, profile, why
+from lazygt.cli.setup import build_native, calibrate, doctor
+from lazygt.cli.show import explain, log, profile, why
 from lazygt.cli.simulate import simulate, sweep
 from lazygt.observe.top.command import top
 from lazygt.record.context import current_session

@@ -1,102 +1,42 @@
-"""``lazygt dump``: a script's plans as text; ``lazygt diff``: comparison of two dumps."""
+"""``lazygt dump`` and ``viz``: plans as text and as pictures; ``diff``: comparison of dumps."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from difflib import unified_diff
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from lazygt.cli.script import (
+    NO_PLAN,
     Inline,
     OnMachine,
     OnMesh,
     Script,
+    ScriptRun,
     check_output,
     fail,
     finish,
-    on_machine,
-    on_mesh,
+    planned_on,
     run,
 )
 from lazygt.errors import LazyGTError
 from lazygt.graph.alias import op_facts
-from lazygt.graph.collectives import Communication, communications_by_node
+from lazygt.graph.collectives import Communication, collective_name, communications_by_node
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, print_graph
 from lazygt.graph.text import count
-from lazygt.observe.traffic import LogSummary, Total, read_log
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
-
-# -- ``lazygt log``: summary of an instruction log -------------------------------------------------
-
-
-def log(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="log file that a script has written (LAZYGT_LOG)")],
-    by: Annotated[
-        str, typer.Option(help="table to print: kind, reason or line; by default all three")
-    ] = "",
-    most: Annotated[int, typer.Option(min=1, help="rows of a table, at most")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
-) -> None:  # fmt: skip
-    """Sum the messages that a script sent and received: number, bytes, reasons, lines.
-
-    Milliseconds are sums of the times from sending a run to its answer; runs overlap.
-    """
-    try:
-        summary = LogSummary(read_log(file))
-    except (OSError, ValueError) as error:
-        fail(context, str(error))
-    tables = {"kind": summary.by_kind(), "reason": summary.by_reason(), "line": summary.by_line()}
-    if by and by not in tables:
-        fail(context, f"--by is one of {', '.join(tables)}, not {by!r}")
-    tables = {by: tables[by]} if by else tables
-    if as_json:
-        overall = {
-            "messages": summary.messages,
-            "bytes": summary.nbytes,
-            "seconds": summary.seconds,
-        }
-        rows = {name: [asdict(total) for total in totals] for name, totals in tables.items()}
-        typer.echo(json.dumps({**overall, **rows}))
-        return
-    typer.echo(f"{summary.messages:,} messages, {summary.nbytes:,} bytes, {summary.seconds:.2f} s")
-    for name, totals in tables.items():
-        _show(name, totals, most)
-
-
-def _show(name: str, totals: Sequence[Total], most: int) -> None:
-    table = Table("by " + name)
-    for column in ("messages", "bytes", "ms", "ms each"):
-        table.add_column(column, justify="right")
-    for total in totals[:most]:
-        mean = total.milliseconds / total.count
-        milliseconds = (
-            (f"{total.milliseconds:,.1f}", f"{mean:,.2f}") if total.milliseconds else ("", "")
-        )
-        table.add_row(total.name, f"{total.count:,}", f"{total.nbytes:,}", *milliseconds)
-    if len(totals) > most:
-        table.add_row(f"and {len(totals) - most:,} more")
-    console = Console()
-    if not console.is_terminal:  # no wrapped lines in a file or pipe
-        console.width = 140
-    console.print(table)
-
 
 # -- ``lazygt dump``: plans as text ----------------------------------------------------------------
 
@@ -112,6 +52,10 @@ GRAPHS = (
 )
 #: Printable stages; ``placements`` is the program before ``shard``, with each value's placement.
 STAGES = (*GRAPHS[: GRAPHS.index("shard")], "placements", *GRAPHS[GRAPHS.index("shard") :])
+Number = Annotated[
+    int | None,
+    typer.Option("--plan", help="number of the plan, from 0; by default the one of most ops"),
+]
 
 
 def dump(
@@ -120,10 +64,7 @@ def dump(
     stage: Annotated[
         str, typer.Option(help=f"print the graphs of this stage: {', '.join(STAGES)}")
     ] = "plan",
-    plan: Annotated[
-        int | None,
-        typer.Option(help="print this plan, counted from 0; by default the one of most ops"),
-    ] = None,
+    plan: Number = None,
     everything: Annotated[bool, typer.Option("--all", help="print every plan")] = False,
     inline: Inline = False,
     mesh: OnMesh = None,
@@ -136,16 +77,13 @@ def dump(
     """
     if stage not in STAGES:
         fail(context, f"there is no stage {stage!r}, only {', '.join(STAGES)}")
-    settings = on_mesh(context, {"keep_stages": stage != "plan"}, mesh)
-    settings = on_machine(context, settings, machine)
+    settings = planned_on(context, {"keep_stages": stage != "plan"}, mesh, machine)
     ran = run(context, script, inline, settings)
-    built = [(session, entry) for session in ran.sessions for entry in session.entries()]
+    built = _built(ran)
     if everything and plan is None:
         _print_all(ran.sessions, stage)
     elif built:
-        number = most_ops([entry.plan for _, entry in built]) if plan is None else plan
-        if not 0 <= number < len(built):
-            fail(context, f"there is no plan {number}, only 0 to {len(built) - 1}")
+        number = _number(context, built, plan)
         _print_plan(*built[number], number, stage)
         if plan is None and len(built) > 1:
             typer.echo(f"# plan {number} of {len(built)} has the most ops; --plan NUMBER prints "
@@ -153,13 +91,28 @@ def dump(
     elif plan is not None and not ran.failed:
         fail(context, f"there is no plan {plan}, the script built none")
     if not built and not ran.failed:
-        typer.echo("no plan was built: the script recorded nothing on device lazygt")
+        typer.echo(NO_PLAN)
     finish(ran)
 
 
-def most_ops(plans: Sequence[Plan]) -> int:
-    """Return the position of the plan with the most ops."""
-    return max(range(len(plans)), key=lambda number: len(plans[number].steps.graph.nodes))
+def _built(ran: ScriptRun) -> list[tuple[Session, PlanRecord]]:
+    """List the plans of a script, in the order of their numbers, with their sessions."""
+    return [(session, entry) for session in ran.sessions for entry in session.entries()]
+
+
+def _number(
+    context: typer.Context, built: Sequence[tuple[Session, PlanRecord]], number: int | None
+) -> int:
+    """Return the number of the requested plan; by default that of the one with the most ops.
+
+    Ends the command if there is no such plan.
+    """
+    if number is None:
+        sizes = [len(entry.plan.steps.graph.nodes) for _, entry in built]
+        return sizes.index(max(sizes))
+    if not 0 <= number < len(built):
+        fail(context, f"there is no plan {number}, only 0 to {len(built) - 1}")
+    return number
 
 
 def _print_all(sessions: Iterable[Session], stage: str) -> None:
@@ -254,7 +207,7 @@ def _byte_notes(graph: Graph, mesh: Mesh | None = None) -> list[str]:
 
 def _traffic_note(record: Communication) -> str:
     """Return a collective's note: kind, axis, payload, and bytes that a rank sends in a ring."""
-    kind = f"{record.kind} {record.reduce_op}" if record.reduce_op else record.kind
+    kind = collective_name(record.kind, record.reduce_op)
     ring = f", {record.ring_bytes} in a ring of {record.ranks}" if record.ranks > 1 else ""
     return f"{kind} along {record.mesh_dim}: {record.nbytes} bytes{ring}"
 
@@ -348,10 +301,7 @@ def viz(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="file to write: .html, .svg, .png or .dot")
     ] = Path("graph.html"),
-    plan: Annotated[
-        int | None,
-        typer.Option(help="draw this plan, counted from 0; by default the one of most ops"),
-    ] = None,
+    plan: Number = None,
     stage: Annotated[
         str, typer.Option(help=f"draw the graph of this stage: {', '.join(GRAPHS)}")
     ] = "plan",
@@ -367,27 +317,24 @@ def viz(
     A page (.html) needs no other program and no network; .svg and .png need Graphviz.
     """
     _check(context, output, stage, collapse)
-    settings = on_mesh(context, {"keep_stages": stage != "plan"}, mesh)
-    settings = on_machine(context, settings, machine)
+    settings = planned_on(context, {"keep_stages": stage != "plan"}, mesh, machine)
     ran = run(context, script, inline, settings)
-    plans = [(session, built) for session in ran.sessions for built in _plans(session)]
-    if plans:
-        number = most_ops([built for _, built in plans]) if plan is None else plan
-        if not 0 <= number < len(plans):
-            fail(context, f"there is no plan {number}, only 0 to {len(plans) - 1}")
-        graph = _graph(*plans[number], stage)
+    built = _built(ran)
+    if built:
+        number = _number(context, built, plan)
+        session, entry = built[number]
+        graph = _graph(session, entry.plan, stage)
         if graph is None:
             fail(context, f"plan {number} went through no stage {stage!r}")
         from lazygt.observe.picture import render  # why: networkx takes a tenth of a second to load
 
         try:
-            drawn = plans[number][1]
-            render(graph, output, _COLLAPSE[collapse], drawn.mesh, drawn.backward)
+            render(graph, output, _COLLAPSE[collapse], entry.plan.mesh, entry.plan.backward)
         except (LazyGTError, OSError) as error:
             fail(context, str(error))
-        typer.echo(f"plan {number} of {len(plans)} ({_ops(graph)}) drawn to {output}")
+        typer.echo(f"plan {number} of {len(built)} ({_ops(graph)}) drawn to {output}")
     elif not ran.failed:
-        fail(context, "no plan was built: the script recorded nothing on device lazygt")
+        fail(context, NO_PLAN)
     finish(ran)
 
 
@@ -408,11 +355,6 @@ def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> N
             f"{output.suffix} needs Graphviz's program 'dot', which is not on PATH; install it "
             f"(for example: apt-get install graphviz), or write .html or .dot",
         )
-
-
-def _plans(session: Session) -> list[Plan]:
-    """Return a session's plans, numbered as ``lazygt dump`` numbers them."""
-    return [entry.plan for entry in session.entries()]
 
 
 def _graph(session: Session, plan: Plan, stage: str) -> Graph | None:

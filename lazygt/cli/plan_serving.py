@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
-from lazygt.cli.script import check_output, fail
+from lazygt.cli.script import AsJson, Claims, Plot, check_output, fail, show, show_json
 from lazygt.graph.comm_volume import TransformerStep
 from lazygt.observe.traffic import VolumeReport, judged, parse_volume_claim
 from lazygt.serving.planning import plan
-from lazygt.serving.report import ServicePlan
 from lazygt.serving.stages import parse_duration
 
 # -- ``lazygt comm``: traffic of a training step ---------------------------------------------------
@@ -74,10 +68,8 @@ def comm(
     microbatches: Annotated[
         int, typer.Option(min=1, help="microbatches of B sequences, with accumulated gradients")
     ] = 1,
-    claim: Annotated[
-        list[str] | None, typer.Option(help="figure of your own to check, such as data=56GB")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, in bytes")] = False,
+    claim: Claims = None,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Compute the traffic of a transformer's training step, by kind of parallelism.
 
@@ -101,11 +93,9 @@ def comm(
         fail(context, f"--claim: {error}")
     report = VolumeReport(step, (dtype, activation_dtype), volumes, remarks)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
-    elif sys.stdout.isatty():
-        Console().print(report)
+        show_json(report.as_dict(), indent=2)
     else:
-        typer.echo(report)
+        show(report)
 
 
 def _params(context: typer.Context, text: str) -> int:
@@ -155,8 +145,6 @@ def _check(context: typer.Context, step: TransformerStep) -> None:
 
 # -- ``lazygt plan-serving``: GPUs and latencies of a service --------------------------------------
 
-_SUFFIXES = (".png", ".svg")
-
 
 def plan_serving(
     context: typer.Context,
@@ -186,30 +174,20 @@ def plan_serving(
         str,
         typer.Option(help="load balancing over GPUs: random, round-robin, or shared: one queue"),
     ] = "random",
-    claim: Annotated[
-        list[str] | None,
-        typer.Option(help="figure of your own to check: rank:qps=5,collection=1.7ms,latency=150ms"),
-    ] = None,
+    claim: Claims = None,
     seconds: Annotated[
         float | None, typer.Option(help="duration of arrivals in a simulation")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="seed of the random numbers")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="draw latency against throughput into this .png or .svg")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, in seconds")] = False,
+    plot: Plot = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compute the GPUs and latencies of a service that batches requests.
 
     Besides the usual formulas every request is simulated, with arrivals at random, in bursts or
     from a file: mean, p50, p99, and the fewest GPUs with which the p99 is within the SLO.
     """
-    if plot is not None:
-        if plot.suffix not in _SUFFIXES:
-            fail(context, f"{plot.name!r} must end in one of {', '.join(_SUFFIXES)}")
-        check_output(context, plot)
-        if find_spec("matplotlib") is None:
-            fail(context, "--plot needs matplotlib, which is not installed: pip install matplotlib")
+    check_output(context, plot, plot=True)
     try:
         limit = None if slo is None else parse_duration(slo, "ms")
     except ValueError as error:
@@ -223,15 +201,9 @@ def plan_serving(
             planned.plot(plot)
     except (ValueError, ImportError, OSError) as error:
         fail(context, str(error))
-    _show(planned, as_json)
-    if plot is not None and not as_json:
-        typer.echo(f"\nlatency against throughput drawn to {plot}")
-
-
-def _show(planned: ServicePlan, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(planned.as_dict(), indent=2))
-    elif sys.stdout.isatty():
-        Console().print(planned)
-    else:
-        typer.echo(planned)
+        show_json(planned.as_dict(), indent=2)
+        return
+    show(planned)
+    if plot is not None:
+        typer.echo(f"\nlatency against throughput drawn to {plot}")

@@ -1,10 +1,11 @@
 """Runs of an unchanged script as by ``python script args``, and of its sessions.
 
-Also the commands' script argument, and their errors.
+Also options that several commands have, and their output and errors.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -17,17 +18,20 @@ from types import TracebackType
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
+from rich.console import Console, RenderableType
 from typer.core import TyperCommand
 
 from lazygt.config import OF_POOLS, cache_setting
 from lazygt.errors import MachineError
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import machine_of
+from lazygt.plots import missing
 from lazygt.session import Session, overseen
 
 #: Matches an import of lazygt: such a script opens its sessions itself.
 _IMPORTS_LAZYGT = re.compile(r"^\s*(from\s+|import\s([^#\n]*,)?\s*)lazygt\b", re.MULTILINE)
 _NO_SETTINGS: Mapping[str, Any] = {}
+NO_PLAN = "no plan was built: the script recorded nothing on device lazygt"
 
 
 @dataclass
@@ -158,6 +162,14 @@ OnMachine = Annotated[
         help="cost model: a name such as h100, calibrated, or a machine file",
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, in seconds and bytes")]
+Claims = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--claim", help="figure of your own to check, such as data=56GB or rank:collection=1.7ms"
+    ),
+]
+Plot = Annotated[Path | None, typer.Option(help="draw a plot into this .png or .svg")]
 #: For commands that take a script: options unknown to lazygt are the script's.
 SETTINGS = {
     "allow_extra_args": True,
@@ -218,38 +230,28 @@ def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
     return [*own_args, *script_args, *remaining]
 
 
-def on_machine(
-    context: typer.Context, settings: Mapping[str, Any], machine: str | None
+def planned_on(
+    context: typer.Context, settings: Mapping[str, Any], mesh: str | None, machine: str | None
 ) -> Mapping[str, Any]:
-    """Return the settings, with a machine if one is named.
+    """Return the settings of sessions on a mesh, which are dry then, and on a machine.
 
-    Ends the command if the machine is unknown.
+    Ends the command if the mesh or the machine is invalid.
     """
-    if machine is None:
-        return settings
-    try:
-        machine_of(machine, cache_setting())
-    except MachineError as error:
-        fail(context, f"--machine: {error}")
-    return {**settings, "machine": machine}
-
-
-def on_mesh(
-    context: typer.Context, settings: Mapping[str, Any], mesh: str | None
-) -> Mapping[str, Any]:
-    """Return the settings; with a mesh those of a dry session on it.
-
-    Ends the command if the mesh is invalid.
-    """
-    if mesh is None:
-        return settings
-    try:
-        parsed = Mesh.parse(mesh)
-    except ValueError as error:
-        fail(context, f"--mesh: {error}")
-    if not parsed.names:
-        fail(context, f"--mesh: {mesh!r} names no axis; write for example data=8,model=4")
-    return {**settings, "mesh": mesh, "launcher": "dry", "compile": "off"}
+    if mesh is not None:
+        try:
+            parsed = Mesh.parse(mesh)
+        except ValueError as error:
+            fail(context, f"--mesh: {error}")
+        if not parsed.names:
+            fail(context, f"--mesh: {mesh!r} names no axis; write for example data=8,model=4")
+        settings = {**settings, "mesh": mesh, "launcher": "dry", "compile": "off"}
+    if machine is not None:
+        try:
+            machine_of(machine, cache_setting())
+        except MachineError as error:
+            fail(context, f"--machine: {error}")
+        settings = {**settings, "machine": machine}
+    return settings
 
 
 def run(
@@ -270,12 +272,34 @@ def run(
     return run_script(script, context.args, inline, settings or {}, opened)
 
 
-def check_output(context: typer.Context, path: Path) -> None:
-    """End the command, before its script runs, if no file can be written at ``path``."""
+def check_output(context: typer.Context, path: Path | None, plot: bool = False) -> None:
+    """End the command, before its script runs, if no file can be written at ``path``.
+
+    Args:
+        plot: True for a plot by matplotlib.
+    """
+    if path is None:
+        return
+    if plot and (problem := missing(path)):
+        fail(context, problem)
     if path.is_dir():
         fail(context, f"{path} is a folder; name a file in it")
     if not path.parent.is_dir():
         fail(context, f"there is no folder {path.parent} to write {path.name} into")
+
+
+def show(*parts: RenderableType) -> None:
+    """Print a report: formatted in a terminal, in full as plain text into a file or pipe."""
+    for part in parts:
+        if sys.stdout.isatty():
+            Console().print(part)
+        else:
+            typer.echo(str(part))
+
+
+def show_json(data: object, indent: int | None = None) -> None:
+    """Print plain data as JSON."""
+    typer.echo(json.dumps(data, indent=indent))
 
 
 def finish(ran: ScriptRun) -> None:

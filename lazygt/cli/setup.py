@@ -1,4 +1,4 @@
-"""``lazygt build-native``: the C++ extension; ``lazygt calibrate``: a machine file."""
+"""``lazygt build-native``, ``calibrate`` and ``doctor``: setup of this machine, and its checks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from typing import Annotated, Literal
 
 import torch
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from lazygt.calibrate import FULL, QUICK, measure, write
-from lazygt.cli.script import check_output
+from lazygt.cli.script import check_output, show
 from lazygt.config import cache_setting, wheels_setting
 from lazygt.machine import CALIBRATED, Machine, calibrated_place, default_machine
 from lazygt.machine.file import in_order
@@ -21,6 +18,12 @@ from lazygt.machine.model import quantity
 from lazygt.native import fit
 from lazygt.native.build import BuildError, build, install
 from lazygt.native.build import write as write_wheel
+from lazygt.observe import doctor as checks
+from lazygt.session import Session
+from lazygt.tables import PlainTable
+
+#: Styles of the states of checks.
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 # -- ``lazygt build-native``: the C++ extension, from a wheel or from the sources ------------------
 
@@ -82,8 +85,7 @@ def calibrate(
     workers; each figure is the minimum of several rounds. Sessions use the file with
     machine="calibrated" or LAZYGT_MACHINE=calibrated, or a file written with -o by its path.
     """
-    if output is not None:
-        check_output(context, output)
+    check_output(context, output)
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True
@@ -95,18 +97,33 @@ def calibrate(
 
         machine = measure(kind, QUICK if quick else FULL, threads, show_progress)
     path = write(machine, output or calibrated_place(cache_setting()))
-    Console().print(_table(machine, default_machine(kind)))
+    typer.echo(machine.about)
+    show(_table(machine, default_machine(kind)))
     typer.echo(f"written to {path}")
     if output is None:
         typer.echo(f"sessions take it with LAZYGT_MACHINE={CALIBRATED}")
 
 
-def _table(machine: Machine, usual: Machine) -> Table:
+def _table(machine: Machine, usual: Machine) -> PlainTable:
     """Return the measured figures, beside those of the default machine."""
-    table = Table("figure", "here", usual.name, "unit", title=machine.about, box=SIMPLE)
+    table = PlainTable("figure", ">here", f">{usual.name}", "unit")
     for key, figure in in_order(machine.figures):
         if figure.source == CALIBRATED:
             other = usual.figures.get(key)
             default = "" if other is None else f"{other.value:.3g}"
             table.add_row(key, f"{figure.value:.3g}", default, quantity(key).unit)
     return table
+
+
+# -- ``lazygt doctor``: checks of this machine -----------------------------------------------------
+
+
+def doctor() -> None:
+    """Check this machine, and whether a session works on it."""
+    findings = checks.report(lambda: Session(workers=1))
+    rows = ((check.name, check.status, check.detail, check.advice) for check in findings)
+    show(PlainTable("part", "", "finding", "advice", rows=rows, styles=_COLOURS))
+    failed = [check.name for check in findings if check.status == "fail"]
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}", err=True)
+        raise typer.Exit(1)

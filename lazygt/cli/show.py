@@ -1,20 +1,22 @@
-"""``lazygt explain``, ``why``, ``profile`` and ``doctor``.
+"""``lazygt explain``, ``why``, ``profile`` and ``log``: reports on a script.
 
-A script's costs, the reasons for its flushes and plans, its timeline; and a check of this machine.
+Its costs, the reasons for its flushes and plans, its timeline, its messages.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from lazygt.cli.script import (
+    NO_PLAN,
+    AsJson,
     Inline,
     OnMachine,
     OnMesh,
@@ -22,25 +24,27 @@ from lazygt.cli.script import (
     check_output,
     fail,
     finish,
-    on_machine,
-    on_mesh,
+    planned_on,
     run,
+    show,
+    show_json,
 )
-from lazygt.observe import doctor as checks
 from lazygt.observe.explain import DRY, Runs, report_of, runs_of
-from lazygt.observe.report import Report
 from lazygt.observe.timeline import Timeline
 from lazygt.observe.timeline import profile as profile_of
+from lazygt.observe.traffic import LogSummary, Total, read_log
 from lazygt.observe.why import why as why_of
-from lazygt.session import Session
+from lazygt.tables import PlainTable
 
 _SLOWEST = 5
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 _DRY = (
     "Nothing was computed. What the script read of computed values was 0 (or False), so a branch "
     "on them may differ from a real run."
 )
 _FAILED = " The script failed; this is what it recorded until then."
+
+
+# -- ``lazygt explain``, ``why``, ``profile`` ------------------------------------------------------
 
 
 def explain(
@@ -52,7 +56,7 @@ def explain(
     others. On a mesh, which needs none of its workers: the work of one rank, the collectives, and
     the cost of alternatives. A failing script is explained up to its error, with exit code 1.
     """
-    settings = on_machine(context, on_mesh(context, DRY, mesh), machine)
+    settings = planned_on(context, DRY, mesh, machine)
     ran = run(context, script, True, settings)
     runs: list[Runs] = []
     first_plan = 0
@@ -61,20 +65,10 @@ def explain(
         first_plan += len(session.entries())
     report = report_of(runs, alternatives=True)
     if report.plans:
-        _show(report, _DRY + (_FAILED if ran.failed else ""))
+        show(Text(_DRY + (_FAILED if ran.failed else ""), style="italic"), report)
     elif not ran.failed:
-        typer.echo("no plan was built: the script recorded nothing on device lazygt")
+        typer.echo(NO_PLAN)
     finish(ran)
-
-
-def _show(report: Report, head: str) -> None:
-    """Print a report: formatted in a terminal, in full as plain text into a file or pipe."""
-    if sys.stdout.isatty():
-        console = Console()
-        console.print(head, style="italic")
-        console.print(report)
-    else:
-        typer.echo(f"{head}\n{report}")
 
 
 def why(context: typer.Context, script: Script, inline: Inline = False) -> None:
@@ -127,15 +121,50 @@ def profile(
     finish(ran)
 
 
-def doctor() -> None:
-    """Check this machine, and whether a session works on it."""
-    findings = checks.report(lambda: Session(workers=1))
-    table = Table("part", "", "finding", "advice")
-    for check in findings:
-        colour = _COLOURS[check.status]
-        table.add_row(check.name, f"[{colour}]{check.status}[/]", check.detail, check.advice)
-    Console().print(table)
-    failed = [check.name for check in findings if check.status == "fail"]
-    if failed:
-        typer.echo(f"failed: {', '.join(failed)}", err=True)
-        raise typer.Exit(1)
+# -- ``lazygt log``: summary of an instruction log -------------------------------------------------
+
+
+def log(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="log file that a script has written (LAZYGT_LOG)")],
+    by: Annotated[
+        str, typer.Option(help="table to print: kind, reason or line; by default all three")
+    ] = "",
+    most: Annotated[int, typer.Option(min=1, help="rows of a table, at most")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Sum the messages that a script sent and received: number, bytes, reasons, lines.
+
+    Milliseconds are sums of the times from sending a run to its answer; runs overlap.
+    """
+    try:
+        summary = LogSummary(read_log(file))
+    except (OSError, ValueError) as error:
+        fail(context, str(error))
+    tables = {"kind": summary.by_kind(), "reason": summary.by_reason(), "line": summary.by_line()}
+    if by and by not in tables:
+        fail(context, f"--by is one of {', '.join(tables)}, not {by!r}")
+    tables = {by: tables[by]} if by else tables
+    if as_json:
+        rows = {name: [asdict(total) for total in totals] for name, totals in tables.items()}
+        show_json({
+            "messages": summary.messages, "bytes": summary.nbytes, "seconds": summary.seconds,
+            **rows,
+        })  # fmt: skip
+        return
+    typer.echo(f"{summary.messages:,} messages, {summary.nbytes:,} bytes, {summary.seconds:.2f} s")
+    show(*(_totals_table(name, totals, most) for name, totals in tables.items()))
+
+
+def _totals_table(name: str, totals: Sequence[Total], most: int) -> PlainTable:
+    table = PlainTable(f"by {name}", ">messages", ">bytes", ">ms", ">ms each")
+    for total in totals[:most]:
+        mean = total.milliseconds / total.count
+        milliseconds = (f"{total.milliseconds:,.1f}", f"{mean:,.2f}")
+        table.add_row(
+            total.name, f"{total.count:,}", f"{total.nbytes:,}",
+            *(milliseconds if total.milliseconds else ("", "")),
+        )  # fmt: skip
+    if len(totals) > most:
+        table.add_row(f"and {len(totals) - most:,} more", *[""] * 4)
+    return table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import signal
 import sys
 import tempfile
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -23,23 +21,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lazygt.cli.script import (
+    AsJson,
     OnMachine,
     OnMesh,
+    Plot,
     Script,
     ScriptRun,
     check_output,
     fail,
     finish,
-    on_machine,
-    on_mesh,
+    planned_on,
     run,
     run_script,
+    show,
+    show_json,
 )
 from lazygt.config import cache_setting
-from lazygt.machine import Gpus, machine_of
+from lazygt.machine import machine_of
+from lazygt.machine.find import requested
 from lazygt.observe.timeline import Timeline, profile
 from lazygt.session import Session
-from lazygt.simulation import DRY, LiveValue, Prediction, check, predict
+from lazygt.simulation import DRY, Prediction, check, predict
+from lazygt.simulation.program import DryRun
 from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 from lazygt.sweeps import (
     Combination,
@@ -86,13 +89,11 @@ def on_gpus(
     """
     if gpus is None and hosts is not None:
         fail(context, "--hosts says where GPUs are: give --gpus, too, such as --gpus 8xB200")
-    if gpus is not None:
-        try:
-            ranks = Gpus.parse(gpus, hosts, machine)
-            mesh, machine = ranks.mesh(mesh), ranks.machine
-        except ValueError as error:
-            fail(context, f"--gpus {gpus}: {error}")
-    settings = on_machine(context, on_mesh(context, settings, mesh), machine)
+    try:
+        mesh, machine = requested(gpus, hosts, mesh, machine)
+    except ValueError as error:
+        fail(context, f"--gpus {gpus}: {error}")
+    settings = planned_on(context, settings, mesh, machine)
     if machine is None:
         return settings
     return {**settings, "device": machine_of(machine, cache_setting()).device}
@@ -111,7 +112,7 @@ def simulate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="write a timeline (Chrome's trace format)")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+    as_json: AsJson = False,
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="simulate each fused group as one kernel")
     ] = True,
@@ -128,25 +129,19 @@ def simulate(
     the same plan are simulated once. All figures are estimated from a machine file: kernels by the
     cost model of their family, collectives by kind, size and ranks, overlapped as in the plans.
     """
-    if output is not None:
-        check_output(context, output)
+    check_output(context, output)
     settings = on_gpus(context, DRY, gpus, hosts, mesh, machine)
-    observed: list[tuple[Session, LiveValue]] = []
+    recording = DryRun()
     with AS_IT_IS.made() as overrides:
-        ran = run(
-            context, script, True, settings,
-            opened=lambda session: observed.append((session, LiveValue(session))),
-        )  # fmt: skip
+        ran = run(context, script, True, settings, recording.opened)
     by_session: list[Prediction | None] = []
-    for session, living in observed:
+    for session, living in recording.observed:
         try:
-            prediction_of_session = predict(
-                session, session.machine, living, compiled=compiled and not checked
-            )
-            by_session.append(prediction_of_session)
+            step = predict(session, session.machine, living, compiled=compiled and not checked)
+            by_session.append(step)
         except ValueError as error:  # the session has run nothing
             by_session.append(None)
-            if len(observed) == 1 and not ran.failed:
+            if len(recording.observed) == 1 and not ran.failed:
                 fail(context, str(error))
     predictions = [prediction for prediction in by_session if prediction is not None]
     if suggest and predictions and not ran.failed:
@@ -154,12 +149,13 @@ def simulate(
         changes = trials(longest.mesh, overrides.calls > 0, context.args)
         rerun = partial(_predict_changed, script, context.args, settings, compiled)
         with_suggestions = replace(longest, tries=lambda: tried(changes, rerun))
-        _ = (
-            with_suggestions.suggestions
-        )  # computes them: ``_show`` prints suggestions only if they are cached
+        _ = with_suggestions.suggestions  # computes them: they are printed only if they are cached
         predictions[predictions.index(longest)] = with_suggestions
     for prediction in predictions:
-        _show(prediction, as_json)
+        if as_json:
+            show_json(prediction.as_json())
+        else:
+            show(prediction)
     if output is not None and predictions:
         longest = max(predictions, key=lambda prediction: prediction.step_seconds)
         longest.save(output)
@@ -183,18 +179,12 @@ def _predict_changed(
     """
     changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
     args = arguments if trial.arguments is None else trial.arguments
-    observed: list[tuple[Session, LiveValue]] = []
+    recording = DryRun()
     with trial.made(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        ran = run_script(
-            script, args, True, changed,
-            opened=lambda session: observed.append((session, LiveValue(session))),
-        )  # fmt: skip
-    if ran.failed or not observed:
+        ran = run_script(script, args, True, changed, recording.opened)
+    if ran.failed or not recording.observed:
         raise ValueError(f"with {trial.what} the script fails")
-    predictions = [
-        predict(session, session.machine, living, compiled=compiled) for session, living in observed
-    ]
-    return max(predictions, key=lambda prediction: prediction.step_seconds)
+    return recording.longest(compiled)
 
 
 def _check(
@@ -227,19 +217,7 @@ def _check(
     return ran
 
 
-def _show(prediction: Prediction, as_json: bool) -> None:
-    """Print a prediction: formatted in a terminal, in full as plain text into a file or pipe."""
-    if as_json:
-        typer.echo(json.dumps(prediction.as_json()))
-    elif sys.stdout.isatty():
-        Console().print(prediction)
-    else:
-        typer.echo(str(prediction))
-
-
 # -- ``lazygt sweep``: a script with every combination of knobs, measured or simulated -------------
-
-_SUFFIXES = (".png", ".svg")
 
 
 def sweep(
@@ -273,10 +251,8 @@ def sweep(
         typer.Option(min=1, help="steps timed op by op after the measured ones, for the shares"),
     ] = 5,
     csv: Annotated[Path | None, typer.Option("--csv", help="write the rows into this file")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="draw tokens/s against memory into this .png or .svg")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
+    plot: Plot = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run an unchanged script with every combination of knobs, and report the best.
 
@@ -287,10 +263,8 @@ def sweep(
     Steps are measured on real workers. With --gpus or --machine nothing is computed, and a step is
     simulated.
     """
-    for path in filter(None, (csv, plot)):
-        check_output(context, path)
-    if plot is not None:
-        _check_plot(context, plot)
+    check_output(context, csv)
+    check_output(context, plot, plot=True)
     if not script.is_file():
         fail(context, f"there is no file {script}")
     knob_args = list(takewhile(is_knob, context.args))
@@ -316,22 +290,13 @@ def sweep(
         raise typer.Exit(1)
 
 
-def _check_plot(context: typer.Context, plot: Path) -> None:
-    if plot.suffix not in _SUFFIXES:
-        fail(context, f"{plot.name!r} must end in one of {', '.join(_SUFFIXES)}")
-    if find_spec("matplotlib") is None:
-        fail(context, "--plot needs matplotlib, which is not installed: pip install matplotlib")
-
-
 def _print(
     context: typer.Context, result: Sweep, csv: Path | None, plot: Path | None, as_json: bool
 ) -> None:
     if as_json:
-        typer.echo(json.dumps(result.as_json(), indent=2))
-    elif sys.stdout.isatty():
-        Console().print(result)
+        show_json(result.as_json(), indent=2)
     else:
-        typer.echo(str(result))
+        show(result)
     try:
         if csv is not None:
             result.save_csv(csv)

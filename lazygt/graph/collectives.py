@@ -70,6 +70,11 @@ class Communication:
         return round(ring_bytes(self.kind, self.nbytes, self.ranks))
 
 
+def collective_name(kind: str, reduce_op: str | None) -> str:
+    """Return a collective's kind, with the reduction if there is one: ``all_reduce sum``."""
+    return f"{kind} {reduce_op}" if reduce_op else kind
+
+
 def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
     """Return the bytes that each of ``ranks`` sends in a ring for this payload.
 

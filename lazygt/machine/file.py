@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from lazygt.machine.model import (
     quantity,
 )
 
+#: Folder of the shipped machines.
+FOLDER = Path(__file__).parent / "machines"
 _FIELDS = ("value", "unit", "basis", "source")
 _HEAD = ("version", "name", "device", "about", "sources")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -49,7 +52,36 @@ def parse(text: str, path: str) -> Machine:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise MachineError(path, "", f"is not TOML: {error}") from error
-    return _Reader(path, document).machine()
+    machine = _Reader(path, _with_base(document, path)).machine()
+    used = {figure.source for figure in machine.figures.values()}
+    used |= document.get("sources", {}).keys()
+    return replace(machine, sources={n: text for n, text in machine.sources.items() if n in used})
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the names of the machines shipped with lazygt."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def _with_base(document: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return a document with the entries of its ``base``, a shipped machine, that it leaves out."""
+    base = document.pop("base", None)
+    if base is None:
+        return document
+    if base not in shipped():
+        raise MachineError(path, "base", f"{base!r}: expected one of {', '.join(shipped())}")
+    below = tomllib.loads((FOLDER / f"{base}.toml").read_text(encoding="utf-8"))
+    return _merged(_with_base(below, path), document)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Merge the sections of two documents; a figure or list of ``above`` replaces that of below."""
+    merged = {**below, **above}
+    for key, value in above.items():
+        other = below.get(key)
+        if isinstance(value, dict) and isinstance(other, dict) and "value" not in value:
+            merged[key] = _merged(other, value)
+    return merged
 
 
 class _Reader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,19 +14,13 @@ from typing import NamedTuple
 from lazygt.errors import MachineError
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.host.files import cache_place
-from lazygt.machine.file import read
+from lazygt.machine.file import FOLDER, read, shipped
 from lazygt.machine.model import Machine
 
-_FOLDER = Path(__file__).parent / "machines"
 #: Name of the machine in ``calibrated_place``.
 CALIBRATED = "calibrated"
 #: Default machine by device.
 _DEFAULTS = {"cpu": "cpu-generic", "cuda": "h100"}
-
-
-def shipped() -> tuple[str, ...]:
-    """Return the names of the machines shipped with lazygt."""
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 def calibrated_place(cache_dir: str | None = None) -> Path:
@@ -108,7 +102,7 @@ def _with_ranks(machine: Machine, ranks: int) -> Machine:
 
 @cache
 def _shipped(name: str) -> Machine:
-    return replace(read(_FOLDER / f"{name}.toml"), path="")
+    return replace(read(FOLDER / f"{name}.toml"), path="")
 
 
 # -- requested GPUs, such as ``8xB200``, as a machine and a mesh -----------------------------------
@@ -170,6 +164,27 @@ class Gpus(NamedTuple):
                 f"its sizes have to multiply to {self.ranks}, as {_AXIS}={self.ranks} does"
             )
         return given
+
+
+def requested(
+    gpus: str | None,
+    hosts: int | None,
+    mesh: Mapping[str, int] | str | None,
+    machine: str | os.PathLike[str] | None,
+) -> tuple[str | None, str | None]:
+    """Return the mesh and the machine of a program that should run on GPUs, if any are named.
+
+    Raises:
+        MachineError, ValueError: see ``Gpus``; or there are hosts without GPUs.
+    """
+    mesh_text = mesh if mesh is None or isinstance(mesh, str) else str(Mesh.of(mesh))
+    machine_text = None if machine is None else os.fspath(machine)
+    if gpus is not None:
+        ranks = Gpus.parse(gpus, hosts, machine_text)
+        return ranks.mesh(mesh_text), ranks.machine
+    if hosts is not None:
+        raise ValueError("hosts says where GPUs are: give gpus, too")
+    return mesh_text, machine_text
 
 
 def _on_hosts(count: int, machine: str | None, hosts: int) -> str:

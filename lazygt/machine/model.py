@@ -128,6 +128,14 @@ class LinkFigures(NamedTuple):
     bandwidth: float  # bytes a second that a rank sends while it receives as many
     up_to: float = math.inf  # sent bytes of a rank, up to which this entry holds
 
+    def start(self, ranks: int) -> float:
+        """Return the seconds of a collective with a tiny payload."""
+        return self.latency + (ranks - 2) * self.each
+
+    def seconds(self, sent: float, ranks: int) -> float:
+        """Return the seconds of a collective in which each rank sends a number of bytes."""
+        return self.start(ranks) + sent / self.bandwidth
+
 
 #: Links by payload size, ascending; the last one has no bound.
 Carrier = tuple[LinkFigures, ...]

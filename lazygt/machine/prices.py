@@ -29,10 +29,9 @@ def collective_seconds(machine: Machine, kind: str, nbytes: int, ranks: int) -> 
     if machine.collectives.sockets and goes_by_sockets(kind, nbytes, ranks):
         carrier, sent = machine.collectives.sockets, socket_bytes(kind, nbytes, ranks)
     link = link_for(carrier, sent)
-    start = link.latency + (ranks - 2) * link.each
     if kind in _INDEXED:
-        return _ROUNDS * start + _SKEW * sent / link.bandwidth
-    return start + sent / link.bandwidth
+        return _ROUNDS * link.start(ranks) + _SKEW * sent / link.bandwidth
+    return link.seconds(sent, ranks)
 
 
 def line_seconds(machine: Machine, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
@@ -60,7 +59,7 @@ def _between_hosts(machine: Machine, kind: str, nbytes: int, ranks: int, ranks_h
     local = link_for(machine.collectives.local, sent)
     rings = 1 if kind in ("send_recv", "all_to_all") else ranks_here
     bandwidth = min(link.bandwidth * rings, local.bandwidth)
-    return link.latency + (ranks - 2) * link.each + sent / bandwidth
+    return link._replace(bandwidth=bandwidth).seconds(sent, ranks)
 
 
 def link_for(carrier: Carrier, sent: float) -> LinkFigures:
@@ -76,12 +75,22 @@ def matmul_seconds(machine: Machine, dtype: str, m: int, n: int, k: int, batch: 
     memory moves the operands and results.
     """
     model = machine.matmul
-    tiles = batch * math.ceil(m / model.tile_rows) * math.ceil(n / model.tile_columns)
-    rounds = math.ceil(tiles / model.units) * model.units
-    flops = 2 * rounds * model.tile_rows * model.tile_columns * (k + model.depth)
+    flops = tiled_flops(
+        model.tile_rows, model.tile_columns, model.units, model.depth, m, n, k, batch
+    )
     rate = model.rate_of(dtype)
     nbytes = batch * (m * k + k * n + m * n) * _ITEMSIZES[dtype]
     return max(flops / rate, moving_seconds(machine, nbytes))
+
+
+def tiled_flops(
+    tile_rows: float, tile_columns: float, units: float, depth: float, m: int, n: int, k: int,
+    batch: int = 1,
+) -> float:  # fmt: skip
+    """Return the flops of ``batch`` products of [m, k] and [k, n] in full tiles and rounds."""
+    tiles = batch * math.ceil(m / tile_rows) * math.ceil(n / tile_columns)
+    rounds = math.ceil(tiles / units) * units
+    return 2 * rounds * tile_rows * tile_columns * (k + depth)
 
 
 _ITEMSIZES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "f8": 1, "i8": 1}
@@ -92,13 +101,3 @@ def moving_seconds(machine: Machine, nbytes: float) -> float:
     memory = machine.memory
     cached = nbytes <= memory.cache
     return nbytes / (memory.cache_bandwidth if cached else memory.bandwidth)
-
-
-def pointwise_seconds(machine: Machine, family: str, elements: int, nbytes: float) -> float:
-    """Return the seconds of an elementwise op, without the launch (roofline).
-
-    Args:
-        family: one of ``schema.FAMILIES``.
-        nbytes: bytes read and written.
-    """
-    return max(elements / machine.pointwise[family], moving_seconds(machine, nbytes))

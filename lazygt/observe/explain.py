@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lazygt.graph.collectives import Communication, communications
+from lazygt.graph.collectives import Communication, collective_name, communications
 from lazygt.graph.cost import Cost, base_name, family, member_costs
 from lazygt.graph.fusion import REDUCTIONS, expand_fused, numbers_of
 from lazygt.graph.liveness import alive_bytes, peak_bytes
@@ -336,7 +336,7 @@ def _alternatives(runs: Runs) -> list[AlternativeRow]:
     return [
         AlternativeRow(
             runs.times, each.times,
-            f"{each.kind} {each.reduce_op}" if each.reduce_op else each.kind,
+            collective_name(each.kind, each.reduce_op),
             each.nbytes, each.axis, each.seconds, each.line, each.cause, each.instead, each.extra,
         )
         for each in reasons(runs.decided)

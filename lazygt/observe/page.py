@@ -21,10 +21,11 @@ from typing import Any
 
 import networkx as nx
 
-from lazygt.graph.collectives import Communication
+from lazygt.graph.collectives import Communication, collective_name
 from lazygt.graph.cost import Cost, base_name
 from lazygt.graph.placement import WAIT
 from lazygt.graph.text import amount, count
+from lazygt.tables import truncated
 
 #: Fill colour of each family of ops, and of inputs and outputs.
 COLOURS = {
@@ -107,7 +108,13 @@ def _node_label(data: Mapping[str, Any], scale: float) -> Label:
         text, note = _collective_text(data["collective"])
         tip = (*_ring_traffic(data["collective"]), *tip)
     return Label(
-        text, _truncated(note), "", COLOURS[data["family"]], scale, _frame_mark([data]), tip
+        text,
+        truncated(note, _MAX_TEXT),
+        "",
+        COLOURS[data["family"]],
+        scale,
+        _frame_mark([data]),
+        tip,
     )
 
 
@@ -124,7 +131,9 @@ def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: flo
     tip += tuple(" ".join(_collective_text(record)) for record in collectives[:_MAX_LISTED])
     for line in dict.fromkeys(data["line"] for data in members):
         tip += _source_lines(line)
-    source = "".join(map(_truncated, _source_lines(title.removesuffix(BACKWARD))[1:]))
+    source = "".join(
+        truncated(code, _MAX_TEXT) for code in _source_lines(title.removesuffix(BACKWARD))[1:]
+    )
     note = f"{count(len(members), 'op')}, {_amounts(cost)}"
     if collectives:
         payload = amount(sum(record.nbytes for record in collectives), "B")
@@ -132,14 +141,10 @@ def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: flo
     return Label(os.path.basename(title), note, source, colour, scale, mark, tip)
 
 
-def _truncated(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
-
-
 def _collective_text(record: Communication) -> tuple[str, str]:
     """Return a collective as (kind, bytes and mesh axis)."""
-    kind = f"{record.kind} {record.reduce_op}" if record.reduce_op else record.kind
-    return kind, f"{amount(record.nbytes, 'B')} along {record.mesh_dim}"
+    payload = f"{amount(record.nbytes, 'B')} along {record.mesh_dim}"
+    return collective_name(record.kind, record.reduce_op), payload
 
 
 def _ring_traffic(record: Communication) -> tuple[str, ...]:

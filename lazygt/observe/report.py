@@ -11,20 +11,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
+from lazygt.graph.collectives import collective_name
 from lazygt.graph.comm_volume import parallelism_of
 from lazygt.graph.cost import Cost
 from lazygt.graph.text import amount, duration
 from lazygt.machine.extrapolation import Outside
-from lazygt.tables import Printed
+from lazygt.tables import PlainTable, Printed, heading, section, truncated
 
 #: Path prefix of installed packages.
 _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
 _MAX_TEXT = 48
-#: Minimum width of a column of texts.
-_MIN_TEXT_WIDTH = 20
 #: Title of ``outside_table``.
 OUTSIDE = "outside of what was calibrated, the farthest of each kind"
 #: Column of the user's code.
@@ -169,8 +167,8 @@ class Report(Printed):
             ("fused, one run of each (estimates)", self._fused()),
             ("not fused", self._unfused()),
         ):
-            yield Text(f"\n{title}", style="bold")
-            yield table.fitting(options.max_width) if table.rows else Text("none")
+            yield heading(title)
+            yield table if table.rows else Text("none")
         sent = exchanged_table(exchanged(self.collectives))
         for title, table in (
             ("collectives, one run of each (times are estimates)", self._collectives()),
@@ -178,64 +176,74 @@ class Report(Printed):
             ("and without them, axis by axis, before buckets (estimates)", self._alternatives()),
             (OUTSIDE, outside_table(self.outside)),
         ):
-            if table.rows:
-                yield Text(f"\n{title}", style="bold")
-                yield table.fitting(options.max_width)
+            yield from section(title, table)
 
-    def _lines(self) -> _Grid:
-        table = _Grid("line", ">ops", ">launches", ">flops", ">share", ">read",
-                      ">written", ">share", ">peak", SOURCE,
-                      spare=(">read", ">written", ">launches", ">ops"))  # fmt: skip
+    def _lines(self) -> PlainTable:
         total = self.total
-        for line, ops, cost, peak in self.lines:
-            table.add(shown(line), ops, *_amounts(cost, total), _bytes(peak), source(line))
+        table = PlainTable(
+            "line", ">ops", ">launches", ">flops", ">share", ">read", ">written", ">share", ">peak",
+            SOURCE, spare=(">read", ">written", ">launches", ">ops"), truncated=SOURCE,
+            rows=(
+                (shown(line), ops, *_amounts(cost, total), _bytes(peak), source(line))
+                for line, ops, cost, peak in self.lines
+            ),
+        )  # fmt: skip
         ops = sum(each.ops for each in self.lines)
-        table.add("total", ops, *_amounts(total, total), _bytes(self.peak), "")
+        table.add_row("total", ops, *_amounts(total, total), _bytes(self.peak), "")
         return table
 
-    def _plans(self) -> _Grid:
-        table = _Grid("plan", ">runs", ">ops", ">groups", ">launches",
-                      ">flops", ">read", ">written", ">inputs", ">peak",
-                      spare=(">groups", ">inputs", ">read", ">written"))  # fmt: skip
-        for name, runs, ops, groups, cost, inputs, peak in self.plans:
-            table.add(name, runs, ops, groups, cost.launches, amount(cost.flops, ""),
-                 _bytes(cost.bytes_read), _bytes(cost.bytes_written), _bytes(inputs),
-                 _bytes(peak))  # fmt: skip
-        return table
+    def _plans(self) -> PlainTable:
+        return PlainTable(
+            "plan", ">runs", ">ops", ">groups", ">launches", ">flops", ">read", ">written",
+            ">inputs", ">peak", spare=(">groups", ">inputs", ">read", ">written"),
+            rows=(
+                (name, runs, ops, groups, cost.launches, amount(cost.flops, ""),
+                 _bytes(cost.bytes_read), _bytes(cost.bytes_written), _bytes(inputs), _bytes(peak))
+                for name, runs, ops, groups, cost, inputs, peak in self.plans
+            ),
+        )  # fmt: skip
 
-    def _fused(self) -> _Grid:
-        table = _Grid(">runs", ">ops", "members", "line",
-                       ">bytes saved", ">gain")  # fmt: skip
-        for runs, members, line, saved, gain in self.fused:
-            table.add(runs, len(members), names(members), shown(line), _bytes(saved),
-                 duration(gain))  # fmt: skip
-        return table
+    def _fused(self) -> PlainTable:
+        return PlainTable(
+            ">runs", ">ops", "members", "line", ">bytes saved", ">gain",
+            rows=(
+                (runs, len(members), names(members), shown(line), _bytes(saved), duration(gain))
+                for runs, members, line, saved, gain in self.fused
+            ),
+        )  # fmt: skip
 
-    def _collectives(self) -> _Grid:
-        table = _Grid(">runs", ">count", "collective", ">payload", ">ring a rank", "axis",
-                       ">ranks", ">time", "line", "why")  # fmt: skip
-        for row in self.collectives:
-            table.add(row.runs, row.times, _collective_text(row.kind, row.reduce_op),
-                 _bytes(row.nbytes), _bytes(row.ring), row.axis, row.ranks,
-                 duration(row.seconds), shown(row.line), row.why)  # fmt: skip
-        return table
+    def _unfused(self) -> PlainTable:
+        return PlainTable(
+            ">runs", ">ops", "members", "line", "why",
+            rows=(
+                (runs, len(members), names(members), shown(line), reason)
+                for runs, members, line, reason in self.unfused
+            ),
+        )  # fmt: skip
 
-    def _alternatives(self) -> _Grid:
-        table = _Grid(">runs", ">count", "collective", ">payload", "axis", ">time", ">without it",
-                       "line", "comes of", "instead")  # fmt: skip
-        for row in self.alternatives:
-            forced = row.extra is None
-            extra = "-" if row.extra is None else _signed(row.extra)
-            instead = "nothing: the annotations force it" if forced else row.instead
-            table.add(row.runs, row.times, row.kind, _bytes(row.nbytes), row.axis,
-                 duration(row.seconds), extra, shown(row.line), row.cause, instead)  # fmt: skip
-        return table
+    def _collectives(self) -> PlainTable:
+        return PlainTable(
+            ">runs", ">count", "collective", ">payload", ">ring a rank", "axis", ">ranks", ">time",
+            "line", "why",
+            rows=(
+                (row.runs, row.times, collective_name(row.kind, row.reduce_op), _bytes(row.nbytes),
+                 _bytes(row.ring), row.axis, row.ranks, duration(row.seconds), shown(row.line),
+                 row.why)
+                for row in self.collectives
+            ),
+        )  # fmt: skip
 
-    def _unfused(self) -> _Grid:
-        table = _Grid(">runs", ">ops", "members", "line", "why")
-        for runs, members, line, reason in self.unfused:
-            table.add(runs, len(members), names(members), shown(line), reason)
-        return table
+    def _alternatives(self) -> PlainTable:
+        return PlainTable(
+            ">runs", ">count", "collective", ">payload", "axis", ">time", ">without it", "line",
+            "comes of", "instead",
+            rows=(
+                (row.runs, row.times, row.kind, _bytes(row.nbytes), row.axis, duration(row.seconds),
+                 "-" if row.extra is None else _signed(row.extra), shown(row.line), row.cause,
+                 "nothing: the annotations force it" if row.extra is None else row.instead)
+                for row in self.alternatives
+            ),
+        )  # fmt: skip
 
 
 def exchanged(collectives: Iterable[CollectiveRow]) -> list[ExchangedRow]:
@@ -256,30 +264,31 @@ def exchanged(collectives: Iterable[CollectiveRow]) -> list[ExchangedRow]:
     return sorted(rows.values(), key=lambda row: axes[row.axis])
 
 
-def exchanged_table(rows: Iterable[ExchangedRow]) -> _Grid:
+def exchanged_table(rows: Iterable[ExchangedRow]) -> PlainTable:
     """Build the table of bytes by kind of parallelism."""
-    table = _Grid("parallelism", "axis", ">ranks", "collective", ">count", ">logical",
-                  ">ring a rank")  # fmt: skip
-    for row in rows:
-        table.add(row.parallelism or "-", row.axis, row.ranks, row.kind, row.times,
-             _bytes(row.nbytes), _bytes(row.ring))  # fmt: skip
-    return table
+    return PlainTable(
+        "parallelism", "axis", ">ranks", "collective", ">count", ">logical", ">ring a rank",
+        rows=(
+            (row.parallelism or "-", row.axis, row.ranks, row.kind, row.times, _bytes(row.nbytes),
+             _bytes(row.ring))
+            for row in rows
+        ),
+    )  # fmt: skip
 
 
-def outside_table(rows: Iterable[Outside]) -> _Grid:
+def outside_table(rows: Iterable[Outside]) -> PlainTable:
     """Build the table of extrapolations beyond the measured sizes."""
-    table = _Grid("what", "farthest", ">size", ">calibrated", ">count", "line")
-    for row in rows:
-        table.add(row.what, row.op, row.size, row.measured, f"{row.times:,}", shown(row.line))
-    return table
+    return PlainTable(
+        "what", "farthest", ">size", ">calibrated", ">count", "line",
+        rows=(
+            (row.what, row.op, row.size, row.measured, f"{row.times:,}", shown(row.line))
+            for row in rows
+        ),
+    )  # fmt: skip
 
 
 def _signed(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds))}"
-
-
-def _collective_text(kind: str, reduce_op: str | None) -> str:
-    return f"{kind} {reduce_op}" if reduce_op else kind
 
 
 def names(ops: Iterable[str]) -> str:
@@ -287,7 +296,7 @@ def names(ops: Iterable[str]) -> str:
     text = ", ".join(
         f"{op} x{times}" if times > 1 else op for op, times in Counter(ops).items()
     )  # fmt: skip
-    return _truncated(text)
+    return truncated(text, _MAX_TEXT)
 
 
 def shown(line: str) -> str:
@@ -303,14 +312,10 @@ def source(line: str) -> str:
     """Return the user's code at ``file:line``; empty when the file can't be read."""
     path, _, number = line.rpartition(":")
     return (
-        _truncated(linecache.getline(path, int(number)).strip())
+        truncated(linecache.getline(path, int(number)).strip(), _MAX_TEXT)
         if path and number.isdigit()
         else ""
     )
-
-
-def _truncated(text: str, length: int = _MAX_TEXT) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _bytes(number: int) -> str:
@@ -332,59 +337,3 @@ def _amounts(cost: Cost, total: Cost) -> tuple[str, ...]:
 def _share(amount: int, total: int) -> str:
     """Return a share in per cent; ``-`` if the total is 0."""
     return f"{100 * amount / total:.0f}%" if total else "-"
-
-
-class _Grid:
-    """Builder of a rich table that fits the terminal's width.
-
-    Args:
-        columns: names of the columns; those that begin with ``>`` are right-aligned.
-        spare: optional columns, dropped one after another if the terminal is too narrow.
-    """
-
-    def __init__(self, *columns: str, spare: Sequence[str] = ()) -> None:
-        self.columns, self.spare = columns, spare
-        self.rows: list[tuple[str, ...]] = []
-
-    def add(self, *cells: object) -> None:
-        """Add a row."""
-        self.rows.append(tuple(map(str, cells)))
-
-    def fitting(self, width: int) -> Table:
-        """Build the table for a terminal of ``width`` characters.
-
-        Optional columns are dropped, the user's code is truncated, and other texts are wrapped.
-        """
-        columns = list(range(len(self.columns)))
-        droppable = list(self.spare)
-        while droppable and sum(map(self._min_width, columns)) > width:
-            name = droppable.pop(0)
-            columns = [column for column in columns if self.columns[column] != name]
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in columns:
-            right = self.columns[column].startswith(">")
-            table.add_column(self.columns[column].removeprefix(">"), no_wrap=right, overflow="fold",
-                             justify="right" if right else "left")  # fmt: skip
-        used = sum(self._width(column) for column in columns if self.columns[column] != SOURCE)
-        source_width = max(width - used, _MIN_TEXT_WIDTH)
-        for row in self.rows:
-            table.add_row(*(
-                Text(
-                    _truncated(row[column], source_width)
-                    if self.columns[column] == SOURCE
-                    else row[column]
-                )
-                for column in columns
-            ))  # fmt: skip
-        return table
-
-    def _width(self, column: int) -> int:
-        """Return the width of a column, with the space before the next one."""
-        return 2 + max(
-            len(cell) for cell in (self.columns[column], *(row[column] for row in self.rows))
-        )
-
-    def _min_width(self, column: int) -> int:
-        """Return the minimum width of a column, with its texts wrapped or truncated."""
-        width = self._width(column)
-        return width if self.columns[column].startswith(">") else min(width, _MIN_TEXT_WIDTH)

@@ -132,7 +132,32 @@ def _times_of_run(graph: Graph, timings: Timings) -> Iterable[ExchangeTime]:
         )
 
 
-# -- timeline of a session in Chrome's trace format, for Perfetto and chrome://tracing -------------
+# -- events of Chrome's trace format ---------------------------------------------------------------
+
+
+def track_name(pid: int, track: int, text: str, of: str = "thread") -> dict[str, Any]:
+    """Return the event that names a track, or a process."""
+    return {"ph": "M", "name": f"{of}_name", "pid": pid, "tid": track, "args": {"name": text}}
+
+
+def box(
+    pid: int, track: int, name: str, begin: float, length: float, args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the event of a box on a track; times are microseconds."""
+    return {"ph": "X", "name": name, "cat": "lazygt", "pid": pid, "tid": track, "ts": begin,
+            "dur": length, "args": dict(args)}  # fmt: skip
+
+
+def write_trace(
+    path: str | os.PathLike[str], events: Iterable[dict[str, Any]], **other: Any
+) -> None:
+    """Write a trace to a JSON file, for Perfetto and chrome://tracing."""
+    write_output(
+        path, json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": other})
+    )
+
+
+# -- timeline of a session -------------------------------------------------------------------------
 
 #: Limit of events, as viewers get too slow; events beyond it are dropped.
 MAX_EVENTS = 1_000_000
@@ -192,9 +217,9 @@ class Timeline:
 
     def name(self, pid: int, track: int, process: str, thread: str) -> None:
         """Name a process and one of its tracks."""
-        for kind, tid, text in (("process_name", 0, process), ("thread_name", track, thread)):
-            self._events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid,
-                                 "args": {"name": text}})  # fmt: skip
+        self._events += [
+            track_name(pid, 0, process, of="process"), track_name(pid, track, thread)
+        ]  # fmt: skip
 
     def span(
         self, pid: int, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]
@@ -228,12 +253,7 @@ class Timeline:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a JSON file."""
-        trace = {
-            "traceEvents": self.events(),
-            "displayTimeUnit": "ms",
-            "otherData": {"dropped_events": self.dropped},
-        }
-        write_output(path, json.dumps(trace))
+        write_trace(path, self.events(), dropped_events=self.dropped)
 
     def by_line(self) -> list[tuple[str, int, float]]:
         """List (user's line, steps, seconds on all workers), the slowest line first.
@@ -284,9 +304,7 @@ class Timeline:
     def _span_event(
         self, pid: int, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]
     ) -> dict[str, Any]:
-        return {"ph": "X", "name": name, "cat": "lazygt", "pid": pid, "tid": track,
-                "ts": self._micro(begin), "dur": (end - begin) / 1e3,
-                "args": dict(args)}  # fmt: skip
+        return box(pid, track, name, self._micro(begin), (end - begin) / 1e3, args)
 
     def _run_events(self, run: TimedRun) -> Iterable[dict[str, Any]]:
         """Yield the events of a run: a span of the run, and nested spans of its steps."""

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from lazygt.graph.collectives import ring_limit
 from lazygt.graph.comm_volume import TransformerStep, Volume
 from lazygt.graph.text import amount
-from lazygt.tables import Printed, plain_table
+from lazygt.tables import PlainTable, Printed, heading
 
 # -- summary of an instruction log ----------------------------------------------------------------
 
@@ -221,11 +220,11 @@ class VolumeReport(Printed):
                    "rule for many ranks, and exactly by one of the ranks that meet.\n")  # fmt: skip
         yield self._table()
         if self.remarks:
-            yield Text("\nto mind", style="bold")
+            yield heading("to mind")
             yield from (Text(f"- {remark}") for remark in self.remarks)
 
-    def _table(self) -> Table:
-        table = plain_table(
+    def _table(self) -> PlainTable:
+        table = PlainTable(
             "parallelism", ">ranks", "collective", "of", ">count", ">elements each",
             ">logical", ">ring, many ranks", ">ring, a rank",
         )  # fmt: skip

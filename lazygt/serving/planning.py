@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from lazygt.graph.text import duration
 from lazygt.serving.mistakes import Claim, Remark, judged, parse_claim, spotted
-from lazygt.serving.provision import (
+from lazygt.serving.report import (
     AT_HIGH_LOAD,
     CURVE_LOADS,
     FOR_SLO,
@@ -17,10 +17,8 @@ from lazygt.serving.provision import (
     Gpus,
     Point,
     ServiceChoice,
-    gpus_that_hold,
-    more,
+    ServicePlan,
 )
-from lazygt.serving.report import ServicePlan
 from lazygt.serving.simulation import (
     BALANCES,
     Arrivals,
@@ -36,6 +34,7 @@ from lazygt.serving.stages import (
     HIGH_LOAD,
     Stage,
     StageNumbers,
+    busy_gpus,
     check_service,
     gpus_at_load,
     parse_stage,
@@ -207,3 +206,86 @@ def _slo_remarks(slo: float | None, choices: Sequence[ServiceChoice]) -> list[Re
                                     f"{duration(slo)}: make inference or the wait shorter, or let "
                                     f"all GPUs take from one queue (shared)"))  # fmt: skip
     return remarks
+
+
+# -- provisioning: the fewest simulated GPUs with a p99 within the SLO -----------------------------
+
+Try = Callable[[Gpus], ServiceRun]
+
+_GROWTH = 1.25
+#: Maximum multiple of the busy GPUs: beyond it latency is not caused by waiting.
+_MAX_FACTOR = 20.0
+
+
+def gpus_that_hold(qps: float, stages: Sequence[Stage], slo: float, simulated: Try) -> Gpus | None:
+    """Search the fewest GPUs with a simulated p99 within ``slo`` seconds; None if none are found.
+
+    First the common multiple of the busy GPUs of all stages is searched, by growth and bisection;
+    then GPUs are removed stage by stage (greedy descent). No stage gets so few GPUs that they are
+    busy all the time: its queue would grow with the simulated time.
+
+    Args:
+        simulated: returns the simulation with some GPUs.
+    """
+
+    def hold(gpus: Gpus) -> bool:
+        return simulated(gpus).latency.p99 <= slo
+
+    too_few, factor = None, 1.0
+    while not hold(enough := _scaled_gpus(qps, stages, factor)):
+        too_few, factor = factor, factor * _GROWTH
+        if factor > _MAX_FACTOR:
+            return None
+    if too_few is not None:
+        enough = _bisected(qps, stages, too_few, factor, hold)
+    return _reduced(qps, stages, enough, hold) if sum(map(bool, enough)) > 1 else enough
+
+
+def _scaled_gpus(qps: float, stages: Sequence[Stage], factor: float) -> Gpus:
+    """Return ``factor`` times the busy GPUs of each stage, rounded up, at least ``least``."""
+    return tuple(
+        max(math.ceil(busy * factor), least(busy)) if (busy := busy_gpus(qps, stage)) else 0
+        for stage in stages
+    )
+
+
+def more(gpus: Gpus) -> Gpus:
+    """Add one GPU in a hundred to the stage that has the most."""
+    index = gpus.index(max(gpus))
+    return (*gpus[:index], gpus[index] + math.ceil(gpus[index] / 100), *gpus[index + 1 :])
+
+
+def least(busy: float) -> int:
+    """Return the fewest GPUs that are not busy all the time."""
+    return math.floor(busy * (1 + 1e-9)) + 1
+
+
+def _bisected(
+    qps: float, stages: Sequence[Stage], low: float, high: float, hold: Callable[[Gpus], bool]
+) -> Gpus:
+    """Bisect the multiple of the busy GPUs, between ``low`` (too few) and ``high`` (enough)."""
+    too_few, enough = (_scaled_gpus(qps, stages, factor) for factor in (low, high))
+    while sum(enough) - sum(too_few) > 1:
+        middle = (low + high) / 2
+        gpus = _scaled_gpus(qps, stages, middle)
+        if gpus in (too_few, enough) and high - low < 1e-6:
+            break
+        if hold(gpus):
+            high, enough = middle, gpus
+        else:
+            low, too_few = middle, gpus
+    return enough
+
+
+def _reduced(
+    qps: float, stages: Sequence[Stage], enough: Gpus, hold: Callable[[Gpus], bool]
+) -> Gpus:
+    """Remove GPUs from one stage after another while the SLO holds, the largest stage first."""
+    lowest = [least(busy_gpus(qps, stage)) for stage in stages]
+    for at in sorted(range(len(enough)), key=lambda at: -enough[at]):
+        while enough[at] > lowest[at]:
+            gpus = (*enough[:at], enough[at] - 1, *enough[at + 1 :])
+            if not hold(gpus):
+                break
+            enough = gpus
+    return enough

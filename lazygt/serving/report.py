@@ -6,41 +6,75 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from lazygt.graph.text import count, duration
-from lazygt.host.files import open_output
+from lazygt.plots import figure
 from lazygt.serving.mistakes import Remark
-from lazygt.serving.provision import FOR_SLO, Point, ServiceChoice
 from lazygt.serving.simulation import Arrivals, ServiceRun
 from lazygt.serving.stages import HIGH_LOAD, StageNumbers
-from lazygt.tables import Printed
+from lazygt.tables import PlainTable, Printed, heading
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# -- plot of latency against throughput (needs matplotlib) -----------------------------------------
+# -- results ---------------------------------------------------------------------------------------
+
+#: Number of GPUs of each stage; 0 for a stage without.
+Gpus = tuple[int, ...]
+#: Loads of the points of the curve.
+CURVE_LOADS = (0.1, 0.3, 0.5, 0.7, 0.8, HIGH_LOAD, 0.9, 0.95, 0.98)
+#: Reasons of a choice.
+FORMULAS, GIVEN = "as the formulas say", "as given"
+AT_HIGH_LOAD, FOR_SLO = f"busy for {HIGH_LOAD:.0%}", "fewest for the SLO"
+
+
+class ServiceChoice(NamedTuple):
+    """A number of GPUs, simulated.
+
+    Attributes:
+        why: reason of the choice.
+        gpus: number of GPUs of each stage; 0 for a stage without.
+        load: load of the busiest stage, by the formulas.
+    """
+
+    why: str
+    gpus: Gpus
+    load: float
+    run: ServiceRun
+
+
+class Point(NamedTuple):
+    """Point of the curve of latency against throughput.
+
+    Attributes:
+        load: load of the busiest stage, by the formulas.
+        qps: requests a second.
+        mean: mean latency by the formulas, in seconds.
+    """
+
+    load: float
+    qps: float
+    mean: float
+    run: ServiceRun
+
+
+# -- plot of latency against throughput ------------------------------------------------------------
 
 _COLOURS = {"formula": "0.6", "mean": "tab:blue", "p50": "tab:green", "p99": "tab:red"}
 
 
-def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path: Path) -> None:
-    """Plot latencies against throughput into a file.
+def draw(axes: Axes, curve: Sequence[Point], qps: float, slo: float | None) -> None:
+    """Plot latencies against throughput.
 
     Args:
         curve: the points, by rising load.
         qps: the requested throughput, marked by a vertical line.
         slo: limit of the p99 in seconds, marked by a horizontal line.
     """
-    # why: matplotlib takes a second to load
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.add_subplot()
     throughputs = [point.qps for point in curve]
     lines = {
         "formula": [point.mean for point in curve],
@@ -55,11 +89,6 @@ def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path
     axes.set_xlabel("requests a second")
     axes.set_ylabel("latency (ms)")
     axes.set_ylim(bottom=0)
-    axes.set_title(title)
-    figure.legend(loc="outside right upper")
-    kind = path.suffix.removeprefix(".")
-    with open(open_output(path), "wb") as file:
-        figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
 def _marks(axes: Axes, full: Point, qps: float, slo: float | None) -> None:
@@ -122,8 +151,11 @@ class ServicePlan(Printed):
         """
         if not self.curve:
             raise ValueError("there is no stage with GPUs, and so no throughput to draw")
-
-        draw(self.curve, self.qps, self.slo, self._title(), Path(path))
+        with figure(path, 9, 5) as drawn:
+            axes = drawn.add_subplot()
+            draw(axes, self.curve, self.qps, self.slo)
+            axes.set_title(self._title())
+            drawn.legend(loc="outside right upper")
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON: seconds, requests a second, shares from 0 to 1."""
@@ -164,16 +196,16 @@ class ServicePlan(Printed):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         slo = "" if self.slo is None else f", 99 of 100 within {duration(self.slo)}"
         yield Text(f"{self.qps:,g} requests a second{slo}")
-        yield _heading("formulas (mean values: arrivals like a clock, full batches)")
+        yield heading("formulas (mean values: arrivals like a clock, full batches)")
         yield self._formulas()
         if self.choices[0].load:
-            yield _heading(f"simulated: {self.arrivals}, {self._balance()}, "
+            yield heading(f"simulated: {self.arrivals}, {self._balance()}, "
                           f"{duration(self.seconds)}, seed {self.seed}")  # fmt: skip
             yield self._choices()
-            yield _heading(f"latency against throughput, {self._title()}")
+            yield heading(f"latency against throughput, {self._title()}")
             yield self._curve()
         if self.remarks:
-            yield _heading("to mind")
+            yield heading("to mind")
             yield from (Text(f"- {remark}") for remark in self.remarks)
 
     def _title(self) -> str:
@@ -187,8 +219,8 @@ class ServicePlan(Printed):
         pairs = zip(self.formulas, choice.gpus, strict=True)
         return {numbers.stage.name: gpus for numbers, gpus in pairs if gpus}
 
-    def _formulas(self) -> Table:
-        table = _table("stage", ">batch", ">inference", ">QPS of a GPU", ">GPUs", ">load",
+    def _formulas(self) -> PlainTable:
+        table = PlainTable("stage", ">batch", ">inference", ">QPS of a GPU", ">GPUs", ">load",
                        ">QPS at a queue", ">collection", ">mean", ">first")  # fmt: skip
         for row in self.formulas:
             stage = row.stage
@@ -206,10 +238,10 @@ class ServicePlan(Printed):
                           duration(first))  # fmt: skip
         return table
 
-    def _choices(self) -> Table:
+    def _choices(self) -> PlainTable:
         names = [each.stage.name for each in self.formulas if each.gpus]
         many = len(names) > 1
-        table = _table("GPUs", *([f">{name}" for name in names] if many else []), ">together",
+        table = PlainTable("GPUs", *([f">{name}" for name in names] if many else []), ">together",
                        ">load", ">mean", ">p50", ">p99", ">in a batch", ">SLO")  # fmt: skip
         for choice in self.choices:
             gpus = list(self._gpus_by_stage(choice).values())
@@ -218,31 +250,20 @@ class ServicePlan(Printed):
                           self._slo_text(choice.run))  # fmt: skip
         return table
 
-    def _curve(self) -> Table:
-        table = _table(">load", ">QPS", ">formula", ">mean", ">p50", ">p99", ">in a batch", ">SLO")
-        for point in self.curve:
-            table.add_row(f"{point.load:.0%}", f"{point.qps:,.0f}", duration(point.mean),
-                          *_latencies(point.run), _batch_sizes(point.run), self._slo_text(point.run)
-                          )  # fmt: skip
-        return table
+    def _curve(self) -> PlainTable:
+        return PlainTable(
+            ">load", ">QPS", ">formula", ">mean", ">p50", ">p99", ">in a batch", ">SLO",
+            rows=(
+                (f"{point.load:.0%}", f"{point.qps:,.0f}", duration(point.mean),
+                 *_latencies(point.run), _batch_sizes(point.run), self._slo_text(point.run))
+                for point in self.curve
+            ),
+        )  # fmt: skip
 
     def _slo_text(self, run: ServiceRun) -> str:
         if self.slo is None:
             return "-"
         return "holds" if run.latency.p99 <= self.slo else "missed"
-
-
-def _heading(text: str) -> Text:
-    return Text(f"\n{text}", style="bold")
-
-
-def _table(*columns: str) -> Table:
-    """Return a table; columns that begin with ``>`` are right-aligned."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
-    return table
 
 
 def _gpus_text(by_stage: dict[str, int]) -> str:

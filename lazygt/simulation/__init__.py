@@ -1,10 +1,16 @@
 """Simulation: how long a program takes on a machine that need not be there."""
 
 from lazygt.errors import former_names
-from lazygt.simulation.check import LineCheck, PredictionCheck, check
 from lazygt.simulation.discrete_event import Deadlock, RankClass, Rehearsal, Simulated, Span
 from lazygt.simulation.node_times import node_seconds
-from lazygt.simulation.prediction import CollectiveTime, Prediction, SimulatedRun
+from lazygt.simulation.prediction import (
+    CollectiveTime,
+    LineCheck,
+    Prediction,
+    PredictionCheck,
+    SimulatedRun,
+    check,
+)
 from lazygt.simulation.program import DRY, LiveValue, predict, simulate
 
 __all__ = [

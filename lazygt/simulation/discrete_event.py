@@ -10,11 +10,15 @@ and the receiving rank blocks until then.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lazygt.errors import LazyGTError
-from lazygt.graph.collectives import Communication, communications_by_node
+from lazygt.graph.collectives import (
+    Communication,
+    collective_name,
+    communications_by_node,
+)
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
@@ -25,6 +29,7 @@ from lazygt.simulation.node_times import Kernel, flops_of, kernels_of, product_f
 from lazygt.simulation.rank_memory import KnownCategories, Memory, memory_of
 
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
+_END = object()
 
 
 class Deadlock(LazyGTError):
@@ -119,12 +124,12 @@ class Rehearsal:
             Deadlock: ranks wait for each other.
         """
         runs = [_Run(work, self._counts[work.rank], machine) for work in self._works]
-        unfinished = [run for run in runs if not run.ended]
+        unfinished = [(run, run.nodes(runs)) for run in runs]
         while unfinished:
-            progressed = [run.advance(runs) for run in unfinished]
-            if not any(progressed):
-                raise Deadlock("; ".join(run.stands() for run in unfinished))
-            unfinished = [run for run in unfinished if not run.ended]
+            done = sum(run.node for run in runs)
+            unfinished = [pair for pair in unfinished if next(pair[1], _END) is not _END]
+            if unfinished and sum(run.node for run in runs) == done:
+                raise Deadlock("; ".join(run.stands() for run, _ in unfinished))
         return Simulated(tuple([run.result for run in runs]))
 
 
@@ -164,9 +169,12 @@ class _ClassWork:
 
 
 class _Run:
-    """Simulation of one class of ranks, node by node; all times are seconds since the run began.
+    """Simulation of one class of ranks, as a process that pauses while it waits for others.
+
+    All times are seconds since the run began.
 
     Attributes:
+        node: number of the node that runs, or waits.
         launched: axis -> launch times of this class's collectives on the axis, in order.
         sent: (axis, position of the receiver in its group) -> arrival times of messages.
     """
@@ -174,15 +182,9 @@ class _Run:
     def __init__(self, work: _ClassWork, count: int, machine: Machine) -> None:
         self.result = work.new_result(count)
         self.result.outside = outside(machine, work.graph, work.exchanges.values())
-        self._graph, self._machine = work.graph, machine
-        self._axis_groups, self._classes, self._position = (
-            work.axis_groups,
-            work.classes,
-            work.position,
-        )
-        self._kernels, self._exchanges, self._results = work.kernels, work.exchanges, work.results
+        self._work, self._graph, self._machine = work, work.graph, machine
         self._now = self._host = 0.0
-        self._next = 0
+        self.node = 0
         self.launched: dict[str, list[float]] = defaultdict(list)
         self.sent: dict[tuple[str, int], list[float]] = defaultdict(list)
         self._received: dict[tuple[str, int], int] = defaultdict(int)
@@ -194,61 +196,52 @@ class _Run:
         self._times: dict[str, list[tuple[float, float]]] = defaultdict(list)
         #: (axis, position) -> exposed seconds so far of collectives in flight
         self._exposed: dict[tuple[str, int], float] = defaultdict(float)
-        #: start time of each node
-        self._node_starts: list[float] = []
-
-    @property
-    def ended(self) -> bool:
-        return self._next == len(self._graph.nodes)
 
     def stands(self) -> str:
         """Return the node at which the class is blocked, for the error of a deadlock."""
-        node = self._graph.nodes[self._next]
-        return f"rank {self.result.rank} at {node.op} ({self._graph.line(self._next)})"
+        node = self._graph.nodes[self.node]
+        return f"rank {self.result.rank} at {node.op} ({self._graph.line(self.node)})"
 
-    def advance(self, runs: Sequence[_Run]) -> bool:
-        """Simulate nodes until a wait with an unknown end; return whether any node completed."""
-        begin, now = self._next, self._now
-        while not self.ended and self._step(self._next, runs):
-            self._node_starts.append(now)
-            self._next, now = self._next + 1, self._now
-        if self.ended:
-            self.result.seconds = max(self._now, *self._lane_free_at.values(), 0.0)
-            at = [*self._node_starts, self._now]
-            self.result.alive = [(at[node], row) for node, row in self.result.memory.history]
-        return self._next > begin
+    def nodes(self, runs: Sequence[_Run]) -> Iterator[None]:
+        """Simulate all nodes; yield while one waits for an event with an unknown time."""
+        starts = []
+        while self.node < len(self._graph.nodes):
+            starts.append(self._now)
+            yield from self._run_node(runs)
+            self.node += 1
+        self.result.seconds = max(self._now, *self._lane_free_at.values(), 0.0)
+        starts.append(self._now)
+        self.result.alive = [(starts[node], row) for node, row in self.result.memory.history]
 
-    def _step(self, number: int, runs: Sequence[_Run]) -> bool:
-        """Simulate a node; return False if it waits for an event with an unknown time."""
-        node = self._graph.nodes[number]
-        if node.op in _LAUNCHES or node.op in COLLECTIVES:
-            if not self._is_launched(number):
-                self._launch(number)
-            return node.op in _LAUNCHES or self._wait(self._results[number][0], runs)
-        if node.op == WAIT:
-            return self._wait(node.args[0].index, runs)
-        if node.op == SEND:
-            self._send(number)
-            return True
-        if node.op == RECV:
-            return self._receive(number, runs)
-        self._compute(number)
-        return True
+    def _run_node(self, runs: Sequence[_Run]) -> Iterator[None]:
+        """Simulate the present node."""
+        node = self._graph.nodes[self.node]
+        if node.op in _LAUNCHES:
+            self._launch()
+        elif node.op in COLLECTIVES:
+            self._launch()
+            yield from self._wait(self._work.results[self.node][0], runs)
+        elif node.op == WAIT:
+            yield from self._wait(node.args[0].index, runs)
+        elif node.op == SEND:
+            self._send(node.args[1])
+        elif node.op == RECV:
+            yield from self._receive(node.args[0], runs)
+        else:
+            self._compute()
 
-    def _compute(self, number: int) -> None:
+    def _compute(self) -> None:
         """Run the kernels of a node on the compute lane."""
-        begins = [self._kernel(kernel) for kernel in self._kernels[number]]
+        begins = [self._kernel(kernel) for kernel in self._work.kernels[self.node]]
         if begins:
-            name, line = self._graph.nodes[number].op, self._graph.line(number)
+            name, line = self._graph.nodes[self.node].op, self._graph.line(self.node)
             self.result.spans.append(Span("compute", name, begins[0], self._now, line))
 
     def _kernel(self, kernel: Kernel) -> float:
         """Run a kernel, and return its start. On a GPU the host launches ahead."""
         host = self._machine.host
-        launch, seconds = (
-            host.call if kernel.compiled else host.launch,
-            kernel.seconds(self._machine),
-        )
+        launch = host.call if kernel.compiled else host.launch
+        seconds = kernel.seconds(self._machine)
         begin = self._now
         if self._machine.device == "cuda":
             self._host += launch
@@ -259,35 +252,32 @@ class _Run:
         self.result.busy += seconds
         return begin
 
-    def _is_launched(self, number: int) -> bool:
-        """Return whether a blocking collective was launched in an earlier attempt."""
-        return self._results[number][0] in self._in_flight
-
-    def _launch(self, number: int) -> None:
+    def _launch(self) -> None:
         """Note the launch of a collective at the present time."""
-        collective = self._exchanges[number]
+        collective = self._work.exchanges[self.node]
         axis = collective.mesh_dim
-        self._in_flight[self._results[number][0]] = axis, len(self.launched[axis])
+        self._in_flight[self._work.results[self.node][0]] = axis, len(self.launched[axis])
         self.launched[axis].append(self._now)
         self._launched[axis].append(collective)
 
-    def _wait(self, value: int, runs: Sequence[_Run]) -> bool:
-        """Wait for a collective; return False if its end is not known yet."""
-        axis, position = self._in_flight[value]
-        if not self._is_known(axis, position, runs):
-            return False
+    def _wait(self, value: int, runs: Sequence[_Run]) -> Iterator[None]:
+        """Wait for a collective."""
+        axis, position = self._in_flight.pop(value)
+        while not self._is_known(axis, position, runs):
+            yield
         (begin, end), collective = self._times[axis][position], self._launched[axis][position]
         self._count_exposed(axis, position)
         exposed = self._exposed.pop((axis, position), 0.0)
-        name = (
-            f"{collective.kind} {collective.reduce_op}" if collective.reduce_op else collective.kind
-        )
-        self.result.spans.append(
-            Span(axis, name, begin, end, collective.source, exposed, collective.nbytes)
-        )
+        name = collective_name(collective.kind, collective.reduce_op)
+        self._exchange(collective, name, begin, end, exposed)
         self._now = max(self._now, end)
-        del self._in_flight[value]
-        return True
+
+    def _exchange(
+        self, what: Communication, name: str, begin: float, end: float, exposed: float
+    ) -> None:
+        """Draw an exchange on the lane of its axis."""
+        span = Span(what.mesh_dim, name, begin, end, what.source, exposed, what.nbytes)
+        self.result.spans.append(span)
 
     def _count_exposed(self, axis: str, position: int) -> None:
         """Count the wait for a collective as exposed time.
@@ -306,47 +296,40 @@ class _Run:
         They are known once every rank of the group has launched the collective.
         """
         times = self._times[axis]
-        launched = [runs[number].launched[axis] for number in set(self._classes[axis])]
+        launched = [runs[number].launched[axis] for number in set(self._work.classes[axis])]
         if any(len(at) <= position for at in launched):
             return False
         while len(times) <= position:
             collective = self._launched[axis][len(times)]
             begin = max(self._lane_free_at[axis], *(at[len(times)] for at in launched))
-            seconds = line_seconds(
-                self._machine, collective.kind, collective.nbytes, self._axis_groups[axis]
-            )
-            self._lane_free_at[axis] = begin + seconds
-            times.append((begin, begin + seconds))
+            end = begin + self._seconds(collective, self._work.axis_groups[axis])
+            self._lane_free_at[axis] = end
+            times.append((begin, end))
         return True
 
-    def _send(self, number: int) -> None:
+    def _seconds(self, what: Communication, ranks: Sequence[int]) -> float:
+        return line_seconds(self._machine, what.kind, what.nbytes, ranks)
+
+    def _send(self, peer: int) -> None:
         """Put a message on the axis's send lane, and note its arrival."""
-        node, collective = self._graph.nodes[number], self._exchanges[number]
-        axis, peer = collective.mesh_dim, node.args[1]
-        pair = (self._axis_groups[axis][self._position[axis]], self._axis_groups[axis][peer])
+        message = self._work.exchanges[self.node]
+        axis, group = message.mesh_dim, self._work.axis_groups[message.mesh_dim]
         begin = max(self._now, self._lane_free_at[f"{axis} sends"])
-        end = begin + line_seconds(self._machine, collective.kind, collective.nbytes, pair)
+        pair = (group[self._work.position[axis]], group[peer])
+        end = begin + self._seconds(message, pair)
         self._lane_free_at[f"{axis} sends"] = end
         self.sent[axis, peer].append(end)
-        self.result.spans.append(
-            Span(axis, "send", begin, end, collective.source, 0.0, collective.nbytes)
-        )
+        self._exchange(message, "send", begin, end, 0.0)
 
-    def _receive(self, number: int, runs: Sequence[_Run]) -> bool:
-        """Wait for the next message of a rank; return False if its arrival is not known yet."""
-        node, collective = self._graph.nodes[number], self._exchanges[number]
-        axis, source = collective.mesh_dim, node.args[0]
-        sender = runs[self._classes[axis][source]]
-        arrivals = sender.sent[axis, self._position[axis]]
+    def _receive(self, source: int, runs: Sequence[_Run]) -> Iterator[None]:
+        """Wait for the next message of a rank."""
+        message = self._work.exchanges[self.node]
+        axis = message.mesh_dim
+        arrivals = runs[self._work.classes[axis][source]].sent[axis, self._work.position[axis]]
         index = self._received[axis, source]
-        if len(arrivals) <= index:
-            return False
+        while len(arrivals) <= index:
+            yield
         self._received[axis, source] += 1
-        exposed = max(arrivals[index] - self._now, 0.0)
         begin, self._now = self._now, max(self._now, arrivals[index])
-        if exposed:
-            span = Span(
-                axis, "receive", begin, self._now, collective.source, exposed, collective.nbytes
-            )
-            self.result.spans.append(span)
-        return True
+        if exposed := self._now - begin:
+            self._exchange(message, "receive", begin, self._now, exposed)

@@ -1,8 +1,7 @@
-"""Prediction of a step on a machine, as figures, tables and a timeline."""
+"""Prediction of a step on a machine: figures, tables, a timeline; comparison with a profile."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from rich.text import Text
 from lazygt.graph.collectives import ring_bytes
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
-from lazygt.host.files import write_output
 from lazygt.machine import Machine
 from lazygt.machine.extrapolation import Outside, farthest
 from lazygt.observe.report import (
@@ -28,11 +26,12 @@ from lazygt.observe.report import (
     outside_table,
     shown,
 )
+from lazygt.observe.timeline import TimedRun, box, track_name, write_trace
 from lazygt.simulation.discrete_event import RankClass, Simulated, Span
 from lazygt.simulation.rank_memory import KINDS, HeldMemory
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 from lazygt.submit.memory_categories import OPTIMIZER, PARAMETERS
-from lazygt.tables import Printed, plain_table
+from lazygt.tables import PlainTable, Printed, heading, section
 
 #: Rows of each table, at most.
 _MAX_ROWS = 8
@@ -262,34 +261,31 @@ class Prediction(Printed):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from map(Text, self._summary())
         if "suggestions" in vars(self):
-            yield Text("\nwhat would help most, as simulated", style="bold")
+            yield heading("what would help most, as simulated")
             yield Text("\n".join(map(str, self.suggestions)) or "nothing that was tried")
-        yield Text("\nwhat holds memory at the peak", style="bold")
-        table = plain_table("kind", ">bytes", "line")
-        for kind, line, nbytes in self.peak.lines[:_MAX_ROWS]:
-            table.add_row(kind, amount(nbytes, "B"), shown(line) if line else "held before")
-        yield table
-        yield Text("\nthe dearest lines of the busiest rank", style="bold")
-        table = plain_table("line", ">time")
-        for line, seconds in self.by_line()[:_MAX_ROWS]:
-            table.add_row(shown(line), duration(seconds))
-        yield table
-        if self.collectives:
-            yield Text("\ncollectives, the most exposed first", style="bold")
-            table = plain_table(
-                "axis", "collective", ">count", ">payload", ">ring a rank", ">time", ">exposed",
-                "line",
-            )  # fmt: skip
-            for row in self.collectives[:_MAX_ROWS]:
-                table.add_row(row.axis, row.kind, str(row.times), amount(row.nbytes, "B"),
-                              amount(row.ring, "B"), duration(row.seconds), duration(row.exposed),
-                              shown(row.line))  # fmt: skip
-            yield table
-            yield Text("\nsent in a step, by kind of parallelism", style="bold")
-            yield exchanged_table(self.by_parallelism()).fitting(options.max_width)
-        if beyond := self.outside:
-            yield Text(f"\n{OUTSIDE}", style="bold")
-            yield outside_table(beyond).fitting(options.max_width)
+        yield heading("what holds memory at the peak")
+        yield PlainTable("kind", ">bytes", "line", rows=(
+            (kind, amount(nbytes, "B"), shown(line) if line else "held before")
+            for kind, line, nbytes in self.peak.lines[:_MAX_ROWS]
+        ))  # fmt: skip
+        yield heading("the dearest lines of the busiest rank")
+        yield PlainTable("line", ">time", rows=(
+            (shown(line), duration(seconds)) for line, seconds in self.by_line()[:_MAX_ROWS]
+        ))  # fmt: skip
+        sent = exchanged_table(self.by_parallelism())
+        yield from section("collectives, the most exposed first", self._collectives_table())
+        yield from section("sent in a step, by kind of parallelism", sent)
+        yield from section(OUTSIDE, outside_table(self.outside))
+
+    def _collectives_table(self) -> PlainTable:
+        return PlainTable(
+            "axis", "collective", ">count", ">payload", ">ring a rank", ">time", ">exposed", "line",
+            rows=(
+                (row.axis, row.kind, row.times, amount(row.nbytes, "B"), amount(row.ring, "B"),
+                 duration(row.seconds), duration(row.exposed), shown(row.line))
+                for row in self.collectives[:_MAX_ROWS]
+            ),
+        )  # fmt: skip
 
     def _summary(self) -> Iterator[str]:
         """Yield the sentences above the tables."""
@@ -331,8 +327,7 @@ class Prediction(Printed):
 
         Each class of ranks is a process, and each of its lanes a track.
         """
-        trace = {"traceEvents": self._events(), "displayTimeUnit": "ms"}
-        write_output(path, json.dumps(trace))
+        write_trace(path, self._events())
 
     def _events(self) -> list[dict[str, Any]]:
         """Return the trace events: spans of all lanes, and counters of memory by category."""
@@ -343,11 +338,9 @@ class Prediction(Printed):
             for ranks in run.simulated.classes:
                 for span in ranks.spans:
                     track = tracks.setdefault((ranks.rank, span.lane), len(tracks))
-                    events.append({
-                        "ph": "X", "name": span.name, "pid": ranks.rank, "tid": track,
-                        "ts": (begin + span.begin) * 1e6, "dur": (span.end - span.begin) * 1e6,
-                        "args": {"line": span.line, "bytes": span.nbytes},
-                    })  # fmt: skip
+                    at, length = (begin + span.begin) * 1e6, (span.end - span.begin) * 1e6
+                    about = {"line": span.line, "bytes": span.nbytes}
+                    events.append(box(ranks.rank, track, span.name, at, length, about))
                 for seconds, row in ranks.alive:
                     bytes_of = zip(KINDS, row, strict=True)
                     events.append({
@@ -356,11 +349,7 @@ class Prediction(Printed):
                         "args": {kind: run.beside.get(kind, 0) + alive for kind, alive in bytes_of},
                     })  # fmt: skip
             begin += run.simulated.seconds
-        names = [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": lane}}
-            for (rank, lane), track in tracks.items()
-        ]
-        return names + events
+        return [track_name(rank, track, lane) for (rank, lane), track in tracks.items()] + events
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as plain data; seconds and bytes."""
@@ -392,3 +381,86 @@ class Prediction(Printed):
 
 def _exposed(ranks: RankClass) -> float:
     return sum(span.exposed for span in ranks.spans)
+
+
+# -- comparison of a prediction with a profile of the same step ------------------------------------
+
+#: Lines of a comparison, at most.
+_MAX_CHECKED = 12
+
+
+class LineCheck(NamedTuple):
+    """Computing seconds of a line in a step of one rank, predicted and measured."""
+
+    line: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True, repr=False)
+class PredictionCheck(Printed):
+    """Prediction against measurement. Prints as a table.
+
+    Attributes:
+        predicted, measured: seconds of a step on the ranks; measured node by node, as by ``lazygt
+            profile``, the mean over ranks and over all runs but each rank's first.
+        lines: seconds by line, the slowest first.
+    """
+
+    predicted: float
+    measured: float
+    lines: Sequence[LineCheck]
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction; negative if it is too fast."""
+        return self.predicted / self.measured - 1
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(
+            f"checked: the ranks took {duration(self.measured)} a step where "
+            f"{duration(self.predicted)} were predicted ({self.error:+.0%})"
+        )
+        table = PlainTable("line", ">predicted", ">measured", ">off")
+        for line, predicted, measured in self.lines[:_MAX_CHECKED]:
+            off = f"{predicted / measured - 1:+.0%}" if measured else "-"
+            table.add_row(shown(line), duration(predicted), duration(measured), off)
+        yield table
+
+
+def check(prediction: Prediction, runs: Iterable[TimedRun]) -> PredictionCheck:
+    """Compare a prediction with timed runs of the same plans.
+
+    Raises:
+        ValueError: a plan of the step was run only once; the first run is a warm-up.
+    """
+    runs_of_plan = _warm(runs)
+    seconds, nanoseconds = 0.0, Counter[str]()
+    for name in (run.plan for run in prediction.runs):
+        warm = runs_of_plan.get(name)
+        if not warm:
+            raise ValueError(f"plan {name} was not run twice: let the script do more steps")
+        seconds += sum(run.timings.end - run.timings.begin for run in warm) / len(warm)
+        for run in warm:
+            lines = run.lines()
+            for number, _, begin, end in run.timings.steps:
+                nanoseconds[lines[number]] += (end - begin) / len(warm)  # type: ignore[assignment]
+    predicted = dict(prediction.by_line())
+    rows = [
+        LineCheck(line, predicted.get(line, 0.0), nanoseconds[line] / 1e9)
+        for line in {**nanoseconds, **predicted}
+    ]
+    rows.sort(key=lambda row: -max(row.predicted, row.measured))
+    return PredictionCheck(prediction.computing, seconds / 1e9, rows)
+
+
+def _warm(runs: Iterable[TimedRun]) -> dict[str, list[TimedRun]]:
+    """Group runs by their plan's short digest, without each rank's first run (the warm-up)."""
+    ranks: dict[tuple[str, int, int], list[TimedRun]] = defaultdict(list)
+    for run in runs:
+        if run.plan is not None:
+            ranks[run.plan.digest.hex()[:12], run.pid, run.track].append(run)
+    warm: dict[str, list[TimedRun]] = defaultdict(list)
+    for (name, _, _), of_rank in ranks.items():
+        warm[name] += of_rank[1:]
+    return warm

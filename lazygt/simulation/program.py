@@ -19,7 +19,8 @@ from lazygt.graph.liveness import homes_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.source import expand
 from lazygt.host.gc_pause import gc_paused
-from lazygt.machine import Gpus, Machine, default_machine, machine_of
+from lazygt.machine import Machine, default_machine, machine_of
+from lazygt.machine.find import requested
 from lazygt.parallel.fsdp_overrides import Forced
 from lazygt.runtime.client.console import Observer
 from lazygt.runtime.plan import Plan
@@ -103,6 +104,29 @@ class LiveValue(Observer):
         return [self._category_of.get(key, OTHER) for key in ids]
 
 
+class DryRun:
+    """Dry sessions of one run of a program, which are recorded for predictions.
+
+    Attributes:
+        observed: the sessions, in the order in which they were opened, with their values.
+    """
+
+    def __init__(self) -> None:
+        self.observed: list[tuple[Session, LiveValue]] = []
+
+    def opened(self, session: Session) -> None:
+        """Record a new session."""
+        self.observed.append((session, LiveValue(session)))
+
+    def longest(self, compiled: bool = True, machine: Machine | None = None) -> Prediction:
+        """Predict a step of the session with the longest one; see ``predict``."""
+        predictions = [
+            predict(session, machine or session.machine, living, compiled=compiled)
+            for session, living in self.observed
+        ]
+        return max(predictions, key=lambda prediction: prediction.step_seconds)
+
+
 def simulate(
     program: Callable[[], object],
     *,
@@ -132,22 +156,18 @@ def simulate(
         MachineError: there is no such machine, or its file is invalid.
         ValueError: the program runs nothing, or the mesh is invalid or does not match the GPUs.
     """
-    if gpus is not None:
-        ranks = Gpus.parse(gpus, hosts, None if machine is None else os.fspath(machine))
-        mesh = ranks.mesh(mesh if mesh is None or isinstance(mesh, str) else str(Mesh.of(mesh)))
-        machine = ranks.machine
-    elif hosts is not None:
-        raise ValueError("hosts says where GPUs are: give gpus, too")
+    mesh, machine = requested(gpus, hosts, mesh, machine)
     priced = default_machine(device or "cpu") if machine is None else machine_of(machine)
     settings = {**DRY, "device": device or priced.device, "mesh": mesh, "machine": machine}
 
     def run_once(trial: Trial) -> tuple[Prediction, Forced]:
         changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
         session_settings: dict[str, Any] = {k: v for k, v in changed.items() if v is not None}
+        recording = DryRun()
         with trial.made() as forced, Session(**grouped(session_settings)) as session:
-            living = LiveValue(session)
+            recording.opened(session)
             program()
-        return predict(session, priced, living, compiled=compiled), forced
+        return recording.longest(compiled, priced), forced
 
     now, forced = run_once(AS_IT_IS)
     changes = trials(now.mesh, forced.calls > 0)

@@ -6,7 +6,6 @@ import csv
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,9 +13,10 @@ from rich.text import Text
 
 from lazygt.graph.text import amount, duration
 from lazygt.host.files import open_output
+from lazygt.plots import figure
 from lazygt.sweeps.knobs import Combination
 from lazygt.sweeps.steps import Shares
-from lazygt.tables import Printed, plain_table
+from lazygt.tables import PlainTable, Printed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -158,32 +158,9 @@ def _bound(row: Row, shares: Shares) -> str:
     return texts[shares.bound]
 
 
-# -- plot (needs matplotlib) -----------------------------------------------------------------------
+# -- plot ------------------------------------------------------------------------------------------
 
-SUFFIXES = (".png", ".svg")
 _BASELINE, _OTHERS, _HIDDEN = "tab:red", "tab:blue", "0.8"
-
-
-def draw(rows: Sequence[Row], baseline: int, title: str, path: Path) -> None:
-    """Plot rates against peak memory, and bars of the shares in collectives, into a file.
-
-    Raises:
-        ValueError: the suffix is neither ``.png`` nor ``.svg``.
-    """
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path.name!r} must end in one of {', '.join(SUFFIXES)}")
-    done = [row for row in rows if row.done]
-    # why: matplotlib takes a second to load
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, max(4.0, 0.3 * len(done) + 2)), layout="constrained")
-    points, bars = figure.subplots(1, 2)
-    _points(points, done, [_BASELINE if row is rows[baseline] else _OTHERS for row in done])
-    _bars(bars, done)
-    figure.suptitle(title)
-    kind = path.suffix.removeprefix(".")
-    with open(open_output(path), "wb") as file:
-        figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
 def _points(axes: Axes, rows: Sequence[Row], colours: Sequence[str]) -> None:
@@ -239,7 +216,7 @@ class Sweep(Printed):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title)
         knobs = list(self.rows[0].combination.values) if self.rows else []
-        table = plain_table(
+        table = PlainTable(
             *knobs, ">tokens/s", ">against", ">step", ">peak", ">in collectives", ">exposed", "how",
             "note",
         )  # fmt: skip
@@ -278,5 +255,10 @@ class Sweep(Printed):
         """
         if not any(row.done for row in self.rows):
             raise ValueError("no combination has figures, and so there is nothing to draw")
-
-        draw(self.rows, self.baseline, self.title, Path(path))
+        done = [row for row in self.rows if row.done]
+        baseline = self.rows[self.baseline]
+        with figure(path, 12, max(4.0, 0.3 * len(done) + 2)) as drawn:
+            points, bars = drawn.subplots(1, 2)
+            _points(points, done, [_BASELINE if row is baseline else _OTHERS for row in done])
+            _bars(bars, done)
+            drawn.suptitle(self.title)

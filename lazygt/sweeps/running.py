@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from lazygt.config import cache_setting
-from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount
-from lazygt.machine import Gpus, machine_of
+from lazygt.machine import machine_of
+from lazygt.machine.find import requested
 from lazygt.parallel.fsdp_overrides import forced_knobs
 from lazygt.session import Session
 from lazygt.settings import grouped
@@ -262,16 +262,11 @@ def sweep(
     """
     combos = combinations(knobs)
     baseline_index = 0 if baseline is None else matching(combos, baseline)
-    mesh_text = mesh if mesh is None or isinstance(mesh, str) else str(Mesh.of(mesh))
-    if gpus is not None:
-        requested_gpus = Gpus.parse(gpus, hosts, None if machine is None else os.fspath(machine))
-        mesh_text, machine = requested_gpus.mesh(mesh_text), requested_gpus.machine
-    elif hosts is not None:
-        raise ValueError("hosts says where GPUs are: give gpus, too")
+    mesh_text, machine = requested(gpus, hosts, mesh, machine)
     settings: dict[str, Any] = {} if mesh_text is None else {"mesh": mesh_text}
     if machine is not None:
         device = machine_of(machine, cache_setting()).device
-        settings |= {"machine": os.fspath(machine), "device": device}
+        settings |= {"machine": machine, "device": device}
     simulated = gpus is not None or machine is not None
     ground = Ground(settings, simulated, memory, window or Window())
     title = sweep_title(getattr(program, "__name__", "program"), len(combos), ground)

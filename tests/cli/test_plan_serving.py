@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from lazygt import plots
 from lazygt.cli.app import app
 
 QUICK = ["--qps", "600", "--seconds", "5", "--stage", "rank:batch=50,infer=80ms"]
@@ -55,8 +55,7 @@ def test_plot_is_written_as_image(tmp_path: Path, name: str, head: bytes) -> Non
 
 
 def test_a_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = sys.modules["lazygt.cli.plan_serving"]  # the name is the function's, too
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
     result = lazygt(*QUICK, "--plot", tmp_path / "c.png")
     assert (result.exit_code, result.stderr) == (
         2, "lazygt plan-serving: --plot needs matplotlib, which is not installed: "

@@ -63,8 +63,24 @@ def test_unknown_machine_name_is_refused() -> None:
 def test_machine_file_round_trip(name: str) -> None:
     text = (FOLDER / f"{name}.toml").read_text()
     machine = parse(text, "x")
-    assert text_of(machine) == text
+    assert parse(text_of(machine), "x").figures == machine.figures
+    assert ("\nbase = " in text) == (text_of(machine) != text)
     assert tomllib.loads(text)["version"] == 1
+
+
+def test_file_with_a_base_has_the_figures_of_the_base_and_its_own() -> None:
+    head = 'version = 1\nname = "own"\nbase = "h200"\n[sources]\nserver = "measured"\n'
+    call = '[host]\ncall = { value = 1e-6, unit = "s", basis = "measured", source = "server" }\n'
+    machine, base = parse(head + call, "x"), machine_of("h200")
+    changed = {key for key, figure in base.figures.items() if machine.figures[key] != figure}
+    assert machine.figures.keys() == base.figures.keys()
+    assert (changed, machine.host.call) == ({"host.call"}, 1e-6)
+    assert machine.sources == {**base.sources, "server": "measured"}
+
+
+def test_base_that_is_not_shipped_is_refused() -> None:
+    with pytest.raises(MachineError, match=r"^machine x: base 'h1': expected one of a100-40, "):
+        parse(GENERIC.replace('device = "cpu"', 'base = "h1"'), "x")
 
 
 def test_a_text_of_any_characters_is_written() -> None:

@@ -17,8 +17,8 @@ from lazygt.machine.prices import (
     link_for,
     matmul_seconds,
     moving_seconds,
-    pointwise_seconds,
 )
+from lazygt.simulation.node_times import Kernel
 
 #: 4 tiles of 100 x 10 at once, 1e9 operations a second.
 GPU = default_machine("cuda").with_values({
@@ -61,8 +61,8 @@ def test_small_operands_are_in_the_cache() -> None:
 
 
 def test_arithmetic_or_memory_decides_whichever_takes_longer() -> None:
-    assert pointwise_seconds(GPU, "exp", 1000, 8000) == pytest.approx(1e-6)
-    assert pointwise_seconds(GPU, "exp", 1, 8_000_000) == pytest.approx(8e-6)
+    assert Kernel((), (("exp", 1000),), 8000).seconds(GPU) == pytest.approx(1e-6)
+    assert Kernel((), (("exp", 1),), 8_000_000).seconds(GPU) == pytest.approx(8e-6)
 
 
 def test_a_carrier_may_be_another_one_for_large_payloads() -> None:

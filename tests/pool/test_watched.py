@@ -18,8 +18,7 @@ from torch import nn
 import lazygt
 from lazygt.errors import NoSession, PoolError
 from lazygt.net.status_file import ClientPage, Page
-from lazygt.observe.top.pool_source import PoolSource
-from lazygt.observe.top.sources import open_source
+from lazygt.observe.top.sources import PoolSource, open_source
 from lazygt.observe.top.status import PoolStatus
 from lazygt.pool.requests import Doing
 from lazygt.runtime.wire import encode

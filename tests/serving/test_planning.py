@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import lazygt
-from lazygt.serving.provision import AT_HIGH_LOAD, FOR_SLO, FORMULAS, GIVEN, gpus_that_hold, least
-from lazygt.serving.report import ServicePlan
+from lazygt.serving.planning import gpus_that_hold, least
+from lazygt.serving.report import AT_HIGH_LOAD, FOR_SLO, FORMULAS, GIVEN, ServicePlan
 from lazygt.serving.simulation import Latency, ServiceRun
 from lazygt.serving.stages import parse_stage
 

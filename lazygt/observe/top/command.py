@@ -12,9 +12,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from lazygt.errors import LazyGTError, NoSession
-from lazygt.observe.top.pool_screen import PoolScreen
-from lazygt.observe.top.screen import Screen
-from lazygt.observe.top.sources import Status, StatusSource, as_json, open_source
+from lazygt.observe.top.screen import PoolScreen, Screen
+from lazygt.observe.top.sources import PoolSource, Status, StatusSource, as_json, open_source
 from lazygt.observe.top.status import SessionStatus
 
 _SETTLE_SECONDS = 2.5
@@ -75,9 +74,6 @@ def _open(name: str, interval: float, key: Path | None) -> StatusSource:
         if key is not None:
             raise NoSession("--key is for a pool: lazygt top tcp://HOST:PORT --key FILE")
         return open_source(name, interval)
-    # why: it loads torch and sockets, which take seconds; local sessions need neither
-    from lazygt.observe.top.pool_source import PoolSource
-
     return PoolSource(name, key)
 
 

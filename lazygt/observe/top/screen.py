@@ -1,17 +1,20 @@
-"""A session's status in a terminal: 80 columns and 24 rows for any number of ranks."""
+"""Status of a session or of a pool: in a terminal of 80 columns and 24 rows, and in a browser."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from lazygt.observe.top.status import STUCK, RankStatus, SessionStatus
+from lazygt.observe.top.status import STATES, STUCK, PoolStatus, RankStatus, SessionStatus
 from lazygt.tables import plain_table
+
+# -- a session -------------------------------------------------------------------------------------
 
 #: State -> its letter in the grid, and its style.
 LETTERS = {
@@ -26,6 +29,7 @@ LETTERS = {
 }
 _GRID_COLUMNS = 64  # ranks in a line of the grid, at most
 _MOST_RANGES = 6  # ranges of ranks that a text lists, at most
+_RANK_COLUMNS = (">rank", "state", ">for", ">run", "plan", "of", ">living", ">peak")
 
 
 class Screen:
@@ -40,7 +44,7 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status = self.status
-        lines = [*_head(status), *alerts(status), Text()]
+        lines = [*_session_head(status), *alerts(status), Text()]
         free_lines = (
             (options.height or console.height) - len(lines) - 2
         )  # the table's header, and a last line
@@ -49,14 +53,12 @@ class Screen:
             grid = list(_grid(ranks))
             lines += [*grid, Text()]
             free_lines -= len(grid) + 1
-            ranks = tuple(sorted(ranks, key=_urgency))[: max(free_lines, 1)]
-        for line in lines:
-            line.no_wrap, line.overflow = True, "ellipsis"
-            yield line
-        yield _table(ranks)
+            ranks = tuple(sorted(ranks, key=_rank_urgency))[: max(free_lines, 1)]
+        yield from map(_truncated, lines)
+        yield _rank_table(ranks)
 
 
-def _head(status: SessionStatus) -> Iterator[Text]:
+def _session_head(status: SessionStatus) -> Iterator[Text]:
     """Yield the summary lines: session, rates, last miss, compiles, hosts, memory."""
     client = status.session
     uptime = status.at - client.opened
@@ -155,37 +157,38 @@ def _grid(ranks: Sequence[RankStatus]) -> Iterator[Text]:
     yield legend
 
 
-def _urgency(rank: RankStatus) -> tuple[bool, int, bool, float, int]:
+def _rank_urgency(rank: RankStatus) -> tuple[bool, int, bool, float, int]:
     """Return the sort key of a rank: stuck ranks, then blocking ones, then slow ones."""
     waits = rank.state == "waiting"
     return rank.state not in STUCK, -len(rank.blocks), waits, -rank.seconds, rank.rank
 
 
-def _table(ranks: Sequence[RankStatus]) -> Table:
-    """Build the table of ranks: state, its duration, run, plan, activity and memory."""
-    table = plain_table(">rank", "state", ">for", ">run", "plan", "of", ">living", ">peak")
-    for column in table.columns:
-        column.no_wrap = True
+def _rank_table(ranks: Sequence[RankStatus]) -> Table:
+    table = _table(*_RANK_COLUMNS)
     table.columns[5].ratio = 1
-    table.columns[5].overflow = "ellipsis"
     table.expand = True
     for rank in ranks:
-        silence = rank.unheard or rank.age
-        seconds = silence if rank.state in STUCK else rank.seconds
-        table.add_row(
-            str(rank.rank),
-            Text(rank.state, LETTERS[rank.state][1]),
-            f"{seconds:.1f} s" if seconds >= 0.1 else "",
-            str(rank.run or ""),
-            rank.plan[:6] + (f":{rank.step}" if rank.step >= 0 else ""),
-            _activity(rank),
-            decimal(rank.living) if rank.living else "",
-            decimal(rank.peak) if rank.peak else "",
-        )
+        number, state, *cells = _rank_cells(rank)
+        table.add_row(number, Text(state, LETTERS[state][1]), *map(Text, cells))
     return table
 
 
-def _activity(rank: RankStatus) -> str:
+def _rank_cells(rank: RankStatus) -> tuple[str, ...]:
+    """Return the row of a rank: state, its duration, run, plan, activity and memory."""
+    seconds = (rank.unheard or rank.age) if rank.state in STUCK else rank.seconds
+    return (
+        str(rank.rank),
+        rank.state,
+        f"{seconds:.1f} s" if seconds >= 0.1 else "",
+        str(rank.run or ""),
+        rank.plan[:6] + (f":{rank.step}" if rank.step >= 0 else ""),
+        _rank_activity(rank),
+        decimal(rank.living) if rank.living else "",
+        decimal(rank.peak) if rank.peak else "",
+    )
+
+
+def _rank_activity(rank: RankStatus) -> str:
     """Return the ranks that a rank blocks or waits for; else its running function."""
     if rank.blocks:
         return f"blocks {ranks_text(rank.blocks)}"
@@ -211,6 +214,223 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def short(line: str) -> str:
     """Truncate a line to its last 47 characters if it is longer than 50."""
     return line if len(line) <= 50 else "..." + line[-47:]
+
+
+# -- a pool ----------------------------------------------------------------------------------------
+
+_LONGEST_NAME = 16  # of a session
+_LEAST_LINES = 14  # with fewer, a session's own screen does not fit
+_SESSION_COLUMNS = (
+    "session", "state", "ranks", ">run-s", ">memory", ">of", ">steps/s", ">queue", ">hits",
+    ">misses",
+)  # fmt: skip
+
+
+class PoolScreen:
+    """Rich renderable of a pool's status: alerts, a table of sessions, and their activity.
+
+    If only one session is visible, its own screen follows.
+    """
+
+    def __init__(self, status: PoolStatus) -> None:
+        self.status = status
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        report, sessions = self.status.report, self.status.sessions
+        lines = [*_pool_head(self.status), *_pool_alerts(self.status), Text()]
+        rows = sorted(report["sessions"], key=lambda row: not _is_urgent(row, sessions))
+        free_lines = (options.height or console.height) - len(lines) - 2
+        shown = rows[: max(free_lines, 1)]
+        if len(shown) < len(rows):
+            lines.insert(-1, Text(f"{len(rows) - len(shown) + 1} sessions do not fit here"))
+            shown = shown[:-1]
+        yield from map(_truncated, lines)
+        yield _session_table(shown, sessions)
+        free_lines -= len(shown)
+        activities = [
+            line for row in shown for line in _session_activity(row, sessions.get(row["session"]))
+        ]
+        if len(sessions) == 1 and free_lines > _LEAST_LINES:
+            yield Text()
+            (session,) = sessions.values()
+            yield from Screen(session).__rich_console__(
+                console, options.update(height=free_lines - 1)
+            )
+        elif activities and free_lines > 1:
+            yield Text()
+            yield from map(_truncated, activities[: free_lines - 1])
+
+
+def _pool_head(status: PoolStatus) -> Iterator[Text]:
+    """Yield the summary lines: address, workers, queue, and sessions of other keys."""
+    report = status.report
+    workers, free, others = report["workers"], report["free"], report["others"]
+    waiting = sum(not row["places"] for row in report["sessions"]) + others["waiting"]
+    draining = "  being drained" if report["draining"] else ""
+    yield Text.assemble(
+        (status.on, "bold"),
+        f"  {workers - free} of {workers} workers taken, {report['at_once']} run at once  "
+        f"queue {waiting} of {report['queue_limit']}{draining}",
+    )
+    if others["sessions"] or others["waiting"]:
+        yield Text(
+            f"besides, other keys have {others['sessions']} sessions with {others['workers']} "
+            f"workers, and {others['waiting']} that wait"
+        )
+
+
+def _pool_alerts(status: PoolStatus) -> Iterator[Text]:
+    """Yield the alerts of all sessions, each with the session's name."""
+    for name, session in status.sessions.items():
+        for line in alerts(session):
+            yield Text.assemble((f"{name}: ", "bold"), line)
+
+
+def _is_urgent(row: Mapping[str, Any], sessions: Mapping[str, SessionStatus]) -> bool:
+    """Return whether a session has stuck ranks."""
+    session = sessions.get(row["session"])
+    return session is not None and bool(session.stuck)
+
+
+def _session_table(rows: list[Any], sessions: Mapping[str, SessionStatus]) -> Table:
+    table = _table(*_SESSION_COLUMNS)
+    table.padding = (0, 1, 0, 0)
+    for row in rows:
+        session = sessions.get(row["session"])
+        name, state, *cells = map(Text, _session_cells(row, session))
+        table.add_row(name, state, _ranks(row, session), *cells)
+    return table
+
+
+def _session_cells(row: Mapping[str, Any], session: SessionStatus | None) -> tuple[str, ...]:
+    """Return the row of a session, without its ranks."""
+    cells = (
+        _name(row), _state(row), _short_number(row["run_seconds"]), decimal(row["memory"]),
+        _quota_share(row),
+    )  # fmt: skip
+    if session is None or not session.session.pid:
+        return *cells, "", "", "", ""
+    client = session.session
+    rates = map(_short_number, (client.steps_a_second, client.queue, client.hits, client.misses))
+    return *cells, *rates
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """Return a session's name; a long one is truncated to its end, which tells names apart."""
+    name = str(row["session"])
+    return name if len(name) <= _LONGEST_NAME else "\u2026" + name[1 - _LONGEST_NAME :]
+
+
+def _short_number(number: float) -> str:
+    """Return a number as a text of at most five characters."""
+    if number < 10_000:
+        return f"{number:.0f}" if number >= 100 or number == int(number) else f"{number:.1f}"
+    return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.1f}M"
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    """Return a session's state, with its position in the queue or seconds until it expires."""
+    if row["before"] is not None:
+        return f"waits ({row['before']})"
+    ends = row["expires_in"]
+    return str(row["state"]) if ends is None else f"{row['state']} {ends:.0f} s"
+
+
+def _ranks(row: Mapping[str, Any], session: SessionStatus | None) -> Text:
+    """Return the number of ranks in each state, by the state's letter."""
+    if session is None:
+        return Text(str(row["workers"]), "dim")
+    counts = Counter(rank.state for rank in session.ranks)
+    counted = [(f"{LETTERS[s][0]}{counts[s]}", LETTERS[s][1]) for s in STATES if counts[s]]
+    return Text(" ").join([Text(*entry) for entry in counted])
+
+
+def _quota_share(row: Mapping[str, Any]) -> str:
+    """Return this session's share of its client's memory quota."""
+    limit = row["quota"]["memory"]
+    return f"{100 * row['memory'] / limit:.0f} %" if limit else ""
+
+
+def _session_activity(row: Mapping[str, Any], session: SessionStatus | None) -> Iterator[Text]:
+    """Yield lines on the work of a session's client."""
+    if session is None or not session.session.pid:
+        return
+    client, name = session.session, row["session"]
+    if client.line:
+        yield Text.assemble((name, "bold"), f" at {short(client.line)} ({client.reason})")
+    kinds = ", ".join(f"{kind} {decimal(size)}" for kind, size in session.memory.items())
+    yield Text(f"  rank 0: {kinds}")
+    if client.miss:
+        yield Text(f"  last miss at {short(client.miss_line)}: {client.miss}")
+    if client.recoveries:
+        yield Text(f"  {client.recoveries} recoveries: {client.recovery}")
+
+
+# -- both in a browser -----------------------------------------------------------------------------
+
+_MOST_ROWS = 16  # ranks in the table of a page, at most
+
+
+def page_of(status: SessionStatus | PoolStatus) -> dict[str, Any]:
+    """Return the content of the page: the lines of the screen, squares of ranks, and a table.
+
+    A cell of the table is a text, or the squares of a session's ranks.
+    """
+    if isinstance(status, PoolStatus):
+        return _pool_page(status)
+    title, *lines = map(str, _session_head(status))
+    ranks = status.ranks
+    if len(ranks) > _MOST_ROWS:
+        ranks = tuple(sorted(ranks, key=_rank_urgency))[:_MOST_ROWS]
+    return {
+        "title": title,
+        "alerts": list(map(str, alerts(status))),
+        "lines": lines,
+        "squares": _squares(status),
+        "columns": _RANK_COLUMNS,
+        "rows": list(map(_rank_cells, ranks)),
+    }
+
+
+def _pool_page(status: PoolStatus) -> dict[str, Any]:
+    title, *lines = map(str, _pool_head(status))
+    rows = []
+    for row in status.report["sessions"]:
+        session = status.sessions.get(row["session"])
+        name, state, *cells = _session_cells(row, session)
+        ranks = str(row["workers"]) if session is None else _squares(session)
+        rows.append((name, state, ranks, *cells))
+        lines += map(str, _session_activity(row, session))
+    return {
+        "title": title,
+        "alerts": list(map(str, _pool_alerts(status))),
+        "lines": lines,
+        "squares": [],
+        "columns": _SESSION_COLUMNS,
+        "rows": rows,
+    }
+
+
+def _squares(status: SessionStatus) -> list[tuple[int, str, str]]:
+    """Return (rank, state, activity) of each rank."""
+    return [(rank.rank, rank.state, _rank_activity(rank)) for rank in status.ranks]
+
+
+# -- lines and tables of both ----------------------------------------------------------------------
+
+
+def _truncated(line: Text) -> Text:
+    """Make a text truncate instead of wrapping."""
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
+
+
+def _table(*columns: str) -> Table:
+    """Build a table without lines and wrapped cells; see ``plain_table``."""
+    table = plain_table(*columns)
+    for column in table.columns:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    return table
 
 
 def _duration(seconds: float) -> str:

@@ -1,13 +1,15 @@
-"""Sources of a session's status."""
+"""Sources of the status of a session, or of a pool."""
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from lazygt.errors import NoSession
+from lazygt.errors import NoSession, PoolError
 from lazygt.net.status_file import (
     ClientPage,
     Pages,
@@ -17,11 +19,21 @@ from lazygt.net.status_file import (
     read_pages,
     sessions,
 )
-from lazygt.observe.top.status import PoolStatus, SessionStatus, plain, plain_pool, session_status
+from lazygt.observe.top.status import (
+    PoolStatus,
+    SessionStatus,
+    plain,
+    plain_pool,
+    pool_status,
+    session_status,
+)
+
+if TYPE_CHECKING:
+    from lazygt.net.keys import KeyFile
 
 #: Seconds after which a viewer counts as gone: longer than the interval between two reads.
 _LEASE_SECONDS = 3.0
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.05
 
 
 Status = SessionStatus | PoolStatus
@@ -34,9 +46,10 @@ def as_json(status: Status) -> bytes:
     )
 
 
-class StatusSource(Protocol):
+class StatusSource(ABC):
     """Source of the status of a session, or of the sessions of a pool."""
 
+    @abstractmethod
     def snapshot(self) -> Status:
         """Read the present status.
 
@@ -44,18 +57,27 @@ class StatusSource(Protocol):
             NoSession: the session or pool has ended.
         """
 
+    @abstractmethod
+    def is_settled(self, since: float) -> bool:
+        """Return whether every process has reported after ``since``, of the monotonic clock."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+
     def settled(self, seconds: float) -> Status:
         """Wait for a report of every process since the call, then read the status.
 
         Args:
             seconds: maximum time to wait.
         """
+        begin = time.monotonic()
+        while not self.is_settled(begin) and time.monotonic() < begin + seconds:
+            time.sleep(_POLL_SECONDS)
+        return self.snapshot()
 
-    def close(self) -> None:
-        """Stop watching. Idempotent."""
 
-
-class LocalStatus:
+class LocalStatus(StatusSource):
     """A session of this user on this machine.
 
     Args:
@@ -82,29 +104,66 @@ class LocalStatus:
         self._file.watch(self._lease)
         return pages
 
-    def settled(self, seconds: float) -> SessionStatus:
-        """Wait for a report of every running process since the call, then read the status.
-
-        Args:
-            seconds: maximum time to wait.
-        """
-        deadline = time.monotonic() + seconds
-        since = time.monotonic_ns()
-        while True:
-            pages = self._read()
-            present = [page for page in (pages.client, *pages.ranks) if page is not None]
-            late = [
-                page
-                for page in present
-                if page.when < since and page.process not in ("", "T") and not page.unheard
-            ]
-            if time.monotonic() >= deadline or (len(present) == self._file.pages and not late):
-                return session_status([pages])
-            time.sleep(_POLL_SECONDS)
+    def is_settled(self, since: float) -> bool:
+        """See `StatusSource`; processes that are stopped or out of reach do not count."""
+        pages = self._read()
+        present = [page for page in (pages.client, *pages.ranks) if page is not None]
+        return len(present) == self._file.pages and all(
+            page.when >= since * 1e9 or page.process in ("", "T") or page.unheard
+            for page in present
+        )
 
     def close(self) -> None:
         """See `StatusSource`."""
         self._file.close()
+
+
+class PoolSource(StatusSource):
+    """All sessions of a pool that a key may see.
+
+    Args:
+        on: the pool's address.
+        key: a client's key file; by default the key of this user's own pool.
+
+    Raises:
+        ConnectionLost, AccessDenied, VersionMismatch, SecurityError: see `Pool`.
+    """
+
+    def __init__(self, on: str, key: str | os.PathLike[str] | KeyFile | None) -> None:
+        # why: they load torch and sockets, which take seconds; local sessions need neither
+        from lazygt.net.keys import Keyring, keys_place
+        from lazygt.pool.pool_client import Pool
+        from lazygt.pool.server import server_key
+
+        self._on = on
+        self._pool = Pool(on, key or server_key(Keyring(keys_place())))
+
+    def snapshot(self) -> PoolStatus:
+        """See `StatusSource`."""
+        try:
+            report, pages = self._pool.look()
+        except PoolError as error:
+            raise NoSession(f"the pool at {self._on} is not there any more: {error}") from None
+        return pool_status(self._on, report, pages)
+
+    def is_settled(self, since: float) -> bool:
+        """See `StatusSource`; frozen ranks do not count."""
+        status = self.snapshot()
+        waited = time.monotonic() - since
+        for row in status.report["sessions"]:
+            session = status.sessions.get(row["session"])
+            if row["places"] and (session is None or not session.session.pid):
+                return False
+            ranks = () if session is None else session.ranks
+            ages = [session.age] if session is not None else []
+            ages += [rank.age for rank in ranks if rank.state != "frozen"]
+            if max(ages, default=0.0) > waited:
+                return False
+        return True
+
+    def close(self) -> None:
+        """See `StatusSource`."""
+        self._pool.close()
 
 
 def open_source(process_or_name: str, interval: float = 1.0) -> LocalStatus:

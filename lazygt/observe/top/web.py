@@ -8,6 +8,7 @@ name is refused (DNS rebinding).
 from __future__ import annotations
 
 import hmac
+import json
 import secrets
 import threading
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from lazygt.errors import LazyGTError
-from lazygt.observe.top.sources import StatusSource, as_json
+from lazygt.observe.top.screen import page_of
+from lazygt.observe.top.sources import StatusSource
 
 _HOST = "127.0.0.1"
 _REQUEST_SECONDS = 30.0  # timeout of a request or of a write to the browser
@@ -53,10 +55,10 @@ class PageServer(ThreadingHTTPServer):
         self.address = f"http://{_HOST}:{self.server_port}/{self.token}/"
 
     def event(self) -> tuple[str, bytes]:
-        """Return the next event as (kind, data): a status as JSON, or the reason of the end."""
+        """Return the next event as (kind, data): a view as JSON, or the reason of the end."""
         try:
             with self._lock:
-                return "status", as_json(self._source.snapshot())
+                return "status", json.dumps(page_of(self._source.snapshot())).encode()
         except LazyGTError as error:
             return "ended", str(error).encode()
 

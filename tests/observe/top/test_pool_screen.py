@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from lazygt.net.status_file import ClientPage, Page, Pages, WorkerPage
-from lazygt.observe.top.pool_screen import PoolScreen
+from lazygt.observe.top.screen import PoolScreen, page_of
 from lazygt.observe.top.sources import as_json
 from lazygt.observe.top.status import PoolStatus, pool_status
 from tests.observe.top.statuses import CLIENT, status
@@ -105,3 +105,17 @@ def test_nonsense_of_a_client_hides_its_session_alone() -> None:
         "alice-1": Pages(page(b"nonsense"), (None,)), "alice-2": Pages(page(CLIENT), (None,)),
     })  # fmt: skip
     assert list(told.sessions) == ["alice-2"]
+
+
+def test_page_has_the_ranks_of_a_session_as_squares() -> None:
+    one = status(4, frozen=(2,))
+    rows = [row(1, 4), row(2, 3, state="waits", places=[], before=0)]
+    page = page_of(PoolStatus(0.0, "tcp://10.0.0.1:7000", report(*rows), {"alice-1": one}))
+    assert page["title"] == (
+        "tcp://10.0.0.1:7000  71 of 80 workers taken, 8 run at once  queue 3 of 64"
+    )
+    assert page["alerts"] == ["alice-1: rank 2 (process 1002) is frozen"]
+    assert page["columns"][:3] == ("session", "state", "ranks")
+    first, second = page["rows"]
+    assert (first[:2], first[2][2]) == (("alice-1", "runs"), (2, "frozen", ""))
+    assert second[:3] == ("alice-2", "waits (0)", "3")

@@ -63,16 +63,20 @@ def test_the_page_is_served_and_needs_nothing_else(server: PageServer) -> None:
     assert "https://" not in page
 
 
-def test_events_are_statuses_until_the_session_ends(server: PageServer) -> None:
+def test_events_are_views_until_the_session_ends(server: PageServer) -> None:
     answer = get(server, f"/{server.token}/events")
     assert answer.headers["Content-Type"] == "text/event-stream"
     events = [event.split("\n") for event in answer.read().decode().strip().split("\n\n")]
     assert [lines[0] for lines in events] == ["event: status"] * 3 + ["event: ended"]
     for _, data in events[:3]:
-        told = json.loads(data.removeprefix("data: "))
-        assert len(told["ranks"]) == 64
-        assert told["ranks"][5]["blocks"] == [1, 2]
-        assert told["stuck"] == [5]
+        view = json.loads(data.removeprefix("data: "))
+        assert len(view["squares"]) == 64
+        assert view["squares"][5] == [5, "frozen", "blocks ranks 1-2"]
+        assert view["alerts"] == ["rank 5 (process 1005) is frozen; it blocks ranks 1-2 and keeps "
+                                  "the client waiting"]  # fmt: skip
+        assert view["columns"][:2] == [">rank", "state"]
+        assert [row[:2] for row in view["rows"][:2]] == [["5", "frozen"], ["63", "busy"]]
+        assert len(view["rows"]) == 16
     assert events[3][1:] == ["data: the session of process 1 has ended", "data: last words"]
 
 
