@@ -13,12 +13,14 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from lazygt.errors import ProtocolError, SecurityError
+from lazygt.host.files import bind
+from lazygt.runtime.launch.session_directory import SessionDirectory
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 << 20
@@ -60,6 +62,14 @@ class Deadline:
     @property
     def expired(self) -> bool:
         return self.remaining == 0.0
+
+
+def readable(fds: Iterable[int], seconds: float | None) -> set[int]:
+    """Return the descriptors with data or an end; wait at most ``seconds`` (None: for ever)."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return {fd for fd, _ in poller.poll(None if seconds is None else seconds * 1e3)}
 
 
 class ControlConnection:
@@ -134,9 +144,7 @@ class ControlConnection:
 
     def has_ended(self, seconds: float) -> bool:
         """Return whether the peer's process has ended; wait at most ``seconds`` for it."""
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(seconds * 1e3))
+        return bool(readable([self._pidfd], seconds))
 
     def take_fd(self) -> int:
         """Return the next file descriptor that came with a message.
@@ -202,6 +210,39 @@ class ControlConnection:
         if not isinstance(message.get("kind"), str):
             raise ProtocolError("a control message must be a map with a kind")
         return message
+
+
+class Listener:
+    """Listening socket in a directory that only its user can enter.
+
+    Attributes:
+        address: path of the socket.
+    """
+
+    def __init__(self) -> None:
+        self._directory = SessionDirectory()
+        self.address = str(self._directory.path / "transfer")
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        bind(self._sock, self.address)
+        self._sock.listen(64)
+        self._sock.setblocking(False)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor to poll for reading; -1 after `close`."""
+        return self._sock.fileno()
+
+    def accept(self) -> ControlConnection | None:
+        """Accept a connection; None if none waits, or if it has ended or is another user's."""
+        try:
+            return ControlConnection(self._sock.accept()[0])
+        except (BlockingIOError, PeerGone, SecurityError):
+            return None
+
+    def close(self) -> None:
+        """Close and remove the socket."""
+        self._sock.close()
+        self._directory.close()
 
 
 def connect(address: str) -> ControlConnection:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import select
-import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lazygt.errors import ProtocolError, SecurityError
-from lazygt.host.files import bind
-from lazygt.runtime.launch.session_directory import SessionDirectory
-from lazygt.transfer.control import PROTOCOL, ControlConnection, ControlMessage, Deadline, PeerGone
+from lazygt.errors import ProtocolError
+from lazygt.transfer.control import (
+    PROTOCOL,
+    ControlConnection,
+    ControlMessage,
+    Deadline,
+    Listener,
+    PeerGone,
+    readable,
+)
 from lazygt.transfer.layout import ReceiverLayout
 from lazygt.transfer.transfer_errors import (
     ManifestMismatch,
@@ -74,12 +78,8 @@ class Receivers:
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        self._directory = SessionDirectory()
-        self.address = str(self._directory.path / "transfer")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        bind(self._listener, self.address)
-        self._listener.listen(64)
-        self._listener.setblocking(False)
+        self._listener = Listener()
+        self.address = self._listener.address
         self._unadmitted: list[ControlConnection] = []
         #: recently refused receivers, with the reasons
         self._refusals: deque[str] = deque(maxlen=_MAX_REFUSALS)
@@ -197,23 +197,19 @@ class Receivers:
 
     def pump(self, seconds: float) -> None:
         """Wait at most ``seconds`` for messages, disconnects and new connections; handle them."""
-        poller = select.poll()
-        poller.register(self._listener, select.POLLIN)
         peers: dict[int, ReceiverLink | ControlConnection] = {}
         for receiver in self.connected:
             peers |= dict.fromkeys(receiver.connection.descriptors, receiver)
         for connection in self._unadmitted:
             peers |= dict.fromkeys(connection.descriptors, connection)
-        for fd in peers:
-            poller.register(fd, select.POLLIN)
-        ready = [fd for fd, _ in poller.poll(seconds * 1e3)]
-        for peer in dict.fromkeys(peers[fd] for fd in ready if fd in peers):
+        ready = readable([self._listener.fd, *peers], seconds)
+        for peer in dict.fromkeys(peer for fd, peer in peers.items() if fd in ready):
             if isinstance(peer, ReceiverLink):
                 self._receive_from(peer)
             else:
                 self._admit(peer)
-        if self._listener.fileno() in ready:
-            self._accept()
+        if self._listener.fd in ready and (connection := self._listener.accept()):
+            self._unadmitted.append(connection)  # `_admit` reads its `hello` later
 
     def drop(self, receiver: ReceiverLink) -> None:
         """Disconnect a receiver. Idempotent."""
@@ -233,12 +229,11 @@ class Receivers:
 
     @property
     def closed(self) -> bool:
-        return self._listener.fileno() < 0
+        return self._listener.fd < 0
 
     def close(self) -> None:
         """Disconnect all, and stop listening; called once."""
         self._listener.close()
-        self._directory.close()
         for receiver in list(self.connected):
             self.drop(receiver)
         for connection in self._unadmitted:
@@ -246,17 +241,6 @@ class Receivers:
         self._unadmitted.clear()
 
     # -- receiving -------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        """Accept a connection; `_admit` reads its `hello` later."""
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        try:
-            self._unadmitted.append(ControlConnection(sock))
-        except (PeerGone, SecurityError):
-            return  # a process of another user: the socket is closed
 
     def _admit(self, connection: ControlConnection) -> None:
         """Read the first message of a connection, and admit or refuse its receiver."""

@@ -14,10 +14,8 @@ are processes of one user on one host, as for the other sources.
 from __future__ import annotations
 
 import dataclasses
-import select
-import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lazygt.graph.mesh import Mesh
-from lazygt.host.files import bind
-from lazygt.runtime.launch.session_directory import SessionDirectory
-from lazygt.transfer.control import ControlConnection, Deadline, PeerGone, connect
+from lazygt.transfer.control import (
+    ControlConnection,
+    Deadline,
+    Listener,
+    PeerGone,
+    connect,
+    readable,
+)
 from lazygt.transfer.copier import Copier
 from lazygt.transfer.copy_request import CopyReply, CopyRequest, RemoteModel, TensorLocation
 from lazygt.transfer.extractor import HeldElsewhere, ModuleExtractor
@@ -41,6 +44,9 @@ from lazygt.transfer.transfer_errors import TransferError
 
 #: Seconds beyond a transfer's deadline for the message with its result.
 RESULT_SECONDS = 5.0
+
+#: First message of a rank.
+Hello = dict[str, Any]
 
 
 class RankPart(NamedTuple):
@@ -82,63 +88,35 @@ def _local_block(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
     return tensor.detach().to_local(), bounds if len(bounds) == tensor.dim() else None
 
 
-class MeetingPlace:
-    """Listening socket for the ranks, in a directory that only this user can enter.
+def meet(listener: Listener, deadline: Deadline) -> dict[int, tuple[ControlConnection, Hello]]:
+    """Accept every rank; return connection and `hello` message by rank.
 
-    Attributes:
-        address: path of the socket.
+    Raises:
+        TransferError: a rank did not come in time, or has gone.
     """
-
-    def __init__(self) -> None:
-        self._directory = SessionDirectory()
-        self.address = str(self._directory.path / "transfer")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        bind(self._listener, self.address)
-        self._listener.listen(dist.get_world_size())
-
-    def meet(self, deadline: Deadline) -> dict[int, tuple[ControlConnection, dict[str, Any]]]:
-        """Accept every rank; return connection and `hello` message by rank.
-
-        Raises:
-            TransferError: a rank did not come in time, or has gone.
-        """
-        arrived: dict[int, tuple[ControlConnection, dict[str, Any]]] = {}
-        try:
-            for _ in range(dist.get_world_size()):
-                self._listener.settimeout(max(deadline.remaining, 1e-3))
-                connection = ControlConnection(self._listener.accept()[0])
-                hello = _first_message(connection, deadline)
-                arrived[hello["rank"]] = connection, hello
-        except (TimeoutError, PeerGone, OSError):
-            for connection, _ in arrived.values():
-                connection.close()
-            missing = sorted(set(range(dist.get_world_size())) - arrived.keys())
-            raise TransferError(
-                f"of the trainer's ranks {missing} did not come within {deadline.seconds:g} s"
-            ) from None
-        return arrived
-
-    def close(self) -> None:
-        """Close and remove the socket."""
-        self._listener.close()
-        self._directory.close()
+    arrived: dict[int, tuple[ControlConnection, Hello]] = {}
+    connections: list[ControlConnection] = []
+    try:
+        while len(arrived) < dist.get_world_size():
+            if not readable([listener.fd, *_descriptors(connections)], deadline.remaining):
+                raise TimeoutError
+            if connection := listener.accept():
+                connections.append(connection)
+            for connection in connections:
+                for hello in connection.receive():
+                    arrived[hello["rank"]] = connection, hello
+    except (TimeoutError, PeerGone):
+        for connection in connections:
+            connection.close()
+        missing = sorted(set(range(dist.get_world_size())) - arrived.keys())
+        raise TransferError(
+            f"of the trainer's ranks {missing} did not come within {deadline.seconds:g} s"
+        ) from None
+    return arrived
 
 
-def _first_message(connection: ControlConnection, deadline: Deadline) -> dict[str, Any]:
-    """Return the first message of a connection."""
-    while wait_for([connection], deadline.remaining):
-        for message in connection.receive():
-            return message
-    raise TimeoutError
-
-
-def wait_for(connections: Sequence[ControlConnection], seconds: float) -> bool:
-    """Return whether a message or a disconnect arrives within ``seconds``."""
-    poller = select.poll()
-    for connection in connections:
-        for descriptor in connection.descriptors:
-            poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(seconds * 1e3))
+def _descriptors(connections: Iterable[ControlConnection]) -> list[int]:
+    return [fd for connection in connections for fd in connection.descriptors]
 
 
 class RankSource:
@@ -149,7 +127,7 @@ class RankSource:
     """
 
     def __init__(
-        self, ranks: Mapping[int, tuple[ControlConnection, dict[str, Any]]], deadline: Deadline
+        self, ranks: Mapping[int, tuple[ControlConnection, Hello]], deadline: Deadline
     ) -> None:
         self.mesh = Mesh(("ranks",), (len(ranks),))
         self.turn = threading.Lock()
@@ -195,7 +173,7 @@ class RankSource:
     def replies(self, seconds: float) -> list[CopyReply]:
         """See `WeightSource`."""
         replies: list[CopyReply] = []
-        wait_for(list(self._connections.values()), seconds)
+        readable(_descriptors(self._connections.values()), seconds)
         for rank, connection in self._connections.items():
             try:
                 replies += [
@@ -257,10 +235,10 @@ def transfer_from_ranks(
         ValueError: none of the ranks has the sender, or several have.
     """
     deadline = Deadline(timeout)
-    meeting: MeetingPlace | None = None
+    meeting: Listener | None = None
     try:
         shards = RankPart.of(extractor)
-        meeting = None if sender is None else MeetingPlace()
+        meeting = None if sender is None else Listener()
     except BaseException as error:
         _agree_on_address(f"{_FAILED}{type(error).__name__}: {error}", raises=False)
         raise
@@ -333,7 +311,7 @@ def _copy_until_end(
     connection: ControlConnection, copier: Copier, shards: RankPart, deadline: Deadline
 ) -> dict[str, Any]:
     """Execute copy requests; return the message that ends the transfer."""
-    while wait_for([connection], deadline.remaining + RESULT_SECONDS):
+    while readable(connection.descriptors, deadline.remaining + RESULT_SECONDS):
         for message in connection.receive():
             if message["kind"] == "end":
                 return message
@@ -365,7 +343,7 @@ def _result(end: Mapping[str, Any]) -> TransferReport:
 
 
 def _run_sender(
-    meeting: MeetingPlace,
+    meeting: Listener,
     sender: Sender,
     shards: RankPart,
     deadline: Deadline,
@@ -380,7 +358,7 @@ def _run_sender(
         daemon=True,
     )
     rank_thread.start()
-    source = RankSource(meeting.meet(deadline), deadline)
+    source = RankSource(meet(meeting, deadline), deadline)
     result: dict[str, Any] = {"error": "it was interrupted"}
     try:
         model = RemoteModel(source, source.checked_tensors(shards))

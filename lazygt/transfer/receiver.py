@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from lazygt.transfer.control import (
     Deadline,
     PeerGone,
     connect,
+    readable,
 )
 from lazygt.transfer.layout import ReceiverLayout
 from lazygt.transfer.manifest import Manifest, check_complete, difference
@@ -387,11 +387,7 @@ class Receiver(Readings):
         """Wait for a message, a disconnect, a `Wake`, or the deadline of a transfer."""
         if seconds is None and self._staging is not None:
             seconds = self._staging.deadline.remaining
-        poller = select.poll()
-        for fd in (*link.descriptors, self._wake.fd):
-            poller.register(fd, select.POLLIN)
-        ready = dict(poller.poll(None if seconds is None else seconds * 1e3))
-        if self._wake.fd in ready:
+        if self._wake.fd in readable([*link.descriptors, self._wake.fd], seconds):
             os.eventfd_read(self._wake.fd)
 
     def _receive(self, link: ControlConnection) -> None:
