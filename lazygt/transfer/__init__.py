@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lazygt.transfer.extractor import Chunk, Extractor, ModuleExtractor
-    from lazygt.transfer.manifest import Manifest, ParamSpec
+    from lazygt.transfer.manifest import Chunk, Extractor, Manifest, ModuleExtractor, ParamSpec
     from lazygt.transfer.receiver import Receiver
     from lazygt.transfer.sender import Sender
     from lazygt.transfer.transaction import Progress, TransferReport
@@ -69,12 +68,11 @@ __all__ = [
 _FILES = {
     "transports.process_group": {"BroadcastTransferReceiver", "BroadcastTransferSender"},
     "transports.cuda_ipc": {"CudaIpcTransferReceiver", "CudaIpcTransferSender"},
-    "extractor": {"Chunk", "Extractor", "ModuleExtractor"},
     "receiver": {"Receiver"},
     "transaction": {"Progress", "TransferReport"},
     "sender": {"Sender"},
     "transports.shared_memory": {"SharedMemoryTransferReceiver", "SharedMemoryTransferSender"},
-    "manifest": {"Manifest", "ParamSpec"},
+    "manifest": {"Chunk", "Extractor", "Manifest", "ModuleExtractor", "ParamSpec"},
 }
 
 
@@ -122,7 +120,7 @@ def transfer_weights(
     from tqdm import tqdm
 
     # why: as above
-    from lazygt.transfer.extractor import ModuleExtractor
+    from lazygt.transfer.manifest import ModuleExtractor
 
     if isinstance(source, nn.Module | Mapping):
         source = ModuleExtractor(source)

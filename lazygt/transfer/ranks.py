@@ -13,11 +13,11 @@ are processes of one user on one host, as for the other sources.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,9 +33,9 @@ from lazygt.transfer.control import (
 )
 from lazygt.transfer.copier import Copier
 from lazygt.transfer.copy_request import CopyReply, CopyRequest, RemoteModel, TensorLocation
-from lazygt.transfer.extractor import HeldElsewhere, ModuleExtractor
+from lazygt.transfer.data_stream import HeldElsewhere
 from lazygt.transfer.layout import Bounds, check_tiles, full_bounds
-from lazygt.transfer.manifest import Manifest
+from lazygt.transfer.manifest import Manifest, ModuleExtractor, is_block
 from lazygt.transfer.sender import Sender, ShowProgress
 from lazygt.transfer.transaction import TransferReport
 from lazygt.transfer.transfer_errors import TransferError
@@ -47,6 +47,7 @@ RESULT_SECONDS = 5.0
 
 #: First message of a rank.
 Hello = dict[str, Any]
+_Blocks = tuple[tuple[int, Bounds | None], ...]
 
 
 class RankPart(NamedTuple):
@@ -78,7 +79,7 @@ class RankPart(NamedTuple):
 
 def _local_block(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
     """Return a rank's block of a parameter, and its bounds; None: the rank has none."""
-    if not hasattr(tensor, "full_tensor"):
+    if not is_block(tensor):
         return tensor.detach(), full_bounds(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(f"parameter {name!r} is a partial sum; redistribute it first")
@@ -132,34 +133,38 @@ class RankSource:
         self.mesh = Mesh(("ranks",), (len(ranks),))
         self.turn = threading.Lock()
         self._connections = {rank: ranks[rank][0] for rank in sorted(ranks)}
-        self._digests = [ranks[rank][1]["digest"] for rank in sorted(ranks)]
-        self._rank_blocks = [dict(ranks[rank][1]["blocks"]) for rank in sorted(ranks)]
+        self._hellos = [ranks[rank][1] for rank in sorted(ranks)]
         self._deadline = deadline
-        self._positions: list[int] = []
+        #: position of a parameter -> its block on each rank
+        self._blocks: dict[int, tuple[Bounds | None, ...]] = {}
 
-    def checked_tensors(self, shards: RankPart) -> Mapping[int, Tensor]:
-        """Check that the blocks of all ranks make up the model; return this rank's blocks.
+    def model(self, own: RankPart) -> RemoteModel:
+        """Return the model that the blocks of all ranks make up.
+
+        Args:
+            own: blocks of this rank.
 
         Raises:
             TransferError: ranks have other parameters, or their blocks do not tile one.
         """
-        for rank, digest in enumerate(self._digests):
-            if digest != shards.manifest.digest:
+        for rank, hello in enumerate(self._hellos):
+            if hello["digest"] != own.manifest.digest:
                 raise TransferError(
                     f"rank {rank} of the trainer has other parameters than the rank with the "
                     f"sender: every rank has to call transfer_weights() with the same model"
                 )
-        self._positions = list(shards.tensors)
-        for position in self._positions:
-            spec = shards.manifest.params[position]
-            check_tiles(spec.name, spec.shape, self._blocks(position))
-        return shards.tensors
+        by_rank = [dict(msgspec.convert(hello["blocks"], _Blocks)) for hello in self._hellos]
+        for position in own.tensors:
+            self._blocks[position] = tuple(blocks[position] for blocks in by_rank)
+            spec = own.manifest.params[position]
+            check_tiles(spec.name, spec.shape, self._blocks[position])
+        return RemoteModel(self, own.tensors)
 
     def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
         """See `RemoteSource`."""
         return [
-            TensorLocation(position, (), tensor, self._blocks(position))
-            for position, tensor in zip(self._positions, tensors, strict=True)
+            TensorLocation(position, (), tensor, blocks)
+            for (position, blocks), tensor in zip(self._blocks.items(), tensors, strict=True)
         ]
 
     def request(self, rank: int, number: int, request: CopyRequest) -> None:
@@ -176,12 +181,7 @@ class RankSource:
         readable(_descriptors(self._connections.values()), seconds)
         for rank, connection in self._connections.items():
             try:
-                replies += [
-                    CopyReply(
-                        rank, answer["number"], answer["checks"], answer["error"], answer["handles"]
-                    )
-                    for answer in connection.receive()
-                ]
+                replies += [CopyReply(*answer["reply"]) for answer in connection.receive()]
             except PeerGone:
                 raise self._rank_died(rank) from None
         return replies
@@ -199,13 +199,6 @@ class RankSource:
             finally:
                 connection.close()
         self._connections = {}
-
-    def _blocks(self, position: int) -> tuple[Bounds | None, ...]:
-        """Return each rank's block of a parameter."""
-        return tuple(
-            None if (bounds := blocks[position]) is None else tuple(map(tuple, bounds))
-            for blocks in self._rank_blocks
-        )
 
     def _rank_died(self, rank: int) -> TransferError:
         return TransferError(
@@ -315,28 +308,17 @@ def _copy_until_end(
         for message in connection.receive():
             if message["kind"] == "end":
                 return message
-            connection.send(_execute(copier, shards, message), deadline)
+            number, request = message["number"], message["request"]
+            reply = copier.reply(number, request, shards.tensors.__getitem__, dist.get_rank())
+            connection.send({"kind": "copied", "reply": reply}, deadline)
     raise TransferError("the rank of the trainer that has the sender does not answer")
-
-
-def _execute(copier: Copier, shards: RankPart, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Execute a copy request, and return the reply."""
-    reply = {"kind": "copied", "number": message["number"], "checks": (), "handles": ()}
-    try:
-        checks, handles = copier.copy_packed(message["request"], shards.tensors.__getitem__)
-    except Exception as error:  # noqa: BLE001 - it is the reply
-        return {**reply, "error": f"{type(error).__name__}: {error}"}
-    return {**reply, "checks": checks, "handles": handles, "error": ""}
 
 
 def _result(end: Mapping[str, Any]) -> TransferReport:
     """Unpack the report of the rank with the sender, or raise its error."""
     if end["error"]:
         raise TransferError(f"the transfer failed on the rank with the sender: {end['error']}")
-    fields = dict(end["report"])
-    return TransferReport(
-        **{**fields, "lost": tuple(fields["lost"]), "written": dict(fields["written"])}
-    )
+    return msgspec.convert(end["report"], TransferReport)
 
 
 # -- the rank with the sender ----------------------------------------------------------------------
@@ -361,14 +343,11 @@ def _run_sender(
     source = RankSource(meet(meeting, deadline), deadline)
     result: dict[str, Any] = {"error": "it was interrupted"}
     try:
-        model = RemoteModel(source, source.checked_tensors(shards))
-        extractor = HeldElsewhere(shards.manifest, model)
+        extractor = HeldElsewhere(shards.manifest, source.model(shards))
         report = sender.send(
             extractor, version=version, timeout=deadline.remaining, progress=progress
         )
-        fields = dataclasses.asdict(report)
-        written = list(report.written.items())
-        result = {"error": "", "report": {**fields, "written": written}}
+        result = {"error": "", "report": report}
         return report
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}"}
