@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -18,9 +19,8 @@ import msgspec
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Mesh, Placements, has_any, region
-from lazygt.graph.placement import Partial, Placement, Replicate, Shard
+from lazygt.graph.placement import Partial, Placement, Replicate, Shard, as_placement
 from lazygt.transfer.manifest import Manifest, ParamSpec, aligned
-from lazygt.transfer.transfer_errors import TransferError
 
 #: A block within a tensor: (start, stop) of each dim.
 Bounds = tuple[tuple[int, int], ...]
@@ -119,8 +119,8 @@ def route(
         for layout, blocks in enumerate(layouts):
             target_block = blocks[param.param]
             for source_block, ranks in owners.items():
-                overlap = _intersection(source_block, target_block)
-                nbytes = math.prod(shape_of(overlap)) * param.itemsize
+                overlap = intersection(source_block, target_block)
+                nbytes = elements(overlap) * param.itemsize
                 if not nbytes:
                     continue
                 rank = min(ranks, key=load.__getitem__)
@@ -221,26 +221,12 @@ def _owners_by_block(mesh: Mesh, param: ParamLayout) -> dict[Bounds, list[int]]:
     return owners
 
 
-def check_tiles(name: str, shape: Sequence[int], blocks: Sequence[Bounds | None]) -> None:
-    """Raise TransferError unless the distinct blocks tile a tensor: each element once.
-
-    Several ranks may own the same block.
-    """
-    distinct = {b for b in blocks if b is not None and _elements(b)}
-    covered = sum([_elements(b) for b in distinct])
-    overlap = any(_elements(_intersection(a, b)) for a, b in itertools.combinations(distinct, 2))
-    if covered != math.prod(shape) or overlap:
-        raise TransferError(
-            f"parameter {name!r} of shape {list(shape)} is laid out on the trainer's ranks in a "
-            f"way that lazygt does not know: each rank is to have one block of it; redistribute it"
-        )
-
-
-def _elements(bounds: Bounds) -> int:
+def elements(bounds: Bounds) -> int:
+    """Return the number of elements of a block."""
     return math.prod(shape_of(bounds))
 
 
-def _intersection(first: Bounds, second: Bounds) -> Bounds:
+def intersection(first: Bounds, second: Bounds) -> Bounds:
     """Return the overlap of two blocks; zero-sized dims where they do not meet."""
     pairs = zip(first, second, strict=True)
     bounds = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
@@ -263,6 +249,9 @@ def _narrow(bounds: Bounds, dim: int, begin: int, count: int) -> Bounds:
 
 #: For each mesh axis the dim that it shards; None: replicated along the axis.
 Dims = tuple[int | None, ...]
+#: A mesh and placements as users write them.
+UserMesh = Mapping[str, int] | str
+UserPlacements = Mapping[str, Sequence[Any] | Mapping[str, Any]]
 _PackedLayout = tuple[str, int, tuple[tuple[str, Dims], ...]]
 
 
@@ -280,11 +269,7 @@ class ReceiverLayout:
     placements: tuple[tuple[str, Dims], ...]
 
     @staticmethod
-    def of(
-        mesh: Mapping[str, int] | str,
-        rank: int,
-        placements: Mapping[str, Sequence[Any] | Mapping[str, Any]],
-    ) -> ReceiverLayout:
+    def of(mesh: UserMesh, rank: int, placements: UserPlacements) -> ReceiverLayout:
         """Build the layout of a user's arguments.
 
         Args:
@@ -309,18 +294,14 @@ class ReceiverLayout:
 
     @staticmethod
     def from_arguments(
-        mesh: Mapping[str, int] | str | None,
-        rank: int,
-        placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None,
+        mesh: UserMesh | None, rank: int, placements: UserPlacements | None
     ) -> ReceiverLayout | None:
         """Build the layout of a receiver's arguments; None: full parameters. See `of`."""
-        if (mesh is None) != (placements is None):
+        if mesh is not None and placements is not None:
+            return ReceiverLayout.of(mesh, rank, placements)
+        if mesh is not None or placements is not None:
             raise ValueError("a receiver that holds blocks needs both mesh= and placements=")
-        return (
-            None
-            if mesh is None or placements is None
-            else ReceiverLayout.of(mesh, rank, placements)
-        )
+        return None
 
     def blocks(self, manifest: Manifest) -> tuple[Bounds, ...]:
         """Return the block of each parameter, by position.
@@ -435,15 +416,11 @@ def _dims(pattern: str, placements: Sequence[Any] | Mapping[str, Any], mesh: Mes
 
 
 def _dim(pattern: str, placement: Any) -> int | None:
-    """Return the dim of a torch ``Shard``; None for ``Replicate``."""
-    # why: the import takes 0.3 s; a caller with torch placements has already paid for it
-    from torch.distributed.tensor import Replicate as TorchReplicate
-    from torch.distributed.tensor import Shard as TorchShard
-
-    if placement is None or isinstance(placement, TorchReplicate):
-        return None
-    if type(placement) is TorchShard:
-        return placement.dim
+    """Return the dim of a ``Shard``; None for ``Replicate``."""
+    with suppress(ValueError):
+        known = Replicate() if placement is None else as_placement(placement)
+        if not isinstance(known, Partial):
+            return known.dim if isinstance(known, Shard) else None
     raise ValueError(
         f"{pattern!r}: a receiver holds a parameter whole or in blocks, not as {placement!r}; use "
         f"Replicate() or Shard(dim)"

@@ -13,6 +13,8 @@ are processes of one user on one host, as for the other sources.
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +36,7 @@ from lazygt.transfer.control import (
 from lazygt.transfer.copier import Copier
 from lazygt.transfer.copy_request import CopyReply, CopyRequest, RemoteModel, TensorLocation
 from lazygt.transfer.data_stream import HeldElsewhere
-from lazygt.transfer.layout import Bounds, check_tiles, full_bounds
+from lazygt.transfer.layout import Bounds, elements, full_bounds, intersection
 from lazygt.transfer.manifest import Manifest, ModuleExtractor, is_block
 from lazygt.transfer.sender import Sender, ShowProgress
 from lazygt.transfer.transaction import TransferReport
@@ -118,6 +120,21 @@ def meet(listener: Listener, deadline: Deadline) -> dict[int, tuple[ControlConne
 
 def _descriptors(connections: Iterable[ControlConnection]) -> list[int]:
     return [fd for connection in connections for fd in connection.descriptors]
+
+
+def check_tiles(name: str, shape: Sequence[int], blocks: Sequence[Bounds | None]) -> None:
+    """Raise TransferError unless the distinct blocks tile a tensor: each element once.
+
+    Several ranks may own the same block.
+    """
+    distinct = {b for b in blocks if b is not None and elements(b)}
+    covered = sum([elements(b) for b in distinct])
+    overlap = any(elements(intersection(a, b)) for a, b in itertools.combinations(distinct, 2))
+    if covered != math.prod(shape) or overlap:
+        raise TransferError(
+            f"parameter {name!r} of shape {list(shape)} is laid out on the trainer's ranks in a "
+            f"way that lazygt does not know: each rank is to have one block of it; redistribute it"
+        )
 
 
 class RankSource:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from lazygt.transfer.control import (
     readable,
 )
 from lazygt.transfer.copier import CopyPool
-from lazygt.transfer.layout import ReceiverLayout
+from lazygt.transfer.layout import ReceiverLayout, UserMesh, UserPlacements
 from lazygt.transfer.manifest import Manifest, check_complete, difference
 from lazygt.transfer.transfer_errors import SenderGone, TransferError
 from lazygt.transfer.transports import ReceiverEnd
@@ -149,6 +149,16 @@ def _pairs(params: Mapping[str, Tensor], ties: bool) -> Iterator[tuple[str, Tens
 _SEND_SECONDS = 10.0  # for a short answer to a sender that is waiting for it
 
 
+class ReceiverOptions(TypedDict, total=False):
+    """Options of every receiver; see `Receiver`."""
+
+    name: str | None
+    expect: Manifest | None
+    mesh: UserMesh | None
+    rank: int
+    placements: UserPlacements | None
+
+
 class Receiver(Readings):
     """Receiver of a model's versions in a thread of its own, for readers of this process.
 
@@ -158,15 +168,18 @@ class Receiver(Readings):
             `SharedMemoryTransferReceiver` and the others make a receiver with theirs.
         name: name of this receiver in errors; unique among a sender's receivers.
         expect: the only manifest to accept; by default that of the first transfer.
-        layout: blocks of each parameter on this receiver; None: full parameters. The functions
-            that make receivers take the layout as three arguments: ``mesh``, of receivers, such as
-            ``{"model": 2}``; ``rank``, the receiver's rank there; ``placements``, which maps name
-            patterns to ``torch.distributed.tensor`` placements, one an axis: a list in the mesh's
-            order or a dict by axis. The first pattern that matches counts; a parameter without
-            a match is not sharded. Contradictory arguments raise ValueError.
+        mesh: grid of receivers, such as ``{"model": 2}``, if this one gets blocks of parameters.
+        rank: the receiver's rank there.
+        placements: name pattern -> ``torch.distributed.tensor`` placements, one an axis: a list in
+            the mesh's order or a dict by axis. The first pattern that matches counts; a parameter
+            without a match is not sharded.
 
     Attributes:
         name: see above.
+        layout: its layout; None: full parameters.
+
+    Raises:
+        ValueError: mesh, rank and placements contradict each other.
     """
 
     def __init__(
@@ -176,10 +189,13 @@ class Receiver(Readings):
         *,
         name: str | None = None,
         expect: Manifest | None = None,
-        layout: ReceiverLayout | None = None,
+        mesh: UserMesh | None = None,
+        rank: int = 0,
+        placements: UserPlacements | None = None,
     ) -> None:
         super().__init__(name or f"pid {os.getpid()}")
-        self._address, self._expect, self.layout = os.fspath(address), expect, layout
+        self.layout = ReceiverLayout.from_arguments(mesh, rank, placements)
+        self._address, self._expect = os.fspath(address), expect
         self._transport = transport
         self._staging: StagedVersion | None = None
         self._inbox: deque[dict[str, Any]] = deque()

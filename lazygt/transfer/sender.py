@@ -76,7 +76,7 @@ class Sender:
         self._local_source: LocalSource | None = None
         self._sources: weakref.WeakSet[WeightSource] = weakref.WeakSet()
         #: the source of the last transfer, if it still exists
-        self._last_source: Callable[[], WeightSource | None] = _no_source
+        self._last_source: weakref.ref[WeightSource] | None = None
 
     @property
     def strategy(self) -> str:
@@ -196,7 +196,7 @@ class Sender:
                 openers = {end.kind: end.open_here}
                 self._local_source = LocalSource(end.device, openers, concurrency)
             source = self._local_source
-        if self._last_source() is not source:
+        if self._last_source is None or self._last_source() is not source:
             self._last_source = weakref.ref(source)
             if not end.in_place:
                 end.forget()  # its groups or buffers are the last source's
@@ -255,7 +255,3 @@ class Sender:
 
 def _ignore(progress: Progress) -> None:
     """Discard the progress."""
-
-
-def _no_source() -> None:
-    """Return None, the source before the first transfer."""

@@ -14,8 +14,8 @@ import os
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -24,13 +24,14 @@ from lazygt.errors import ProtocolError
 from lazygt.runtime.arenas import Arena
 from lazygt.transfer.control import ControlMessage
 from lazygt.transfer.copy_request import CopyReply
-from lazygt.transfer.layout import ReceiverLayout, Request
-from lazygt.transfer.manifest import ALIGNMENT, Manifest
+from lazygt.transfer.layout import Request
+from lazygt.transfer.manifest import ALIGNMENT
 from lazygt.transfer.peers import ReceiverLink
-from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.receiver import Receiver, ReceiverOptions
 from lazygt.transfer.sender import Sender, threshold_bytes
 from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transports import ReceiveBuffers, ReceiverEnd, SenderEnd, Wait
+from lazygt.transfer.transports.shared_memory import SharedMemoryAddress, attach, place_of
 from lazygt.transfer.version import Block, StagedVersion
 
 # -- devices with memory that other processes can map ----------------------------------------------
@@ -133,7 +134,7 @@ class HostDevice:
         return self._buffer_in(arena, arena.allocate(nbytes).offset, nbytes)
 
     def export(self, buffer: Tensor) -> list[Any]:
-        """Return process id, descriptor, offset and bytes.
+        """Return the buffer's `SharedMemoryAddress`.
 
         Raises:
             ValueError: the buffer is not of this device.
@@ -141,17 +142,16 @@ class HostDevice:
         if buffer.data_ptr() not in self._arenas_by_address:
             raise ValueError("a buffer of another device")
         arena, offset = self._arenas_by_address[buffer.data_ptr()]
-        return [os.getpid(), arena.fd, offset, buffer.numel()]
+        return list(place_of(arena, offset, buffer.numel()))
 
     def open(self, handle: Sequence[Any]) -> Tensor:
         """Map a buffer of another process of this user.
 
         Raises:
-            OSError: that process, or its buffer, does not exist any more.
+            OSError, ProtocolError: that process, or its buffer, does not exist any more.
         """
-        pid, fd, offset, nbytes = handle
-        arena = Arena.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-        return self._buffer_in(arena, offset, nbytes)
+        place = SharedMemoryAddress(*handle)
+        return self._buffer_in(attach(place), place.offset, place.extent)
 
     def synchronize(self) -> None:
         """Do nothing: host memory has no queue."""
@@ -380,24 +380,15 @@ class LeasedBuffers(ReceiverEnd):
 
 
 def CudaIpcTransferReceiver(  # noqa: N802 - named like a class
-    address: str,
-    *,
-    name: str | None = None,
-    expect: Manifest | None = None,
-    device: SharedDevice | None = None,
-    mesh: Mapping[str, int] | str | None = None,
-    rank: int = 0,
-    placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
+    address: str, *, device: SharedDevice | None = None, **options: Unpack[ReceiverOptions]
 ) -> Receiver:
     """Make a receiver for a `CudaIpcTransferSender` on the same GPU; see `Receiver`.
 
     Args:
         device: see `CudaDevice`.
-        mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
+        options: name, expect, mesh, rank and placements; see `Receiver`.
     """
-    end = LeasedBuffers(device if device is not None else CudaDevice())
-    layout = ReceiverLayout.from_arguments(mesh, rank, placements)
-    return Receiver(address, end, name=name, expect=expect, layout=layout)
+    return Receiver(address, LeasedBuffers(device or CudaDevice()), **options)
 
 
 #: Names by which requests find the classes of a transport, see `copy_request.transport_module`.

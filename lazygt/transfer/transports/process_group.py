@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -28,10 +28,9 @@ from lazygt.host.files import create
 from lazygt.transfer.control import ControlMessage, Deadline
 from lazygt.transfer.copier import as_bytes
 from lazygt.transfer.copy_request import CopyReply
-from lazygt.transfer.layout import ReceiverLayout, Request, packed
-from lazygt.transfer.manifest import Manifest
+from lazygt.transfer.layout import Request, packed
 from lazygt.transfer.peers import ReceiverLink
-from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.receiver import Receiver, ReceiverOptions
 from lazygt.transfer.sender import Sender
 from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transfer_errors import TransferError
@@ -394,25 +393,16 @@ class Arrivals(ReceiverEnd):
 
 
 def BroadcastTransferReceiver(  # noqa: N802 - named like a class
-    address: str,
-    *,
-    name: str | None = None,
-    expect: Manifest | None = None,
-    device: str | torch.device = "cpu",
-    mesh: Mapping[str, int] | str | None = None,
-    rank: int = 0,
-    placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
+    address: str, *, device: str | torch.device = "cpu", **options: Unpack[ReceiverOptions]
 ) -> Receiver:
     """Make a receiver for a `BroadcastTransferSender`; see `Receiver`.
 
     Args:
         device: device of the parameters: ``cpu`` (sockets) or ``cuda:N`` (NCCL), of the same kind
             as the sender's.
-        mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
+        options: name, expect, mesh, rank and placements; see `Receiver`.
     """
-    layout = ReceiverLayout.from_arguments(mesh, rank, placements)
-    end = Arrivals(torch.device(device))
-    return Receiver(address, end, name=name, expect=expect, layout=layout)
+    return Receiver(address, Arrivals(torch.device(device)), **options)
 
 
 #: Names by which requests find the classes of a transport, see `copy_request.transport_module`.

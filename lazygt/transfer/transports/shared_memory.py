@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from torch import Tensor
 from lazygt.errors import ProtocolError
 from lazygt.runtime.arenas import Arena, tensor_over
 from lazygt.transfer.control import ControlMessage
-from lazygt.transfer.layout import Bounds, ReceiverLayout, Request, Route
-from lazygt.transfer.manifest import ALIGNMENT, Manifest
+from lazygt.transfer.layout import Bounds, Request, Route
+from lazygt.transfer.manifest import ALIGNMENT
 from lazygt.transfer.peers import ReceiverLink
-from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.receiver import Receiver, ReceiverOptions
 from lazygt.transfer.sender import Sender, threshold_bytes
 from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transports import ReceiverEnd, SenderEnd, Wait
@@ -107,16 +107,15 @@ class VersionSlot:
     def __init__(self, extent: int) -> None:
         self.extent = extent
         nbytes = max(extent, ALIGNMENT)
-        self.arena = Arena.create(nbytes)
-        self.offset = self.arena.allocate(nbytes).offset
-        self.flat = self.arena.view(self.offset, nbytes)
-        self.place = place_of(self.arena, self.offset, nbytes)
+        self._arena = Arena.create(nbytes)
+        self.place = place_of(self._arena, self._arena.allocate(nbytes).offset, nbytes)
+        self.flat = self._arena.view(self.place.offset, nbytes)
         self.transfer = 0
 
     def close(self) -> None:
         """Release the memory; the kernel frees it once the last receiver has released it."""
         del self.flat
-        self.arena.close()
+        self._arena.close()
 
 
 class SharedMemory(SenderEnd):
@@ -158,7 +157,7 @@ class SharedMemory(SenderEnd):
     def invitation(self, transfer: Transfer, receiver: ReceiverLink) -> ControlMessage:
         """See `SenderEnd`."""
         slot, layouts = self._slot, transfer.layouts
-        offset = slot.offset + layouts.bases[layouts.of[receiver]]
+        offset = slot.place.offset + layouts.bases[layouts.of[receiver]]
         return {"slot": slot.place, "offset": offset, "slots": self.live}
 
     def open(
@@ -286,23 +285,16 @@ def _release(released: deque[int], number: int, wake: Callable[..., None], offse
 
 
 def SharedMemoryTransferReceiver(  # noqa: N802 - named like a class
-    address: str,
-    *,
-    name: str | None = None,
-    expect: Manifest | None = None,
-    mesh: Mapping[str, int] | str | None = None,
-    rank: int = 0,
-    placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
+    address: str, **options: Unpack[ReceiverOptions]
 ) -> Receiver:
     """Make a receiver for a `SharedMemoryTransferSender` on the same host; see `Receiver`.
 
     Do not write to the parameters: their memory is shared with the other receivers.
 
     Args:
-        mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
+        options: name, expect, mesh, rank and placements; see `Receiver`.
     """
-    layout = ReceiverLayout.from_arguments(mesh, rank, placements)
-    return Receiver(address, MappedSlots(), name=name, expect=expect, layout=layout)
+    return Receiver(address, MappedSlots(), **options)
 
 
 #: Names by which requests find the classes of a transport, see `copy_request.transport_module`.
