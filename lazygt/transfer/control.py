@@ -194,7 +194,7 @@ class ControlConnection:
         return message
 
 
-class Listener:
+class ControlListener:
     """Listening socket in a directory that only its user can enter.
 
     Attributes:

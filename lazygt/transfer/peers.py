@@ -11,9 +11,9 @@ from lazygt.errors import ProtocolError
 from lazygt.transfer.control import (
     PROTOCOL,
     ControlConnection,
+    ControlListener,
     ControlMessage,
     Deadline,
-    Listener,
     PeerGone,
     readable,
 )
@@ -76,7 +76,7 @@ class Receivers:
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        self._listener = Listener()
+        self._listener = ControlListener()
         self.address = self._listener.address
         self._unadmitted: list[ControlConnection] = []
         #: recently refused receivers, with the reasons

@@ -27,8 +27,8 @@ from torch import Tensor
 from lazygt.graph.mesh import Mesh
 from lazygt.transfer.control import (
     ControlConnection,
+    ControlListener,
     Deadline,
-    Listener,
     PeerGone,
     connect,
     readable,
@@ -49,6 +49,8 @@ RESULT_SECONDS = 5.0
 
 #: First message of a rank.
 Hello = dict[str, Any]
+#: Connection and `hello` of each rank.
+Arrived = dict[int, tuple[ControlConnection, Hello]]
 _Blocks = tuple[tuple[int, Bounds | None], ...]
 
 
@@ -91,13 +93,13 @@ def _local_block(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
     return tensor.detach().to_local(), bounds if len(bounds) == tensor.dim() else None
 
 
-def meet(listener: Listener, deadline: Deadline) -> dict[int, tuple[ControlConnection, Hello]]:
-    """Accept every rank; return connection and `hello` message by rank.
+def meet(listener: ControlListener, deadline: Deadline) -> Arrived:
+    """Accept every rank.
 
     Raises:
         TransferError: a rank did not come in time, or has gone.
     """
-    arrived: dict[int, tuple[ControlConnection, Hello]] = {}
+    arrived: Arrived = {}
     connections: list[ControlConnection] = []
     try:
         while len(arrived) < dist.get_world_size():
@@ -144,9 +146,7 @@ class RankSource:
         ranks: connection and `hello` message of each rank.
     """
 
-    def __init__(
-        self, ranks: Mapping[int, tuple[ControlConnection, Hello]], deadline: Deadline
-    ) -> None:
+    def __init__(self, ranks: Arrived, deadline: Deadline) -> None:
         self.mesh = Mesh(("ranks",), (len(ranks),))
         self.turn = threading.Lock()
         self._connections = {rank: ranks[rank][0] for rank in sorted(ranks)}
@@ -155,27 +155,27 @@ class RankSource:
         #: position of a parameter -> its block on each rank
         self._blocks: dict[int, tuple[Bounds | None, ...]] = {}
 
-    def model(self, own: RankPart) -> RemoteModel:
+    def model(self, shards: RankPart) -> RemoteModel:
         """Return the model that the blocks of all ranks make up.
 
         Args:
-            own: blocks of this rank.
+            shards: blocks of this rank.
 
         Raises:
             TransferError: ranks have other parameters, or their blocks do not tile one.
         """
         for rank, hello in enumerate(self._hellos):
-            if hello["digest"] != own.manifest.digest:
+            if hello["digest"] != shards.manifest.digest:
                 raise TransferError(
                     f"rank {rank} of the trainer has other parameters than the rank with the "
                     f"sender: every rank has to call transfer_weights() with the same model"
                 )
         by_rank = [dict(msgspec.convert(hello["blocks"], _Blocks)) for hello in self._hellos]
-        for position in own.tensors:
+        for position in shards.tensors:
             self._blocks[position] = tuple(blocks[position] for blocks in by_rank)
-            spec = own.manifest.params[position]
+            spec = shards.manifest.params[position]
             check_tiles(spec.name, spec.shape, self._blocks[position])
-        return RemoteModel(self, own.tensors)
+        return RemoteModel(self, shards.tensors)
 
     def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
         """See `RemoteSource`."""
@@ -245,10 +245,10 @@ def transfer_from_ranks(
         ValueError: none of the ranks has the sender, or several have.
     """
     deadline = Deadline(timeout)
-    meeting: Listener | None = None
+    meeting: ControlListener | None = None
     try:
         shards = RankPart.of(extractor)
-        meeting = None if sender is None else Listener()
+        meeting = None if sender is None else ControlListener()
     except BaseException as error:
         _agree_on_address(f"{_FAILED}{type(error).__name__}: {error}", raises=False)
         raise
@@ -342,7 +342,7 @@ def _result(end: Mapping[str, Any]) -> TransferReport:
 
 
 def _run_sender(
-    meeting: Listener,
+    meeting: ControlListener,
     sender: Sender,
     shards: RankPart,
     deadline: Deadline,

@@ -69,7 +69,6 @@ class Sender:
         self.version = 0
         self._skip_unchanged = skip_unchanged
         self._receivers = Receivers(transport.strategy)
-        transport.attach(self.address)
         self._busy = threading.Lock()
         self._transfer_count = 0
         self._last_committed: Transfer | None = None

@@ -12,6 +12,7 @@ answered *prepared*: all bytes are there, with the right checksums.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -165,6 +166,11 @@ class Transfer:
     def wait_for(self, kind: str, deadline: Deadline | None = None) -> None:
         """Wait for an answer of this kind from every receiver; see `Receivers.wait`."""
         self._peers.wait(lambda receiver: kind in receiver.answers, deadline or self.deadline)
+
+    @property
+    def directory(self) -> str:
+        """The sender's directory, which only its user can enter."""
+        return os.path.dirname(self._peers.address)
 
     def holders(self, layout: int) -> list[ReceiverLink]:
         """Return the receivers with a layout that have not gone."""

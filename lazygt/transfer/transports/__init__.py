@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lazygt.runtime.arenas import Arena, tensor_over
 from lazygt.transfer.control import ControlMessage
-from lazygt.transfer.copy_request import CopyReply, Destination
+from lazygt.transfer.copy_request import CopyReply, Destination, transport_module
 from lazygt.transfer.layout import Request, Route, full_bounds, packed, shape_of
 
 if TYPE_CHECKING:
@@ -99,13 +99,10 @@ class SenderEnd:
     threshold: int = 0
     number: int = 0
 
-    def attach(self, address: str) -> None:
-        """Set the sender's address; called once."""
-        self._address = address
-
     def open_here(self, device: torch.device, place: Any) -> Destination:
         """Open a destination for values of this process."""
-        raise NotImplementedError
+        destination: Destination = transport_module(self.kind).DESTINATION(device, place)
+        return destination
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -163,6 +160,7 @@ class SenderEnd:
 
     def close(self) -> None:
         """Release all resources; called once."""
+        self.forget()
 
 
 class ReceiverEnd:

@@ -199,21 +199,19 @@ class BroadcastGroups(SenderEnd):
     def __init__(self, device: torch.device) -> None:
         self.device, self._backend = device, backend_for(device)
         self._layout_of: Mapping[ReceiverLink, int] = {}
+        self._directory = ""
 
     @property
     def threshold(self) -> int:  # type: ignore[override]
         """Bytes of a request."""
         return REQUEST_BYTES
 
-    def open_here(self, device: torch.device, place: GroupAddress) -> GroupMemory:
-        """See `SenderEnd`."""
-        return GroupMemory(device, place)
-
     def begin(self, transfer: Transfer) -> None:
         """See `SenderEnd`: new groups if the members have changed."""
         if self._layout_of != transfer.layouts.of:
             self.forget()
             self.number += 1
+            self._directory = transfer.directory
             os.close(create(marker(self._directory, self.number)))
             self._layout_of = dict(transfer.layouts.of)
 
@@ -258,14 +256,6 @@ class BroadcastGroups(SenderEnd):
         if self._layout_of:
             marker(self._directory, self.number).unlink(missing_ok=True)
         self._layout_of = {}
-
-    def close(self) -> None:
-        """See `SenderEnd`."""
-        self.forget()
-
-    @property
-    def _directory(self) -> str:
-        return os.path.dirname(self._address)
 
 
 def BroadcastTransferSender(  # noqa: N802 - named like a class

@@ -135,10 +135,6 @@ class SharedMemory(SenderEnd):
         self.target: VersionSlot | None = None
         self._current: VersionSlot | None = None
 
-    def open_here(self, device: torch.device, place: SharedMemoryAddress) -> SlotMemory:
-        """See `SenderEnd`."""
-        return SlotMemory(device, place)
-
     @property
     def live(self) -> tuple[int, ...]:
         """Inodes of the slots."""
@@ -201,10 +197,6 @@ class SharedMemory(SenderEnd):
             slot.close()
         self.slots.clear()
         self._current = None
-
-    def close(self) -> None:
-        """See `SenderEnd`."""
-        self.forget()
 
     @property
     def _slot(self) -> VersionSlot:
