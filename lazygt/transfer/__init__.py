@@ -8,81 +8,69 @@ Senders and receivers: `SharedMemoryTransferSender`, `BroadcastTransferSender`,
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+#: File -> its public names. A file is imported on the first use of one of its names.
+_FILES = {
+    "manifest": "Chunk Extractor Manifest ModuleExtractor ParamSpec",
+    "receiver": "Receiver",
+    "sender": "Sender",
+    "transaction": "Progress TransferReport",
+    "transfer_errors": (
+        "ManifestMismatch ReceiverDied ReceiverFrozen ReceiverRefused SenderGone TransferError "
+        "VersionHeld"
+    ),
+    "transports.cuda_ipc": "CudaIpcTransferReceiver CudaIpcTransferSender",
+    "transports.process_group": "BroadcastTransferReceiver BroadcastTransferSender",
+    "transports.shared_memory": "SharedMemoryTransferReceiver SharedMemoryTransferSender",
+}
+_FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lazygt.transfer.extractor import Chunk, Extractor, ModuleExtractor
-    from lazygt.transfer.manifest import Manifest, ParamSpec
-    from lazygt.transfer.receiver import Receiver
-    from lazygt.transfer.sender import Sender
-    from lazygt.transfer.transaction import Progress, TransferReport
-    from lazygt.transfer.transfer_errors import (
-        ManifestMismatch,
-        ReceiverDied,
-        ReceiverFrozen,
-        ReceiverRefused,
-        SenderGone,
-        TransferError,
-        VersionHeld,
+    from lazygt.transfer.manifest import Chunk as Chunk
+    from lazygt.transfer.manifest import Extractor as Extractor
+    from lazygt.transfer.manifest import Manifest as Manifest
+    from lazygt.transfer.manifest import ModuleExtractor as ModuleExtractor
+    from lazygt.transfer.manifest import ParamSpec as ParamSpec
+    from lazygt.transfer.receiver import Receiver as Receiver
+    from lazygt.transfer.sender import Sender as Sender
+    from lazygt.transfer.transaction import Progress as Progress
+    from lazygt.transfer.transaction import TransferReport as TransferReport
+    from lazygt.transfer.transfer_errors import ManifestMismatch as ManifestMismatch
+    from lazygt.transfer.transfer_errors import ReceiverDied as ReceiverDied
+    from lazygt.transfer.transfer_errors import ReceiverFrozen as ReceiverFrozen
+    from lazygt.transfer.transfer_errors import ReceiverRefused as ReceiverRefused
+    from lazygt.transfer.transfer_errors import SenderGone as SenderGone
+    from lazygt.transfer.transfer_errors import TransferError as TransferError
+    from lazygt.transfer.transfer_errors import VersionHeld as VersionHeld
+    from lazygt.transfer.transports.cuda_ipc import (
+        CudaIpcTransferReceiver as CudaIpcTransferReceiver,
     )
-    from lazygt.transfer.transports.cuda_ipc import CudaIpcTransferReceiver, CudaIpcTransferSender
+    from lazygt.transfer.transports.cuda_ipc import CudaIpcTransferSender as CudaIpcTransferSender
     from lazygt.transfer.transports.process_group import (
-        BroadcastTransferReceiver,
-        BroadcastTransferSender,
+        BroadcastTransferReceiver as BroadcastTransferReceiver,
+    )
+    from lazygt.transfer.transports.process_group import (
+        BroadcastTransferSender as BroadcastTransferSender,
     )
     from lazygt.transfer.transports.shared_memory import (
-        SharedMemoryTransferReceiver,
-        SharedMemoryTransferSender,
+        SharedMemoryTransferReceiver as SharedMemoryTransferReceiver,
     )
-
-__all__ = [
-    "BroadcastTransferReceiver",
-    "BroadcastTransferSender",
-    "Chunk",
-    "CudaIpcTransferReceiver",
-    "CudaIpcTransferSender",
-    "Extractor",
-    "Manifest",
-    "ManifestMismatch",
-    "ModuleExtractor",
-    "ParamSpec",
-    "Progress",
-    "Receiver",
-    "ReceiverDied",
-    "ReceiverFrozen",
-    "ReceiverRefused",
-    "Sender",
-    "SenderGone",
-    "SharedMemoryTransferReceiver",
-    "SharedMemoryTransferSender",
-    "TransferError",
-    "TransferReport",
-    "VersionHeld",
-    "transfer_weights",
-]
-
-#: File -> its public names. A file is imported on the first use of one of its names.
-_FILES = {
-    "transports.process_group": {"BroadcastTransferReceiver", "BroadcastTransferSender"},
-    "transports.cuda_ipc": {"CudaIpcTransferReceiver", "CudaIpcTransferSender"},
-    "extractor": {"Chunk", "Extractor", "ModuleExtractor"},
-    "receiver": {"Receiver"},
-    "transaction": {"Progress", "TransferReport"},
-    "sender": {"Sender"},
-    "transports.shared_memory": {"SharedMemoryTransferReceiver", "SharedMemoryTransferSender"},
-    "manifest": {"Manifest", "ParamSpec"},
-}
+    from lazygt.transfer.transports.shared_memory import (
+        SharedMemoryTransferSender as SharedMemoryTransferSender,
+    )
+else:
+    __all__ = sorted([*_FILE_OF, "transfer_weights"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _FILE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    file = next((file for file, names in _FILES.items() if name in names), "transfer_errors")
-    value = getattr(importlib.import_module(f"{__name__}.{file}"), name)
+    value = getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)
     globals()[name] = value
     return value
 
@@ -122,7 +110,7 @@ def transfer_weights(
     from tqdm import tqdm
 
     # why: as above
-    from lazygt.transfer.extractor import ModuleExtractor
+    from lazygt.transfer.manifest import ModuleExtractor
 
     if isinstance(source, nn.Module | Mapping):
         source = ModuleExtractor(source)

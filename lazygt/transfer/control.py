@@ -1,8 +1,8 @@
 """The control connection: small messages beside the data, over a local socket.
 
-A message is 4 bytes of length and a msgpack map with a ``kind``, with file descriptors as ancillary
-data. The socket lies in a directory that only its user can enter. The kernel names the peer's
-process, and its end is noticed at once even if a child that it forked still holds the socket.
+A message is 4 bytes of length and a msgpack map with a ``kind``. The socket lies in a directory
+that only its user can enter. The kernel names the peer's process, and its end is noticed at once
+even if a child that it forked still holds the socket.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import select
 import socket
 import struct
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from lazygt.errors import ProtocolError, SecurityError
+from lazygt.host.files import bind
+from lazygt.runtime.launch.session_directory import SessionDirectory
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 16
-_FDS_AT_ONCE = 8
 _LONGEST_SECONDS = 2_000_000  # poll takes no longer ones
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -62,6 +62,14 @@ class Deadline:
         return self.remaining == 0.0
 
 
+def readable(fds: Iterable[int], seconds: float | None) -> set[int]:
+    """Return the descriptors with data or an end; wait at most ``seconds`` (None: for ever)."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return {fd for fd, _ in poller.poll(None if seconds is None else seconds * 1e3)}
+
+
 class ControlConnection:
     """One end of a control connection; used by one thread.
 
@@ -76,7 +84,6 @@ class ControlConnection:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._received = bytearray()
-        self._fds: deque[int] = deque()
         self._torn = False
         sock.setblocking(False)
         size = _CREDENTIALS.size
@@ -96,7 +103,7 @@ class ControlConnection:
         """Descriptors to poll for reading: the socket, and the peer's pidfd."""
         return self._sock.fileno(), self._pidfd
 
-    def send(self, message: ControlMessage, deadline: Deadline, fds: Sequence[int] = ()) -> None:
+    def send(self, message: ControlMessage, deadline: Deadline) -> None:
         """Send a message.
 
         Raises:
@@ -110,13 +117,13 @@ class ControlConnection:
         data = memoryview(_LENGTH.pack(len(body)) + body)
         while data:
             try:
-                sent = socket.send_fds(self._sock, [data], fds)
+                sent = self._sock.send(data)
             except BlockingIOError:
                 self._wait_for_room(deadline)
                 continue
             except OSError as error:
                 raise PeerGone from error
-            data, fds = data[sent:], ()
+            data = data[sent:]
         self._torn = False
 
     def receive(self) -> Iterator[dict[str, Any]]:
@@ -134,19 +141,7 @@ class ControlConnection:
 
     def has_ended(self, seconds: float) -> bool:
         """Return whether the peer's process has ended; wait at most ``seconds`` for it."""
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(seconds * 1e3))
-
-    def take_fd(self) -> int:
-        """Return the next file descriptor that came with a message.
-
-        Raises:
-            ProtocolError: there is none.
-        """
-        if not self._fds:
-            raise ProtocolError("a message promised a file descriptor and none came")
-        return self._fds.popleft()
+        return bool(readable([self._pidfd], seconds))
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -155,8 +150,6 @@ class ControlConnection:
         self._sock.close()
         os.close(self._pidfd)
         self._pidfd = -1
-        while self._fds:
-            os.close(self._fds.popleft())
 
     def _wait_for_room(self, deadline: Deadline) -> None:
         poller = select.poll()
@@ -172,14 +165,11 @@ class ControlConnection:
         """Read all available bytes; return whether the connection has ended."""
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, _FDS_AT_ONCE)
+                data = self._sock.recv(_READ_BYTES)
             except BlockingIOError:
                 return False
             except OSError:
                 return True
-            for fd in fds:
-                os.set_inheritable(fd, False)
-            self._fds.extend(fds)
             if not data:
                 return True
             self._received += data
@@ -202,6 +192,39 @@ class ControlConnection:
         if not isinstance(message.get("kind"), str):
             raise ProtocolError("a control message must be a map with a kind")
         return message
+
+
+class ControlListener:
+    """Listening socket in a directory that only its user can enter.
+
+    Attributes:
+        address: path of the socket.
+    """
+
+    def __init__(self) -> None:
+        self._directory = SessionDirectory()
+        self.address = str(self._directory.path / "transfer")
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        bind(self._sock, self.address)
+        self._sock.listen(64)
+        self._sock.setblocking(False)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor to poll for reading; -1 after `close`."""
+        return self._sock.fileno()
+
+    def accept(self) -> ControlConnection | None:
+        """Accept a connection; None if none waits, or if it has ended or is another user's."""
+        try:
+            return ControlConnection(self._sock.accept()[0])
+        except (BlockingIOError, PeerGone, SecurityError):
+            return None
+
+    def close(self) -> None:
+        """Close and remove the socket."""
+        self._sock.close()
+        self._directory.close()
 
 
 def connect(address: str) -> ControlConnection:

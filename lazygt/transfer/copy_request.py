@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from lazygt.errors import ProtocolError
@@ -51,7 +52,7 @@ class CopyRequest(NamedTuple):
         live: inodes of the sender's slots, or numbers of its sets of groups or buffers; all others
             are released.
         kind: file of `transports` with the kind of place; "": nothing to copy.
-        place: the address of that transport, its `ADDRESS`.
+        place: the address of that transport, its `ADDRESS`; its ``number`` is one of the live.
         verify: name of the checksum to compute of each block.
         compare: copy nothing, but compare each block's bytes with those of the last version and of
             the place; the two are numbers of transfers, 0 for none.
@@ -80,26 +81,13 @@ class CopyRequest(NamedTuple):
             ProtocolError: the data is no copy request.
         """
         try:
-            request = CopyRequest(*msgspec.convert(data, _Packed))
+            request = msgspec.convert(data, CopyRequest)
             if not request.kind:
                 return request
             place = msgspec.convert(request.place, transport_module(request.kind).ADDRESS)
         except (msgspec.ValidationError, ImportError, AttributeError) as error:
             raise ProtocolError(f"this is no copy request: {error}") from error
         return request._replace(place=place)
-
-
-#: A request in wire format.
-_Packed = tuple[
-    str,
-    tuple[int, ...],
-    str,
-    Any,
-    str,
-    tuple[CopyItem, ...],
-    tuple[int, int] | None,
-    int,
-]
 
 
 def transport_module(kind: str) -> Any:
@@ -127,6 +115,44 @@ class CopyReply(NamedTuple):
     error: str = ""
     handles: Sequence[Any] = ()
 
+
+class Destination(Protocol):
+    """A sender's memory with one number, in a source process: blocks are copied to its places.
+
+    Raises:
+        ProtocolError, OSError: on construction, there is no such memory.
+
+    Attributes:
+        borrows: device on which `deliver` sends a value's own memory without a copy, if it is
+            contiguous and needs no cast. None: everything is copied.
+    """
+
+    @property
+    def borrows(self) -> torch.device | None: ...
+
+    def view(self, place: Any, offset: int, nbytes: int) -> Tensor:
+        """Return a flat uint8 tensor over a part of a place, to copy to.
+
+        Args:
+            place: the request's `ADDRESS`, as the sender's `open` returned it.
+        """
+
+    def deliver(self, place: Any, runs: Sequence[Tensor]) -> Sequence[Any]:
+        """Hand over the copied blocks; return handles, if the place has any.
+
+        Args:
+            runs: the bytes of each block.
+
+        Raises:
+            TransferError: the receivers did not read the blocks.
+        """
+
+    def close(self) -> None:
+        """Drop the memory."""
+
+
+#: Function that opens the destination of a device and a place.
+OpenDestination = Callable[[torch.device, Any], Destination]
 
 # -- sources -------------------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lazygt.graph.placement import Replicate
 from lazygt.transfer.copier import LocalSource
 from lazygt.transfer.copy_request import (
+    BY_DEVICE,
     IS_THERE,
     SAME_AS_LAST,
     CopyItem,
@@ -24,24 +25,24 @@ from lazygt.transfer.copy_request import (
     RemoteModel,
     TensorLocation,
     WeightSource,
+    source_of,
 )
-from lazygt.transfer.extractor import Extractor
 from lazygt.transfer.layout import (
     PIECE_BYTES,
     Batcher,
     ParamLayout,
     Request,
     Route,
-    batched,
     interleave,
     packed,
+    padded,
     route,
-    split_route,
 )
-from lazygt.transfer.peers import PING_SECONDS, ReceiverLink, Receivers
+from lazygt.transfer.manifest import Chunk, Extractor, Manifest, ModuleExtractor
+from lazygt.transfer.peers import ReceiverLink, Receivers
 from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transfer_errors import TransferError
-from lazygt.transfer.transports.transport import SenderEnd
+from lazygt.transfer.transports import SenderEnd
 
 _MAX_IN_FLIGHT = 2  # requests of one process: the next one is queued before a copy ends
 _MAX_UNREAD = 64  # announced requests: more answers than a socket buffers would deadlock both sides
@@ -51,128 +52,140 @@ _SETTLE_SECONDS = 0.1
 _UNNAMED = (0, 0, ())
 
 ReplyHandler = Callable[[Request, CopyReply], None]
+#: Parameters with values at the same time, in groups that share requests.
+Batch = Sequence[Sequence[int]]
+
+
+class HeldElsewhere:
+    """Extractor of a model with its values in other processes.
+
+    Attributes:
+        remote: the model, with the source that sends its values.
+    """
+
+    def __init__(self, manifest: Manifest, remote: RemoteModel) -> None:
+        self.remote, self._manifest = remote, manifest
+
+    def manifest(self) -> Manifest:
+        """See `Extractor`."""
+        return self._manifest
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Return an empty iterator: this process sends nothing itself."""
+        return iter(())
+
+
+def remote_model(extractor: Extractor) -> RemoteModel | None:
+    """Return a model in processes that send it themselves; None: this process sends it."""
+    if isinstance(extractor, HeldElsewhere):
+        return extractor.remote
+    if not isinstance(extractor, ModuleExtractor) or not extractor.is_elsewhere(BY_DEVICE):
+        return None
+    entries = enumerate(extractor.entries())
+    tensors = {number: tensor for number, (_, spec, tensor) in entries if not spec.alias_of}
+    source = source_of(list(tensors.values()))
+    return None if source is None else RemoteModel(source, tensors)
 
 
 class TransferStream:
     """The copy requests of one transfer, and the announcements of the copied blocks.
 
     Args:
+        source: processes that copy the blocks.
+        remote: the model, if other processes have its values.
         digests: cache digests of the blocks, and skip blocks that the receivers have already.
 
     Attributes:
-        has_begun: True if a copy request has been sent.
         unanswered: requests without a reply, by rank and number, with the handler of the reply.
         unchanged: blocks that were skipped, because the receivers have them.
     """
 
     def __init__(
-        self, transfer: Transfer, receivers: Receivers, end: SenderEnd, *, digests: bool
+        self,
+        transfer: Transfer,
+        receivers: Receivers,
+        end: SenderEnd,
+        source: WeightSource,
+        remote: RemoteModel | None,
+        *,
+        digests: bool,
     ) -> None:
         self._transfer, self._receivers, self._end = transfer, receivers, end
-        self._digests = digests
-        self.has_begun = False
+        self._source, self._remote, self._digests = source, remote, digests
         self.unanswered: dict[tuple[int, int], tuple[Request, ReplyHandler]] = {}
         self.unchanged: list[Route] = []
         #: for each rank, the queue of its next requests
-        self._queues: list[deque[Request]] = []
+        self._queues: list[deque[Request]] = [deque() for _ in range(transfer.ranks)]
+        #: batcher of each rank and layout; in shared memory, one for all layouts
+        self._batchers: dict[tuple[int, int], Batcher] = {}
         #: bytes of a parameter that have not been sent, by position
         self._unsent_bytes: Counter[int] = Counter()
-        self._keys: dict[int, int] = {}
+        self._locations: dict[int, TensorLocation] = {}
 
-    def from_chunks(self, extractor: Extractor, source: LocalSource) -> Iterator[None]:
-        """Send values of this process, chunk by chunk; yield once a request.
-
-        Raises:
-            TransferError: the deadline has passed, or a value could not be copied.
-        """
-        transfer, end = self._transfer, self._end
-        source.value_of = transfer.tensors.__getitem__
-        full_extent = max(manifest.extent for manifest in transfer.layouts.manifests)
-        end.expect(min(end.threshold // end.unit * end.unit or full_extent, full_extent))
-        specs = enumerate(transfer.manifest.params)
-        locations = {n: TensorLocation(n, (Replicate(),), None) for n, s in specs if not s.alias_of}
-        routes = self._plan(source, locations)
-        batchers = [Batcher(PIECE_BYTES, end.threshold, end.unit) for _ in range(self._queue_count)]
-        for chunk in extractor.chunks():
-            positions = transfer.add_chunk(chunk)
-            self._keys.update(zip(positions, positions, strict=True))
-            changed = yield from self._changed_routes(source, {n: routes[n] for n in positions})
-            routes_by_queue = zip(batchers, self._routes_by_queue(changed), strict=True)
-            self._enqueue(
-                0, [list(batcher.add(queue_routes)) for batcher, queue_routes in routes_by_queue]
-            )
-            yield from self._run_until(source, lambda: len(self._queues[0]) <= _MAX_IN_FLIGHT)
-        self._enqueue(0, [list(batcher.flush()) for batcher in batchers])
-        yield from self._run_until(source, self._is_finished)
-        transfer.written.clear()  # only this process has written
-
-    def from_remote(self, remote: RemoteModel) -> Iterator[None]:
-        """Send values of the source's processes; yield once a request.
+    def run(self, extractor: Extractor) -> Generator[None, None, None]:
+        """Send the values; yield once a request.
 
         Raises:
             TransferError: a process failed, or was too late.
             WorkerDied, WorkerFrozen: a process is gone, or does not answer.
         """
-        source, end = remote.source, self._end
-        if not source.turn.acquire(timeout=self._transfer.deadline.remaining):
+        if not self._source.turn.acquire(timeout=self._transfer.deadline.remaining):
             raise TransferError("another transfer from this session took all of the time")
         try:
-            locations = source.locate(list(remote.tensors.values()))
-            by_param = dict(zip(remote.tensors, locations, strict=True))
-            self._keys = {number: location.key for number, location in by_param.items()}
-            routes = self._plan(source, by_param)
-            changed = yield from self._changed_routes(source, routes)
-            for rank in range(source.mesh.world_size):
-                queues = self._routes_by_queue([piece for piece in changed if piece.rank == rank])
-                self._enqueue(
-                    rank,
-                    [
-                        batched(queue_routes, PIECE_BYTES, end.threshold, end.unit)
-                        for queue_routes in queues
-                    ],
+            self._locations = self._locate()
+            routes = self._plan()
+            for batch in self._batches(extractor):
+                yield from self._run_until(self._is_queue_short)
+                changed = yield from self._changed_routes(
+                    {number: routes[number] for group in batch for number in group}
                 )
-            sizes = (packed(request)[1] for queue in self._queues for request in queue)
-            end.expect(max(sizes, default=0))
-            yield from self._run_until(source, self._is_finished)
+                self._enqueue(self._batched(batch, changed))
+                self._send_requests()  # copied while the next batch is gathered
+            self._enqueue({key: list(batcher.flush()) for key, batcher in self._batchers.items()})
+            yield from self._run_until(self._is_finished)
         finally:
-            source.turn.release()
+            self._source.turn.release()
 
-    @property
-    def is_local(self) -> bool:
-        """True if this process has the values."""
-        return self._transfer.remote is None
+    def end(self) -> None:
+        """Release the transfer's resources.
 
-    def settle(self, source: LocalSource) -> None:
-        """Wait for this process's unanswered requests, after a failed transfer."""
-        while self.unanswered:
-            for reply in source.replies(_SETTLE_SECONDS):
+        Copies of this process into memory of readers are waited for.
+        """
+        while self.unanswered and self._remote is None and self._end.in_place:
+            for reply in self._source.replies(_SETTLE_SECONDS):
                 self.unanswered.pop((reply.rank, reply.number), None)
-
-    def close(self) -> None:
-        """Drop all references to tensors."""
+        self._end.end(self._transfer, idle=not self.unanswered)
         self._transfer.tensors.clear()
-        self._transfer.remote = None
 
     # -- routes to send --------------------------------------------------------------------
 
-    @property
-    def _queue_count(self) -> int:
-        """Number of separate request queues: one for each layout; in shared memory, one for all."""
-        return 1 if self._end.in_place else len(self._transfer.layouts.blocks)
+    def _locate(self) -> dict[int, TensorLocation]:
+        """Return the location of each parameter that is no alias."""
+        if self._remote is not None:
+            positions, tensors = self._remote.tensors.keys(), self._remote.tensors.values()
+            located = self._remote.source.locate(list(tensors))
+            return dict(zip(positions, located, strict=True))
+        specs = enumerate(self._transfer.manifest.params)
+        replicated = (Replicate(),)
+        return {n: TensorLocation(n, replicated, None) for n, spec in specs if not spec.alias_of}
 
-    def _routes_by_queue(self, routes: Sequence[Route]) -> list[list[Route]]:
-        """Distribute routes over the request queues, by layout."""
-        queues: list[list[Route]] = [[] for _ in range(self._queue_count)]
-        for piece in routes:
-            queues[0 if self._end.in_place else piece.layout].append(piece)
-        return queues
+    def _batches(self, extractor: Extractor) -> Iterator[Batch]:
+        """Yield the parameters as their values are there, in groups that share requests.
 
-    def _plan(
-        self, source: WeightSource, locations: Mapping[int, TensorLocation]
-    ) -> dict[int, list[Route]]:
+        Values of other processes are there at once, each parameter a group; those of this process
+        come chunk by chunk.
+        """
+        if self._remote is not None:
+            yield [[number] for number in self._locations]
+            return
+        value_of = self._transfer.tensors.__getitem__
+        cast(LocalSource, self._source).value_of = value_of
+        for chunk in extractor.chunks():
+            yield [self._transfer.add_chunk(chunk)]
+
+    def _plan(self) -> dict[int, list[Route]]:
         """Route all blocks to the receivers' layouts, and return the routes by parameter."""
-        transfer = self._transfer
-        self._queues = [deque() for _ in range(source.mesh.world_size)]
+        transfer, end = self._transfer, self._end
         specs = transfer.manifest.params
         params = tuple(
             ParamLayout(
@@ -182,102 +195,136 @@ class TransferStream:
                 location.placements,
                 location.blocks,
             )
-            for number, location in locations.items()
+            for number, location in self._locations.items()
         )
-        routes: dict[int, list[Route]] = {number: [] for number in locations}
-        nbytes = 0
-        for planned in route(source.mesh, params, transfer.layouts.blocks):
-            routes[planned.param].append(planned)
-            nbytes += planned.nbytes
-        transfer.total = max(transfer.total, nbytes)
+        most = end.threshold // end.unit * end.unit
+        limit = min(most or PIECE_BYTES, PIECE_BYTES)
+        pieces = route(self._source.mesh, params, transfer.layouts.blocks, limit)
+        end.expect(self._largest_request(pieces, most))
+        transfer.total = max(transfer.total, sum(piece.nbytes for piece in pieces))
+        routes: dict[int, list[Route]] = {number: [] for number in self._locations}
+        for piece in pieces:
+            routes[piece.param].append(piece)
         return routes
 
+    def _largest_request(self, pieces: Sequence[Route], most: int) -> int:
+        """Return a bound of the bytes of a request, which are at most ``most`` unless that is 0."""
+        is_alone = self._remote is not None and not most  # each parameter has its own requests
+        sizes: Counter[tuple[int, ...]] = Counter()
+        for piece in pieces:
+            key = (*self._queue_of(piece), piece.param if is_alone else 0)
+            sizes[key] += padded(piece.nbytes, self._end.unit)
+        largest = max(sizes.values(), default=0)
+        return min(most or largest, largest)
+
     def _changed_routes(
-        self, source: WeightSource, routes: Mapping[int, Sequence[Route]]
-    ) -> Generator[None, None, list[Route]]:
-        """Return the routes to send, without blocks that are in place already."""
+        self, routes: Mapping[int, Sequence[Route]]
+    ) -> Generator[None, None, dict[int, list[Route]]]:
+        """Return the routes to send by parameter, without blocks that are in place already."""
+        transfer = self._transfer
         pending = [piece for param_routes in routes.values() for piece in param_routes]
         if self._digests:
-            flags = yield from self._compare(source, pending)
+            flags = yield from self._compare(pending)
             changed = {piece.param for piece, flag in flags if not flag & SAME_AS_LAST}
-            if self._transfer.last:
-                self._transfer.unchanged += sum(number not in changed for number in routes)
+            if transfer.last:
+                transfer.unchanged += sum(number not in changed for number in routes)
             in_place = [piece for piece, flag in flags if flag & IS_THERE]
             self.unchanged += in_place
-            self._transfer.done += sum(piece.nbytes for piece in in_place)
+            transfer.done += sum(piece.nbytes for piece in in_place)
             pending = [piece for piece, flag in flags if not flag & IS_THERE]
+        by_param: dict[int, list[Route]] = {number: [] for number in routes}
         for piece in pending:
+            by_param[piece.param].append(piece)
             self._unsent_bytes[piece.param] += piece.nbytes
-        for number in routes:
-            if not self._unsent_bytes[number]:
-                self._transfer.tensors.pop(number, None)
-        return pending
+        for number, pieces in by_param.items():
+            if not pieces:
+                transfer.tensors.pop(number, None)
+        return by_param
 
-    def _compare(
-        self, source: WeightSource, routes: Sequence[Route]
-    ) -> Generator[None, None, list[tuple[Route, int]]]:
+    def _compare(self, pieces: Sequence[Route]) -> Generator[None, None, list[tuple[Route, int]]]:
         """Make the ranks compare blocks by digest.
 
         Returns:
-            The pieces of the routes, each with its flags; see `CopyRequest.compare`.
+            The pieces, each with its flags; see `CopyRequest.compare`.
         """
         transfer = self._transfer
         flags: list[tuple[Route, int]] = []
         known_transfers = (transfer.last, self._end.held(transfer.last) if transfer.last else 0)
         pieces_by_rank: dict[int, list[Route]] = {}
-        for piece in (piece for planned in routes for piece in split_route(planned, PIECE_BYTES)):
+        for piece in pieces:
             pieces_by_rank.setdefault(piece.rank, []).append(piece)
-        for rank, pieces in pieces_by_rank.items():
+        for rank, of_rank in pieces_by_rank.items():
             request = CopyRequest(
                 self._receivers.address,
                 self._end.live,
-                items=self._items(pieces),
+                items=self._items(of_rank),
                 compare=known_transfers,
                 transfer=transfer.number,
             )
             self._send(
-                source,
                 rank,
                 next(_request_numbers),
-                tuple(pieces),
+                tuple(of_rank),
                 request,
                 lambda sent, reply: flags.extend(zip(sent, reply.checks, strict=True)),
             )
-        expected = sum(map(len, pieces_by_rank.values()))
-        yield from self._run_until(source, lambda: len(flags) == expected)
+        yield from self._run_until(lambda: len(flags) == len(pieces))
         return flags
+
+    def _queue_of(self, piece: Route) -> tuple[int, int]:
+        """Return rank and layout of a piece's requests."""
+        return piece.rank, 0 if self._end.in_place else piece.layout
+
+    def _batched(
+        self, batch: Batch, changed: Mapping[int, Sequence[Route]]
+    ) -> dict[tuple[int, int], list[Request]]:
+        """Return the requests that a batch completes, by rank and layout."""
+        completed: dict[tuple[int, int], list[Request]] = {}
+        for group in batch:
+            chunks: dict[tuple[int, int], list[Route]] = {}
+            for piece in itertools.chain.from_iterable(changed[number] for number in group):
+                chunks.setdefault(self._queue_of(piece), []).append(piece)
+            for key, chunk in chunks.items():
+                if key not in self._batchers:
+                    self._batchers[key] = Batcher(self._end.threshold, self._end.unit)
+                completed.setdefault(key, []).extend(self._batchers[key].add(chunk))
+        return completed
+
+    def _enqueue(self, requests: Mapping[tuple[int, int], Sequence[Request]]) -> None:
+        """Append requests to the ranks' queues, round-robin over the layouts."""
+        for rank, queue in enumerate(self._queues):
+            queue.extend(interleave(requests[key] for key in sorted(requests) if key[0] == rank))
 
     # -- requests --------------------------------------------------------------------------
 
-    def _enqueue(self, rank: int, queues: Sequence[Sequence[Request]]) -> None:
-        """Append requests to a rank's queue, round-robin over the layouts."""
-        self._queues[rank].extend(interleave(queues))
+    def _is_queue_short(self) -> bool:
+        return all(len(queue) <= _MAX_IN_FLIGHT for queue in self._queues)
 
     def _is_finished(self) -> bool:
         return not any(self._queues) and not self.unanswered
 
-    def _run_until(self, source: WeightSource, done: Callable[[], bool]) -> Iterator[None]:
+    def _run_until(self, done: Callable[[], bool]) -> Iterator[None]:
         """Send requests and handle replies until ``done``; yield once a reply."""
-        self._send_requests(source)
+        self._send_requests()
         while True:
             poll_seconds = min(_POLL_SECONDS, self._transfer.deadline.remaining)
             timeout = 0.0 if done() else poll_seconds
-            for reply in source.replies(timeout) if self.unanswered else ():
+            for reply in self._source.replies(timeout) if self.unanswered else ():
                 if self._handle(reply):
                     yield
             # a receiver may have died or refused, or staged a request, which frees its buffer
             self._receivers.pump(0.0 if self.unanswered else timeout)
             self._check_time()
-            self._send_requests(source)
+            self._send_requests()
             if done():
                 return
 
-    def _send_requests(self, source: WeightSource) -> None:
+    def _send_requests(self) -> None:
         """Send queued requests to the ranks with free capacity."""
         for rank, queue in enumerate(self._queues):
             while queue and self._has_capacity(rank):
                 number, request = next(_request_numbers), queue.popleft()
-                place = self._end.open(rank, number, request)
+                place = self._end.open(self._transfer, rank, number, request)
                 copy = CopyRequest(
                     self._receivers.address,
                     self._end.live,
@@ -286,7 +333,7 @@ class TransferStream:
                     self._transfer.verify,
                     self._items(request),
                 )
-                self._send(source, rank, number, request, copy, self._announce)
+                self._send(rank, number, request, copy, self._announce)
 
     def _has_capacity(self, rank: int) -> bool:
         in_flight = sum(1 for busy_rank, _ in self.unanswered if busy_rank == rank)
@@ -297,7 +344,7 @@ class TransferStream:
         specs = self._transfer.manifest.params
         return tuple(
             CopyItem(
-                self._keys[piece.param],
+                self._locations[piece.param].key,
                 piece.source,
                 offset,
                 specs[piece.param].dtype,
@@ -306,13 +353,12 @@ class TransferStream:
                 (piece.param, piece.layout, piece.target) if self._digests else _UNNAMED,
             )
             for piece, (offset, shape, target) in zip(
-                request, self._end.lay_out(tuple(request)), strict=True
+                request, self._end.lay_out(self._transfer, request), strict=True
             )
         )
 
     def _send(
         self,
-        source: WeightSource,
         rank: int,
         number: int,
         request: Request,
@@ -320,9 +366,8 @@ class TransferStream:
         handler: ReplyHandler,
     ) -> None:
         """Send a copy request, and remember the handler of its reply."""
-        self.has_begun = True
         self.unanswered[rank, number] = request, handler
-        source.request(rank, number, copy)
+        self._source.request(rank, number, copy)
 
     # -- replies ---------------------------------------------------------------------------
 
@@ -345,7 +390,8 @@ class TransferStream:
         nbytes = sum(piece.nbytes for piece in request)
         transfer.requests += 1
         transfer.done += nbytes
-        transfer.written[reply.rank] += nbytes
+        if self._remote is not None:
+            transfer.written[reply.rank] += nbytes
         for piece in request:
             self._unsent_bytes[piece.param] -= piece.nbytes
             if not self._unsent_bytes[piece.param]:
@@ -354,19 +400,16 @@ class TransferStream:
         copied = list(zip(request, reply.checks, offsets, strict=True))
         for layout in dict.fromkeys(piece.layout for piece in request):
             of_layout = [block for block in copied if block[0].layout == layout]
-            message: dict[str, Any] = {
-                "kind": "parts",
-                "transfer": transfer.number,
+            fields: dict[str, Any] = {
                 "parts": [[piece.param, piece.target] for piece, _, _ in of_layout],
                 "checks": [check for _, check, _ in of_layout],
             }
             if not self._end.in_place:
-                message["offsets"] = [offset for _, _, offset in of_layout]
-            for receiver in transfer.layouts.holders(layout, self._receivers.active):
+                fields["offsets"] = [offset for _, _, offset in of_layout]
+            for receiver in transfer.holders(layout):
                 self._wait_until_read(receiver)
                 receiver.sent += 1
-                transport_data = self._end.describe(receiver, reply)
-                self._receivers.send(receiver, {**message, **transport_data}, transfer.deadline, ())
+                transfer.send(receiver, "parts", {**fields, **self._end.describe(receiver, reply)})
 
     def _wait_until_read(self, receiver: ReceiverLink) -> None:
         """Wait until the receiver has staged enough requests to take another one."""
@@ -376,16 +419,14 @@ class TransferStream:
             )
 
     def _process_name(self, rank: int) -> str:
-        return "this process" if self._transfer.remote is None else f"worker {rank}"
+        return "this process" if self._remote is None else f"worker {rank}"
 
     def _check_time(self) -> None:
         """Raise TransferError after the deadline, naming the late processes if there are any."""
-        deadline, remote = self._transfer.deadline, self._transfer.remote
-        if deadline.remaining < PING_SECONDS:
-            self._receivers.ping(deadline)
+        deadline = self._transfer.deadline
         if deadline.expired:
             self._receivers.check_liveness(deadline)
-            if self.unanswered and remote is not None:
+            if self.unanswered and self._remote is not None:
                 late = ", ".join(
                     map(self._process_name, sorted({rank for rank, _ in self.unanswered}))
                 )

@@ -9,18 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+
+import msgspec
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Mesh, Placements, has_any, region
-from lazygt.graph.placement import Partial, Placement, Replicate, Shard
+from lazygt.graph.placement import Partial, Placement, Replicate, Shard, as_placement
 from lazygt.transfer.manifest import Manifest, ParamSpec, aligned
-from lazygt.transfer.transfer_errors import TransferError
-
-T = TypeVar("T")
 
 #: A block within a tensor: (start, stop) of each dim.
 Bounds = tuple[tuple[int, int], ...]
@@ -96,7 +96,10 @@ def block(mesh: Mesh, placement: Placements, shape: Sequence[int], rank: int) ->
 
 @lru_cache(maxsize=_CACHED_ROUTES)
 def route(
-    mesh: Mesh, params: tuple[ParamLayout, ...], layouts: tuple[tuple[Bounds, ...], ...]
+    mesh: Mesh,
+    params: tuple[ParamLayout, ...],
+    layouts: tuple[tuple[Bounds, ...], ...],
+    limit: int = PIECE_BYTES,
 ) -> tuple[Route, ...]:
     """Route every byte of every layout from exactly one rank, balancing the load greedily.
 
@@ -104,6 +107,7 @@ def route(
 
     Args:
         layouts: for each layout of receivers the block of each parameter, by position.
+        limit: maximum bytes of a route; longer ones are split.
 
     Raises:
         ValueError: a parameter is only a partial sum on its mesh.
@@ -115,14 +119,15 @@ def route(
         for layout, blocks in enumerate(layouts):
             target_block = blocks[param.param]
             for source_block, ranks in owners.items():
-                overlap = _intersection(source_block, target_block)
-                nbytes = math.prod(shape_of(overlap)) * param.itemsize
+                overlap = intersection(source_block, target_block)
+                nbytes = elements(overlap) * param.itemsize
                 if not nbytes:
                     continue
                 rank = min(ranks, key=load.__getitem__)
                 load[rank] += nbytes
                 source, target = _within(overlap, source_block), _within(overlap, target_block)
-                routes.append(Route(rank, param.param, layout, source, target, nbytes))
+                full = Route(rank, param.param, layout, source, target, nbytes)
+                routes += split_route(full, limit)
     return tuple(routes)
 
 
@@ -149,38 +154,32 @@ class Batcher:
 
     - a chunk that would take the open request over T first closes it; exactly T still fits;
     - a chunk bigger than T goes alone, in as many requests as it needs, none over T;
-    - a block bigger than T is split;
     - there is no empty request;
     - T = 0: each chunk is one request, whatever its size.
 
     Args:
-        piece: maximum bytes of a route; longer ones are split.
-        threshold: T.
+        threshold: T; no route is longer.
         unit: the space of a route in its request is rounded up to a multiple of so many bytes.
     """
 
-    def __init__(self, piece: int, threshold: int, unit: int = 1) -> None:
+    def __init__(self, threshold: int, unit: int = 1) -> None:
         if 0 < threshold < unit:
             raise ValueError(f"a threshold of {threshold} bytes is below {unit}; use 0")
         self._max_request, self._unit = threshold // unit * unit, unit
-        self._max_piece = min(piece, self._max_request) if self._max_request else piece
         self._pending: list[Route] = []
         self._pending_bytes = 0
 
     def add(self, chunk: Sequence[Route]) -> Iterator[Request]:
         """Add a chunk, and yield the requests that it completes."""
-        size = sum(self._padded_bytes(route.nbytes) for route in chunk)
-        alone = not self._max_request or size > self._max_request
-        if alone or self._pending_bytes + size > self._max_request:
+        sizes = [padded(route.nbytes, self._unit) for route in chunk]
+        alone = not self._max_request or sum(sizes) > self._max_request
+        if alone or self._pending_bytes + sum(sizes) > self._max_request:
             yield from self.flush()
-        for route in chunk:
-            if self._overflows(route.nbytes):
+        for route, size in zip(chunk, sizes, strict=True):
+            if self._max_request and self._pending_bytes + size > self._max_request:
                 yield from self.flush()
-            for piece in split_route(route, self._max_piece):
-                if self._overflows(piece.nbytes):
-                    yield from self.flush()
-                self._pending.append(piece)
-                self._pending_bytes += self._padded_bytes(piece.nbytes)
+            self._pending.append(route)
+            self._pending_bytes += size
         if alone:
             yield from self.flush()
 
@@ -190,24 +189,13 @@ class Batcher:
             request, self._pending, self._pending_bytes = tuple(self._pending), [], 0
             yield request
 
-    def _padded_bytes(self, nbytes: int) -> int:
-        return -(-nbytes // self._unit) * self._unit
 
-    def _overflows(self, nbytes: int) -> bool:
-        return (
-            bool(self._max_request)
-            and self._pending_bytes + self._padded_bytes(nbytes) > self._max_request
-        )
+def padded(nbytes: int, unit: int) -> int:
+    """Return ``nbytes`` rounded up to a multiple of ``unit``."""
+    return -(-nbytes // unit) * unit
 
 
-def batched(routes: Iterable[Route], piece: int, threshold: int, unit: int = 1) -> list[Request]:
-    """Return routes in requests, each route a chunk of its own; see `Batcher`."""
-    batcher = Batcher(piece, threshold, unit)
-    full = [request for route in routes for request in batcher.add((route,))]
-    return [*full, *batcher.flush()]
-
-
-def packed(request: Request) -> tuple[list[int], int]:
+def packed(request: Sequence[Route]) -> tuple[list[int], int]:
     """Return the aligned offset of each block in one buffer, and the buffer's bytes."""
     ends = list(itertools.accumulate((aligned(route.nbytes) for route in request), initial=0))
     return ends[:-1], ends[-1]
@@ -233,26 +221,12 @@ def _owners_by_block(mesh: Mesh, param: ParamLayout) -> dict[Bounds, list[int]]:
     return owners
 
 
-def check_tiles(name: str, shape: Sequence[int], blocks: Sequence[Bounds | None]) -> None:
-    """Raise TransferError unless the distinct blocks tile a tensor: each element once.
-
-    Several ranks may own the same block.
-    """
-    distinct = {b for b in blocks if b is not None and _elements(b)}
-    covered = sum([_elements(b) for b in distinct])
-    overlap = any(_elements(_intersection(a, b)) for a, b in itertools.combinations(distinct, 2))
-    if covered != math.prod(shape) or overlap:
-        raise TransferError(
-            f"parameter {name!r} of shape {list(shape)} is laid out on the trainer's ranks in a "
-            f"way that lazygt does not know: each rank is to have one block of it; redistribute it"
-        )
-
-
-def _elements(bounds: Bounds) -> int:
+def elements(bounds: Bounds) -> int:
+    """Return the number of elements of a block."""
     return math.prod(shape_of(bounds))
 
 
-def _intersection(first: Bounds, second: Bounds) -> Bounds:
+def intersection(first: Bounds, second: Bounds) -> Bounds:
     """Return the overlap of two blocks; zero-sized dims where they do not meet."""
     pairs = zip(first, second, strict=True)
     bounds = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
@@ -275,6 +249,10 @@ def _narrow(bounds: Bounds, dim: int, begin: int, count: int) -> Bounds:
 
 #: For each mesh axis the dim that it shards; None: replicated along the axis.
 Dims = tuple[int | None, ...]
+#: A mesh and placements as users write them.
+UserMesh = Mapping[str, int] | str
+UserPlacements = Mapping[str, Sequence[Any] | Mapping[str, Any]]
+_PackedLayout = tuple[str, int, tuple[tuple[str, Dims], ...]]
 
 
 @dataclass(frozen=True)
@@ -291,11 +269,7 @@ class ReceiverLayout:
     placements: tuple[tuple[str, Dims], ...]
 
     @staticmethod
-    def of(
-        mesh: Mapping[str, int] | str,
-        rank: int,
-        placements: Mapping[str, Sequence[Any] | Mapping[str, Any]],
-    ) -> ReceiverLayout:
+    def of(mesh: UserMesh, rank: int, placements: UserPlacements) -> ReceiverLayout:
         """Build the layout of a user's arguments.
 
         Args:
@@ -320,18 +294,14 @@ class ReceiverLayout:
 
     @staticmethod
     def from_arguments(
-        mesh: Mapping[str, int] | str | None,
-        rank: int,
-        placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None,
+        mesh: UserMesh | None, rank: int, placements: UserPlacements | None
     ) -> ReceiverLayout | None:
         """Build the layout of a receiver's arguments; None: full parameters. See `of`."""
-        if (mesh is None) != (placements is None):
+        if mesh is not None and placements is not None:
+            return ReceiverLayout.of(mesh, rank, placements)
+        if mesh is not None or placements is not None:
             raise ValueError("a receiver that holds blocks needs both mesh= and placements=")
-        return (
-            None
-            if mesh is None or placements is None
-            else ReceiverLayout.of(mesh, rank, placements)
-        )
+        return None
 
     def blocks(self, manifest: Manifest) -> tuple[Bounds, ...]:
         """Return the block of each parameter, by position.
@@ -375,15 +345,13 @@ class ReceiverLayout:
         if data is None:
             return None
         try:
-            text, rank, patterns = data
+            text, rank, placements = msgspec.convert(data, _PackedLayout)
             mesh = Mesh.parse(text)
-            placements = tuple((str(pattern), tuple(dims)) for pattern, dims in patterns)
-            is_valid = 0 <= rank < mesh.world_size and all(
-                len(dims) == len(mesh.names) and all(d is None or type(d) is int for d in dims)
-                for _, dims in placements
-            )
-        except (TypeError, ValueError, AttributeError) as error:
+        except ValueError as error:
             raise ProtocolError(f"this is no layout: {error}") from error
+        is_valid = 0 <= rank < mesh.world_size and all(
+            len(dims) == len(mesh.names) for _, dims in placements
+        )
         if not is_valid:
             raise ProtocolError(f"this is no layout: {data!r}")
         return ReceiverLayout(mesh, rank, placements)
@@ -431,10 +399,6 @@ class Layouts(NamedTuple):
         }
         return Layouts(blocks, manifests, tuple(ends[:-1]), ends[-1], of)
 
-    def holders(self, layout: int, receivers: Sequence[T]) -> list[T]:
-        """Return the receivers with this layout."""
-        return [receiver for receiver in receivers if self.of[receiver] == layout]
-
 
 def _dims(pattern: str, placements: Sequence[Any] | Mapping[str, Any], mesh: Mesh) -> Dims:
     """Return the sharded dim of each mesh axis, from placements in a list or by axis."""
@@ -452,15 +416,11 @@ def _dims(pattern: str, placements: Sequence[Any] | Mapping[str, Any], mesh: Mes
 
 
 def _dim(pattern: str, placement: Any) -> int | None:
-    """Return the dim of a torch ``Shard``; None for ``Replicate``."""
-    # why: the import takes 0.3 s; a caller with torch placements has already paid for it
-    from torch.distributed.tensor import Replicate as TorchReplicate
-    from torch.distributed.tensor import Shard as TorchShard
-
-    if placement is None or isinstance(placement, TorchReplicate):
-        return None
-    if type(placement) is TorchShard:
-        return placement.dim
+    """Return the dim of a ``Shard``; None for ``Replicate``."""
+    with suppress(ValueError):
+        known = Replicate() if placement is None else as_placement(placement)
+        if not isinstance(known, Partial):
+            return known.dim if isinstance(known, Shard) else None
     raise ValueError(
         f"{pattern!r}: a receiver holds a parameter whole or in blocks, not as {placement!r}; use "
         f"Replicate() or Shard(dim)"

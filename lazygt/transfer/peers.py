@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import select
-import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lazygt.errors import ProtocolError, SecurityError
-from lazygt.host.files import bind
-from lazygt.runtime.launch.session_directory import SessionDirectory
-from lazygt.transfer.control import PROTOCOL, ControlConnection, ControlMessage, Deadline, PeerGone
+from lazygt.errors import ProtocolError
+from lazygt.transfer.control import (
+    PROTOCOL,
+    ControlConnection,
+    ControlListener,
+    ControlMessage,
+    Deadline,
+    PeerGone,
+    readable,
+)
 from lazygt.transfer.layout import ReceiverLayout
 from lazygt.transfer.transfer_errors import (
     ManifestMismatch,
@@ -25,7 +29,7 @@ from lazygt.transfer.transfer_errors import (
 
 _HELLO_SECONDS = 1.0  # for the few bytes of an answer to `hello`
 _DEATH_SECONDS = 0.1  # from the end of a killed process's connection to the end of the process
-PING_SECONDS = 0.4  # for a pong, on a busy machine
+_PONG_SECONDS = 0.4  # for a pong, on a busy machine
 _MAX_REFUSALS = 4  # last refused receivers that an error names
 
 
@@ -36,7 +40,6 @@ class ReceiverLink:
     Attributes:
         name: the receiver's own name; unique among those connected.
         layout: layout of its blocks; None: whole parameters.
-        version: the receiver's version at the beginning of the transfer.
         transfer: number of the transfer of the answers below.
         answers: kind of message -> the receiver's last message of this kind.
         staged: number of requests that the receiver has staged.
@@ -48,7 +51,6 @@ class ReceiverLink:
     connection: ControlConnection
     name: str
     layout: ReceiverLayout | None = None
-    version: int = 0
     transfer: int = 0
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     staged: int = 0
@@ -74,12 +76,8 @@ class Receivers:
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        self._directory = SessionDirectory()
-        self.address = str(self._directory.path / "transfer")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        bind(self._listener, self.address)
-        self._listener.listen(64)
-        self._listener.setblocking(False)
+        self._listener = ControlListener()
+        self.address = self._listener.address
         self._unadmitted: list[ControlConnection] = []
         #: recently refused receivers, with the reasons
         self._refusals: deque[str] = deque(maxlen=_MAX_REFUSALS)
@@ -88,8 +86,6 @@ class Receivers:
         self.active: list[ReceiverLink] = []
         #: True if a dropped receiver may be alive and still read shared memory
         self.suspect = False
-        #: deadline of the pending ping; None: no ping is pending
-        self._pong_deadline: Deadline | None = None
         #: phase of the transfer, for errors
         self.during = "begin"
 
@@ -100,7 +96,6 @@ class Receivers:
         receiver: ReceiverLink,
         message: ControlMessage,
         deadline: Deadline,
-        fds: Sequence[int],
     ) -> None:
         """Send a message to one receiver.
 
@@ -108,17 +103,12 @@ class Receivers:
             ReceiverDied, ReceiverFrozen: the receiver can't be reached; it is dropped.
         """
         try:
-            receiver.connection.send(message, deadline, fds)
+            receiver.connection.send(message, deadline)
         except PeerGone:
             raise self._drop_dead(receiver) from None
         except TimeoutError:
             self.drop(receiver)
             raise ReceiverFrozen((receiver.name,), deadline.seconds, self.during) from None
-
-    def send_all(self, message: ControlMessage, deadline: Deadline) -> None:
-        """Send a message to every receiver of the transfer."""
-        for receiver in list(self.active):
-            self.send(receiver, message, deadline, ())
 
     def wait(self, done: Callable[[ReceiverLink], bool], deadline: Deadline) -> None:
         """Wait until ``done`` holds for every receiver of the transfer.
@@ -138,22 +128,9 @@ class Receivers:
     def begin(self, transfer: int) -> list[ReceiverLink]:
         """Begin a transfer to all connected receivers, and return them."""
         self.active = list(self.connected)
-        self._pong_deadline = None
         for receiver in self.active:
             receiver.expect(transfer)
         return list(self.active)
-
-    def ping(self, deadline: Deadline) -> None:
-        """Ping every receiver of the transfer, unless a ping is pending; does not wait.
-
-        Args:
-            deadline: deadline for sending the messages.
-        """
-        if self._pong_deadline is None and self.active:
-            self._pong_deadline = Deadline(PING_SECONDS)
-            for receiver in self.active:
-                receiver.answers.pop("pong", None)
-            self.send_all({"kind": "ping", "transfer": self.active[0].transfer}, deadline)
 
     def check_liveness(self, deadline: Deadline) -> None:
         """Wait for a pong of every receiver, when a transfer is late or has failed.
@@ -164,14 +141,10 @@ class Receivers:
         Raises:
             ReceiverDied, ReceiverFrozen: some sent none; they are dropped.
         """
-        self._await_pongs(deadline)
-        self._pong_deadline = None  # the first ping may have been answered long ago
-        self._await_pongs(deadline)
-
-    def _await_pongs(self, deadline: Deadline) -> None:
-        """Wait for a pong of every receiver; drop those without one, and raise."""
-        self.ping(Deadline(PING_SECONDS))
-        pong_deadline = self._pong_deadline or Deadline(0.0)
+        pong_deadline = Deadline(_PONG_SECONDS)
+        for receiver in list(self.active):
+            receiver.answers.pop("pong", None)
+            self.send(receiver, {"kind": "ping", "transfer": receiver.transfer}, pong_deadline)
         while silent := [receiver for receiver in self.active if "pong" not in receiver.answers]:
             if pong_deadline.expired:
                 self._fail_late(silent, deadline)
@@ -197,23 +170,19 @@ class Receivers:
 
     def pump(self, seconds: float) -> None:
         """Wait at most ``seconds`` for messages, disconnects and new connections; handle them."""
-        poller = select.poll()
-        poller.register(self._listener, select.POLLIN)
         peers: dict[int, ReceiverLink | ControlConnection] = {}
         for receiver in self.connected:
             peers |= dict.fromkeys(receiver.connection.descriptors, receiver)
         for connection in self._unadmitted:
             peers |= dict.fromkeys(connection.descriptors, connection)
-        for fd in peers:
-            poller.register(fd, select.POLLIN)
-        ready = [fd for fd, _ in poller.poll(seconds * 1e3)]
-        for peer in dict.fromkeys(peers[fd] for fd in ready if fd in peers):
+        ready = readable([self._listener.fd, *peers], seconds)
+        for peer in dict.fromkeys(peer for fd, peer in peers.items() if fd in ready):
             if isinstance(peer, ReceiverLink):
                 self._receive_from(peer)
             else:
                 self._admit(peer)
-        if self._listener.fileno() in ready:
-            self._accept()
+        if self._listener.fd in ready and (accepted := self._listener.accept()):
+            self._unadmitted.append(accepted)  # `_admit` reads its `hello` later
 
     def drop(self, receiver: ReceiverLink) -> None:
         """Disconnect a receiver. Idempotent."""
@@ -233,12 +202,11 @@ class Receivers:
 
     @property
     def closed(self) -> bool:
-        return self._listener.fileno() < 0
+        return self._listener.fd < 0
 
     def close(self) -> None:
         """Disconnect all, and stop listening; called once."""
         self._listener.close()
-        self._directory.close()
         for receiver in list(self.connected):
             self.drop(receiver)
         for connection in self._unadmitted:
@@ -246,17 +214,6 @@ class Receivers:
         self._unadmitted.clear()
 
     # -- receiving -------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        """Accept a connection; `_admit` reads its `hello` later."""
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        try:
-            self._unadmitted.append(ControlConnection(sock))
-        except (PeerGone, SecurityError):
-            return  # a process of another user: the socket is closed
 
     def _admit(self, connection: ControlConnection) -> None:
         """Read the first message of a connection, and admit or refuse its receiver."""

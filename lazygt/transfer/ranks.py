@@ -13,26 +13,31 @@ are processes of one user on one host, as for the other sources.
 
 from __future__ import annotations
 
-import dataclasses
-import select
-import socket
+import itertools
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lazygt.graph.mesh import Mesh
-from lazygt.host.files import bind
-from lazygt.runtime.launch.session_directory import SessionDirectory
-from lazygt.transfer.control import ControlConnection, Deadline, PeerGone, connect
+from lazygt.transfer.control import (
+    ControlConnection,
+    ControlListener,
+    Deadline,
+    PeerGone,
+    connect,
+    readable,
+)
 from lazygt.transfer.copier import Copier
 from lazygt.transfer.copy_request import CopyReply, CopyRequest, RemoteModel, TensorLocation
-from lazygt.transfer.extractor import HeldElsewhere, ModuleExtractor
-from lazygt.transfer.layout import Bounds, check_tiles, full_bounds
-from lazygt.transfer.manifest import Manifest
+from lazygt.transfer.data_stream import HeldElsewhere
+from lazygt.transfer.layout import Bounds, elements, full_bounds, intersection
+from lazygt.transfer.manifest import Manifest, ModuleExtractor, is_block
 from lazygt.transfer.sender import Sender, ShowProgress
 from lazygt.transfer.transaction import TransferReport
 from lazygt.transfer.transfer_errors import TransferError
@@ -41,6 +46,12 @@ from lazygt.transfer.transfer_errors import TransferError
 
 #: Seconds beyond a transfer's deadline for the message with its result.
 RESULT_SECONDS = 5.0
+
+#: First message of a rank.
+Hello = dict[str, Any]
+#: Connection and `hello` of each rank.
+Arrived = dict[int, tuple[ControlConnection, Hello]]
+_Blocks = tuple[tuple[int, Bounds | None], ...]
 
 
 class RankPart(NamedTuple):
@@ -72,7 +83,7 @@ class RankPart(NamedTuple):
 
 def _local_block(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
     """Return a rank's block of a parameter, and its bounds; None: the rank has none."""
-    if not hasattr(tensor, "full_tensor"):
+    if not is_block(tensor):
         return tensor.detach(), full_bounds(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(f"parameter {name!r} is a partial sum; redistribute it first")
@@ -82,63 +93,50 @@ def _local_block(name: str, tensor: Any) -> tuple[Tensor, Bounds | None]:
     return tensor.detach().to_local(), bounds if len(bounds) == tensor.dim() else None
 
 
-class MeetingPlace:
-    """Listening socket for the ranks, in a directory that only this user can enter.
+def meet(listener: ControlListener, deadline: Deadline) -> Arrived:
+    """Accept every rank.
 
-    Attributes:
-        address: path of the socket.
+    Raises:
+        TransferError: a rank did not come in time, or has gone.
     """
-
-    def __init__(self) -> None:
-        self._directory = SessionDirectory()
-        self.address = str(self._directory.path / "transfer")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        bind(self._listener, self.address)
-        self._listener.listen(dist.get_world_size())
-
-    def meet(self, deadline: Deadline) -> dict[int, tuple[ControlConnection, dict[str, Any]]]:
-        """Accept every rank; return connection and `hello` message by rank.
-
-        Raises:
-            TransferError: a rank did not come in time, or has gone.
-        """
-        arrived: dict[int, tuple[ControlConnection, dict[str, Any]]] = {}
-        try:
-            for _ in range(dist.get_world_size()):
-                self._listener.settimeout(max(deadline.remaining, 1e-3))
-                connection = ControlConnection(self._listener.accept()[0])
-                hello = _first_message(connection, deadline)
-                arrived[hello["rank"]] = connection, hello
-        except (TimeoutError, PeerGone, OSError):
-            for connection, _ in arrived.values():
-                connection.close()
-            missing = sorted(set(range(dist.get_world_size())) - arrived.keys())
-            raise TransferError(
-                f"of the trainer's ranks {missing} did not come within {deadline.seconds:g} s"
-            ) from None
-        return arrived
-
-    def close(self) -> None:
-        """Close and remove the socket."""
-        self._listener.close()
-        self._directory.close()
+    arrived: Arrived = {}
+    connections: list[ControlConnection] = []
+    try:
+        while len(arrived) < dist.get_world_size():
+            if not readable([listener.fd, *_descriptors(connections)], deadline.remaining):
+                raise TimeoutError
+            if connection := listener.accept():
+                connections.append(connection)
+            for connection in connections:
+                for hello in connection.receive():
+                    arrived[hello["rank"]] = connection, hello
+    except (TimeoutError, PeerGone):
+        for connection in connections:
+            connection.close()
+        missing = sorted(set(range(dist.get_world_size())) - arrived.keys())
+        raise TransferError(
+            f"of the trainer's ranks {missing} did not come within {deadline.seconds:g} s"
+        ) from None
+    return arrived
 
 
-def _first_message(connection: ControlConnection, deadline: Deadline) -> dict[str, Any]:
-    """Return the first message of a connection."""
-    while wait_for([connection], deadline.remaining):
-        for message in connection.receive():
-            return message
-    raise TimeoutError
+def _descriptors(connections: Iterable[ControlConnection]) -> list[int]:
+    return [fd for connection in connections for fd in connection.descriptors]
 
 
-def wait_for(connections: Sequence[ControlConnection], seconds: float) -> bool:
-    """Return whether a message or a disconnect arrives within ``seconds``."""
-    poller = select.poll()
-    for connection in connections:
-        for descriptor in connection.descriptors:
-            poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(seconds * 1e3))
+def check_tiles(name: str, shape: Sequence[int], blocks: Sequence[Bounds | None]) -> None:
+    """Raise TransferError unless the distinct blocks tile a tensor: each element once.
+
+    Several ranks may own the same block.
+    """
+    distinct = {b for b in blocks if b is not None and elements(b)}
+    covered = sum([elements(b) for b in distinct])
+    overlap = any(elements(intersection(a, b)) for a, b in itertools.combinations(distinct, 2))
+    if covered != math.prod(shape) or overlap:
+        raise TransferError(
+            f"parameter {name!r} of shape {list(shape)} is laid out on the trainer's ranks in a "
+            f"way that lazygt does not know: each rank is to have one block of it; redistribute it"
+        )
 
 
 class RankSource:
@@ -148,40 +146,42 @@ class RankSource:
         ranks: connection and `hello` message of each rank.
     """
 
-    def __init__(
-        self, ranks: Mapping[int, tuple[ControlConnection, dict[str, Any]]], deadline: Deadline
-    ) -> None:
+    def __init__(self, ranks: Arrived, deadline: Deadline) -> None:
         self.mesh = Mesh(("ranks",), (len(ranks),))
         self.turn = threading.Lock()
         self._connections = {rank: ranks[rank][0] for rank in sorted(ranks)}
-        self._digests = [ranks[rank][1]["digest"] for rank in sorted(ranks)]
-        self._rank_blocks = [dict(ranks[rank][1]["blocks"]) for rank in sorted(ranks)]
+        self._hellos = [ranks[rank][1] for rank in sorted(ranks)]
         self._deadline = deadline
-        self._positions: list[int] = []
+        #: position of a parameter -> its block on each rank
+        self._blocks: dict[int, tuple[Bounds | None, ...]] = {}
 
-    def checked_tensors(self, shards: RankPart) -> Mapping[int, Tensor]:
-        """Check that the blocks of all ranks make up the model; return this rank's blocks.
+    def model(self, shards: RankPart) -> RemoteModel:
+        """Return the model that the blocks of all ranks make up.
+
+        Args:
+            shards: blocks of this rank.
 
         Raises:
             TransferError: ranks have other parameters, or their blocks do not tile one.
         """
-        for rank, digest in enumerate(self._digests):
-            if digest != shards.manifest.digest:
+        for rank, hello in enumerate(self._hellos):
+            if hello["digest"] != shards.manifest.digest:
                 raise TransferError(
                     f"rank {rank} of the trainer has other parameters than the rank with the "
                     f"sender: every rank has to call transfer_weights() with the same model"
                 )
-        self._positions = list(shards.tensors)
-        for position in self._positions:
+        by_rank = [dict(msgspec.convert(hello["blocks"], _Blocks)) for hello in self._hellos]
+        for position in shards.tensors:
+            self._blocks[position] = tuple(blocks[position] for blocks in by_rank)
             spec = shards.manifest.params[position]
-            check_tiles(spec.name, spec.shape, self._blocks(position))
-        return shards.tensors
+            check_tiles(spec.name, spec.shape, self._blocks[position])
+        return RemoteModel(self, shards.tensors)
 
     def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
         """See `RemoteSource`."""
         return [
-            TensorLocation(position, (), tensor, self._blocks(position))
-            for position, tensor in zip(self._positions, tensors, strict=True)
+            TensorLocation(position, (), tensor, blocks)
+            for (position, blocks), tensor in zip(self._blocks.items(), tensors, strict=True)
         ]
 
     def request(self, rank: int, number: int, request: CopyRequest) -> None:
@@ -195,15 +195,10 @@ class RankSource:
     def replies(self, seconds: float) -> list[CopyReply]:
         """See `WeightSource`."""
         replies: list[CopyReply] = []
-        wait_for(list(self._connections.values()), seconds)
+        readable(_descriptors(self._connections.values()), seconds)
         for rank, connection in self._connections.items():
             try:
-                replies += [
-                    CopyReply(
-                        rank, answer["number"], answer["checks"], answer["error"], answer["handles"]
-                    )
-                    for answer in connection.receive()
-                ]
+                replies += [CopyReply(*answer["reply"]) for answer in connection.receive()]
             except PeerGone:
                 raise self._rank_died(rank) from None
         return replies
@@ -221,13 +216,6 @@ class RankSource:
             finally:
                 connection.close()
         self._connections = {}
-
-    def _blocks(self, position: int) -> tuple[Bounds | None, ...]:
-        """Return each rank's block of a parameter."""
-        return tuple(
-            None if (bounds := blocks[position]) is None else tuple(map(tuple, bounds))
-            for blocks in self._rank_blocks
-        )
 
     def _rank_died(self, rank: int) -> TransferError:
         return TransferError(
@@ -257,10 +245,10 @@ def transfer_from_ranks(
         ValueError: none of the ranks has the sender, or several have.
     """
     deadline = Deadline(timeout)
-    meeting: MeetingPlace | None = None
+    meeting: ControlListener | None = None
     try:
         shards = RankPart.of(extractor)
-        meeting = None if sender is None else MeetingPlace()
+        meeting = None if sender is None else ControlListener()
     except BaseException as error:
         _agree_on_address(f"{_FAILED}{type(error).__name__}: {error}", raises=False)
         raise
@@ -333,39 +321,28 @@ def _copy_until_end(
     connection: ControlConnection, copier: Copier, shards: RankPart, deadline: Deadline
 ) -> dict[str, Any]:
     """Execute copy requests; return the message that ends the transfer."""
-    while wait_for([connection], deadline.remaining + RESULT_SECONDS):
+    while readable(connection.descriptors, deadline.remaining + RESULT_SECONDS):
         for message in connection.receive():
             if message["kind"] == "end":
                 return message
-            connection.send(_execute(copier, shards, message), deadline)
+            number, request = message["number"], message["request"]
+            reply = copier.reply(number, request, shards.tensors.__getitem__, dist.get_rank())
+            connection.send({"kind": "copied", "reply": reply}, deadline)
     raise TransferError("the rank of the trainer that has the sender does not answer")
-
-
-def _execute(copier: Copier, shards: RankPart, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Execute a copy request, and return the reply."""
-    reply = {"kind": "copied", "number": message["number"], "checks": (), "handles": ()}
-    try:
-        checks, handles = copier.copy_packed(message["request"], shards.tensors.__getitem__)
-    except Exception as error:  # noqa: BLE001 - it is the reply
-        return {**reply, "error": f"{type(error).__name__}: {error}"}
-    return {**reply, "checks": checks, "handles": handles, "error": ""}
 
 
 def _result(end: Mapping[str, Any]) -> TransferReport:
     """Unpack the report of the rank with the sender, or raise its error."""
     if end["error"]:
         raise TransferError(f"the transfer failed on the rank with the sender: {end['error']}")
-    fields = dict(end["report"])
-    return TransferReport(
-        **{**fields, "lost": tuple(fields["lost"]), "written": dict(fields["written"])}
-    )
+    return msgspec.convert(end["report"], TransferReport)
 
 
 # -- the rank with the sender ----------------------------------------------------------------------
 
 
 def _run_sender(
-    meeting: MeetingPlace,
+    meeting: ControlListener,
     sender: Sender,
     shards: RankPart,
     deadline: Deadline,
@@ -380,17 +357,14 @@ def _run_sender(
         daemon=True,
     )
     rank_thread.start()
-    source = RankSource(meeting.meet(deadline), deadline)
+    source = RankSource(meet(meeting, deadline), deadline)
     result: dict[str, Any] = {"error": "it was interrupted"}
     try:
-        model = RemoteModel(source, source.checked_tensors(shards))
-        extractor = HeldElsewhere(shards.manifest, model)
+        extractor = HeldElsewhere(shards.manifest, source.model(shards))
         report = sender.send(
             extractor, version=version, timeout=deadline.remaining, progress=progress
         )
-        fields = dataclasses.asdict(report)
-        written = list(report.written.items())
-        result = {"error": "", "report": {**fields, "written": written}}
+        result = {"error": "", "report": report}
         return report
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}"}

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from torch import Tensor, nn
 
 from lazygt.errors import ProtocolError
-from lazygt.transfer.checksums import CopyPool
 from lazygt.transfer.control import (
     PROTOCOL,
-    ControlConnection,
     ControlMessage,
     Deadline,
     PeerGone,
     connect,
+    readable,
 )
-from lazygt.transfer.layout import ReceiverLayout
+from lazygt.transfer.copier import CopyPool
+from lazygt.transfer.layout import ReceiverLayout, UserMesh, UserPlacements
 from lazygt.transfer.manifest import Manifest, check_complete, difference
 from lazygt.transfer.transfer_errors import SenderGone, TransferError
-from lazygt.transfer.transports.transport import ReceiverEnd
+from lazygt.transfer.transports import ReceiverEnd
 from lazygt.transfer.version import Aborted, Block, Mismatch, StagedVersion, Version, Wake
 
 # -- readers' view of the weights, one complete version at a time ----------------------------------
@@ -151,24 +149,37 @@ def _pairs(params: Mapping[str, Tensor], ties: bool) -> Iterator[tuple[str, Tens
 _SEND_SECONDS = 10.0  # for a short answer to a sender that is waiting for it
 
 
+class ReceiverOptions(TypedDict, total=False):
+    """Options of every receiver; see `Receiver`."""
+
+    name: str | None
+    expect: Manifest | None
+    mesh: UserMesh | None
+    rank: int
+    placements: UserPlacements | None
+
+
 class Receiver(Readings):
     """Receiver of a model's versions in a thread of its own, for readers of this process.
 
     Args:
         address: the sender's address.
-        transport: receiver's end of a transport: see `transports.transport`.
+        transport: receiver's end of a transport: see `lazygt.transfer.transports`.
             `SharedMemoryTransferReceiver` and the others make a receiver with theirs.
         name: name of this receiver in errors; unique among a sender's receivers.
         expect: the only manifest to accept; by default that of the first transfer.
-        layout: blocks of each parameter on this receiver; None: full parameters. The functions
-            that make receivers take the layout as three arguments: ``mesh``, of receivers, such as
-            ``{"model": 2}``; ``rank``, the receiver's rank there; ``placements``, which maps name
-            patterns to ``torch.distributed.tensor`` placements, one an axis: a list in the mesh's
-            order or a dict by axis. The first pattern that matches counts; a parameter without
-            a match is not sharded. Contradictory arguments raise ValueError.
+        mesh: grid of receivers, such as ``{"model": 2}``, if this one gets blocks of parameters.
+        rank: the receiver's rank there.
+        placements: name pattern -> ``torch.distributed.tensor`` placements, one an axis: a list in
+            the mesh's order or a dict by axis. The first pattern that matches counts; a parameter
+            without a match is not sharded.
 
     Attributes:
         name: see above.
+        layout: its layout; None: full parameters.
+
+    Raises:
+        ValueError: mesh, rank and placements contradict each other.
     """
 
     def __init__(
@@ -178,17 +189,26 @@ class Receiver(Readings):
         *,
         name: str | None = None,
         expect: Manifest | None = None,
-        layout: ReceiverLayout | None = None,
+        mesh: UserMesh | None = None,
+        rank: int = 0,
+        placements: UserPlacements | None = None,
     ) -> None:
         super().__init__(name or f"pid {os.getpid()}")
-        self._address, self._expect, self.layout = os.fspath(address), expect, layout
+        self.layout = ReceiverLayout.from_arguments(mesh, rank, placements)
+        self._address, self._expect = os.fspath(address), expect
         self._transport = transport
         self._staging: StagedVersion | None = None
         self._inbox: deque[dict[str, Any]] = deque()
         self._wake = Wake()
         self._closing = self._closed = False
-        self._delayed_begin: ControlMessage | None = None
         self._admitted = False
+        self._steps = {
+            "begin": self._on_begin,
+            "coming": self._on_coming,
+            "parts": self._on_parts,
+            "prepare": self._on_prepare,
+            "commit": self._on_commit,
+        }
         self._pool = CopyPool()
         transport.attach(self._address, self._wake)
         self._thread = threading.Thread(target=self._run, name="lazygt-receiver", daemon=True)
@@ -238,92 +258,71 @@ class Receiver(Readings):
         """Serve the sender, reconnecting after a drop; return the reason for the end."""
         while not self._closing:
             try:
-                link = connect(self._address)
+                self._link = connect(self._address)
             except (OSError, PeerGone):
                 no_sender = f"the sender at {self._address} has gone"
                 return no_sender if self._admitted else f"there is no sender at {self._address}"
             try:
-                self._serve(link)
+                self._serve()
             except PeerGone:
                 continue  # reconnect: the sender dropped a process that was stopped too long
             finally:
                 self._drop_staged()
-                link.close()
+                self._link.close()
                 self._inbox.clear()
         return "it is closed"
 
-    def _serve(self, link: ControlConnection) -> None:
+    def _serve(self) -> None:
         """Send `hello`, and handle messages until the receiver is closed."""
         hello = {"protocol": PROTOCOL, "strategy": self.strategy, "name": self.name}
         blocks = {} if self.layout is None else {"layout": self.layout.packed}
-        link.send({"kind": "hello", **hello, **blocks}, Deadline(_SEND_SECONDS))
+        self._send("hello", **hello, **blocks)
         while not self._closing:
-            self._poll(link)
-            self._receive(link)
+            self._poll(None if self._staging is None else self._staging.deadline.remaining)
             while self._inbox and not self._closing:
-                self._handle(link, self._inbox.popleft())
-            if self._delayed_begin is not None:
-                self._run_step(link, self._delayed_begin, self._on_begin)
-            if self._staging is not None and self._staging.deadline.expired:
-                raise PeerGone  # a frozen sender: leave it; it notices when it resumes
+                self._handle(self._inbox.popleft())
+            self._check_sender()
         self._drop_staged()
         self._current = None
         if not self._transport.holds_memory():
-            link.send({"kind": "leave"}, Deadline(_SEND_SECONDS))
+            self._send("leave")
 
-    def _handle(self, link: ControlConnection, message: dict[str, Any]) -> None:
-        """Run the protocol step of a message; messages of other transfers are ignored."""
-        kind = message["kind"]
+    def _handle(self, message: dict[str, Any]) -> None:
+        """Run the protocol step of a message; an error is sent, and ends the transfer.
+
+        Messages of other transfers are ignored.
+        """
+        kind, staged = message["kind"], self._staging
         if kind == "welcome":
             self._admitted = True
-        elif kind == "begin":
+            return
+        if kind == "begin":
             self._drop_staged()
-            self._run_step(link, message, self._on_begin)
-        elif self._staging is not None and message.get("transfer") == self._staging.transfer:
-            step = {
-                "coming": self._on_coming,
-                "parts": self._on_parts,
-                "prepare": self._on_prepare,
-                "commit": self._on_commit,
-            }.get(kind)
-            if step is not None:
-                self._run_step(link, message, step)
-            else:
-                self._drop_staged()
-
-    def _run_step(self, link: ControlConnection, message: ControlMessage, step: Any) -> None:
-        """Run a protocol step; send an error to the sender, and drop the transfer."""
+        elif staged is None or message.get("transfer") != staged.transfer:
+            return
         try:
-            step(link, message)
+            self._steps.get(kind, _abort)(message)
         except (PeerGone, TimeoutError):
             raise
         except Aborted:
             self._drop_staged()
         except Exception as error:  # noqa: BLE001 - sent to the sender, which raises it
             self._drop_staged()
-            self._answer(
-                link,
-                message,
-                "refuse",
-                why=str(error) or type(error).__name__,
-                mismatch=isinstance(error, Mismatch),
-            )
+            why, mismatch = str(error) or type(error).__name__, isinstance(error, Mismatch)
+            self._answer(message, "refuse", why=why, mismatch=mismatch)
 
-    def _on_begin(self, link: ControlConnection, message: ControlMessage) -> None:
-        """Allocate a staging buffer, or answer `held` and retry once readers release one."""
-        if "deadline" not in message:
-            self._transport.invited(message, link.take_fd)
+    def _on_begin(self, message: ControlMessage) -> None:
+        """Allocate a staging buffer; answer `held`, and wait, while readers hold its memory."""
         staged = StagedVersion(message, self._current, self.layout)
         self._check_manifest(staged)
-        staged.deadline = message.get("deadline", staged.deadline)
-        self._staging, self._delayed_begin = staged, None
+        self._staging = staged
         flat = self._transport.stage(message, staged.manifest.extent)
         if flat is None:
-            if "deadline" not in message:
-                self._answer(link, message, "held")
-            self._delayed_begin = {**message, "deadline": staged.deadline}
-            return
-        self._answer(link, message, "ready", version=self.version)
+            self._answer(message, "held")
+        while flat is None:
+            self._wait_or_abort(staged.deadline.remaining)
+            flat = self._transport.stage(message, staged.manifest.extent)
+        self._answer(message, "ready", version=self.version)
         staged.allocate(flat)  # overlaps with the sender, which gathers the first request
 
     def _check_manifest(self, staged: StagedVersion) -> None:
@@ -337,95 +336,92 @@ class Receiver(Readings):
         if mismatch is not None:
             raise Mismatch(mismatch)
 
-    def _on_coming(self, link: ControlConnection, message: ControlMessage) -> None:
+    def _on_coming(self, message: ControlMessage) -> None:
         """Prepare the transport for an announced request."""
-        assert self._staging is not None
-        self._transport.coming(self._staging, message, partial(self._wait_or_abort, link))
+        self._transport.coming(self._staged, message, self._wait_or_abort)
 
-    def _on_parts(self, link: ControlConnection, message: ControlMessage) -> None:
+    def _on_parts(self, message: ControlMessage) -> None:
         """Fetch and verify blocks that have been copied."""
-        staged = self._staging
-        assert staged is not None
+        staged = self._staged
         blocks = [Block(*block) for block in message["parts"]]
-        self._transport.fetch(staged, message, blocks, partial(self._wait_or_abort, link))
+        self._transport.fetch(staged, message, blocks, self._wait_or_abort)
         staged.verify_blocks(self._pool, blocks, message["checks"])
-        self._answer(link, message, "staged")
+        self._answer(message, "staged")
 
-    def _on_prepare(self, link: ControlConnection, message: ControlMessage) -> None:
+    def _on_prepare(self, message: ControlMessage) -> None:
         """Add the unchanged blocks, and vote for the commit if all bytes are there."""
-        staged = self._staging
-        assert staged is not None
+        staged = self._staged
         unchanged = [Block(*block) for block in message["unchanged"]]
         staged.add_unchanged(self._current, unchanged, are_there=self._transport.has_unchanged)
         problem = check_complete(staged.manifest, staged.arrived)
         if problem is not None:
             raise TransferError(problem)
         staged.complete = True
-        self._answer(link, message, "prepared")
+        self._answer(message, "prepared")
 
-    def _on_commit(self, link: ControlConnection, message: ControlMessage) -> None:
+    def _on_commit(self, message: ControlMessage) -> None:
         """Flip readers to the staged version, and answer with the seconds of the flip."""
-        staged = self._staging
-        if staged is None or staged.new is None or not staged.complete:
+        staged = self._staged
+        if staged.new is None or not staged.complete:
             raise ProtocolError("a commit without a prepare")
         begin = time.perf_counter()
         self._flip(staged.new)
         pause = time.perf_counter() - begin
         self._staging = None
-        self._answer(link, message, "committed", pause=pause)
+        self._answer(message, "committed", pause=pause)
+
+    @property
+    def _staged(self) -> StagedVersion:
+        """The version that a step is about."""
+        assert self._staging is not None
+        return self._staging
 
     def _drop_staged(self) -> None:
         """Drop the staged version, if there is one."""
         was_staging = self._staging is not None
-        self._staging = self._delayed_begin = None
+        self._staging = None
         if was_staging:
             self._transport.dropped()
 
-    # -- receiving, also in the middle of a long step -------------------------------------------
+    # -- messages, also in the middle of a long step --------------------------------------------
 
-    def _poll(self, link: ControlConnection, seconds: float | None = None) -> None:
-        """Wait for a message, a disconnect, a `Wake`, or the deadline of a transfer."""
-        if seconds is None and self._staging is not None:
-            seconds = self._staging.deadline.remaining
-        poller = select.poll()
-        for fd in (*link.descriptors, self._wake.fd):
-            poller.register(fd, select.POLLIN)
-        ready = dict(poller.poll(None if seconds is None else seconds * 1e3))
-        if self._wake.fd in ready:
+    def _poll(self, seconds: float | None) -> None:
+        """Wait for messages, a disconnect or a `Wake`; answer pings, queue the other messages."""
+        if self._wake.fd in readable([*self._link.descriptors, self._wake.fd], seconds):
             os.eventfd_read(self._wake.fd)
-
-    def _receive(self, link: ControlConnection) -> None:
-        """Read all messages; answer pings at once, and queue the others."""
-        for message in link.receive():
+        for message in self._link.receive():
             if message["kind"] == "ping":
-                self._answer(link, message, "pong")
+                self._answer(message, "pong")
             elif message["kind"] == "refuse":  # at once: the sender hangs up after it
                 raise SenderGone(f"the sender turned it away: {message.get('why')}")
             else:
                 self._inbox.append(message)
 
-    def _wait_or_abort(self, link: ControlConnection, seconds: float) -> None:
+    def _wait_or_abort(self, seconds: float) -> None:
         """Wait at most ``seconds`` for a message in the middle of a step.
 
         Raises:
-            Aborted: the sender has aborted the transfer or is too late, or this receiver is closed.
-            PeerGone: the sender has gone.
+            Aborted: the sender has aborted the transfer, or this receiver is closed.
+            PeerGone: the sender has gone, or is frozen.
         """
-        self._poll(link, seconds)
-        self._receive(link)
-        staged = self._staging
-        if self._closing or staged is None or staged.deadline.expired:
-            raise Aborted
-        if any(_is_about(message, staged, "abort") for message in self._inbox):
+        self._poll(seconds)
+        self._check_sender()
+        about = {"kind": "abort", "transfer": self._staged.transfer}
+        if self._closing or about in self._inbox:
             raise Aborted
 
-    def _answer(
-        self, link: ControlConnection, message: ControlMessage, kind: str, **fields: Any
-    ) -> None:
-        link.send(
-            {"kind": kind, "transfer": message["transfer"], **fields}, Deadline(_SEND_SECONDS)
-        )
+    def _check_sender(self) -> None:
+        """Leave a frozen sender, by raising PeerGone; it notices when it resumes."""
+        if self._staging is not None and self._staging.deadline.expired:
+            raise PeerGone
+
+    def _answer(self, message: ControlMessage, kind: str, **fields: Any) -> None:
+        self._send(kind, transfer=message["transfer"], **fields)
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        self._link.send({"kind": kind, **fields}, Deadline(_SEND_SECONDS))
 
 
-def _is_about(message: ControlMessage, staged: StagedVersion, kind: str) -> bool:
-    return message["kind"] == kind and message.get("transfer") == staged.transfer
+def _abort(message: ControlMessage) -> None:
+    """End the transfer: the sender has aborted it, or sent an unknown message about it."""
+    raise Aborted

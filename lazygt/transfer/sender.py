@@ -1,45 +1,24 @@
-"""Sender of transfers: a two-phase commit; a transport moves the bytes.
-
-    begin ->     manifest, version, location of the bytes        <- ready | refuse
-    parts ->     one request: blocks with their checksums        <- staged | refuse
-    prepare ->   no more data                                    <- prepared | refuse
-    commit ->    flip to the new version                         <- committed
-    abort ->     (instead, at any point before commit) drop the version
-
-Readers see the new version after commit only, and commit is sent only when every receiver has
-answered *prepared*: all bytes are there, with the right checksums.
-"""
+"""Sender of transfers: a two-phase commit; a transport moves the bytes."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from typing import Self
 
-from lazygt.transfer.checksums import checksum_named
 from lazygt.transfer.control import Deadline
-from lazygt.transfer.copier import LocalSource
-from lazygt.transfer.copy_request import WeightSource
-from lazygt.transfer.data_stream import TransferStream
-from lazygt.transfer.extractor import Extractor
-from lazygt.transfer.layout import Bounds, Layouts
-from lazygt.transfer.manifest import ALIGNMENT
-from lazygt.transfer.peers import ReceiverLink, Receivers
-from lazygt.transfer.transaction import Progress, Transfer, TransferReport, alone, remote_model
-from lazygt.transfer.transfer_errors import (
-    ManifestMismatch,
-    ReceiverDied,
-    ReceiverFrozen,
-    ReceiverRefused,
-    TransferError,
-)
-from lazygt.transfer.transports.transport import SenderEnd
+from lazygt.transfer.copier import LocalSource, checksum_named
+from lazygt.transfer.copy_request import RemoteModel, WeightSource
+from lazygt.transfer.data_stream import TransferStream, remote_model
+from lazygt.transfer.manifest import ALIGNMENT, Extractor, Manifest
+from lazygt.transfer.peers import Receivers
+from lazygt.transfer.transaction import Progress, Transfer, TransferReport, alone
+from lazygt.transfer.transfer_errors import TransferError
+from lazygt.transfer.transports import SenderEnd
 
 GIB = 1 << 30
-
-_ABORT_SECONDS = 0.1  # for a message of 30 bytes; a receiver that does not read it is dropped
-_COMMIT_SECONDS = 1.0  # at least, for the answers to an irrevocable decision
 
 ShowProgress = Callable[[Progress], object]
 
@@ -69,7 +48,7 @@ class Sender:
     """Sender of models to the connected receivers; used by one thread at a time.
 
     Args:
-        transport: sender's end of a transport: see `transports.transport`.
+        transport: sender's end of a transport: see `lazygt.transfer.transports`.
             `SharedMemoryTransferSender` and the others make a sender with theirs.
         verify: checksum of every block: crc32, xor64 or none.
         skip_unchanged: leave out blocks in the host's memory with the bytes (by SHA-256) of the
@@ -90,12 +69,13 @@ class Sender:
         self.version = 0
         self._skip_unchanged = skip_unchanged
         self._receivers = Receivers(transport.strategy)
-        transport.attach(self._receivers)
         self._busy = threading.Lock()
         self._transfer_count = 0
         self._last_committed: Transfer | None = None
         self._local_source: LocalSource | None = None
         self._sources: weakref.WeakSet[WeightSource] = weakref.WeakSet()
+        #: the source of the last transfer, if it still exists
+        self._last_source: weakref.ref[WeightSource] | None = None
 
     @property
     def strategy(self) -> str:
@@ -139,26 +119,29 @@ class Sender:
                 and the next transfer may be tried at once.
         """
         with alone(self._busy):
-            transfer = self._new_transfer(extractor, version, Deadline(timeout))
-            stream = TransferStream(
-                transfer, self._receivers, self.transport, digests=self._skip_unchanged
-            )
-            committed = False
+            deadline = Deadline(timeout)
+            manifest = self._manifest_of(extractor)
+            version = self.version + 1 if version is None else version
+            self._check_receivers()
+            remote = remote_model(extractor)
+            source = self._source_of(remote)
+            self._transfer_count += 1
+            number, ranks = self._transfer_count, source.mesh.world_size
             try:
-                self._stage(transfer, stream, extractor, progress or _ignore)
-                committed = True
-                self.version, self._last_committed = transfer.version, transfer
-                lost = self._commit(transfer)
-            except BaseException:
-                if committed:
-                    self._drop_undecided()
-                else:
-                    self._abort(transfer)
-                raise
+                transfer = Transfer(
+                    number, version, manifest, deadline, self.verify, ranks, self._receivers
+                )
+                stream = TransferStream(
+                    transfer,
+                    self._receivers,
+                    self.transport,
+                    source,
+                    remote,
+                    digests=self._skip_unchanged,
+                )
+                return self._run(transfer, stream, extractor, progress or _ignore)
             finally:
                 self._receivers.active = []
-                self._release(stream, committed=committed)
-            return transfer.report(lost)
 
     def close(self) -> None:
         """Disconnect the receivers, which keep their version. Idempotent."""
@@ -178,22 +161,13 @@ class Sender:
 
     # -- the steps -------------------------------------------------------------------------
 
-    def _new_transfer(
-        self, extractor: Extractor, version: int | None, deadline: Deadline
-    ) -> Transfer:
-        """Return the state of a new transfer to the connected receivers."""
-        self._transfer_count += 1
-        manifest = extractor.manifest()
-        if self._last_committed is not None and manifest == self._last_committed.manifest:
-            manifest = self._last_committed.manifest  # reuses its cached properties
-        version = self.version + 1 if version is None else version
-        transfer = Transfer(self._transfer_count, version, manifest, deadline, self.verify)
-        transfer.remote = remote_model(extractor)
-        transfer.receivers = self._begin_receivers()
-        return transfer
+    def _manifest_of(self, extractor: Extractor) -> Manifest:
+        """Return a model's manifest; the last one if equal, for its cached properties."""
+        manifest, last = extractor.manifest(), self._last_committed
+        return last.manifest if last is not None and manifest == last.manifest else manifest
 
-    def _begin_receivers(self) -> list[ReceiverLink]:
-        """Begin a transfer to the receivers; abandon memory that a dropped one may read."""
+    def _check_receivers(self) -> None:
+        """Check that a receiver is connected; abandon memory that a dropped one may read."""
         if self._receivers.closed:
             raise TransferError("this sender is closed; make a new one")
         self._receivers.pump(0.0)
@@ -207,59 +181,54 @@ class Sender:
                 f"no receiver is connected to {self.address}; start one with this address and "
                 f"call wait_for_receivers(1)"
             )
-        return self._receivers.begin(self._transfer_count)
 
-    def _stage(
+    def _source_of(self, remote: RemoteModel | None) -> WeightSource:
+        """Return the source of a model: the processes with its values."""
+        end = self.transport
+        if remote is not None:
+            source: WeightSource = remote.source
+            self._sources.add(source)
+        else:
+            if self._local_source is None:
+                # other transports pack or broadcast one at a time
+                concurrency = 2 if end.in_place else 1
+                openers = {end.kind: end.open_here}
+                self._local_source = LocalSource(end.device, openers, concurrency)
+            source = self._local_source
+        if self._last_source is None or self._last_source() is not source:
+            self._last_source = weakref.ref(source)
+            if not end.in_place:
+                end.forget()  # its groups or buffers are the last source's
+        return source
+
+    def _run(
         self, transfer: Transfer, stream: TransferStream, extractor: Extractor, show: ShowProgress
-    ) -> None:
-        """Run the phases before the commit: begin, data and prepare."""
-        self._receivers.during = "begin"
-        with transfer.phase("begin"):
-            self._begin(transfer)
-        self._receivers.during = "data"
-        with transfer.phase("data"):
-            for _ in self._stream(transfer, stream, extractor):
-                show(Progress(transfer.done, transfer.total, transfer.requests))
-        self._receivers.during = "prepare"
-        with transfer.phase("prepare"):
-            self._prepare(transfer, stream)
-        show(Progress(transfer.total, transfer.total, transfer.requests))
-
-    def _begin(self, transfer: Transfer) -> None:
-        """Offer the manifest to all receivers, and wait until they have staging memory."""
-        transfer.layouts = self._layouts(transfer)
-        self.transport.begin(transfer)
-        message = {
-            "kind": "begin",
-            "transfer": transfer.number,
-            "version": transfer.version,
-            "manifest": transfer.manifest.packed,
-            "seconds": transfer.deadline.remaining,
-            "verify": transfer.verify,
-        }
-        for receiver in transfer.receivers:
-            transport_data, fds = self.transport.invitation(receiver)
-            self._receivers.send(receiver, {**message, **transport_data}, transfer.deadline, fds)
-        self._receivers.wait(lambda receiver: "ready" in receiver.answers, transfer.deadline)
-        for receiver in transfer.receivers:
-            receiver.version = receiver.answers["ready"]["version"]
-        transfer.last = self._last_number(transfer)
-
-    def _layouts(self, transfer: Transfer) -> Layouts:
-        """Return the layouts of the receivers.
-
-        Raises:
-            ManifestMismatch: a receiver has placements that the model can't have.
-        """
-        manifest = transfer.manifest
-        blocks_of: dict[ReceiverLink, tuple[Bounds, ...]] = {}
-        for receiver in transfer.receivers:
-            layout = receiver.layout
-            try:
-                blocks_of[receiver] = layout.blocks(manifest) if layout else manifest.wholes
-            except ValueError as error:
-                raise ManifestMismatch(receiver.name, str(error)) from error
-        return Layouts.build(manifest, blocks_of)
+    ) -> TransferReport:
+        """Run the phases of a transfer."""
+        try:
+            with transfer.phase("begin"):
+                self.transport.begin(transfer)
+                transfer.begin(self.transport.invitation)
+                transfer.last = self._last_number(transfer)
+            with transfer.phase("data"), closing(stream.run(extractor)) as steps:
+                for _ in steps:
+                    show(Progress(transfer.done, transfer.total, transfer.requests))
+            with transfer.phase("prepare"):
+                transfer.prepare(stream.unchanged)
+            show(Progress(transfer.total, transfer.total, transfer.requests))
+            transfer.decided = True
+            self.version, self._last_committed = transfer.version, transfer
+            with transfer.phase("commit"):
+                transfer.commit()
+            return transfer.report()
+        except BaseException:
+            transfer.give_up()
+            raise
+        finally:
+            stream.end()
+            has_sent = "begin" in transfer.phases
+            if has_sent and not transfer.decided and not self.transport.in_place:
+                self._release_sources()
 
     def _last_number(self, transfer: Transfer) -> int:
         """Return the last transfer's number if all receivers hold it in these layouts, or 0."""
@@ -268,84 +237,12 @@ class Sender:
             last is not None
             and last.manifest == transfer.manifest
             and last.layouts.blocks == transfer.layouts.blocks
-            and all(receiver.version == self.version for receiver in transfer.receivers)
+            and all(
+                receiver.answers["ready"]["version"] == self.version
+                for receiver in transfer.receivers
+            )
         )
         return last.number if last is not None and is_current else 0
-
-    def _stream(
-        self, transfer: Transfer, stream: TransferStream, extractor: Extractor
-    ) -> Iterator[None]:
-        """Return the iterator that sends the data, from other processes or from this one."""
-        if transfer.remote is not None:
-            self._sources.add(transfer.remote.source)
-            return stream.from_remote(transfer.remote)
-        if self._local_source is None:
-            end = self.transport
-            concurrency = (
-                2 if end.in_place else 1
-            )  # other transports pack or broadcast one at a time
-            self._local_source = LocalSource(end.device, {end.kind: end.source_end()}, concurrency)
-        return stream.from_chunks(extractor, self._local_source)
-
-    def _prepare(self, transfer: Transfer, stream: TransferStream) -> None:
-        """Collect the receivers' votes for the commit."""
-        for receiver in list(self._receivers.active):
-            layout = transfer.layouts.of[receiver]
-            blocks = [[b.param, b.target] for b in stream.unchanged if b.layout == layout]
-            message = {"kind": "prepare", "transfer": transfer.number, "unchanged": blocks}
-            self._receivers.send(receiver, message, transfer.deadline, ())
-        self._receivers.wait(lambda receiver: "prepared" in receiver.answers, transfer.deadline)
-        transfer.check_time()  # this process itself may have been stopped
-
-    def _commit(self, transfer: Transfer) -> tuple[str, ...]:
-        """Send the commit to all receivers; return the names of those that went away.
-
-        The decision has been made, so a lost receiver is no error.
-        """
-        self._receivers.during = "commit"
-        lost: list[str] = []
-        deadline = Deadline(max(transfer.deadline.remaining, _COMMIT_SECONDS))
-        message = {"kind": "commit", "transfer": transfer.number}
-        uninformed = list(self._receivers.active)
-        with transfer.phase("commit"):
-            while True:
-                try:
-                    while uninformed:
-                        self._receivers.send(uninformed.pop(), message, deadline, ())
-                    self._receivers.wait(lambda receiver: "committed" in receiver.answers, deadline)
-                    return tuple(lost)
-                except (ReceiverDied, ReceiverRefused) as error:
-                    lost.append(error.receiver)
-                    self._receivers.drop_named(error.receiver)
-                except ReceiverFrozen as error:
-                    lost += error.receivers
-
-    def _drop_undecided(self) -> None:
-        """Drop receivers that may not know of the commit.
-
-        These receivers connect again, and get the next version.
-        """
-        active = self._receivers.active
-        for receiver in [receiver for receiver in active if "committed" not in receiver.answers]:
-            self._receivers.drop(receiver)
-
-    def _abort(self, transfer: Transfer) -> None:
-        """Send an abort to all receivers of the transfer."""
-        message = {"kind": "abort", "transfer": transfer.number}
-        for receiver in list(self._receivers.active):
-            try:
-                self._receivers.send(receiver, message, Deadline(_ABORT_SECONDS), ())
-            except TransferError:
-                continue  # the caller raises the first failure; this receiver is dropped too
-
-    def _release(self, stream: TransferStream, *, committed: bool) -> None:
-        """Release the transfer's resources; after a failure, the sources' memory too."""
-        if self.transport.in_place and self._local_source is not None and stream.is_local:
-            stream.settle(self._local_source)
-        self.transport.end(committed=committed, idle=not stream.unanswered)
-        if stream.has_begun and not committed and not self.transport.in_place:
-            self._release_sources()
-        stream.close()
 
     def _release_sources(self) -> None:
         """Make all sources release the memory of this sender; does not wait."""

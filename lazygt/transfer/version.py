@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lazygt.errors import ProtocolError
-from lazygt.transfer.checksums import Checksum, CopyPool, checksum_named
 from lazygt.transfer.control import ControlMessage, Deadline
+from lazygt.transfer.copier import Checksum, CopyPool, checksum_named
 from lazygt.transfer.layout import Bounds, ReceiverLayout, localized, slices
 from lazygt.transfer.manifest import Manifest
 from lazygt.transfer.transfer_errors import TransferError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazygt.transfer.layout import Batcher, Request, Route, packed
+from lazygt.transfer.layout import Batcher, Request, Route, packed, split_route
 from lazygt.transfer.manifest import ALIGNMENT
 
 A = ALIGNMENT
@@ -26,8 +26,11 @@ def routes(chunks: list[list[int]]) -> list[list[Route]]:
 
 
 def gathered(chunks: list[list[int]], threshold: int, piece_bytes: int) -> list[Request]:
-    batcher = Batcher(piece_bytes, threshold, A)
-    requests = [request for chunk in routes(chunks) for request in batcher.add(chunk)]
+    batcher, limit = Batcher(threshold, A), min(piece_bytes, threshold // A * A or piece_bytes)
+    cut = (
+        [piece for one in chunk for piece in split_route(one, limit)] for chunk in routes(chunks)
+    )
+    requests = [request for chunk in cut for request in batcher.add(chunk)]
     return [*requests, *batcher.flush()]
 
 
@@ -88,7 +91,7 @@ def test_long_parameters_are_cut_into_pieces_for_threads() -> None:
 
 def test_a_tiny_threshold_is_refused() -> None:
     with pytest.raises(ValueError, match="below 256; use 0"):
-        Batcher(64 * A, 255, A)
+        Batcher(255, A)
 
 
 CHUNKS = st.lists(st.lists(st.integers(0, 20 * A), max_size=4), max_size=8)

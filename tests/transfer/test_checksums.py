@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lazygt.transfer.checksums import (
+from lazygt.transfer.copier import (
     CHECKSUMS,
     Copy,
     CopyPool,

@@ -15,9 +15,8 @@ from lazygt.transfer import (
     ReceiverRefused,
     TransferError,
 )
-from lazygt.transfer.checksums import as_bytes
 from lazygt.transfer.control import ControlConnection
-from lazygt.transfer.copier import Copier
+from lazygt.transfer.copier import Copier, as_bytes
 from lazygt.transfer.peers import Receivers
 from tests.transfer.child import Accident, checksums, weights
 from tests.transfer.conftest import Stage

@@ -68,6 +68,19 @@ def test_memory_is_two_buffers_of_the_threshold(threshold: int) -> None:
     assert device.allocated <= 2 * min(threshold, model)
 
 
+def test_padding_of_pieces_fits_the_buffers_without_a_threshold() -> None:
+    """Three rows of odd bytes are pieces of their own, each padded."""
+    model = {"w": torch.randn(3, (5 << 18) + 1)}
+    with (
+        CudaIpcTransferSender(threshold_gb=0, device=CountingDevice(), verify="crc32") as sender,
+        CudaIpcTransferReceiver(sender.address, device=CountingDevice()) as receiver,
+    ):
+        sender.wait_for_receivers(1, 10.0)
+        assert lazygt.transfer_weights(model, sender, timeout=20.0).requests == 1
+        with receiver.reading() as (_, params):
+            assert torch.equal(params["w"], model["w"])
+
+
 def test_a_buffer_is_exported_once_for_each_receiver() -> None:
     device = CountingDevice()
     sender_and_receivers(8 * KIB, 3, device, models=5)

@@ -19,6 +19,7 @@ from lazygt.transfer import (
     TransferError,
     VersionHeld,
 )
+from lazygt.transfer.transaction import Transfer
 from tests.transfer.child import (
     CHUNKS,
     PROCESSES,
@@ -186,14 +187,14 @@ def test_a_receiver_goes_after_the_decision(
     sender = here.sender()
     goes, lives = here.readers(sender, 2)
     lazygt.transfer_weights(weights(1), sender, timeout=20.0)
-    commit = type(sender)._commit
+    commit = Transfer.commit
 
-    def commit_late(self, out):
+    def commit_late(self):
         goes.signal(number)
-        return commit(self, out)
+        return commit(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(sender), "_commit", commit_late)
+        patch.setattr(Transfer, "commit", commit_late)
         report = lazygt.transfer_weights(weights(2), sender, timeout=DEADLINE)
     assert report.lost == (goes.name,)
     assert list(report.pauses) == [lives.name]

@@ -19,8 +19,7 @@ from lazygt.transfer import (
     Sender,
     SharedMemoryTransferSender,
 )
-from lazygt.transfer.checksums import as_bytes, xor64
-from lazygt.transfer.copier import Copier
+from lazygt.transfer.copier import Copier, as_bytes, xor64
 from lazygt.transfer.sender import GIB
 from tests.transfer.child import Accident, Reader, checksums, weights
 

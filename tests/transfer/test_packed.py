@@ -27,7 +27,7 @@ from lazygt.transfer import (
     TransferError,
 )
 from lazygt.transfer.transports import process_group
-from lazygt.transfer.transports.process_group import GroupAddress, GroupSource, marker
+from lazygt.transfer.transports.process_group import GroupAddress, GroupMemory, marker
 from lazygt.transfer.version import StagedVersion
 from tests.transfer.child import GIB, KIB, RECEIVERS, Reader, checksums, send_signal, weights
 from tests.transfer.conftest import Stage
@@ -322,15 +322,15 @@ def test_a_worker_does_not_wait_in_groups_that_were_given_up(
     look: float, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lazygt.transfer.transports.process_group._LOOK_SECONDS", look)
-    end = GroupSource(torch.device("cpu"))
     place = GroupAddress(str(tmp_path), 3, "3-0-0", 2, "host", 0.2, BIG)
-    packed = end.buffer("sender", place)(0, BIG).zero_()
+    end = GroupMemory(torch.device("cpu"), place)
+    packed = end.view(place, 0, BIG).zero_()
     with pytest.raises(TransferError, match="given the transfer up"):
-        end.deliver("sender", place, [packed])
+        end.deliver(place, [packed])
     marker(str(tmp_path), 3).touch()
-    packed = end.buffer("sender", place)(0, BIG).zero_()
+    packed = end.view(place, 0, BIG).zero_()
     begin = time.monotonic()
     with pytest.raises(TransferError, match=r"did not take it within 0.2 s"):
-        end.deliver("sender", place, [packed])  # nobody else comes
+        end.deliver(place, [packed])  # nobody else comes
     assert time.monotonic() - begin < 1.0
     end.close()

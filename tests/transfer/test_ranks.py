@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lazygt.transfer import Receiver
-from lazygt.transfer.layout import check_tiles
+from lazygt.transfer.ranks import check_tiles
 from lazygt.transfer.transfer_errors import TransferError
 from tests.transfer.child import RECEIVERS
 from tests.transfer.trainer import weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import groupby
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard, SingleRank
 from lazygt.transfer.layout import (
+    Batcher,
     ParamLayout,
     ReceiverLayout,
+    Request,
     Route,
-    batched,
     block,
     full_bounds,
     interleave,
@@ -28,7 +30,6 @@ from lazygt.transfer.layout import (
     route,
     shape_of,
     slices,
-    split_route,
 )
 from lazygt.transfer.manifest import ALIGNMENT, Manifest, ParamSpec
 
@@ -62,10 +63,8 @@ def test_every_element_comes_once_from_a_rank_that_has_it(data: st.DataObject) -
     arrived = [torch.full(shape_of(bounds), -1) for bounds in targets]
     counts = [torch.zeros(shape_of(bounds), dtype=torch.int64) for bounds in targets]
     most = data.draw(st.integers(1, 100))
-    planned = route(
-        source, (ParamLayout(0, shape, 8, placement),), tuple((bounds,) for bounds in targets)
-    )
-    for move in (small for each in planned for small in split_route(each, most)):
+    layouts = tuple((bounds,) for bounds in targets)
+    for move in route(source, (ParamLayout(0, shape, 8, placement),), layouts, most):
         assert move.nbytes <= max(most, 8)
         mine = values[slices(block(source, placement, shape, move.rank))]
         taken = mine[slices(move.source)]
@@ -110,13 +109,20 @@ def test_a_partial_sum_is_refused() -> None:
         )
 
 
+def batched(routes: tuple[Route, ...], threshold: int, unit: int = 1) -> list[Request]:
+    """Requests of routes, the routes of each parameter a chunk."""
+    batcher = Batcher(threshold, unit)
+    chunks = [list(pieces) for _, pieces in groupby(routes, key=lambda piece: piece.param)]
+    return [request for chunk in chunks for request in batcher.add(chunk)] + list(batcher.flush())
+
+
 @pytest.mark.parametrize("request_bytes", [0, 64, 100, 1 << 20])
 def test_requests_stay_below_their_threshold(request_bytes: int) -> None:
     mesh = Mesh(("data",), (1,))
     shapes = [(3, 5), (40,), (1,), (16,), (7, 9)]
     parts = tuple(ParamLayout(number, shape, 4, (R,)) for number, shape in enumerate(shapes))
-    found = route(mesh, parts, (tuple(map(full_bounds, shapes)),))
-    requests = list(batched(found, 48, request_bytes))
+    found = route(mesh, parts, (tuple(map(full_bounds, shapes)),), 48)
+    requests = batched(found, request_bytes)
     assert sum(move.nbytes for one in requests for move in one) == 4 * sum(map(math.prod, shapes))
     assert all(move.nbytes <= 48 for one in requests for move in one)
     if request_bytes:
@@ -130,8 +136,8 @@ def test_requests_stay_below_their_threshold(request_bytes: int) -> None:
 def test_packed_requests_fit_their_buffer_and_nothing_overlaps(shapes: list[list[int]]) -> None:
     mesh = Mesh(("one",), (1,))
     parts = tuple(ParamLayout(n, tuple(shape), 4, (R,)) for n, shape in enumerate(shapes))
-    found = route(mesh, parts, (tuple(full_bounds(shape) for shape in shapes),))
-    for request in batched(found, 512, 1024, ALIGNMENT):
+    found = route(mesh, parts, (tuple(full_bounds(shape) for shape in shapes),), 512)
+    for request in batched(found, 1024, ALIGNMENT):
         offsets, extent = packed(request)
         ends = [at + move.nbytes for at, move in zip(offsets, request, strict=True)]
         assert extent <= 1024

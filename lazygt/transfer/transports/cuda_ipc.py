@@ -14,8 +14,8 @@ import os
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -23,14 +23,15 @@ from torch import Tensor
 from lazygt.errors import ProtocolError
 from lazygt.runtime.arenas import Arena
 from lazygt.transfer.control import ControlMessage
-from lazygt.transfer.copy_request import CopyReply, WeightSource
-from lazygt.transfer.layout import ReceiverLayout, Request
-from lazygt.transfer.manifest import ALIGNMENT, Manifest
+from lazygt.transfer.copy_request import CopyReply
+from lazygt.transfer.layout import Request
+from lazygt.transfer.manifest import ALIGNMENT
 from lazygt.transfer.peers import ReceiverLink
-from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.receiver import Receiver, ReceiverOptions
 from lazygt.transfer.sender import Sender, threshold_bytes
 from lazygt.transfer.transaction import Transfer
-from lazygt.transfer.transports.transport import ReceiveBuffers, ReceiverEnd, SenderEnd, View, Wait
+from lazygt.transfer.transports import ReceiveBuffers, ReceiverEnd, SenderEnd, Wait
+from lazygt.transfer.transports.shared_memory import SharedMemoryAddress, attach, place_of
 from lazygt.transfer.version import Block, StagedVersion
 
 # -- devices with memory that other processes can map ----------------------------------------------
@@ -133,7 +134,7 @@ class HostDevice:
         return self._buffer_in(arena, arena.allocate(nbytes).offset, nbytes)
 
     def export(self, buffer: Tensor) -> list[Any]:
-        """Return process id, descriptor, offset and bytes.
+        """Return the buffer's `SharedMemoryAddress`.
 
         Raises:
             ValueError: the buffer is not of this device.
@@ -141,17 +142,16 @@ class HostDevice:
         if buffer.data_ptr() not in self._arenas_by_address:
             raise ValueError("a buffer of another device")
         arena, offset = self._arenas_by_address[buffer.data_ptr()]
-        return [os.getpid(), arena.fd, offset, buffer.numel()]
+        return list(place_of(arena, offset, buffer.numel()))
 
     def open(self, handle: Sequence[Any]) -> Tensor:
         """Map a buffer of another process of this user.
 
         Raises:
-            OSError: that process, or its buffer, does not exist any more.
+            OSError, ProtocolError: that process, or its buffer, does not exist any more.
         """
-        pid, fd, offset, nbytes = handle
-        arena = Arena.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-        return self._buffer_in(arena, offset, nbytes)
+        place = SharedMemoryAddress(*handle)
+        return self._buffer_in(attach(place), place.offset, place.extent)
 
     def synchronize(self) -> None:
         """Do nothing: host memory has no queue."""
@@ -214,54 +214,36 @@ class CudaIpcAddress(NamedTuple):
 # -- the source ----------------------------------------------------------------------------
 
 
-class CudaIpcSource:
-    """Source's end: buffers for each sender, by the number of their set.
+class PackingBuffers:
+    """`Destination` in buffers of this process, which receivers map.
 
     Args:
         device: device of the values and the buffers.
-        shared: the same device for sharing; None: made from ``device`` when first needed.
+        shared: the same device for sharing; None: made from ``device``.
     """
 
-    def __init__(self, device: torch.device, shared: SharedDevice | None = None) -> None:
-        self._source_device, self._device = device, shared
-        self._buffers: dict[str, dict[int, list[Tensor]]] = {}
+    borrows = None
 
-    def borrows(self, place: CudaIpcAddress) -> torch.device | None:
-        """Return None: all blocks are copied."""
-        return None
+    def __init__(
+        self, device: torch.device, place: CudaIpcAddress, shared: SharedDevice | None = None
+    ) -> None:
+        self._device = shared_device(device) if shared is None else shared
+        self._buffers = [self._device.allocate(place.extent) for _ in range(place.buffers)]
 
-    def buffer(self, sender: str, place: CudaIpcAddress) -> View:
-        """See `transport.SourceEnd`."""
-        if self._device is None:
-            self._device = shared_device(self._source_device)
-        sets = self._buffers.setdefault(sender, {})
-        if place.number not in sets:
-            device = self._device
-            sets[place.number] = [device.allocate(place.extent) for _ in range(place.buffers)]
-        buffers = sets[place.number]
-        if not 0 <= place.which < len(buffers):
+    def view(self, place: CudaIpcAddress, offset: int, nbytes: int) -> Tensor:
+        """See `Destination`."""
+        if not 0 <= place.which < len(self._buffers):
             raise ProtocolError(f"there is no buffer {place.which}")
-        buffer = buffers[place.which]
-        return lambda offset, nbytes: buffer[offset : offset + nbytes]
+        return self._buffers[place.which][offset : offset + nbytes]
 
-    def deliver(self, sender: str, place: CudaIpcAddress, runs: Sequence[Tensor]) -> Sequence[Any]:
+    def deliver(self, place: CudaIpcAddress, runs: Sequence[Tensor]) -> Sequence[Any]:
         """Return the handles of all buffers, exported for each new receiver."""
+        self._device.synchronize()  # receivers copy at the announcement
         device = self._device
-        assert device is not None
-        device.synchronize()  # receivers copy at the announcement
-        buffers = self._buffers[sender][place.number]
-        return [[device.export(buffer) for buffer in buffers] for _ in range(place.exports)]
-
-    def let_go(self, sender: str, live: Collection[int]) -> None:
-        """See `transport.SourceEnd`."""
-        sets = self._buffers.get(sender, {})
-        for expired in sets.keys() - set(live):
-            del sets[expired]
-        if not sets:
-            self._buffers.pop(sender, None)
+        return [[device.export(buffer) for buffer in self._buffers] for _ in range(place.exports)]
 
     def close(self) -> None:
-        """See `transport.SourceEnd`."""
+        """See `Destination`."""
         self._buffers.clear()
 
 
@@ -272,7 +254,7 @@ class BufferLeases(SenderEnd):
     """Sender's end: leases of the source ranks' buffers to receivers.
 
     Attributes:
-        number, extent: number of the set of buffers, and the bytes of each.
+        extent: bytes of each buffer.
         known: receivers with handles, by rank of the source.
     """
 
@@ -281,39 +263,23 @@ class BufferLeases(SenderEnd):
 
     def __init__(self, threshold: int, shared: SharedDevice) -> None:
         self.threshold, self._shared, self.device = threshold, shared, shared.device
-        self.number = self.extent = 0
+        self.extent = 0
         self.known: dict[int, set[ReceiverLink]] = {}
-        self._source: Callable[[], WeightSource | None] = _no_source
-        self._transfer: Transfer | None = None
         self._packed_count: Counter[int] = Counter()
         #: (rank, buffer) -> its readers, each with the count of requests staged after reading it
         self._readers: dict[tuple[int, int], dict[ReceiverLink, int]] = {}
         #: number of a request -> the buffer, and the receivers that get handles with it
         self._leases: dict[int, tuple[int, list[ReceiverLink]]] = {}
 
-    def source_end(self) -> CudaIpcSource:
+    def open_here(self, device: torch.device, place: CudaIpcAddress) -> PackingBuffers:
         """See `SenderEnd`."""
-        return CudaIpcSource(self.device, self._shared)
-
-    @property
-    def live(self) -> tuple[int, ...]:
-        """Number of the set of buffers."""
-        return (self.number,)
+        return PackingBuffers(device, place, self._shared)
 
     def begin(self, transfer: Transfer) -> None:
         """See `SenderEnd`."""
-        source = None if transfer.remote is None else transfer.remote.source
-        if self._source() is not source:
-            self.extent = 0
-            self._source = _no_source if source is None else weakref.ref(source)
-        self._transfer = transfer
         self._packed_count.clear()
         self._readers.clear()
         self._leases.clear()
-
-    def invitation(self, receiver: ReceiverLink) -> tuple[ControlMessage, Sequence[int]]:
-        """Return no data: handles come with the first request."""
-        return {}, ()
 
     def expect(self, largest: int) -> None:
         """Begin a new set of buffers if the present ones have less than ``largest`` bytes."""
@@ -325,14 +291,13 @@ class BufferLeases(SenderEnd):
         readers = self._readers.get((rank, self._packed_count[rank] % BUFFERS), {})
         return all(receiver.staged >= count for receiver, count in readers.items())
 
-    def open(self, rank: int, number: int, request: Request) -> CudaIpcAddress:
+    def open(self, transfer: Transfer, rank: int, number: int, request: Request) -> CudaIpcAddress:
         """See `SenderEnd`."""
         which = self._packed_count[rank] % BUFFERS
         self._packed_count[rank] += 1
         self._readers[rank, which] = {}
         with_handles = self.known.setdefault(rank, set())
-        assert self._transfer is not None
-        receivers = self._transfer.layouts.holders(request[0].layout, self._receivers.active)
+        receivers = transfer.holders(request[0].layout)
         new = [receiver for receiver in receivers if receiver not in with_handles]
         with_handles.update(new)
         self._leases[number] = which, new
@@ -345,24 +310,14 @@ class BufferLeases(SenderEnd):
         handles = reply.handles[new.index(receiver)] if receiver in new else ()
         return {"from": reply.rank, "which": which, "handles": handles}
 
-    def end(self, *, committed: bool, idle: bool) -> None:
-        """See `SenderEnd`."""
-        self._transfer = None
-        if not committed:
-            self.forget()
-
     def forget(self) -> None:
-        """Make the next transfer use a new set: the present buffers may still be in use."""
+        """See `SenderEnd`: the next transfer uses a new set of buffers."""
         self.extent = 0
 
     def close(self) -> None:
         """See `SenderEnd`."""
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
-
-
-def _no_source() -> None:
-    """Return None, the source of this process's own values."""
 
 
 def CudaIpcTransferSender(  # noqa: N802 - named like a class
@@ -425,25 +380,16 @@ class LeasedBuffers(ReceiverEnd):
 
 
 def CudaIpcTransferReceiver(  # noqa: N802 - named like a class
-    address: str,
-    *,
-    name: str | None = None,
-    expect: Manifest | None = None,
-    device: SharedDevice | None = None,
-    mesh: Mapping[str, int] | str | None = None,
-    rank: int = 0,
-    placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
+    address: str, *, device: SharedDevice | None = None, **options: Unpack[ReceiverOptions]
 ) -> Receiver:
     """Make a receiver for a `CudaIpcTransferSender` on the same GPU; see `Receiver`.
 
     Args:
         device: see `CudaDevice`.
-        mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
+        options: name, expect, mesh, rank and placements; see `Receiver`.
     """
-    end = LeasedBuffers(device if device is not None else CudaDevice())
-    layout = ReceiverLayout.from_arguments(mesh, rank, placements)
-    return Receiver(address, end, name=name, expect=expect, layout=layout)
+    return Receiver(address, LeasedBuffers(device or CudaDevice()), **options)
 
 
 #: Names by which requests find the classes of a transport, see `copy_request.transport_module`.
-ADDRESS, SOURCE = CudaIpcAddress, CudaIpcSource
+ADDRESS, DESTINATION = CudaIpcAddress, PackingBuffers

@@ -15,27 +15,26 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from lazygt.errors import ProtocolError
 from lazygt.host.files import create
-from lazygt.transfer.checksums import as_bytes
 from lazygt.transfer.control import ControlMessage, Deadline
-from lazygt.transfer.copy_request import CopyReply, WeightSource
-from lazygt.transfer.layout import ReceiverLayout, Request, packed
-from lazygt.transfer.manifest import Manifest
+from lazygt.transfer.copier import as_bytes
+from lazygt.transfer.copy_request import CopyReply
+from lazygt.transfer.layout import Request, packed
 from lazygt.transfer.peers import ReceiverLink
-from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.receiver import Receiver, ReceiverOptions
 from lazygt.transfer.sender import Sender
 from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transfer_errors import TransferError
+from lazygt.transfer.transports import ReceiveBuffers, ReceiverEnd, SenderEnd, Wait
 from lazygt.transfer.transports.broadcast_group import (
     HOST,
     BroadcastGroup,
@@ -46,7 +45,6 @@ from lazygt.transfer.transports.broadcast_group import (
     join,
     let_go,
 )
-from lazygt.transfer.transports.transport import ReceiveBuffers, ReceiverEnd, SenderEnd, View, Wait
 from lazygt.transfer.version import Block, StagedVersion
 
 STRATEGY = "broadcast"
@@ -92,37 +90,26 @@ def name_of(number: int, rank: int, layout: int) -> str:
 # -- the source ----------------------------------------------------------------------------
 
 
-class GroupSource:
-    """Source's end: groups joined as rank 0, and a packing buffer for each sender.
+class GroupMemory:
+    """`Destination` in the memory of receivers: a set of groups joined as rank 0.
 
     Args:
         device: device of the values; NCCL sends from there, sockets from the host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._groups: dict[str, dict[tuple[int, str], Future[BroadcastGroup]]] = {}
-        self._buffers: dict[str, Tensor] = {}
+    def __init__(self, device: torch.device, place: GroupAddress) -> None:
+        self.borrows = _device_for(place.backend, device)
+        self._groups: dict[str, Future[BroadcastGroup]] = {}
+        self._buffer: Tensor | None = None
         self._changed = threading.Event()
 
-    def borrows(self, place: GroupAddress) -> torch.device | None:
-        """See `transport.SourceEnd`."""
-        return self._device_for(place.backend)
+    def view(self, place: GroupAddress, offset: int, nbytes: int) -> Tensor:
+        """Return a part of the packing buffer."""
+        if self._buffer is None or self._buffer.numel() < place.extent:
+            self._buffer = torch.empty(place.extent, dtype=torch.uint8, device=self.borrows)
+        return self._buffer[offset : offset + nbytes]
 
-    def buffer(self, sender: str, place: GroupAddress) -> View:
-        """See `transport.SourceEnd`."""
-        device = self._device_for(place.backend)
-
-        def view_at(offset: int, nbytes: int) -> Tensor:
-            buffer = self._buffers.get(sender)
-            if buffer is None or buffer.numel() < place.extent or buffer.device != device:
-                buffer = torch.empty(place.extent, dtype=torch.uint8, device=device)
-                self._buffers[sender] = buffer
-            return buffer[offset : offset + nbytes]
-
-        return view_at
-
-    def deliver(self, sender: str, place: GroupAddress, runs: Sequence[Tensor]) -> Sequence[Any]:
+    def deliver(self, place: GroupAddress, runs: Sequence[Tensor]) -> Sequence[Any]:
         """Broadcast the blocks, and wait until this process has sent them.
 
         Raises:
@@ -131,47 +118,36 @@ class GroupSource:
         deadline = Deadline(place.seconds)
         try:
             _check(place, deadline)
-            group = self._join(sender, place, deadline)
+            group = self._join(place, deadline)
             works = [group.broadcast(run, deadline, self._changed.set) for run in runs]
             self._wait(lambda: finished(works), place, deadline)
-            conclude(works, self._device_for(place.backend))
+            conclude(works, self.borrows)
         except (RuntimeError, TransferError) as error:
             # the group's threads may still read the buffer, so it is never packed again
-            self._buffers.pop(sender, None)
-            let_go(self._groups.get(sender, {}).pop((place.number, place.name), None))
+            self._buffer = None
+            let_go(self._groups.pop(place.name, None))
             is_late = deadline.expired and not isinstance(error, TransferError)
             raise TransferError(
                 f"a broadcast failed: {_timeout_message(deadline) if is_late else error}"
             ) from error
         return ()
 
-    def let_go(self, sender: str, live: Collection[int]) -> None:
-        """See `transport.SourceEnd`."""
-        groups = self._groups.get(sender, {})
-        for expired in [key for key in groups if key[0] not in live]:
-            let_go(groups.pop(expired))
-        if not groups:
-            self._groups.pop(sender, None)
-            self._buffers.pop(sender, None)
-
     def close(self) -> None:
-        """See `transport.SourceEnd`."""
-        for sender in list(self._groups):
-            self.let_go(sender, ())
+        """See `Destination`."""
+        while self._groups:
+            let_go(self._groups.popitem()[1])
 
-    def _join(self, sender: str, place: GroupAddress, deadline: Deadline) -> BroadcastGroup:
+    def _join(self, place: GroupAddress, deadline: Deadline) -> BroadcastGroup:
         """Return the group of a place, joined as rank 0 on first use."""
-        groups = self._groups.setdefault(sender, {})
-        key = place.number, place.name
-        if key not in groups:
-            device = self._device_for(place.backend)
-            groups[key] = in_background(
+        device = self.borrows
+        if place.name not in self._groups:
+            self._groups[place.name] = in_background(
                 lambda: join(
                     device, place.directory, place.name, 0, place.size, deadline.remaining
                 ),
                 self._changed.set,
             )
-        future = groups[key]
+        future = self._groups[place.name]
         self._wait(future.done, place, deadline)
         return future.result()
 
@@ -182,16 +158,17 @@ class GroupSource:
             self._changed.wait(_LOOK_SECONDS)
             self._changed.clear()
 
-    def _device_for(self, backend: str) -> torch.device:
-        """Return the device from which a backend sends."""
-        if backend == HOST:
-            return torch.device("cpu")
-        if self._device.type != "cuda":
-            raise ProtocolError(
-                f"the sender broadcasts with {backend}, but this worker computes on the "
-                f"{self._device}; give BroadcastTransferSender device='cpu'"
-            )
-        return torch.device("cuda", self._device.index or torch.cuda.current_device())
+
+def _device_for(backend: str, device: torch.device) -> torch.device:
+    """Return the device from which a process on ``device`` sends with a backend."""
+    if backend == HOST:
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ProtocolError(
+            f"the sender broadcasts with {backend}, but this worker computes on the "
+            f"{device}; give BroadcastTransferSender device='cpu'"
+        )
+    return torch.device("cuda", device.index or torch.cuda.current_device())
 
 
 def _check(place: GroupAddress, deadline: Deadline) -> None:
@@ -215,49 +192,30 @@ class BroadcastGroups(SenderEnd):
 
     Args:
         device: device of the receivers; it decides between sockets and NCCL.
-
-    Attributes:
-        number: number of the set of groups.
     """
 
     strategy, kind = STRATEGY, "process_group"
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._backend = device, backend_for(device)
-        self.number = 0
-        self._source: Callable[[], WeightSource | None] = _no_source
         self._layout_of: Mapping[ReceiverLink, int] = {}
-        self._ranks = 0
-        self._transfer: Transfer | None = None
+        self._directory = ""
 
     @property
     def threshold(self) -> int:  # type: ignore[override]
         """Bytes of a request."""
         return REQUEST_BYTES
 
-    def source_end(self) -> GroupSource:
-        """See `SenderEnd`."""
-        return GroupSource(self.device)
-
-    @property
-    def live(self) -> tuple[int, ...]:
-        """Number of the set of groups."""
-        return (self.number,)
-
     def begin(self, transfer: Transfer) -> None:
         """See `SenderEnd`: new groups if the members have changed."""
-        source = None if transfer.remote is None else transfer.remote.source
-        layout_of = transfer.layouts.of
-        if not self._ranks or self._source() is not source or self._layout_of != layout_of:
+        if self._layout_of != transfer.layouts.of:
             self.forget()
             self.number += 1
+            self._directory = transfer.directory
             os.close(create(marker(self._directory, self.number)))
-            self._ranks = 1 if source is None else source.mesh.world_size
-            self._source = _no_source if source is None else weakref.ref(source)
-            self._layout_of = dict(layout_of)
-        self._transfer = transfer
+            self._layout_of = dict(transfer.layouts.of)
 
-    def invitation(self, receiver: ReceiverLink) -> tuple[ControlMessage, Sequence[int]]:
+    def invitation(self, transfer: Transfer, receiver: ReceiverLink) -> ControlMessage:
         """Return the data for a receiver to join its groups."""
         layout = self._layout_of[receiver]
         members = [
@@ -265,26 +223,19 @@ class BroadcastGroups(SenderEnd):
         ]
         return {
             "groups": self.number,
-            "names": [name_of(self.number, rank, layout) for rank in range(self._ranks)],
+            "names": [name_of(self.number, rank, layout) for rank in range(transfer.ranks)],
             "backend": self._backend,
             "rank": members.index(receiver) + 1,
             "size": len(members) + 1,
-        }, ()
-
-    def open(self, rank: int, number: int, request: Request) -> GroupAddress:
-        """Announce a request to its receivers, and return its group."""
-        transfer, layout = self._transfer, request[0].layout
-        assert transfer is not None
-        receivers = transfer.layouts.holders(layout, self._receivers.active)
-        message = {
-            "kind": "coming",
-            "transfer": transfer.number,
-            "from": rank,
-            "number": number,
-            "blocks": [[route.param, route.target] for route in request],
         }
+
+    def open(self, transfer: Transfer, rank: int, number: int, request: Request) -> GroupAddress:
+        """Announce a request to its receivers, and return its group."""
+        layout = request[0].layout
+        receivers = transfer.holders(layout)
+        blocks = [[piece.param, piece.target] for piece in request]
         for receiver in receivers:
-            self._receivers.send(receiver, message, transfer.deadline, ())
+            transfer.send(receiver, "coming", {"from": rank, "number": number, "blocks": blocks})
         _, extent = packed(request)
         return GroupAddress(
             self._directory,
@@ -300,29 +251,11 @@ class BroadcastGroups(SenderEnd):
         """See `SenderEnd`."""
         return {"number": reply.number}
 
-    def end(self, *, committed: bool, idle: bool) -> None:
-        """See `SenderEnd`: after a failure the groups are abandoned."""
-        self._transfer = None
-        if not committed:
-            self.forget()
-
     def forget(self) -> None:
-        """Abandon the groups: sources stop waiting in them, the next transfer makes new ones."""
-        if self._ranks:
+        """See `SenderEnd`: sources stop waiting in the groups, the next transfer makes new ones."""
+        if self._layout_of:
             marker(self._directory, self.number).unlink(missing_ok=True)
-        self._ranks, self._layout_of = 0, {}
-
-    def close(self) -> None:
-        """See `SenderEnd`."""
-        self.forget()
-
-    @property
-    def _directory(self) -> str:
-        return os.path.dirname(self._receivers.address)
-
-
-def _no_source() -> None:
-    """Return None, the source of this process's own values."""
+        self._layout_of = {}
 
 
 def BroadcastTransferSender(  # noqa: N802 - named like a class
@@ -450,26 +383,17 @@ class Arrivals(ReceiverEnd):
 
 
 def BroadcastTransferReceiver(  # noqa: N802 - named like a class
-    address: str,
-    *,
-    name: str | None = None,
-    expect: Manifest | None = None,
-    device: str | torch.device = "cpu",
-    mesh: Mapping[str, int] | str | None = None,
-    rank: int = 0,
-    placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
+    address: str, *, device: str | torch.device = "cpu", **options: Unpack[ReceiverOptions]
 ) -> Receiver:
     """Make a receiver for a `BroadcastTransferSender`; see `Receiver`.
 
     Args:
         device: device of the parameters: ``cpu`` (sockets) or ``cuda:N`` (NCCL), of the same kind
             as the sender's.
-        mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
+        options: name, expect, mesh, rank and placements; see `Receiver`.
     """
-    layout = ReceiverLayout.from_arguments(mesh, rank, placements)
-    end = Arrivals(torch.device(device))
-    return Receiver(address, end, name=name, expect=expect, layout=layout)
+    return Receiver(address, Arrivals(torch.device(device)), **options)
 
 
 #: Names by which requests find the classes of a transport, see `copy_request.transport_module`.
-ADDRESS, SOURCE = GroupAddress, GroupSource
+ADDRESS, DESTINATION = GroupAddress, GroupMemory

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from torch import Tensor
 from lazygt.errors import ProtocolError
 from lazygt.runtime.arenas import Arena, tensor_over
 from lazygt.transfer.control import ControlMessage
-from lazygt.transfer.layout import Bounds, ReceiverLayout, Request
-from lazygt.transfer.manifest import ALIGNMENT, Manifest
+from lazygt.transfer.layout import Bounds, Request, Route
+from lazygt.transfer.manifest import ALIGNMENT
 from lazygt.transfer.peers import ReceiverLink
-from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.receiver import Receiver, ReceiverOptions
 from lazygt.transfer.sender import Sender, threshold_bytes
 from lazygt.transfer.transaction import Transfer
-from lazygt.transfer.transports.transport import ReceiverEnd, SenderEnd, View, Wait
+from lazygt.transfer.transports import ReceiverEnd, SenderEnd, Wait
 from lazygt.transfer.version import Block, StagedVersion
 
 STRATEGY = "shared-memory"
@@ -45,6 +45,11 @@ class SharedMemoryAddress(NamedTuple):
     offset: int
     extent: int
 
+    @property
+    def number(self) -> int:
+        """Number of the memory: a later slot may reuse a descriptor, but no inode."""
+        return self.inode
+
 
 def place_of(arena: Arena, offset: int, extent: int) -> SharedMemoryAddress:
     """Return the `SharedMemoryAddress` of a range of an arena, for other processes of this user."""
@@ -54,57 +59,32 @@ def place_of(arena: Arena, offset: int, extent: int) -> SharedMemoryAddress:
 # -- the source ----------------------------------------------------------------------------
 
 
-class SharedMemorySource:
-    """Source's end: senders' slots, mapped in this process, by inode.
+class SlotMemory:
+    """`Destination` in a slot of a sender, mapped in this process."""
 
-    Descriptor numbers are no keys: a later slot may reuse one.
-    """
+    borrows = None
 
-    def __init__(self, device: torch.device) -> None:
-        self._arenas: dict[str, dict[int, tuple[Arena, Tensor]]] = {}
+    def __init__(self, device: torch.device, place: SharedMemoryAddress) -> None:
+        self._arena = attach(place)
+        self._flat = self._arena.view(place.offset, place.extent)
 
-    def borrows(self, place: SharedMemoryAddress) -> torch.device | None:
-        """Return None: all blocks are copied."""
-        return None
+    def view(self, place: SharedMemoryAddress, offset: int, nbytes: int) -> Tensor:
+        """See `Destination`."""
+        if not 0 <= offset <= offset + nbytes <= place.extent:
+            raise ProtocolError(f"a slot of {place.extent} bytes has no {nbytes} at {offset}")
+        return self._flat[offset : offset + nbytes]
 
-    def buffer(self, sender: str, place: SharedMemoryAddress) -> View:
-        """See `transport.SourceEnd`."""
-        slots = self._arenas.setdefault(sender, {})
-        if place.inode not in slots:
-            arena = _attach(place)
-            slots[place.inode] = arena, arena.view(place.offset, place.extent)
-        _, flat = slots[place.inode]
-
-        def view_at(offset: int, nbytes: int) -> Tensor:
-            if not 0 <= offset <= offset + nbytes <= place.extent:
-                raise ProtocolError(f"a slot of {place.extent} bytes has no {nbytes} at {offset}")
-            return flat[offset : offset + nbytes]
-
-        return view_at
-
-    def deliver(
-        self, sender: str, place: SharedMemoryAddress, runs: Sequence[Tensor]
-    ) -> Sequence[Any]:
+    def deliver(self, place: SharedMemoryAddress, runs: Sequence[Tensor]) -> Sequence[Any]:
         """Return no handles: receivers map the same memory."""
         return ()
 
-    def let_go(self, sender: str, live: Collection[int]) -> None:
-        """See `transport.SourceEnd`."""
-        slots = self._arenas.get(sender, {})
-        for expired in slots.keys() - set(live):
-            arena, flat = slots.pop(expired)
-            del flat
-            arena.close()
-        if not slots:
-            self._arenas.pop(sender, None)
-
     def close(self) -> None:
-        """See `transport.SourceEnd`."""
-        for sender in list(self._arenas):
-            self.let_go(sender, ())
+        """See `Destination`."""
+        del self._flat
+        self._arena.close()
 
 
-def _attach(place: SharedMemoryAddress) -> Arena:
+def attach(place: SharedMemoryAddress) -> Arena:
     """Map the memory of a place, after a check that the descriptor was not reused."""
     fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(fd).st_ino != place.inode:
@@ -120,25 +100,22 @@ class VersionSlot:
     """Memory of one version, in the sender.
 
     Attributes:
-        place: the memory, for the source processes that copy into it.
-        known_to: receivers that have the slot's descriptor.
+        place: the memory, for the processes that map it.
         transfer: number of the committed transfer in the slot; 0: none.
     """
 
-    def __init__(self, number: int, extent: int) -> None:
-        self.number, self.extent = number, extent
+    def __init__(self, extent: int) -> None:
+        self.extent = extent
         nbytes = max(extent, ALIGNMENT)
-        self.arena = Arena.create(nbytes)
-        self.offset = self.arena.allocate(nbytes).offset
-        self.flat = self.arena.view(self.offset, nbytes)
-        self.place = place_of(self.arena, self.offset, nbytes)
-        self.known_to: set[ReceiverLink] = set()
+        self._arena = Arena.create(nbytes)
+        self.place = place_of(self._arena, self._arena.allocate(nbytes).offset, nbytes)
+        self.flat = self._arena.view(self.place.offset, nbytes)
         self.transfer = 0
 
     def close(self) -> None:
         """Release the memory; the kernel frees it once the last receiver has released it."""
         del self.flat
-        self.arena.close()
+        self._arena.close()
 
 
 class SharedMemory(SenderEnd):
@@ -146,7 +123,7 @@ class SharedMemory(SenderEnd):
 
     Attributes:
         slots: the existing slots.
-        target: the slot that is being filled.
+        target: the slot that is being filled, from `begin` to `end`.
     """
 
     strategy, kind = STRATEGY, "shared_memory"
@@ -157,17 +134,11 @@ class SharedMemory(SenderEnd):
         self.slots: list[VersionSlot] = []
         self.target: VersionSlot | None = None
         self._current: VersionSlot | None = None
-        self._slot_count = 0
-        self._transfer: Transfer | None = None
-
-    def source_end(self) -> SharedMemorySource:
-        """See `SenderEnd`."""
-        return SharedMemorySource(self.device)
 
     @property
     def live(self) -> tuple[int, ...]:
         """Inodes of the slots."""
-        return tuple(slot.place.inode for slot in self.slots)
+        return tuple(slot.place.number for slot in self.slots)
 
     def begin(self, transfer: Transfer) -> None:
         """See `SenderEnd`."""
@@ -176,50 +147,44 @@ class SharedMemory(SenderEnd):
             self.forget()
         self.target = next((slot for slot in self.slots if slot is not self._current), None)
         if self.target is None:
-            self._slot_count += 1
-            self.target = VersionSlot(self._slot_count, extent)
+            self.target = VersionSlot(extent)
             self.slots.append(self.target)
-        for slot in self.slots:
-            slot.known_to &= set(transfer.receivers)
-        self._transfer = transfer
 
-    def invitation(self, receiver: ReceiverLink) -> tuple[ControlMessage, Sequence[int]]:
+    def invitation(self, transfer: Transfer, receiver: ReceiverLink) -> ControlMessage:
         """See `SenderEnd`."""
-        slot, transfer = self._open_transfer()
-        fds = () if receiver in slot.known_to else (slot.arena.fd,)
-        slot.known_to.add(receiver)
+        slot, layouts = self._slot, transfer.layouts
+        offset = slot.place.offset + layouts.bases[layouts.of[receiver]]
+        return {"slot": slot.place, "offset": offset, "slots": self.live}
+
+    def open(
+        self, transfer: Transfer, rank: int, number: int, request: Request
+    ) -> SharedMemoryAddress:
+        """See `SenderEnd`."""
+        return self._slot.place
+
+    def lay_out(
+        self, transfer: Transfer, pieces: Sequence[Route]
+    ) -> list[tuple[int, tuple[int, ...], Bounds]]:
+        """See `SenderEnd`."""
         layouts = transfer.layouts
-        offset = slot.offset + layouts.bases[layouts.of[receiver]]
-        live = [existing.number for existing in self.slots]
-        return {"slot": slot.number, "offset": offset, "slots": live, "new": bool(fds)}, fds
-
-    def open(self, rank: int, number: int, request: Request) -> SharedMemoryAddress:
-        """See `SenderEnd`."""
-        return self._open_transfer()[0].place
-
-    def lay_out(self, request: Request) -> list[tuple[int, tuple[int, ...], Bounds]]:
-        """See `SenderEnd`."""
-        layouts = self._open_transfer()[1].layouts
         destinations = []
-        for route in request:
-            manifest = layouts.manifests[route.layout]
-            base = layouts.bases[route.layout]
-            shape = manifest.params[route.param].shape
-            destinations.append((base + manifest.places[route.param], shape, route.target))
+        for piece in pieces:
+            manifest, base = layouts.manifests[piece.layout], layouts.bases[piece.layout]
+            shape = manifest.params[piece.param].shape
+            destinations.append((base + manifest.places[piece.param], shape, piece.target))
         return destinations
 
     def held(self, last: int) -> int:
         """See `SenderEnd`."""
-        return self._open_transfer()[0].transfer
+        return self._slot.transfer
 
-    def end(self, *, committed: bool, idle: bool) -> None:
+    def end(self, transfer: Transfer, *, idle: bool) -> None:
         """See `SenderEnd`."""
-        slot, transfer = self.target, self._transfer
-        self.target = self._transfer = None
-        if slot is None or transfer is None:
+        slot, self.target = self.target, None
+        if slot is None:
             return
-        slot.transfer = transfer.number if committed else 0
-        if committed:
+        slot.transfer = transfer.number if transfer.decided else 0
+        if transfer.decided:
             self._current = slot
         if not idle:
             # a rank may still write into the slot, so the slot is abandoned
@@ -233,15 +198,11 @@ class SharedMemory(SenderEnd):
         self.slots.clear()
         self._current = None
 
-    def close(self) -> None:
-        """See `SenderEnd`."""
-        self.forget()
-
-    def _open_transfer(self) -> tuple[VersionSlot, Transfer]:
-        """Return the target slot and the running transfer."""
+    @property
+    def _slot(self) -> VersionSlot:
+        """The target of the running transfer."""
         assert self.target is not None
-        assert self._transfer is not None
-        return self.target, self._transfer
+        return self.target
 
 
 def SharedMemoryTransferSender(  # noqa: N802 - named like a class
@@ -273,16 +234,14 @@ class MappedSlots(ReceiverEnd):
         self._in_use: set[int] = set()
         self._released: deque[int] = deque()
 
-    def invited(self, begin: ControlMessage, take_fd: Callable[[], int]) -> None:
-        """See `ReceiverEnd`."""
-        if begin["new"]:
-            self._slots[begin["slot"]] = Arena.attach(take_fd())
-        for expired in self._slots.keys() - set(begin["slots"]):
-            self._slots.pop(expired).close()  # the last tensor in the slot ends its mapping
-
     def stage(self, begin: ControlMessage, extent: int) -> Tensor | None:
         """See `ReceiverEnd`."""
-        number = begin["slot"]
+        place = SharedMemoryAddress(*begin["slot"])
+        number = place.number
+        for expired in self._slots.keys() - set(begin["slots"]):
+            self._slots.pop(expired).close()  # the last tensor in the slot ends its mapping
+        if number not in self._slots:
+            self._slots[number] = attach(place)
         self._collect_released()
         if number in self._in_use:
             return None
@@ -318,24 +277,17 @@ def _release(released: deque[int], number: int, wake: Callable[..., None], offse
 
 
 def SharedMemoryTransferReceiver(  # noqa: N802 - named like a class
-    address: str,
-    *,
-    name: str | None = None,
-    expect: Manifest | None = None,
-    mesh: Mapping[str, int] | str | None = None,
-    rank: int = 0,
-    placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
+    address: str, **options: Unpack[ReceiverOptions]
 ) -> Receiver:
     """Make a receiver for a `SharedMemoryTransferSender` on the same host; see `Receiver`.
 
     Do not write to the parameters: their memory is shared with the other receivers.
 
     Args:
-        mesh, rank, placements: layout of this receiver's blocks; see `Receiver`.
+        options: name, expect, mesh, rank and placements; see `Receiver`.
     """
-    layout = ReceiverLayout.from_arguments(mesh, rank, placements)
-    return Receiver(address, MappedSlots(), name=name, expect=expect, layout=layout)
+    return Receiver(address, MappedSlots(), **options)
 
 
 #: Names by which requests find the classes of a transport, see `copy_request.transport_module`.
-ADDRESS, SOURCE = SharedMemoryAddress, SharedMemorySource
+ADDRESS, DESTINATION = SharedMemoryAddress, SlotMemory
