@@ -91,7 +91,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("client_step", "--rounds 1 --quick --only SGD", "zero_grad counts to backward"),
         ("step_messages", "--steps 5 --launcher inline", "times fewer"),
         ("training_steps", "--rounds 1 --only MLP", "MLP 784-512-512-10, Adam"),
-        ("data_movement", "--rounds 1 --largest 1", "1 MiB"),
+        pytest.param("data_movement", "--rounds 1 --largest 1", "1 MiB", marks=pytest.mark.deep),
         ("flush_cost", "--rounds 3", "client / eager"),
         ("small_syncs", "--rounds 1", "inline"),
         ("line_search", "--rounds 1 --steps 1", "inline"),
@@ -101,14 +101,20 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
             "killed, until the next answer",
             marks=pytest.mark.deep,
         ),
-        ("pool", "--clients 3 --seconds 2 --warm 1 --rounds 1", "their Jain index"),
+        pytest.param(
+            "pool",
+            "--clients 3 --seconds 2 --warm 1 --rounds 1",
+            "their Jain index",
+            marks=pytest.mark.deep,
+        ),
         ("aims", "", "record a view, x eager"),
         ("startup", "--rounds 1", "close the session"),
         ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),
-        (
+        pytest.param(
             "soak",
             "--sessions 2 --processes 2 --threads 2 --rounds 1 --fill 9 --shapes 9 --allowed 999",
             "threads: 1, then 5",
+            marks=pytest.mark.deep,
         ),
         pytest.param(
             "workloads",
@@ -123,8 +129,10 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
             "living bytes at most 1.05x eager's",
             marks=pytest.mark.deep,
         ),
-        ("compile_cost", "--rounds 1 --sizes 40 80", "all passes"),
-        ("placement", "--rounds 1 --layers 1 2", "fully sharded"),
+        pytest.param(
+            "compile_cost", "--rounds 1 --sizes 40 80", "all passes", marks=pytest.mark.deep
+        ),
+        ("placement", "--rounds 1 --layers 1", "fully sharded"),
         pytest.param("worker_step", "--rounds 1 --quick", "native us a node", marks=needs_native),
         ("generation", "--rounds 1 --tokens 6 --dim 32", "of fixed size"),
     ],

@@ -78,6 +78,7 @@ def test_a_recording_is_one_step() -> None:
     assert 150 < more - few < 200
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name, *_ in CASES])
 def test_every_case_is_solved_exactly_and_each_layer_costs_the_same(name: str) -> None:
     two, four, eight = (chosen(layers, name).solution for layers in (2, 4, 8))

@@ -258,7 +258,7 @@ def test_a_spare_process_takes_the_rank(name: str) -> None:
 
 
 #: One of so many messages of a program of two ranks is tried; in the deep profile each.
-STRIDE = 1 if DEEP else 6
+STRIDE = 1 if DEEP else 10
 
 
 @pytest.mark.sampled(3)

@@ -13,7 +13,7 @@ import pytest
 from tests.support.timeouts import DEEP
 
 ROOT = Path(__file__).parents[2]
-KILLS = 500 if DEEP else 6
+KILLS = 500 if DEEP else 3
 SECONDS = 3000 if DEEP else 300
 CASES = [("fully sharded", 2, "off"), ("pipeline", 2, "off"), ("one worker", 1, "now")]
 if DEEP:

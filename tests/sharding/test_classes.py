@@ -103,6 +103,7 @@ OUTPUTS_DECIDE = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["a=8", "a=2,b=2,c=2"])
 @settings(max_examples=settings().max_examples // 4)
 @given(program=PROGRAMS, sizes=SHAPES, seed=st.integers(0, 1000))

@@ -116,6 +116,7 @@ def taken_whole_by_the_backward(model: nn.Module) -> list[int]:
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("ranks", RANKS)

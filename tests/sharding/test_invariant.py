@@ -348,6 +348,7 @@ def test_one_worker_runs_all_virtual_ranks() -> None:
         assert len(s._link._worker.store) == 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cut", PLANS)

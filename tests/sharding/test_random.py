@@ -144,6 +144,7 @@ def drawn_on(workers: int, place: Place) -> list[Tensor]:
         return [made.cpu() for kind in KINDS for made in kind(place)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("label", [TorchShard(0), TorchReplicate()], ids=str)

@@ -88,6 +88,7 @@ def check_rows(parts: int, program: Sequence[Step], sizes: Sequence[int], seed: 
         assert_equal([whole], [expected[n]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parts", [2, 4])
 @given(program=PROGRAMS, sizes=SHAPES, seed=st.integers(0, 1000))
 def test_any_rows_make_the_program(
@@ -96,6 +97,7 @@ def test_any_rows_make_the_program(
     check_rows(parts, accepted(program, sizes), sizes, seed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES)
 @given(program=PROGRAMS, sizes=SHAPES, seed=st.integers(0, 1000))
 def test_a_program_on_a_mesh_is_the_program(
@@ -107,6 +109,7 @@ def test_a_program_on_a_mesh_is_the_program(
 PROGRAMS_A_SESSION = 12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["a=2", "a=2,b=2"])
 def test_random_programs_on_workers_match_eager(mesh: str) -> None:

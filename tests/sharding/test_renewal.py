@@ -58,6 +58,7 @@ class Lookup:
         return caught.value
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "placements"),
     [
@@ -187,6 +188,7 @@ def train(model: nn.Module, placements: Placements | None) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [8, 640])
 @pytest.mark.parametrize("how", ["data parallel", "fully sharded"])
 def test_a_training_skips_bad_batches_as_eager_does(size: int, how: str) -> None:

@@ -53,6 +53,7 @@ def test_reductions_over_blocks_move_nothing_through_the_client(rows: int) -> No
             assert s.stats()["bytes_fetched"] == fetched, name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(6, 4), (5, 3), (1, 1), (0, 4)])
 def test_every_rank_sends_its_block_once(shape: tuple[int, int]) -> None:
     whole = torch.randn(shape)
@@ -170,7 +171,7 @@ def test_on_one_worker_a_placement_is_no_op() -> None:
         assert x.tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("compile", ["off", "now"])
+@pytest.mark.parametrize("compile", ["off", pytest.param("now", marks=pytest.mark.deep)])
 def test_stages_and_compiled_groups_are_each_ranks_own(compile: str) -> None:
     whole = torch.randn(1001, 64)
     with lazygt.session(mesh={"data": 2}, threads=1, compile=compile, keep_stages=True) as s:

@@ -149,6 +149,7 @@ def test_a_loaded_optimizer_state_lies_as_the_parameters_do(
     agree(list(found.values()), list(weights.values()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [PIPE, DATA, None], ids=str)
 @pytest.mark.parametrize("lay", [in_stages, by_columns])
 def test_a_module_goes_on_in_another_session(
@@ -169,6 +170,7 @@ def test_a_module_goes_on_in_another_session(
     agree([model(numbers(4, 6)).detach()], expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("lay", [in_stages, by_columns])
 def test_copies_of_a_module_lie_as_it_does(

@@ -36,6 +36,15 @@ PRELOADED = (
     "torch", "torch.utils._device", "torch.distributed.tensor", "torch._dynamo", "numpy", "zmq",
     "msgpack", "msgspec.json", "msgspec.msgpack", "cloudpickle", "html", "secrets",
 )  # fmt: skip
+#: The compile process is forked from a template that has its modules, too, and knows the processor.
+_COMPILING = "lazygt.runtime.compiling.compile_process"
+_ITS_MODULES = (
+    "torch._inductor.compile_fx", "torch._inductor.codegen.cpp_wrapper_cpu_array_ref",
+    "torch._inductor.fx_passes.fuse_attention", "torch._inductor.fx_passes.pad_mm",
+    "torch._inductor.fx_passes.mkldnn_fusion", "torch._inductor.fx_passes.freezing_patterns",
+    "torch._inductor.fx_passes.quantization", "torch._inductor.extern_node_serializer",
+    "torch._inductor.loop_body", "torch._inductor.codegen.wrapper_fxir", "torch._export.passes",
+)  # fmt: skip
 _MESSAGE_BYTES = 200_000  # below what the kernel takes at once
 _DESCRIPTORS = 64
 _ENVIRONMENT_BYTES = 16_000
@@ -48,7 +57,7 @@ _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from tests.support import forking
-forking.main(int(sys.argv[2]))
+forking.main(int(sys.argv[2]), sys.argv[3])
 """
 #: What `Popen` is told that no fork can do.
 _PLAIN: dict[str, Any] = {
@@ -100,15 +109,15 @@ class Template:
         atexit.register(self.close)
 
     @staticmethod
-    def start() -> Template:
-        """Start one, and let it load torch."""
+    def start(target: str = "") -> Template:
+        """Start one, and let it load torch, and what else this program needs."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             environment = {k: v for k, v in os.environ.items() if not k.startswith("LAZYGT_")}
             environment.pop("PYTHONPATH", None)
             environment["LAZYGT_ROOM"] = " " * _ENVIRONMENT_BYTES
             process = Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, ROOT, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _PROGRAM, ROOT, str(theirs.fileno()), target],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -153,21 +162,24 @@ class Template:
             self._process.wait()
 
 
-_template: Template | None = None
+#: The templates of this process: of the compile process, and of everything else, by "".
+_templates: dict[str, Template] = {}
+#: Whether this process was forked from a template; everything it starts is forked from one.
+_is_forked = False
 _starting = threading.Lock()
 
 
-def template() -> Template:
-    """The template of this process, started when it is first asked for."""
-    global _template
+def template(target: str = "") -> Template:
+    """The template for a program, started when it is first asked for."""
+    target = target if target == _COMPILING and not _is_forked else ""
     with _starting:  # two threads may start their first processes at once
-        if _template is None:
-            _template = Template.start()
-        return _template
+        if target not in _templates:
+            _templates[target] = Template.start(target)
+        return _templates[target]
 
 
 def is_template(pid: int) -> bool:
-    return _template is not None and _template.is_process(pid)
+    return any(each.is_process(pid) for each in _templates.values())
 
 
 class Forked(Popen):  # type: ignore[type-arg]
@@ -177,7 +189,7 @@ class Forked(Popen):  # type: ignore[type-arg]
         given = _SIGNATURE.bind(self, *args, **kwargs).arguments
         parsed = Program.parse(given["args"])
         plain = all(given.get(name, value) == value for name, value in _PLAIN.items())
-        if parsed is None or not plain or not template().is_usable:
+        if parsed is None or not plain or not template(parsed[1]).is_usable:
             super()._execute_child(*args, **kwargs)  # type: ignore[misc]
             return
         standard = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -192,7 +204,7 @@ class Forked(Popen):  # type: ignore[type-arg]
         )
         directory = os.open(given["cwd"] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self.pid = template().fork(program, directory, [*standard, *passed])
+            self.pid = template(program.target).fork(program, directory, [*standard, *passed])
         finally:
             os.close(directory)
         self._child_created = True
@@ -267,14 +279,14 @@ def _show_environment() -> None:
 
 def _give_template(fds: Sequence[int]) -> tuple[Program, list[int]] | None:
     """Fork a template for what this program starts; returns work in what that forks alone."""
-    global _template
+    global _is_forked
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         for fd in (ours.detach(), *fds):
             os.close(fd)
         return _serve(theirs)
     theirs.close()
-    _template = Template(ours, None)
+    _templates[""], _is_forked = Template(ours, None), True
     subprocess.Popen = Forked  # type: ignore[misc]
     return None
 
@@ -320,13 +332,27 @@ def _end_by_signal() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def main(descriptor: int) -> None:
-    """Be a template, and whatever it forks."""
+def _load(target: str) -> None:
+    """Import what programs do; for the compile process, find the vector instructions, too."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    if target == _COMPILING:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read with the first import
+        for name in _ITS_MODULES:
+            importlib.import_module(name)
+        importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
+
+
+def main(descriptor: int, target: str) -> None:
+    """Be a template, and whatever it forks.
+
+    Args:
+        target: the module that it is for; "" for any program.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.remove(ROOT)
     path = list(sys.path)
-    for name in PRELOADED:
-        importlib.import_module(name)
+    _load(target)
     gc.collect()
     gc.freeze()  # pages that no collection writes to stay shared
     work: tuple[Program, list[int]] | None = _serve(socket.socket(fileno=descriptor))
