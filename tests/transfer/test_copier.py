@@ -34,6 +34,7 @@ from lazygt.transfer.copy_request import (
 from lazygt.transfer.layout import block, slices
 from lazygt.transfer.transports import process_group
 from lazygt.transfer.transports.shared_memory import SharedMemoryAddress, place_of
+from tests.support.descriptors import descriptors_before, open_descriptors
 from tests.transfer.child import GIB, RECEIVERS, SENDERS
 
 pytestmark = pytest.mark.timeout(120)
@@ -131,6 +132,27 @@ def test_memory_that_was_given_up_is_not_written(copier: Copier) -> None:
 def test_malformed_copy_request_is_refused(given: Any) -> None:
     with pytest.raises(ProtocolError, match="no copy request"):
         CopyRequest.read(given)
+
+
+def test_an_error_is_a_reply(copier: Copier) -> None:
+    assert copier.reply(3, CopyRequest("here", ()), torch.empty) == CopyReply(0, 3, ())
+    reply = copier.reply(4, ("here",), torch.empty, rank=2)
+    assert (reply.rank, reply.number, list(reply.checks)) == (2, 4, [])
+    assert reply.error.startswith("ProtocolError: this is no copy request")
+
+
+def test_destinations_that_are_not_live_are_dropped(arena: Arena, copier: Copier) -> None:
+    slot = arena.allocate(16)
+    item = CopyItem(0, ((0, 4),), 0, "F32", (4,), ((0, 4),))
+    before = len(descriptors_before())
+    for sender in ("here", "there"):
+        copier.copy(request_for(arena, slot, item)._replace(sender=sender), lambda _: torch.ones(4))
+    one_slot = (len(open_descriptors()) - before) // 2
+    assert one_slot > 0
+    copier.copy(CopyRequest("here", ()), torch.empty)
+    assert len(open_descriptors()) == before + one_slot
+    copier.close()
+    assert len(open_descriptors()) <= before
 
 
 # -- whole transfers ---------------------------------------------------------------------------
