@@ -5,6 +5,7 @@ All costs come from a ``Machine``. ``machine_of`` finds one: ``machines/`` has t
 """
 
 from lazygt.errors import former_names
+from lazygt.machine.file import shipped
 from lazygt.machine.find import (
     CALIBRATED,
     Gpus,
@@ -12,7 +13,6 @@ from lazygt.machine.find import (
     default_machine,
     machine_of,
     on_hosts,
-    shipped,
 )
 from lazygt.machine.model import Figure, LinkFigures, Machine
 from lazygt.machine.prices import collective_seconds

@@ -30,6 +30,7 @@ from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 from lazygt.submit.history import Flush
+from lazygt.tables import summed
 
 # -- collectives in timed runs: exposed seconds, and seconds that overlap with work ----------------
 
@@ -55,17 +56,6 @@ class ExchangeTime(NamedTuple):
     exposed: float
     hidden: float
 
-    def __add__(self, other: object) -> ExchangeTime:
-        """Return the sum of two rows."""
-        if not isinstance(other, ExchangeTime):
-            return NotImplemented
-        return self._replace(
-            times=self.times + other.times,
-            nbytes=self.nbytes + other.nbytes,
-            exposed=self.exposed + other.exposed,
-            hidden=self.hidden + other.hidden,
-        )
-
 
 def exchange_times(runs: Iterable[tuple[Graph, Timings]]) -> list[ExchangeTime]:
     """Sum up the collectives of timed runs by kind and axis, the most exposed first.
@@ -73,12 +63,9 @@ def exchange_times(runs: Iterable[tuple[Graph, Timings]]) -> list[ExchangeTime]:
     Args:
         runs: graph of a plan's steps and their timings, for each run.
     """
-    totals: dict[tuple[str, str], ExchangeTime] = {}
-    for graph, timings in runs:
-        for row in _times_of_run(graph, timings):
-            key = row.kind, row.axis
-            totals[key] = totals[key] + row if key in totals else row
-    return sorted(totals.values(), key=lambda row: (-row.exposed, row.kind, row.axis))
+    rows = (row for graph, timings in runs for row in _times_of_run(graph, timings))
+    totals = summed(rows, "times", "nbytes", "exposed", "hidden")
+    return sorted(totals, key=lambda row: (-row.exposed, row.kind, row.axis))
 
 
 class Flight(NamedTuple):
