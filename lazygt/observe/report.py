@@ -184,7 +184,8 @@ class Report(Printed):
             "line", ">ops", ">launches", ">flops", ">share", ">read", ">written", ">share", ">peak",
             SOURCE, spare=(">read", ">written", ">launches", ">ops"), truncated=SOURCE,
             rows=(
-                (shown(line), ops, *_amounts(cost, total), _bytes(peak), source(line))
+                (shown(line), ops, *_amounts(cost, total), _bytes(peak),
+                 truncated(code_at(line), _MAX_TEXT))
                 for line, ops, cost, peak in self.lines
             ),
         )  # fmt: skip
@@ -308,14 +309,10 @@ def shown(line: str) -> str:
     return _INSTALLED.sub("", line.removeprefix(folder))
 
 
-def source(line: str) -> str:
+def code_at(line: str) -> str:
     """Return the user's code at ``file:line``; empty when the file can't be read."""
     path, _, number = line.rpartition(":")
-    return (
-        truncated(linecache.getline(path, int(number)).strip(), _MAX_TEXT)
-        if path and number.isdigit()
-        else ""
-    )
+    return linecache.getline(path, int(number)).strip() if path and number.isdigit() else ""
 
 
 def _bytes(number: int) -> str:

@@ -336,8 +336,8 @@ class TimelineProbe(Observer):
 
     def __init__(self, timeline: Timeline, client: Client) -> None:
         self.timeline, self._client = timeline, client
-        self._previous = client.observer
-        self.interval = None if self._previous is None else self._previous.interval
+        self._restored, self._previous = client.observer, client.observer or Observer()
+        self.interval = self._previous.interval
         self._pid = os.getpid()
         self._pids = tuple(client.link.pids)
         self._session = timeline.session()
@@ -355,7 +355,7 @@ class TimelineProbe(Observer):
 
     def detach(self, compiles: Iterable[Compile]) -> None:
         """Draw the compiles that ended since ``attach``, and restore the previous observer."""
-        self._client.observer = self._previous
+        self._client.observer = self._restored
         for compile in compiles:
             end = int((compile.at + compile.took) * 1e9)
             if compile.took and end >= self._attached_at:
@@ -392,20 +392,17 @@ class TimelineProbe(Observer):
 
     def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
         """Draw a message that was sent or received."""
-        if self._previous is not None:
-            self._previous.message(direction, kind, rank, run, size, why)
+        self._previous.message(direction, kind, rank, run, size, why)
         about = {"rank": rank, "run": run, "bytes": size, "why": why}
         self.timeline.instant(self._pid, self._track(_MESSAGES), f"{direction} {kind}", about)
 
     def waiting(self, what: str) -> None:
         """Notify the previous observer that a wait has begun."""
-        if self._previous is not None:
-            self._previous.waiting(what)
+        self._previous.waiting(what)
 
     def came(self) -> None:
         """Notify the previous observer that the wait has ended."""
-        if self._previous is not None:
-            self._previous.came()
+        self._previous.came()
 
     def ran(
         self, rank: int, run: int, entry: PlanRecord | None, describe: Any, timings: Timings
@@ -430,8 +427,7 @@ class TimelineProbe(Observer):
 
     def recovered(self, run: int, record: RecoveryRecord) -> None:
         """Draw a recovery, on the replaced workers."""
-        if self._previous is not None:
-            self._previous.recovered(run, record)
+        self._previous.recovered(run, record)
         self.timeline.recoveries.append(record)
         end = time.monotonic_ns()
         begin = end - int(record.seconds * 1e9)
