@@ -134,6 +134,13 @@ def section(title: str, table: PlainTable) -> Iterator[RenderableType]:
         yield table
 
 
+def remarks(lines: Iterable[object]) -> Iterator[RenderableType]:
+    """Yield the remarks of a report, with their heading; nothing without any."""
+    texts = [Text(f"- {line}") for line in lines]
+    if texts:
+        yield from (heading("to mind"), *texts)
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 
