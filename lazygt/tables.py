@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+Row = TypeVar("Row", bound=tuple[Any, ...])
 _MAX_WIDTH = 1_000
 #: Minimum width of a column of texts.
 _MIN_TEXT_WIDTH = 20
@@ -130,3 +132,30 @@ def section(title: str, table: PlainTable) -> Iterator[RenderableType]:
     if table.rows:
         yield heading(title)
         yield table
+
+
+def remarks(lines: Iterable[object]) -> Iterator[RenderableType]:
+    """Yield the remarks of a report, with their heading; nothing without any."""
+    texts = [Text(f"- {line}") for line in lines]
+    if texts:
+        yield from (heading("to mind"), *texts)
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def summed(rows: Iterable[Row], *fields: str) -> list[Row]:
+    """Merge named tuples that are equal in all other fields, and sum these fields.
+
+    The rows are in the order of the first of each.
+    """
+    totals: dict[Any, Any] = {}
+    zeros = dict.fromkeys(fields, 0)
+    row: Any
+    for row in rows:
+        key = row._replace(**zeros)
+        if key in totals:
+            old = totals[key]
+            row = old._replace(**{name: getattr(old, name) + getattr(row, name) for name in fields})
+        totals[key] = row
+    return list(totals.values())

@@ -109,22 +109,18 @@ _AXIS = "workers"
 _SMALL = 1 << 20
 
 
-class HostFigures:
-    """Measured seconds of recording an op, of an op in a run, and of a message, in a session.
-
-    Attributes:
-        record, launch, message: see ``machine.schema``.
-    """
-
-    def __init__(self, session: Session, rounds: int) -> None:
-        x = torch.ones(4)
-        session.synchronize()
-        times = 3 * rounds + 2  # the first runs of a plan are slower: it is checked and compiled
-        records, runs = zip(*(_chain(session, x, _OPS) for _ in range(times)), strict=True)
-        _, longer = zip(*(_chain(session, x, 5 * _OPS) for _ in range(times)), strict=True)
-        self.record = min(records) / _OPS
-        self.launch = max(min(longer) - min(runs), min(runs) / 10) / (4 * _OPS)
-        self.message = min(_fetch_seconds(x) for _ in range(20 * rounds + 2))
+def host_figures(session: Session, rounds: int) -> dict[str, float]:
+    """Measure the seconds of recording an op, of an op in a run, and of a message, by key."""
+    x = torch.ones(4)
+    session.synchronize()
+    times = 3 * rounds + 2  # the first runs of a plan are slower: it is checked and compiled
+    records, runs = zip(*(_chain(session, x, _OPS) for _ in range(times)), strict=True)
+    _, longer = zip(*(_chain(session, x, 5 * _OPS) for _ in range(times)), strict=True)
+    return {
+        "host.record": min(records) / _OPS,
+        "host.launch": max(min(longer) - min(runs), min(runs) / 10) / (4 * _OPS),
+        "host.message": min(_fetch_seconds(x) for _ in range(20 * rounds + 2)),
+    }
 
 
 def _chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
@@ -333,13 +329,8 @@ class _Calibration:
         self._told("messages and recording", 0, 0)
         workers = Workers(1, threads=self.threads)
         with Session(workers=workers, device=self.device, compile="off") as session:
-            host = HostFigures(session, self.size.rounds)
-        self.values |= {
-            "host.record": host.record,
-            "host.launch": host.launch,
-            "host.message": host.message,
-            "collectives.ranks": self.ranks,
-        }
+            self.values |= host_figures(session, self.size.rounds)
+        self.values["collectives.ranks"] = self.ranks
 
     def _collectives(self) -> None:
         """Measure collectives between workers, and fit their carriers."""

@@ -153,7 +153,8 @@ def log(
         })  # fmt: skip
         return
     typer.echo(f"{summary.messages:,} messages, {summary.nbytes:,} bytes, {summary.seconds:.2f} s")
-    show(*(_totals_table(name, totals, most) for name, totals in tables.items()))
+    for name, totals in tables.items():
+        show(Text(), _totals_table(name, totals, most))
 
 
 def _totals_table(name: str, totals: Sequence[Total], most: int) -> PlainTable:

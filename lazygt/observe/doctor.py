@@ -47,20 +47,9 @@ def report(open_session: SessionFactory | None = None) -> list[Check]:
             session is tried.
     """
     checks = [
-        python(),
-        torch_version(),
-        cuda(),
-        collectives(),
-        compiler(),
-        recorder(),
-        plan_code(),
-        cores(),
-        threads(),
-        memory(),
-        memfd(),
-        pidfd(),
-        costs(),
-    ]
+        python(), torch_version(), cuda(), collectives(), compiler(), recorder(), plan_code(),
+        cores(), threads(), memory(), memfd(), pidfd(), costs(),
+    ]  # fmt: skip
     return checks if open_session is None else [*checks, session(open_session)]
 
 

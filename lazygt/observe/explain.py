@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lazygt.graph.collectives import Communication, collective_name, communications
 from lazygt.graph.cost import Cost, base_name, family, member_costs
@@ -31,6 +31,7 @@ from lazygt.observe.report import (
 from lazygt.passes.fuse import Fuse, Prices, Surroundings, candidates, saved_bytes, worth
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
+from lazygt.tables import summed
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.axis import AxisStep
@@ -145,10 +146,10 @@ def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
         _summary_lines(plans, runs),
         dearest,
         plans,
-        _merged(row for of_plan in runs for row in _fused(of_plan)),
-        _merged(row for of_plan in runs for row in _unfused(of_plan)),
-        _merged(row for of_plan in runs for row in _collectives(of_plan)),
-        _merged(row for of_plan in runs if alternatives for row in _alternatives(of_plan)),
+        summed((row for of_plan in runs for row in _fused(of_plan)), "runs"),
+        summed((row for of_plan in runs for row in _unfused(of_plan)), "runs"),
+        summed((row for of_plan in runs for row in _collectives(of_plan)), "runs"),
+        summed((row for of_plan in runs if alternatives for row in _alternatives(of_plan)), "runs"),
         farthest(row for of_plan in runs for row in _outside(of_plan)),
     )
 
@@ -298,25 +299,20 @@ def _not_candidate_reason(node: Node) -> str:
 
 def _collectives(runs: Runs) -> list[CollectiveRow]:
     """Build one row for each set of collectives that differ only in their bytes."""
-    if not runs.collectives:
-        return []
-    rows: dict[tuple[object, ...], CollectiveRow] = {}
-    for record in runs.collectives:
-        key = record.kind, record.reduce_op, record.mesh_dim, record.source, record.why
-        machine = runs.machine.along(record.mesh_dim)
-        seconds = collective_seconds(machine, record.kind, record.nbytes, record.ranks)
-        previous = rows.get(key)
-        count, nbytes, ring, seconds_before = (
-            (0, 0, 0, 0.0)
-            if previous is None
-            else (previous.times, previous.nbytes, previous.ring, previous.seconds)
+    rows = (
+        CollectiveRow(
+            runs.times, 1, each.kind, each.reduce_op, each.nbytes, each.ring_bytes, each.mesh_dim,
+            each.ranks, _seconds(runs.machine, each), each.source, each.why,
         )
-        rows[key] = CollectiveRow(
-            runs.times, count + 1, record.kind, record.reduce_op, nbytes + record.nbytes,
-            ring + record.ring_bytes, record.mesh_dim, record.ranks, seconds_before + seconds,
-            record.source, record.why,
-        )  # fmt: skip
-    return list(rows.values())
+        for each in runs.collectives
+    )  # fmt: skip
+    return summed(rows, "times", "nbytes", "ring", "seconds")
+
+
+def _seconds(machine: Machine, what: Communication) -> float:
+    """Estimate the seconds of a collective."""
+    along = machine.along(what.mesh_dim)
+    return collective_seconds(along, what.kind, what.nbytes, what.ranks)
 
 
 def _outside(runs: Runs) -> Iterator[Outside]:
@@ -341,12 +337,3 @@ def _alternatives(runs: Runs) -> list[AlternativeRow]:
         )
         for each in reasons(runs.decided)
     ]  # fmt: skip
-
-
-def _merged(rows: Iterable[Any]) -> list[Any]:
-    """Merge rows that differ only in their runs."""
-    times: dict[Any, int] = {}
-    for row in rows:
-        key = row._replace(runs=0)
-        times[key] = times.get(key, 0) + row.runs
-    return [key._replace(runs=runs) for key, runs in times.items()]

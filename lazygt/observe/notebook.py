@@ -5,7 +5,7 @@ A session's counts are shown without a sync point.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 import torch
@@ -60,7 +60,7 @@ def tensor_bundle(t: LazyTensor) -> dict[str, str]:
     """Return text and HTML for IPython, with one fetch. A sync point, as ``print`` is."""
     rows, text = summary(t), repr(t)
     rows["value"] = storage_of(t).state.value  # ``repr`` has computed the value
-    return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>{_table(_title(t), rows)}"}
+    return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>{_facts(_title(t), rows)}"}
 
 
 def session_html(session: Session) -> str:
@@ -68,7 +68,7 @@ def session_html(session: Session) -> str:
     stats, plan = session.stats(), session.last_plan
     flushes = ", ".join(f"{reason} {count}" for reason, count in stats["flushes"].items())
     rows = {key.replace("_", " "): f"{stats[key]:,}" for key in _SHOWN}
-    table = _table(repr(session), {"flushes": flushes or "none", **rows})
+    table = _facts(repr(session), {"flushes": flushes or "none", **rows})
     return table + collectives_html(plan.collectives) if plan and plan.collectives else table
 
 
@@ -80,23 +80,26 @@ def collectives_html(collectives: Sequence[Communication]) -> str:
         for each in collectives
     ]  # fmt: skip
     head = ("kind", "reduce op", "nbytes", "ring bytes", "mesh dim", "source", "why")
-    cells = "".join(_row("td", row) for row in rows)
-    return f"<table><caption>collectives</caption>{_row('th', head)}{cells}</table>"
+    return _table("collectives", [_row("th", head), *(_row("td", row) for row in rows)])
 
 
-def _row(tag: str, texts: Sequence[str]) -> str:
-    cells = "".join(f"<{tag} style='text-align:left'>{escape(text)}</{tag}>" for text in texts)
-    return f"<tr>{cells}</tr>"
+def _table(title: str, rows: Iterable[str]) -> str:
+    return f"<table><caption>{escape(title)}</caption>{''.join(rows)}</table>"
+
+
+def _facts(title: str, facts: Mapping[str, str]) -> str:
+    """Return a table with a row for each fact: its name and its value."""
+    rows = (f"{_cell('th', key)}{_cell('td', value)}" for key, value in facts.items())
+    return _table(title, (f"<tr>{row}</tr>" for row in rows))
+
+
+def _row(tag: str, texts: Iterable[str]) -> str:
+    return f"<tr>{''.join(_cell(tag, text) for text in texts)}</tr>"
+
+
+def _cell(tag: str, text: str) -> str:
+    return f"<{tag} style='text-align:left'>{escape(text)}</{tag}>"
 
 
 def _title(t: LazyTensor) -> str:
     return "Parameter" if isinstance(t, torch.nn.Parameter) else "LazyTensor"
-
-
-def _table(title: str, rows: Mapping[str, str]) -> str:
-    cells = "".join(
-        f"<tr><th style='text-align:left'>{escape(key)}</th>"
-        f"<td style='text-align:left'>{escape(value)}</td></tr>"
-        for key, value in rows.items()
-    )
-    return f"<table><caption>{escape(title)}</caption>{cells}</table>"

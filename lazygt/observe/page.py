@@ -10,7 +10,6 @@ The page needs no network and no other file; its own script opens, moves and sea
 from __future__ import annotations
 
 import json
-import linecache
 import math
 import os
 from collections import Counter
@@ -25,6 +24,7 @@ from lazygt.graph.collectives import Communication, collective_name
 from lazygt.graph.cost import Cost, base_name
 from lazygt.graph.placement import WAIT
 from lazygt.graph.text import amount, count
+from lazygt.observe.report import code_at
 from lazygt.tables import truncated
 
 #: Fill colour of each family of ops, and of inputs and outputs.
@@ -131,14 +131,12 @@ def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: flo
     tip += tuple(" ".join(_collective_text(record)) for record in collectives[:_MAX_LISTED])
     for line in dict.fromkeys(data["line"] for data in members):
         tip += _source_lines(line)
-    source = "".join(
-        truncated(code, _MAX_TEXT) for code in _source_lines(title.removesuffix(BACKWARD))[1:]
-    )
+    code = truncated(code_at(title.removesuffix(BACKWARD)), _MAX_TEXT)
     note = f"{count(len(members), 'op')}, {_amounts(cost)}"
     if collectives:
         payload = amount(sum(record.nbytes for record in collectives), "B")
         note += f"; {count(len(collectives), 'collective')}, {payload}"
-    return Label(os.path.basename(title), note, source, colour, scale, mark, tip)
+    return Label(os.path.basename(title), note, code, colour, scale, mark, tip)
 
 
 def _collective_text(record: Communication) -> tuple[str, str]:
@@ -177,9 +175,8 @@ def _amounts(cost: Cost) -> str:
 
 def _source_lines(line: str) -> tuple[str, ...]:
     """Return ``file:line``, and the user's code there if the file can be read."""
-    path, _, number = line.rpartition(":")
-    text = linecache.getline(path, int(number)).strip() if path and number.isdigit() else ""
-    return (line, text) if text else (line,)
+    code = code_at(line)
+    return (line, code) if code else (line,)
 
 
 def quotient(drawing: nx.DiGraph, box_of: Mapping[str, str]) -> nx.DiGraph:

@@ -18,7 +18,7 @@ from lazygt.graph.comm_volume import parallelism_of
 from lazygt.graph.cost import Cost
 from lazygt.graph.text import amount, duration
 from lazygt.machine.extrapolation import Outside
-from lazygt.tables import PlainTable, Printed, heading, section, truncated
+from lazygt.tables import PlainTable, Printed, heading, section, summed, truncated
 
 #: Path prefix of installed packages.
 _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
@@ -184,7 +184,8 @@ class Report(Printed):
             "line", ">ops", ">launches", ">flops", ">share", ">read", ">written", ">share", ">peak",
             SOURCE, spare=(">read", ">written", ">launches", ">ops"), truncated=SOURCE,
             rows=(
-                (shown(line), ops, *_amounts(cost, total), _bytes(peak), source(line))
+                (shown(line), ops, *_amounts(cost, total), _bytes(peak),
+                 truncated(code_at(line), _MAX_TEXT))
                 for line, ops, cost, peak in self.lines
             ),
         )  # fmt: skip
@@ -247,21 +248,21 @@ class Report(Printed):
 
 
 def exchanged(collectives: Iterable[CollectiveRow]) -> list[ExchangedRow]:
-    """Sum the collectives of all runs by (axis, ranks, kind).
+    """Sum the collectives of all runs by axis, ranks and kind; see ``by_axis``."""
+    return by_axis(
+        ExchangedRow(
+            parallelism_of(row.axis), row.axis, row.ranks, row.kind, row.runs * row.times,
+            row.runs * row.nbytes, row.runs * row.ring,
+        )
+        for row in collectives
+    )  # fmt: skip
 
-    Axes are in the order of their first collective.
-    """
-    rows: dict[tuple[str, int, str], ExchangedRow] = {}
-    axes: dict[str, int] = {}
-    for row in collectives:
-        axes.setdefault(row.axis, len(axes))
-        key = row.axis, row.ranks, row.kind
-        times, nbytes, ring = rows[key][4:] if key in rows else (0, 0, 0)
-        rows[key] = ExchangedRow(
-            parallelism_of(row.axis), *key, times + row.runs * row.times,
-            nbytes + row.runs * row.nbytes, ring + row.runs * row.ring,
-        )  # fmt: skip
-    return sorted(rows.values(), key=lambda row: axes[row.axis])
+
+def by_axis(rows: Iterable[ExchangedRow]) -> list[ExchangedRow]:
+    """Sum rows of one axis and kind; the axes are in the order of their first row."""
+    totals = summed(rows, "times", "nbytes", "ring")
+    axes = list(dict.fromkeys(row.axis for row in totals))
+    return sorted(totals, key=lambda row: axes.index(row.axis))
 
 
 def exchanged_table(rows: Iterable[ExchangedRow]) -> PlainTable:
@@ -308,14 +309,10 @@ def shown(line: str) -> str:
     return _INSTALLED.sub("", line.removeprefix(folder))
 
 
-def source(line: str) -> str:
+def code_at(line: str) -> str:
     """Return the user's code at ``file:line``; empty when the file can't be read."""
     path, _, number = line.rpartition(":")
-    return (
-        truncated(linecache.getline(path, int(number)).strip(), _MAX_TEXT)
-        if path and number.isdigit()
-        else ""
-    )
+    return linecache.getline(path, int(number)).strip() if path and number.isdigit() else ""
 
 
 def _bytes(number: int) -> str:

@@ -30,6 +30,7 @@ from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 from lazygt.submit.history import Flush
+from lazygt.tables import summed
 
 # -- collectives in timed runs: exposed seconds, and seconds that overlap with work ----------------
 
@@ -55,17 +56,6 @@ class ExchangeTime(NamedTuple):
     exposed: float
     hidden: float
 
-    def __add__(self, other: object) -> ExchangeTime:
-        """Return the sum of two rows."""
-        if not isinstance(other, ExchangeTime):
-            return NotImplemented
-        return self._replace(
-            times=self.times + other.times,
-            nbytes=self.nbytes + other.nbytes,
-            exposed=self.exposed + other.exposed,
-            hidden=self.hidden + other.hidden,
-        )
-
 
 def exchange_times(runs: Iterable[tuple[Graph, Timings]]) -> list[ExchangeTime]:
     """Sum up the collectives of timed runs by kind and axis, the most exposed first.
@@ -73,12 +63,9 @@ def exchange_times(runs: Iterable[tuple[Graph, Timings]]) -> list[ExchangeTime]:
     Args:
         runs: graph of a plan's steps and their timings, for each run.
     """
-    totals: dict[tuple[str, str], ExchangeTime] = {}
-    for graph, timings in runs:
-        for row in _times_of_run(graph, timings):
-            key = row.kind, row.axis
-            totals[key] = totals[key] + row if key in totals else row
-    return sorted(totals.values(), key=lambda row: (-row.exposed, row.kind, row.axis))
+    rows = (row for graph, timings in runs for row in _times_of_run(graph, timings))
+    totals = summed(rows, "times", "nbytes", "exposed", "hidden")
+    return sorted(totals, key=lambda row: (-row.exposed, row.kind, row.axis))
 
 
 class Flight(NamedTuple):
@@ -349,8 +336,8 @@ class TimelineProbe(Observer):
 
     def __init__(self, timeline: Timeline, client: Client) -> None:
         self.timeline, self._client = timeline, client
-        self._previous = client.observer
-        self.interval = None if self._previous is None else self._previous.interval
+        self._restored, self._previous = client.observer, client.observer or Observer()
+        self.interval = self._previous.interval
         self._pid = os.getpid()
         self._pids = tuple(client.link.pids)
         self._session = timeline.session()
@@ -368,7 +355,7 @@ class TimelineProbe(Observer):
 
     def detach(self, compiles: Iterable[CompileRecord]) -> None:
         """Draw the compiles that ended since ``attach``, and restore the previous observer."""
-        self._client.observer = self._previous
+        self._client.observer = self._restored
         for compile in compiles:
             end = int((compile.at + compile.took) * 1e9)
             if compile.took and end >= self._attached_at:
@@ -405,20 +392,17 @@ class TimelineProbe(Observer):
 
     def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
         """Draw a message that was sent or received."""
-        if self._previous is not None:
-            self._previous.message(direction, kind, rank, run, size, why)
+        self._previous.message(direction, kind, rank, run, size, why)
         about = {"rank": rank, "run": run, "bytes": size, "why": why}
         self.timeline.instant(self._pid, self._track(_MESSAGES), f"{direction} {kind}", about)
 
     def waiting(self, what: str) -> None:
         """Notify the previous observer that a wait has begun."""
-        if self._previous is not None:
-            self._previous.waiting(what)
+        self._previous.waiting(what)
 
     def came(self) -> None:
         """Notify the previous observer that the wait has ended."""
-        if self._previous is not None:
-            self._previous.came()
+        self._previous.came()
 
     def ran(
         self, rank: int, run: int, entry: PlanRecord | None, describe: Any, timings: Timings
@@ -443,8 +427,7 @@ class TimelineProbe(Observer):
 
     def recovered(self, run: int, record: RecoveryRecord) -> None:
         """Draw a recovery, on the replaced workers."""
-        if self._previous is not None:
-            self._previous.recovered(run, record)
+        self._previous.recovered(run, record)
         self.timeline.recoveries.append(record)
         end = time.monotonic_ns()
         begin = end - int(record.seconds * 1e9)

@@ -15,7 +15,7 @@ from rich.text import Text
 from lazygt.graph.collectives import ring_limit
 from lazygt.graph.comm_volume import TransformerStep, Volume
 from lazygt.graph.text import amount
-from lazygt.tables import PlainTable, Printed, heading
+from lazygt.tables import PlainTable, Printed, remarks
 
 # -- summary of an instruction log ----------------------------------------------------------------
 
@@ -219,9 +219,7 @@ class VolumeReport(Printed):
         yield Text("Logical: the payload, of the whole model. Ring: what is sent for it, by the "
                    "rule for many ranks, and exactly by one of the ranks that meet.\n")  # fmt: skip
         yield self._table()
-        if self.remarks:
-            yield heading("to mind")
-            yield from (Text(f"- {remark}") for remark in self.remarks)
+        yield from remarks(self.remarks)
 
     def _table(self) -> PlainTable:
         table = PlainTable(

@@ -16,7 +16,7 @@ from lazygt.plots import figure
 from lazygt.serving.mistakes import Remark
 from lazygt.serving.simulation import Arrivals, ServiceRun
 from lazygt.serving.stages import HIGH_LOAD, StageNumbers
-from lazygt.tables import PlainTable, Printed, heading
+from lazygt.tables import PlainTable, Printed, heading, remarks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -204,9 +204,7 @@ class ServicePlan(Printed):
             yield self._choices()
             yield heading(f"latency against throughput, {self._title()}")
             yield self._curve()
-        if self.remarks:
-            yield heading("to mind")
-            yield from (Text(f"- {remark}") for remark in self.remarks)
+        yield from remarks(self.remarks)
 
     def _title(self) -> str:
         return f"{_gpus_text(self._gpus_by_stage(self.chosen))} ({self.chosen.why})"

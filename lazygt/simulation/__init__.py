@@ -1,6 +1,7 @@
 """Simulation: how long a program takes on a machine that need not be there."""
 
 from lazygt.errors import former_names
+from lazygt.observe.explain import DRY
 from lazygt.simulation.discrete_event import Deadlock, RankClass, Rehearsal, Simulated, Span
 from lazygt.simulation.node_times import node_seconds
 from lazygt.simulation.prediction import (
@@ -11,7 +12,7 @@ from lazygt.simulation.prediction import (
     SimulatedRun,
     check,
 )
-from lazygt.simulation.program import DRY, LiveValue, predict, simulate
+from lazygt.simulation.program import LiveValue, predict, simulate
 
 __all__ = [
     "DRY",

@@ -25,7 +25,7 @@ from lazygt.machine import Machine
 from lazygt.machine.extrapolation import Outside, outside
 from lazygt.machine.prices import line_seconds
 from lazygt.runtime.plan import Plan
-from lazygt.simulation.node_times import Kernel, flops_of, kernels_of, product_flops
+from lazygt.simulation.node_times import Kernel, kernels_of
 from lazygt.simulation.rank_memory import KnownCategories, Memory, memory_of
 
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
@@ -159,13 +159,11 @@ class _ClassWork:
         self.results = [results for _, results in plan.graph.numbered()]
 
         self.memory = memory_of(plan.graph, categories)
-        self.flops = flops_of(self.kernels)
-
-    def new_result(self, count: int) -> RankClass:
-        """Return the result of a class of ``count`` ranks, with the figures known before a run."""
-        result = RankClass(self.rank, count, self.memory, flops=self.flops)
-        result.products = product_flops(self.kernels)
-        return result
+        kernels = [kernel for of_node in self.kernels for kernel in of_node]
+        self.flops = sum(kernel.flops for kernel in kernels)
+        self.products = Counter[str]()
+        for product in (product for kernel in kernels for product in kernel.products):
+            self.products[product.dtype] += product.flops
 
 
 class _Run:
@@ -180,8 +178,10 @@ class _Run:
     """
 
     def __init__(self, work: _ClassWork, count: int, machine: Machine) -> None:
-        self.result = work.new_result(count)
-        self.result.outside = outside(machine, work.graph, work.exchanges.values())
+        self.result = RankClass(
+            work.rank, count, work.memory, flops=work.flops, products=work.products,
+            outside=outside(machine, work.graph, work.exchanges.values()),
+        )  # fmt: skip
         self._work, self._graph, self._machine = work, work.graph, machine
         self._now = self._host = 0.0
         self.node = 0

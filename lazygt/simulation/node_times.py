@@ -13,7 +13,6 @@ counted once. An uncompiled group is one kernel for each member.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -63,6 +62,13 @@ class Kernel(NamedTuple):
     nbytes: int
     compiled: bool = False
 
+    @property
+    def flops(self) -> int:
+        """Number of all arithmetic operations."""
+        return sum(product.flops for product in self.products) + sum(
+            count for _, count in self.elements
+        )
+
     def seconds(self, machine: Machine) -> float:
         """Return the seconds without the launch."""
         work = sum(product.seconds(machine) for product in self.products)
@@ -91,26 +97,6 @@ def kernels_of(graph: Graph, *, compiled: bool = True) -> list[tuple[Kernel, ...
 def node_seconds(graph: Graph, machine: Machine) -> list[float]:
     """Return the seconds of each node without its launch; 0 for collectives."""
     return [sum(kernel.seconds(machine) for kernel in kernels) for kernels in kernels_of(graph)]
-
-
-def product_flops(kernels: Iterable[Sequence[Kernel]]) -> Counter[str]:
-    """Return the flops of matrix products and the like, by the machine's name of the dtype."""
-    flops = Counter[str]()
-    for of_node in kernels:
-        for kernel in of_node:
-            for product in kernel.products:
-                flops[product.dtype] += product.flops
-    return flops
-
-
-def flops_of(kernels: Iterable[Sequence[Kernel]]) -> int:
-    """Return the number of all arithmetic operations."""
-    return sum(
-        sum(product.flops for product in kernel.products)
-        + sum(count for _, count in kernel.elements)
-        for of_node in kernels
-        for kernel in of_node
-    )
 
 
 def _plain(node: Node, cost: Cost, metas: Sequence[TensorMeta | None]) -> tuple[Kernel, ...]:

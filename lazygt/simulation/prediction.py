@@ -13,15 +13,15 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from lazygt.graph.collectives import ring_bytes
+from lazygt.graph.comm_volume import parallelism_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
 from lazygt.machine import Machine
 from lazygt.machine.extrapolation import Outside, farthest
 from lazygt.observe.report import (
     OUTSIDE,
-    CollectiveRow,
     ExchangedRow,
-    exchanged,
+    by_axis,
     exchanged_table,
     outside_table,
     shown,
@@ -31,7 +31,7 @@ from lazygt.simulation.discrete_event import RankClass, Simulated, Span
 from lazygt.simulation.rank_memory import KINDS, HeldMemory
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 from lazygt.submit.memory_categories import OPTIMIZER, PARAMETERS
-from lazygt.tables import PlainTable, Printed, heading, section
+from lazygt.tables import PlainTable, Printed, heading, section, summed
 
 #: Rows of each table, at most.
 _MAX_ROWS = 8
@@ -198,42 +198,41 @@ class Prediction(Printed):
         )
         memory = ranks.memory
         kinds = {kind: run.beside.get(kind, 0) + nbytes for kind, nbytes in memory.kinds.items()}
-        bytes_by_line = Counter({(row.kind, row.line): row.nbytes for row in memory.lines})
-        bytes_by_line.update({(kind, ""): nbytes for kind, nbytes in run.beside.items()})
-        lines = [
-            HeldMemory(kind, line, nbytes) for (kind, line), nbytes in bytes_by_line.most_common()
-        ]
+        besides = [HeldMemory(kind, "", nbytes) for kind, nbytes in run.beside.items()]
+        lines = summed((*memory.lines, *besides), "nbytes")
+        lines.sort(key=lambda row: -row.nbytes)
         return Peak(sum(kinds.values()), ranks.rank, memory.line, kinds, lines)
 
     @property
     def collectives(self) -> list[CollectiveTime]:
         """Collectives of the rank with the most exposed time per run, the most exposed first."""
-        rows: dict[tuple[str, str, str], list[tuple[int, int, float, float]]] = defaultdict(list)
-        for run in self.runs:
-            slowest = max(run.simulated.classes, key=_exposed)
-            for span in slowest.spans:
-                if span.lane != "compute":
-                    key = span.lane, span.name, span.line
-                    seconds = span.end - span.begin
-                    rows[key].append((span.nbytes, self._ring_bytes(span), seconds, span.exposed))
-        times = [
-            CollectiveTime(*key, len(spans), *(sum(column) for column in zip(*spans, strict=True)))
-            for key, spans in rows.items()
-        ]
+        rows = (
+            CollectiveTime(
+                span.lane, span.name, span.line, 1, span.nbytes, self._ring_bytes(span),
+                span.end - span.begin, span.exposed,
+            )
+            for run in self.runs
+            for span in max(run.simulated.classes, key=_exposed).spans
+            if span.lane != "compute"
+        )  # fmt: skip
+        times = summed(rows, "times", "nbytes", "ring", "seconds", "exposed")
         return sorted(times, key=lambda row: (-row.exposed, -row.seconds))
 
     def _ring_bytes(self, span: Span) -> int:
         """Return the bytes that a rank sends for a collective in a ring; 0 for a receive."""
-        ranks = 1 if self.mesh is None else self.mesh.size(span.lane)
         kind = span.name.partition(" ")[0]
+        ranks = self._ranks_along(span.lane)
         return 0 if kind == "receive" else round(ring_bytes(kind, span.nbytes, ranks))
+
+    def _ranks_along(self, axis: str) -> int:
+        return 1 if self.mesh is None else self.mesh.size(axis)
 
     def by_parallelism(self) -> list[ExchangedRow]:
         """Sum the rank's collectives in a step, by axis of the mesh and kind."""
-        return exchanged(
-            CollectiveRow(
-                1, row.times, row.kind.partition(" ")[0], None, row.nbytes, row.ring, row.axis,
-                1 if self.mesh is None else self.mesh.size(row.axis), row.seconds, row.line, "",
+        return by_axis(
+            ExchangedRow(
+                parallelism_of(row.axis), row.axis, self._ranks_along(row.axis),
+                row.kind.partition(" ")[0], row.times, row.nbytes, row.ring,
             )
             for row in self.collectives
         )  # fmt: skip

@@ -21,6 +21,7 @@ from lazygt.graph.source import expand
 from lazygt.host.gc_pause import gc_paused
 from lazygt.machine import Machine, default_machine, machine_of
 from lazygt.machine.find import requested
+from lazygt.observe.explain import DRY
 from lazygt.parallel.fsdp_overrides import Forced
 from lazygt.runtime.client.console import Observer
 from lazygt.runtime.plan import Plan
@@ -35,8 +36,6 @@ from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 from lazygt.submit.history import Flush
 from lazygt.submit.memory_categories import OTHER
 
-#: Settings of a session that records and plans, and computes nothing.
-DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}
 #: Reasons of flushes that the program does not wait for.
 _ASYNCHRONOUS = frozenset({"backward", "optimizer step", "trace too long", "flush()", "checkpoint"})
 #: Reasons of flushes that the program waits for without reading a value.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,13 +120,7 @@ def _predicted(combo: Combination, run: Run, ground: Ground) -> Prediction:
         steps.opened(session)
 
     steps = Steps(DRY_STEPS, lambda session, done: ground.tick())
-    with _forced_run(combo) as sessions:
-        try:
-            run(combo, {**ground.settings, **DRY}, sessions.opened(opened))
-        except StepsDone:
-            pass
-        finally:
-            steps.close()
+    _run_steps(combo, run, {**ground.settings, **DRY}, opened, steps.close)
     if steps.session is None:
         raise ProgramFailed("no torch optimizer stepped in a session: there is no step to look at")
     session = steps.session
@@ -137,15 +130,9 @@ def _predicted(combo: Combination, run: Run, ground: Ground) -> Prediction:
 def _measured(combo: Combination, run: Run, ground: Ground, tokens: int) -> Row:
     """Run a combination for real, and return its measured row."""
     stopwatch = Stopwatch(ground.window, ground.tick)
-    with _forced_run(combo) as sessions:
-        try:
-            # no recovery: a dead worker is an error, and no snapshot disturbs a window
-            settings = {**ground.settings, "recovery": "off"}
-            run(combo, settings, sessions.opened(stopwatch.opened))
-        except StepsDone:
-            pass
-        finally:
-            stopwatch.close()
+    # no recovery: a dead worker is an error, and no snapshot disturbs a window
+    settings = {**ground.settings, "recovery": "off"}
+    _run_steps(combo, run, settings, stopwatch.opened, stopwatch.close)
     if stopwatch.step_seconds is None:
         raise ProgramFailed(
             f"the program ended after {stopwatch.steps.done} steps of {ground.window.total}: "
@@ -168,32 +155,36 @@ def _shares(stopwatch: Stopwatch) -> Shares | None:
     )
 
 
-class _Sessions:
-    """Sessions that a run has opened."""
+def _run_steps(
+    combo: Combination,
+    run: Run,
+    settings: Mapping[str, Any],
+    opened: Callable[[Session], object],
+    close: Callable[[], object],
+) -> None:
+    """Run a combination with its overrides up to its last step, and close its sessions.
 
-    def __init__(self) -> None:
-        self.all: list[Session] = []
+    Args:
+        opened: called with each new session.
+        close: called at the end of the program.
 
-    def opened(self, callback: Callable[[Session], object]) -> Callable[[Session], object]:
-        """Return a callback that records a session, and passes it on to ``callback``."""
+    Raises:
+        KnobsIgnored: see there; and the program's errors.
+    """
+    sessions: list[Session] = []
 
-        def opened(session: Session) -> None:
-            self.all.append(session)
-            callback(session)
+    def register(session: Session) -> None:
+        sessions.append(session)
+        opened(session)
 
-        return opened
-
-
-@contextmanager
-def _forced_run(combo: Combination) -> Iterator[_Sessions]:
-    """Context with a combination's overrides; closes the sessions of the run at its end."""
-    sessions = _Sessions()
-    with ExitStack() as stack:
-        forced = stack.enter_context(forced_knobs(**combo.forced))
+    with forced_knobs(**combo.forced) as forced:
         try:
-            yield sessions
+            run(combo, settings, register)
+        except StepsDone:
+            pass
         finally:
-            for session in sessions.all:
+            close()
+            for session in sessions:
                 session.close()
         try:
             forced.check()

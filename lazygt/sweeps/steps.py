@@ -18,12 +18,19 @@ from torch.utils.hooks import RemovableHandle
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine
 from lazygt.machine.prices import line_seconds
-from lazygt.observe.timeline import TimedRun, Timeline, exchange_times, flights, profile
+from lazygt.observe.timeline import (
+    ExchangeTime,
+    TimedRun,
+    Timeline,
+    exchange_times,
+    flights,
+    profile,
+)
 from lazygt.record.context import current_session
 from lazygt.runtime.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.messages import MemoryUse
 from lazygt.session import Session
-from lazygt.simulation import Prediction
+from lazygt.simulation import CollectiveTime, Prediction
 
 # -- shares of a step's time (compute, exposed collectives, host), simulated or measured -----------
 
@@ -72,11 +79,7 @@ def simulated_shares(prediction: Prediction) -> Shares:
     step, mesh, machine = prediction.step_seconds, prediction.mesh, prediction.machine
     rows = prediction.collectives
     exposed = sum(row.exposed for row in rows)
-    latency_seconds = sum(
-        row.exposed * latency_share(machine, mesh, row.axis, row.kind, row.times, row.nbytes)
-        for row in rows
-        if mesh is not None
-    )
+    latency_seconds = _latency_seconds(machine, mesh, rows)
     in_flight = busy = 0.0
     for run in prediction.runs:
         slowest = max(run.simulated.classes, key=lambda c: sum(span.exposed for span in c.spans))
@@ -108,10 +111,7 @@ def measured_shares(
     total = max(step_seconds * steps * ranks, busy)
     rows = exchange_times(graphs)
     exposed = sum(row.exposed for row in rows)
-    latency_seconds = sum(
-        row.exposed * latency_share(machine, mesh, row.axis, row.kind, row.times, row.nbytes)
-        for row in rows
-    )
+    latency_seconds = _latency_seconds(machine, mesh, rows)
     in_flight = sum(
         covered(flight.nanoseconds for flight in flights(graph, timings))
         for graph, timings in graphs
@@ -123,6 +123,17 @@ def measured_shares(
         latency_seconds / total,
         (total - busy) / total,
         round(sum(row.times for row in rows) / (steps * ranks)),
+    )
+
+
+def _latency_seconds(
+    machine: Machine, mesh: Mesh | None, rows: Sequence[CollectiveTime] | Sequence[ExchangeTime]
+) -> float:
+    """Return the exposed seconds of collectives that do not depend on their bytes."""
+    return sum(
+        row.exposed * latency_share(machine, mesh, row.axis, row.kind, row.times, row.nbytes)
+        for row in rows
+        if mesh is not None
     )
 
 
