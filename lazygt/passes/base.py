@@ -7,7 +7,7 @@ values, to ``rebuild``, which numbers all values anew.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ class Pass(Protocol):
     """Protocol of a pass: a name and one method.
 
     A pass may compare sizes for equality; all other decisions by sizes go through
-    ``passes.questions``. A pass puts no computed size into a graph, because its result is reused
+    ``passes.guards``. A pass puts no computed size into a graph, because its result is reused
     for the same program in other sizes as long as its questions have the same answers.
     """
 
@@ -256,6 +256,12 @@ def dependencies(graph: Graph, is_ordered: Callable[[Node], bool] = has_effect) 
 def written_values(node: Node) -> Sequence[int]:
     """Return the values that a node writes."""
     return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
+
+
+def new_versions(node: Node, results: range) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of a value that a node writes and the result that is its new version."""
+    first = 0 if node.op == WRITE_BACK else len(node.fresh)
+    return zip(written_values(node), results[first:], strict=False)
 
 
 def _memory_aliases(node: Node, results: range) -> list[int]:

@@ -36,8 +36,8 @@ from lazygt.graph.placement import (
     SEND_RECV,
 )
 from lazygt.passes.base import dependencies, placed, rebuild, view_source
+from lazygt.passes.sharding.gradients import updated_with
 from lazygt.passes.sharding.marks import turns
-from lazygt.passes.updates import reduced_units
 
 # -- the collectives of one program: dependences, earliest start, first reader ---------------------
 
@@ -487,3 +487,40 @@ def _topological_order(before: Sequence[Sequence[int]], priority: Sequence[int])
 def _bits(mask: int) -> list[int]:
     """Return the positions of the set bits."""
     return [position for position in range(mask.bit_length()) if mask >> position & 1]
+
+
+# -- wrap units of reduced gradients ---------------------------------------------------------------
+
+
+def reduced_units(graph: Graph, units: Mapping[int, FSDPUnit]) -> dict[int, FSDPUnit]:
+    """Return the wrap unit of each reduce-scatter of a rank's program, by number of the node.
+
+    The unit is that of the parameter that is updated with the reduced gradient, else the first unit
+    with a parameter block of the same shape.
+
+    Args:
+        units: input -> its wrap unit.
+    """
+    scatters = {
+        number: results.start
+        for number, (node, results) in enumerate(graph.numbered())
+        if node.op == REDUCE_SCATTER
+    }
+    if not scatters or not units:
+        return {}
+    updates, metas = updated_with(graph, units), graph.values
+    for node, results in reversed(list(graph.numbered())):
+        source = view_source(node)
+        if source is not None and results[0] in updates:
+            updates.setdefault(source, updates[results[0]])
+    shapes: dict[tuple[int, ...], FSDPUnit] = {}
+    for value, unit in units.items():
+        shapes.setdefault(graph.inputs[value].shape, unit)
+    reduced = {}
+    for number, result in scatters.items():
+        meta = metas[result]
+        unit_of_shape = shapes.get(meta.shape) if meta is not None else None
+        reduced_unit = updates.get(result, unit_of_shape)
+        if reduced_unit is not None:
+            reduced[number] = reduced_unit
+    return reduced

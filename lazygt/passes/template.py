@@ -5,7 +5,7 @@ recorded graph is keyed by its symbolic form, with a symbol instead of every siz
 keys get the same decisions from every pass, so the optimised graph of the first one, with other
 sizes substituted, is the optimised graph of the others.
 
-That holds as long as the passes' questions about sizes (``passes.questions``) have the same answers
+That holds as long as the passes' questions about sizes (``passes.guards``) have the same answers
 in the other sizes, which is checked every time.
 """
 

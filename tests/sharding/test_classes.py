@@ -17,6 +17,7 @@ from lazygt.graph.node import Graph
 from lazygt.passes import overlap, pipeline
 from lazygt.passes.base import same
 from lazygt.passes.sharding import axis, programs
+from lazygt.passes.sharding.lower import partition as local_programs
 from lazygt.runtime.plan import Plan
 from tests.sharding.random_programs import recorded as recorded_at_random
 from tests.sharding.random_programs import stored_at_random
@@ -131,7 +132,7 @@ def test_planning_work_is_independent_of_number_of_ranks(monkeypatch: pytest.Mon
 
     program = recorded(MLP, "data=2,pipe=4", 1)
     for module, name in (
-        (axis, "solve"), (axis, "partition"), (axis, "Builder"),
+        (axis, "solve"), (axis, "partition"), (local_programs, "Builder"),
         (overlap, "launched"), (pipeline, "split"), (programs, "run_passes"),
     ):  # fmt: skip
         counted(module, name)

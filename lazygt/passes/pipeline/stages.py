@@ -14,9 +14,9 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
-from lazygt.graph.alias import WRITE_BACK, draws
+from lazygt.graph.alias import draws
 from lazygt.graph.node import Graph, Node
-from lazygt.passes.base import written_values
+from lazygt.passes.base import new_versions, written_values
 from lazygt.passes.sharding.marks import ENTER, LEAVE
 
 #: Stage of a node that all ranks run, after they receive the operands.
@@ -74,8 +74,7 @@ class _Assignment:
             self._makers += [number] * len(results)
             if node.op in (ENTER, LEAVE):
                 self._same[results[0]] = node.args[0].index
-            first = 0 if node.op == WRITE_BACK else len(node.fresh)
-            versions = zip(written_values(node), results[first:], strict=False)
+            versions = new_versions(node, results)
             self._on_every_rank.update(new for old, new in versions if old in self._on_every_rank)
         return Stages(self._nodes, self._values, self._makers, self._same)
 

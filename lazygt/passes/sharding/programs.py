@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from lazygt.graph.cost import family
 from lazygt.graph.mesh import FSDPUnit, Mesh, Sharding, VirtualMesh
 from lazygt.graph.node import Graph, verify
-from lazygt.graph.placement import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Shard, Unspecified
+from lazygt.graph.placement import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER
 from lazygt.machine import Machine, default_machine
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, priced, run_passes
 from lazygt.passes.base import (
@@ -28,6 +28,7 @@ from lazygt.passes.cse import DeadCode, key_of, may_merge
 from lazygt.passes.overlap import overlapped
 from lazygt.passes.pipeline import pipeline_axis, shard_stages
 from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, shard
+from lazygt.passes.sharding.gradients import gradients_in_blocks
 from lazygt.passes.sharding.marks import PLACE, place_node, turns
 from lazygt.passes.sharding.propagate.placement_sources import (
     COPIES,
@@ -36,7 +37,6 @@ from lazygt.passes.sharding.propagate.placement_sources import (
     moves_elements,
     stored_shardings,
 )
-from lazygt.passes.updates import updated_with
 from lazygt.passes.virtual_rank_merge import merged
 
 # -- FSDP's ``reshard_after_forward``: weights are gathered again for every pass -------------------
@@ -175,179 +175,6 @@ class _Regather:
         return copies[value]
 
 
-# -- sharded gradients -----------------------------------------------------------------------------
-# Gradients get the placements of the parameters or optimizer states that they update. Their first
-# readers, such as clipping by norm, read shards too, so no rank has an unsharded gradient after the
-# reduction.
-#
-# Accumulating the gradients of several microbatches before the reduction sends the fewest bytes,
-# but keeps unsharded gradients alive until the last microbatch. So only small gradients, or as many
-# as a requested cap allows, are accumulated unsharded. Beyond that the gradients of each backward
-# are reduced, and shards are accumulated.
-
-_SUMS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
-#: Most bytes of a gradient that is always accumulated unsharded: a launch takes longer.
-SMALL = 16 << 10
-
-
-def gradients_in_blocks(
-    graph: Graph, mesh: Mesh, shardings: Mapping[int, Sharding], backward: Collection[int], cap: int
-) -> Graph:
-    """Return the graph with gradients placed like the parameters or states that they update.
-
-    Args:
-        shardings: the sharding of each stored value.
-        backward: numbers of the recorded ops of a backward pass.
-        cap: most bytes of gradients that may stay unsharded over several microbatches; the cap of
-            a wrap unit takes precedence.
-    """
-    stored = {value: sharding for value, sharding in shardings.items() if sharding.unit is not None}
-    if not backward:
-        return graph
-    pass_of = turns(graph, backward)
-    optimizer_state = _sharded_optimizer_state(graph, shardings, pass_of)
-    if not stored and not optimizer_state:
-        return graph
-    gradients = _Gradients(graph, mesh, pass_of, updated_with(graph, stored | optimizer_state))
-    return gradients.placed(cap)
-
-
-def _sharded_optimizer_state(
-    graph: Graph, shardings: Mapping[int, Sharding], pass_of: Sequence[int]
-) -> dict[int, Sharding]:
-    """Return the sharded inputs that no forward or backward reads: an optimizer's state."""
-    last = max(pass_of, default=0)
-    state = {
-        value: sharding for value, sharding in shardings.items()
-        if value < len(graph.inputs) and sharding.fixed and sharding.unit is None
-        and any(isinstance(placement, Shard) for placement in sharding.placements)
-    }  # fmt: skip
-    for node, pass_number in zip(graph.nodes, pass_of, strict=True):
-        if pass_number % 2 or pass_number < last:
-            for value in node.refs():
-                state.pop(value, None)
-    return state
-
-
-class _Sum(NamedTuple):
-    """Addition of a gradient to the sum over earlier microbatches."""
-
-    nbytes: int  # of each operand
-    first: bool  # whether the sum is that of a single microbatch
-    home: Sharding  # the sharding of the parameter
-
-
-class _Gradients:
-    """Placement of gradients in one walk over the graph.
-
-    Args:
-        pass_of: the pass number of each node; odd in a backward.
-        shardings: gradient -> the sharding of the parameter or state that it updates.
-    """
-
-    def __init__(
-        self, graph: Graph, mesh: Mesh, pass_of: Sequence[int], shardings: Mapping[int, Sharding]
-    ) -> None:
-        self._graph, self._mesh, self._pass_of, self._shardings = graph, mesh, pass_of, shardings
-        self._metas = graph.values
-        #: for each value the pass in which it was produced
-        self._producing_pass = [0] * len(graph.inputs)
-        for node, pass_number in zip(graph.nodes, pass_of, strict=True):
-            self._producing_pass += [pass_number] * len(node.results)
-        self._count = len(self._producing_pass)
-        #: gradient -> its sharded copy
-        self._sharded: dict[int, int] = {}
-
-    def placed(self, cap: int) -> Graph:
-        """Return the graph with the placements; see ``gradients_in_blocks``."""
-        sums, read_outside = self._sums(), self._gradients_read_outside()
-        sums = sums if self._unsharded_bytes(sums) > self._cap(sums, cap) else {}
-        rows: list[Placed] = []
-        for row in placed(self._graph):
-            refs = row.node.refs()
-            replacements = {value: self._sharded[value] for value in refs if value in self._sharded}
-            accumulation = sums.get(row.source)
-            if accumulation is not None and accumulation.nbytes > SMALL:
-                replacements |= self._place(refs[not accumulation.first :], row.source, rows)
-            same = {value: value for value in refs}
-            rows.append(
-                row._replace(node=renumbered(row.node, same | replacements))
-                if replacements
-                else row
-            )
-            self._sharded |= self._place(
-                [value for value in row.results if value in read_outside], row.source, rows
-            )
-        if self._count == len(self._producing_pass):
-            return self._graph
-        outputs = tuple([self._sharded.get(value, value) for value in self._graph.outputs])
-        return rebuild(replace(self._graph, outputs=outputs), rows)
-
-    def _gradients_read_outside(self) -> set[int]:
-        """Return the gradients that a node outside of all backward passes reads."""
-        return {
-            value
-            for node, pass_number in zip(self._graph.nodes, self._pass_of, strict=True)
-            if not pass_number % 2
-            for value in node.refs()
-            if value in self._shardings and self._producing_pass[value] % 2
-        }
-
-    def _place(self, values: Sequence[int], source: int, rows: list[Placed]) -> dict[int, int]:
-        """Add ``place`` marks to ``rows``; return value -> its placed copy."""
-        placed_copies = {}
-        for value in dict.fromkeys(values):
-            meta = self._metas[value]
-            assert meta is not None
-            node = place_node(value, meta, Sharding(self._placements(self._shardings[value])))
-            rows.append(Placed(node, [self._count], source))
-            placed_copies[value] = self._count
-            self._count += 1
-        return placed_copies
-
-    def _placements(self, sharding: Sharding) -> tuple[Shard | Unspecified, ...]:
-        """Return the shards of ``sharding`` on its axes, and ``Unspecified()`` on all others."""
-        axes = self._mesh.names if sharding.unit is None else (sharding.unit.axis,)
-        return tuple([
-            placement if axis in axes and isinstance(placement, Shard) else Unspecified()
-            for axis, placement in zip(self._mesh.names, sharding.placements, strict=True)
-        ])  # fmt: skip
-
-    # -- several microbatches ------------------------------------------------------------
-
-    def _sums(self) -> dict[int, _Sum]:
-        """Return, by number, the nodes that accumulate gradients of sharded parameters."""
-        metas = self._metas
-        sums: dict[int, _Sum] = {}
-        summed: set[int] = set()
-        for number, ((node, results), pass_number) in enumerate(
-            zip(self._graph.numbered(), self._pass_of, strict=True)
-        ):
-            if node.op not in _SUMS or not pass_number % 2 or len(refs := node.refs()) != 2:
-                continue
-            sharding, meta = self._shardings.get(results[0]), metas[results[0]]
-            if sharding is None or sharding.unit is None:
-                continue
-            have_same_meta = meta is not None and metas[refs[0]] == metas[refs[1]] == meta
-            if (
-                have_same_meta
-                and 0 < self._producing_pass[refs[0]] < pass_number == self._producing_pass[refs[1]]
-            ):
-                assert meta is not None
-                sums[number] = _Sum(meta.nbytes, refs[0] not in summed, sharding)
-                summed.add(results[0])
-        return sums
-
-    def _unsharded_bytes(self, sums: Mapping[int, _Sum]) -> int:
-        """Return the bytes of gradients that would be unsharded at the same time."""
-        return sum(addition.nbytes for addition in sums.values() if addition.first)
-
-    def _cap(self, sums: Mapping[int, _Sum], cap: int) -> int:
-        units = [addition.home.unit for addition in sums.values()]
-        return max((unit.cap_bytes for unit in units if unit and unit.cap_bytes is not None),
-                   default=cap)  # fmt: skip
-
-
 # -- redundant collectives: no value is reduced twice ----------------------------------------------
 # cse leaves a large value that is computed again after the first one has died: recomputation is
 # cheaper than memory. That does not hold for collectives. So global value numbering finds a second
@@ -477,59 +304,69 @@ def programs(
         GraphError: a graph is invalid; with ``check`` the error names the pass.
         ValueError: pipeline stages are not possible; see ``pipeline``.
     """
-    replicated = Sharding((R,) * len(mesh.names))
+    machine, stages = machine or default_machine("cpu"), [] if stages is None else stages
+    shardings = [sharding or Sharding((R,) * len(mesh.names)) for sharding in inputs]
     prepared = run_passes(graph, BEFORE_SHARDING, check, stages)
-    machine = machine or default_machine("cpu")
-    shardings = [sharding or replicated for sharding in inputs]
-    prepared = reshard_after_forward(
-        prepared, stored_shardings(prepared, mesh, shardings), backward
-    )
-    cap = WORTH_KEEPING if bucket_bytes is None else bucket_bytes
-    prepared = gradients_in_blocks(
-        prepared, mesh, stored_shardings(prepared, mesh, shardings), backward, cap
-    )
+    prepared = _prepared(prepared, mesh, shardings, bucket_bytes, backward)
     axis = pipeline_axis(prepared, mesh, shardings, workers)
     if axis is None:
         program = shard(prepared, mesh, shardings, machine, decided)
     else:
         program = shard_stages(prepared, mesh, axis, shardings, machine, decided)
+    graphs: Sequence[Graph] = program.graphs
     if workers is None:
-        program = replace(program, graphs=tuple(reduced_once(program.graphs, backward)))
-    if stages is not None:
-        stages.append(("shard", program.graphs[0]))
+        graphs = reduced_once(graphs, backward)
+    stages.append(("shard", graphs[0]))
     if workers is not None:
-        input_placements = [sharding.placements for sharding in shardings]
-        output_placements = [output.placements for output in program.outputs]
-        program = replace(
-            program, graphs=merged(program.graphs, input_placements, output_placements, workers)
-        )
-        if stages is not None:
-            stages.append(("merge", program.graphs[0]))
-    slots_of_inputs = (workers or VirtualMesh(mesh, mesh)).slots(shardings)
-    units = {
-        number: stored.unit
-        for stored, numbers in zip(shardings, slots_of_inputs, strict=True)
-        if stored.unit is not None
-        for number in numbers
-    }
-    caps = _bucket_caps(bucket_bytes, machine, units)
-    graphs = classified(program.graphs)
-    overlapped_graphs = overlapped(
-        graphs, mesh if workers is None else workers.workers, caps, backward
-    )
-    if stages is not None:
-        stages.append(("overlap", overlapped_graphs[0]))
+        stored = [sharding.placements for sharding in shardings]
+        graphs = merged(graphs, stored, [out.placements for out in program.outputs], workers)
+        stages.append(("merge", graphs[0]))
+    caps = _bucket_caps(bucket_bytes, machine, _units(mesh, shardings, workers))
+    axes = mesh if workers is None else workers.workers
+    graphs = overlapped(classified(graphs), axes, caps, backward)
+    stages.append(("overlap", graphs[0]))
+    return replace(program, graphs=tuple(_optimised(graphs, machine, check, stages)))
 
+
+def _prepared(
+    graph: Graph,
+    mesh: Mesh,
+    shardings: Sequence[Sharding],
+    bucket_bytes: int | None,
+    backward: Collection[int],
+) -> Graph:
+    """Return the graph with weights gathered in each pass, and gradients placed."""
+    graph = reshard_after_forward(graph, stored_shardings(graph, mesh, shardings), backward)
+    cap = WORTH_KEEPING if bucket_bytes is None else bucket_bytes
+    stored = stored_shardings(graph, mesh, shardings)
+    return gradients_in_blocks(graph, mesh, stored, backward, cap)
+
+
+def _optimised(
+    graphs: Sequence[Graph], machine: Machine, check: bool, stages: Stages
+) -> list[Graph]:
+    """Return the ranks' graphs after the last passes; the first graph's are added to ``stages``."""
     passes = priced(AFTER_SHARDING, machine)
 
-    def finished(graph: Graph) -> Graph:
-        optimised = run_passes(
-            graph, passes, check, stages if graph is overlapped_graphs[0] else None
-        )
-        verify(optimised)
-        return optimised
+    def optimised(graph: Graph) -> Graph:
+        result = run_passes(graph, passes, check, stages if graph is graphs[0] else None)
+        verify(result)
+        return result
 
-    return replace(program, graphs=tuple(by_class(finished, overlapped_graphs)))
+    return by_class(optimised, graphs)
+
+
+def _units(
+    mesh: Mesh, shardings: Sequence[Sharding], workers: VirtualMesh | None
+) -> dict[int, FSDPUnit]:
+    """Return the wrap unit of each stored input of a worker's program, by number of the input."""
+    slots_of_inputs = (workers or VirtualMesh(mesh, mesh)).slots(shardings)
+    return {
+        number: sharding.unit
+        for sharding, numbers in zip(shardings, slots_of_inputs, strict=True)
+        if sharding.unit is not None
+        for number in numbers
+    }
 
 
 def _bucket_caps(requested: int | None, machine: Machine, units: Mapping[int, FSDPUnit]) -> Caps:

@@ -75,10 +75,10 @@ def open_strategies(
     cache: dict[tuple[int, _Request], StrategySet] = {}
     opened_entries = []
     for number, step in enumerate(steps):
-        _, refs, results, kind, masks = step
+        _, refs, results, kind, _ = step
         entry, fixed_placements = catalogue.entries[kind], reach.fixed_placements(number)
         request = _Request(
-            masks if hints.changed.isdisjoint(refs) else reach.masks(number),
+            reach.masks(number),  # with the partial placements of hints
             hints.of_operands(step),
             hints.of_results(results) if entry.only_cuts_results else (),
             fixed_placements,
@@ -208,8 +208,7 @@ _ADDITIONS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
 class Hints:
     """Propagation hints: additional placements of values, besides those that reached them.
 
-    Attributes:
-        changed: values that may be partial because of hints.
+    Partial placements of results are added to those that reached.
     """
 
     def __init__(self, reach: Reach, steps: Sequence[Step]) -> None:
@@ -218,7 +217,6 @@ class Hints:
         self._hints: dict[int, int] = {}
         self._operand_hints: dict[tuple[int, Masks], Masks] = {}
         self._alternatives: dict[tuple[int, Masks], Masks] = {}
-        self.changed: set[int] = set()
         #: values with new hints since the last backward propagation
         self._new_hints: set[int] = set()
         self._kinds = kinds_of(steps)
@@ -301,9 +299,8 @@ class Hints:
         passed = self._reach.passed(number, known)
         for value, mask in zip(results, passed[len(refs) :], strict=True):
             self._add_hint(value, mask & ~SUMS)
-            if mask & SUMS & ~self._reached[value] and not kind.ends:
+            if not kind.ends:
                 self._reached[value] |= mask & SUMS
-                self.changed.add(value)
 
     def _may_need_alternatives(self, step: Step) -> bool:
         """Return whether alternative shards of a node's operands may be worth their exchange.

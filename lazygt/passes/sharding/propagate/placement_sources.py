@@ -29,7 +29,7 @@ from lazygt.graph.placement import (
     Unspecified,
     side_by_side,
 )
-from lazygt.passes.base import view_source
+from lazygt.passes.base import new_versions, view_source
 from lazygt.passes.sharding.choose.catalogue import StrategyCatalogue, StrategySet
 from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.lower.halo import MOST_PIECES
@@ -166,13 +166,7 @@ def stored_shardings(graph: Graph, mesh: Mesh, inputs: Sequence[Sharding]) -> di
             shardings[results[0]] = shardings[node.args[0].index]
         elif not node.refs():
             shardings.update(dict.fromkeys(results, replicated))
-        if node.op == WRITE_BACK:
-            versions = zip((node.args[0].index,), results, strict=False)
-        elif node.writes:
-            versions = zip(node.writes, results[len(node.fresh) :], strict=False)
-        else:
-            continue
-        for target, version in versions:
+        for target, version in new_versions(node, results):
             if target in shardings:
                 shardings[version] = shardings[target]
     return shardings
