@@ -14,7 +14,6 @@ from lazygt.cli.script import fail
 from lazygt.errors import LazyGTError
 from lazygt.net.keys import Keyring, keys_place
 from lazygt.pool.pool_client import Pool
-from lazygt.pool.server import server_key
 from lazygt.tables import plain_table
 
 app = typer.Typer(no_args_is_help=True, help="See a pool of `lazygt serve`, drain it, evict.")
@@ -79,7 +78,7 @@ def _request(
     if key is not None and keys is not None:
         fail(context, "say who you are with --key FILE or with --keys FOLDER, not both")
     try:
-        with Pool(on, key or server_key(Keyring(keys or keys_place()))) as pool:
+        with Pool(on, key or Keyring(keys or keys_place()).own()) as pool:
             return call(pool)
     except LazyGTError as error:
         fail(context, str(error))

@@ -9,7 +9,6 @@ from lazygt.errors import NoSession, PoolError
 from lazygt.net.keys import KeyFile, Keyring, keys_place
 from lazygt.observe.top.status import PoolStatus, pool_status
 from lazygt.pool.pool_client import Pool
-from lazygt.pool.server import server_key
 
 _POLL_SECONDS = 0.05
 
@@ -27,7 +26,7 @@ class PoolSource:
 
     def __init__(self, on: str, key: str | os.PathLike[str] | KeyFile | None) -> None:
         self._on = on
-        self._pool = Pool(on, key or server_key(Keyring(keys_place())))
+        self._pool = Pool(on, key or Keyring(keys_place()).own())
 
     def snapshot(self) -> PoolStatus:
         """Read the pool's present status.
