@@ -20,7 +20,6 @@ import psutil
 from benchmarks.harness import ROOT, Report, parser
 from lazygt.net.keys import Keyring
 from lazygt.pool.pool_client import Pool
-from lazygt.pool.server import server_key
 
 COLUMNS = ["what", "lowest", "median", "highest", "all", "aim"]
 CLIENT = """
@@ -63,7 +62,7 @@ class Served:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.on = next(word for word in line.replace(";", "").split() if word.startswith("tcp://"))
-        self._pool = Pool(self.on, server_key(self._ring), _START_SECONDS)
+        self._pool = Pool(self.on, self._ring.own(), _START_SECONDS)
 
     def client(self, name: str, program: str, *arguments: object) -> "subprocess.Popen[str]":
         """Start a program with the pool's address and a key of its own."""

@@ -588,7 +588,7 @@ def _open_link(config: Config, mesh: Mesh) -> tuple[Link, Config]:
     if config.pool is None:
         return open_link(config, mesh, COPIER), config
     # why: it loads sockets and keys, which only sessions in a pool need
-    from lazygt.pool.pool_link import PoolLink
+    from lazygt.pool.pool_client import PoolLink
 
     link = PoolLink(config, mesh, COPIER)
     return link, link.config

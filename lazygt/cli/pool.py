@@ -17,9 +17,9 @@ from lazygt.errors import LazyGTError, SecurityError
 from lazygt.host.files import cache_place
 from lazygt.host.processes import hide
 from lazygt.net.keys import Keyring, keys_place, new_token
+from lazygt.pool.gateway import open_gateway
 from lazygt.pool.pool_client import Pool
-from lazygt.pool.requests import Quota, Rules
-from lazygt.pool.server import address, cores_here, open_gateway, quotas, server_key
+from lazygt.pool.requests import Quota, Rules, address, quotas
 from lazygt.runtime.cluster import attach
 from lazygt.runtime.cluster.environment import Job
 from lazygt.tables import PlainTable
@@ -185,7 +185,9 @@ def serve(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         default, client_quotas = (Quota(), {}) if quota is None else quotas(quota)
-        limit = at_once or (workers if device == "cuda" else min(workers, cores_here()))
+        limit = at_once or (
+            workers if device == "cuda" else min(workers, len(os.sched_getaffinity(0)))
+        )
         rules = Rules(workers, limit, queue, grace, expiry, default, client_quotas, hidden)
         caches = cache_place(cache_setting()) / "clients"
         if hidden:
@@ -260,7 +262,7 @@ def _request(
     if key is not None and directory is not None:
         fail(context, "say who you are with --key FILE or with --keys FOLDER, not both")
     try:
-        with Pool(on, key or server_key(Keyring(directory or keys_place()))) as pool:
+        with Pool(on, key or Keyring(directory or keys_place()).own()) as pool:
             return call(pool)
     except LazyGTError as error:
         fail(context, str(error))

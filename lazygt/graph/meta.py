@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from marshal import dumps
 from math import prod
@@ -46,31 +45,48 @@ _SHORT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape, strides and storage offset (all in elements) and dtype of one tensor.
+    """Shape, strides and storage offset (all in elements) and dtype of one tensor; immutable.
 
     ``conj`` and ``neg`` are torch's lazy conjugate and negative bits.
+
+    Attributes:
+        plain: row-major from offset 0 and no lazy bits: shape and dtype determine the meta.
+        numel, nbytes: number of elements, and their bytes (not those of the storage behind them).
     """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int = 0
-    conj: bool = False
-    neg: bool = False
-    #: row-major from offset 0 and no lazy bits: shape and dtype determine the meta
-    plain: bool = field(init=False, compare=False, repr=False)
-    #: number of elements, and their bytes (not those of the storage behind them)
-    numel: int = field(init=False, compare=False, repr=False)
-    nbytes: int = field(init=False, compare=False, repr=False)
+    # not a dataclass: msgspec would send the fields of one, and ask nobody how
+    __slots__ = ("conj", "dtype", "nbytes", "neg", "numel", "offset", "plain", "shape", "stride")
 
-    def __post_init__(self) -> None:
-        row_major = self.stride == contiguous_stride(self.shape)
-        numel = prod(self.shape)
-        object.__setattr__(self, "plain", row_major and not (self.offset or self.conj or self.neg))
-        object.__setattr__(self, "numel", numel)
-        object.__setattr__(self, "nbytes", numel * self.dtype.itemsize)
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        offset: int = 0,
+        conj: bool = False,
+        neg: bool = False,
+    ) -> None:
+        self.shape, self.stride, self.dtype = shape, stride, dtype
+        self.offset, self.conj, self.neg = offset, conj, neg
+        self.plain = not (offset or conj or neg) and stride == contiguous_stride(shape)
+        self.numel = prod(shape)
+        self.nbytes = self.numel * dtype.itemsize
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.shape, self.stride, self.dtype, self.offset, self.conj, self.neg
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is TensorMeta and self._fields == other._fields)
+
+    def __hash__(self) -> int:
+        return hash(self._fields)
+
+    def __repr__(self) -> str:
+        names = ("shape", "stride", "dtype", "offset", "conj", "neg")
+        shown = (f"{name}={field!r}" for name, field in zip(names, self._fields, strict=True))
+        return f"TensorMeta({', '.join(shown)})"
 
     @staticmethod
     def of(t: torch.Tensor) -> TensorMeta:

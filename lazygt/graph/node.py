@@ -20,11 +20,29 @@ from lazygt.errors import GraphError
 from lazygt.graph.meta import TensorMeta, typed_key
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Numbered:
+    """Stand-in for an argument, by number; immutable."""
+
+    # not a dataclass: msgspec would send the fields of one, and ask nobody how
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.index == self.index
+
+    def __hash__(self) -> int:
+        return hash(self.index)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(index={self.index})"
+
+
+class Ref(Numbered):
     """A value of the graph, by number."""
 
-    index: int
+    __slots__ = ()
 
 
 _REFS: list[Ref] = []
@@ -37,11 +55,10 @@ def ref(index: int) -> Ref:
     return _REFS[index]
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
+class Param(Numbered):
     """A Python number that is known only at run time, by its position in the run message."""
 
-    index: int
+    __slots__ = ()
 
 
 #: An argument: Ref, Param, None, bool, int, float, complex, str, torch.dtype,

@@ -13,12 +13,12 @@ A symbolic meta is not for shape inference: its sizes do not fit each other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from lazygt.graph.alias import WRITE_BACK, op_facts
 from lazygt.graph.meta import TensorMeta, intern
-from lazygt.graph.node import Arg, Graph, Node
+from lazygt.graph.node import Arg, Graph, Node, Numbered
 
 Sizes = tuple[int, ...]
 Args = tuple[Arg, ...]
@@ -28,11 +28,10 @@ Kwargs = tuple[tuple[str, Arg], ...]
 LEAST = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(Numbered):
     """Symbol of a size, by number, in an argument of a symbolic graph."""
 
-    index: int
+    __slots__ = ()
 
 
 @lru_cache(maxsize=4096)

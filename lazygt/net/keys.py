@@ -30,6 +30,8 @@ from lazygt.net.channel import Keys
 
 #: Characters of the shortest token: 128 bits in hexadecimal.
 TOKEN_LENGTH = 32
+#: Name of a pool's own key.
+SERVER = "(server)"
 #: Bytes of the longest token.
 TOKEN_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 _PURPOSE = b"lazygt curve"  # separates keys from other values derived from a token
@@ -170,6 +172,8 @@ class Keyring:
 
     def allows(self, public: str) -> str | None:
         """Return the name of the client with this public key; None if it is not allowed."""
+        if public == self.server.public:
+            return SERVER
         if not _Z85.fullmatch(public):
             return None
         try:
@@ -180,8 +184,15 @@ class Keyring:
 
     def administrates(self, name: str) -> bool:
         """Return whether the client of this name may administer the pool."""
+        if name == SERVER:
+            return True
         path = self._files().get(name)
         return path is not None and _read_fields(path).get("administrates") == "yes"
+
+    def own(self, endpoint: str = "") -> KeyFile:
+        """Return the pool's own key, as a client's key file with the right to administer."""
+        keys = self.server
+        return KeyFile(SERVER, keys.public, keys.secret, keys.public, endpoint)
 
     def new(self, name: str, endpoint: str = "", administrates: bool = False) -> KeyFile:
         """Generate a key and allow it. The secret half is only in the returned value.

@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 
 from lazygt.errors import OverQuota, PoolError, ProtocolError
 from lazygt.net.connection import Listener
+from lazygt.net.keys import Keyring
 from lazygt.net.mailbox import Frame
 from lazygt.pool import requests
 from lazygt.pool.hosted import Hosted
 from lazygt.pool.policy import Lease, Policy
 from lazygt.pool.published import PublishedValue, PublishedValues
 from lazygt.pool.requests import (
+    LONGEST,
     TO_POOL,
     AreYouThere,
     Ask,
@@ -445,3 +448,21 @@ class Gateway:
                 f"the key of {caller.client!r} may not administer this pool: use the server's "
                 f"own, or one made with `lazygt keys new --admin`"
             )
+
+
+def open_gateway(
+    bind: tuple[str, int], keyring: Keyring, rules: Rules, device: str, caches: Path
+) -> Gateway:
+    """Open a listening gateway of a pool; `Gateway.serve` runs it.
+
+    Args:
+        bind: host and port.
+
+    Raises:
+        OSError: the address can't be listened on.
+    """
+    listener = Listener(
+        zmq.Context.instance(), *bind, keyring.server, keyring.allows, LONGEST,
+        grace=max(rules.grace, 1.0),
+    )  # fmt: skip
+    return Gateway(listener, keyring.administrates, rules, device, caches)

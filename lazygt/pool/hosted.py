@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import cast
 
 import msgspec
 
@@ -19,11 +20,11 @@ from lazygt.net.channel import MAX_MESSAGE_BYTES
 from lazygt.net.mailbox import Frame
 from lazygt.net.status_file import Page
 from lazygt.runtime.cluster.agent import Agent, Connected
-from lazygt.runtime.cluster.protocol import Closed, Died, Look, Opened, Said, Tell, read
+from lazygt.runtime.cluster.protocol import Closed, Died, Look, Opened, Said, Tell
 from lazygt.runtime.launch.launcher import WORKER_FACTORY
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.messages import Done, Run
-from lazygt.runtime.wire import Buffer, Count, size_of
+from lazygt.runtime.wire import Buffer, Count, decode, size_of, unpack
 
 # -- admission control of a session: a connection to its agent, with a queue of runs ---------------
 # The queued runs wait for a turn of the scheduler. Only a message's kind and the number of its
@@ -110,7 +111,7 @@ class Gate:
             if Done.begins(frames[1]):
                 self._count_answer(sequence_number(frames[1]))
         elif Opened.begins(header):
-            opened = read([header], (Opened,))
+            opened = decode([header], (Opened,))
             assert isinstance(opened, Opened)
             self.pids = {**self.pids, opened.part: tuple(opened.pids)}
         elif Died.begins(header) or Closed.begins(header):
@@ -177,7 +178,7 @@ def parse_run(frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]] | None:
     """
     if len(frames) < 2 or not Tell.begins(frames[0]) or not Run.begins(frames[1]):
         return None
-    message = read(frames, (Tell,))
+    message = decode(frames, (Tell,))
     assert isinstance(message, Tell)
     return sequence_number(frames[1]), message.workers
 
@@ -196,8 +197,8 @@ def sequence_number(header: Buffer) -> int:
         ProtocolError: the header has no valid number.
     """
     try:
-        return msgspec.msgpack.decode(header, type=_Numbered).seq
-    except (msgspec.DecodeError, RecursionError) as error:
+        return cast(_Numbered, unpack(header, _Numbered)).seq
+    except ProtocolError as error:
         raise ProtocolError(f"a run without a number: {error}") from error
 
 

@@ -1,11 +1,11 @@
 """Admission policy of a pool as a pure state machine: gang scheduling with a fair queue.
 
-The input is events with the times at which they were seen (seconds, any monotonic origin), the
-output instructions. Clock, sockets and threads are in `gateway`. `scheduler` schedules the runs of
-admitted sessions.
+Each event is a call, with the time at which it was seen (seconds, any monotonic origin), and
+returns instructions in order. Clock, sockets and threads are in `gateway`. `scheduler` schedules
+the runs of admitted sessions.
 
 A place is a slot for one worker process. A session gets all requested places at once, or none, and
-owns them until its processes are gone (`Released`), so two processes never share a place.
+owns them until its processes are gone (`Policy.release`), so two processes never share a place.
 """
 
 from __future__ import annotations
@@ -27,83 +27,6 @@ from lazygt.errors import (
 from lazygt.pool.requests import Rules
 from lazygt.pool.scheduler import Pause, Resume, Turns
 
-# -- events and instructions of a pool's policy ----------------------------------------------------
-
-# -- events ------------------------------------------------------------------------------------
-
-
-class SessionRequested(Struct, frozen=True):
-    """A client's request for a session."""
-
-    session: str
-    client: str
-    workers: int
-    cores: int  # torch threads of all its workers
-    grace: float = 0.0  # seconds for which its connection may be dead
-    detach: bool = False  # True if the session outlives its client, until it is ended or expires
-
-
-class Released(Struct, frozen=True):
-    """End of a session: its processes are gone, or it has left the queue."""
-
-    session: str
-
-
-class Load(Struct, frozen=True):
-    """Numbers of a session's runs on its workers, and of those waiting for a turn."""
-
-    session: str
-    running: int
-    held: int
-
-
-class RunTime(Struct, frozen=True):
-    """Seconds that a session's workers have run since the last such event."""
-
-    session: str
-    seconds: float
-
-
-class MemoryUsed(Struct, frozen=True):
-    """Bytes held by sessions' workers, and by clients' published values."""
-
-    sessions: Mapping[str, int]
-    published: Mapping[str, int]
-
-
-class ClientGone(Struct, frozen=True):
-    """Loss of a session's client."""
-
-    session: str
-    for_good: bool = False  # True if the client will not come back: its process has ended or left
-
-
-class ClientBack(Struct, frozen=True):
-    """Return of a session's client."""
-
-    session: str
-
-
-class Drain(Struct, frozen=True):
-    """Request to admit no more sessions, and to refuse the waiting ones."""
-
-
-class Evict(Struct, frozen=True):
-    """Request to end a session."""
-
-    session: str
-
-
-class PolicyTick(Struct, frozen=True):
-    """Passage of time."""
-
-
-Event = (
-    SessionRequested | Released | Load | RunTime | MemoryUsed | ClientGone | ClientBack | Drain
-    | Evict | PolicyTick
-)  # fmt: skip
-
-
 # -- instructions ------------------------------------------------------------------------------
 
 
@@ -124,7 +47,7 @@ class Refuse(Struct, frozen=True):
 class EndSession(Struct, frozen=True):
     """Instruction to end a session's processes, and notify its client.
 
-    `Released` follows when the processes are gone.
+    `Policy.release` follows when the processes are gone.
     """
 
     session: str
@@ -134,14 +57,25 @@ class EndSession(Struct, frozen=True):
 Instruction = Grant | Refuse | EndSession | Pause | Resume
 
 
-# -- admission policy of a pool as a pure state machine: gang scheduling with a fair queue ---------
+# -- state -------------------------------------------------------------------------------------
+
+
+class SessionRequest(Struct, frozen=True):
+    """A client's request for a session."""
+
+    session: str
+    client: str
+    workers: int
+    cores: int  # torch threads of all its workers
+    grace: float = 0.0  # seconds for which its connection may be dead
+    detach: bool = False  # True if the session outlives its client, until it is ended or expires
 
 
 @dataclass(slots=True)
 class Lease:
     """Session with worker slots (places), or waiting for them."""
 
-    request: SessionRequested
+    request: SessionRequest
     places: tuple[int, ...] = ()  # the session's worker slots; empty while it waits
     granted: float = 0.0  # time of the grant
     #: time of the session's end without its client; None: the client is connected
@@ -185,33 +119,8 @@ class Policy:
             if round_ < len(sessions)
         ]
 
-    def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Return the instructions that follow from an event at ``now``, in order of time."""
-        match event:
-            case SessionRequested():
-                return self._request(event, now)
-            case Released(session):
-                return self._release(session, now)
-            case Load(session, running, held):
-                return [*self.turns.load(session, running, held, now)]
-            case RunTime(session, seconds):
-                return self._ran(session, seconds, now)
-            case MemoryUsed(sessions, published):
-                return self._check_memory(sessions, published, now)
-            case ClientGone(session, for_good):
-                return self._client_gone(session, for_good, now)
-            case ClientBack(session):
-                self._client_back(session)
-            case Drain():
-                return self._drain()
-            case Evict(session):
-                return self._end(session, "it was evicted (lazygt pool evict)", now)
-            case PolicyTick():
-                return self._tick(now)
-        return []
-
     def seconds_to_next(self, now: float) -> float | None:
-        """Return the seconds until the next `PolicyTick` is due; None: not before another event."""
+        """Return the seconds until the next `tick` is due; None: not before another event."""
         expiries = [
             max(lease.expires - now, 0.0)
             for lease in self.leases.values()
@@ -222,7 +131,7 @@ class Policy:
 
     # -- admission -----------------------------------------------------------------------
 
-    def _request(self, request: SessionRequested, now: float) -> list[Instruction]:
+    def request(self, request: SessionRequest, now: float) -> list[Instruction]:
         """Queue a session and admit as many as fit; refuse one if the queue is too long."""
         error = self._objection(request)
         if error is not None:
@@ -245,7 +154,7 @@ class Policy:
         client = max(self._queue, key=lambda name: (len(self._queue[name]), name == newcomer))
         return self._queue[client][-1]
 
-    def _objection(self, request: SessionRequested) -> PoolError | None:
+    def _objection(self, request: SessionRequest) -> PoolError | None:
         """Return the reason to refuse a session, or None."""
         if request.session in self.leases:
             return PoolError(f"there is a session {request.session!r} already")
@@ -285,7 +194,7 @@ class Policy:
             steps += self.turns.add(request.session, client, request.workers, now)
         return steps
 
-    def _dequeue(self, request: SessionRequested) -> None:
+    def _dequeue(self, request: SessionRequest) -> None:
         """Remove a session from the queue."""
         waiting = self._queue[request.client]
         waiting.remove(request.session)
@@ -296,8 +205,8 @@ class Policy:
         """Remove a waiting session and its lease."""
         self._dequeue(self.leases.pop(session).request)
 
-    def _release(self, session: str, now: float) -> list[Instruction]:
-        """Free an ended session's places, and admit waiting sessions."""
+    def release(self, session: str, now: float) -> list[Instruction]:
+        """Free the places of a session that has ended or left the queue; admit waiting sessions."""
         lease = self.leases.get(session)
         if lease is None:
             return []
@@ -308,7 +217,8 @@ class Policy:
         self._free = sorted([*self._free, *lease.places])
         return [*self.turns.remove(session, now), *self._admit(now)]
 
-    def _drain(self) -> list[Instruction]:
+    def drain(self) -> list[Instruction]:
+        """Admit no more sessions, and refuse the waiting ones."""
         self.draining = True
         waiting = self.queue
         for session in waiting:
@@ -317,36 +227,50 @@ class Policy:
 
     # -- running sessions ----------------------------------------------------------------
 
-    def _ran(self, session: str, seconds: float, now: float) -> list[Instruction]:
+    def load(self, session: str, running: int, queued: int, now: float) -> list[Instruction]:
+        """Record the numbers of a session's running runs, and of those waiting for a turn."""
+        return [*self.turns.load(session, running, queued, now)]
+
+    def ran(self, session: str, seconds: float, now: float) -> list[Instruction]:
+        """Charge a session for seconds that its workers have run."""
         lease = self.leases.get(session)
         if lease is None:
             return []
         lease.run_seconds += seconds * lease.request.workers
         return [*self.turns.charge(session, seconds, now)]
 
-    def _client_gone(self, session: str, for_good: bool, now: float) -> list[Instruction]:
-        """Set the time at which a session without its client expires."""
+    def client_gone(self, session: str, for_good: bool, now: float) -> list[Instruction]:
+        """Set the time at which a session without its client expires.
+
+        Args:
+            for_good: True if the client will not come back: its process has ended or left.
+        """
         lease = self.leases.get(session)
         if lease is None:
             return []
         request, rules = lease.request, self.rules
         if for_good and not lease.places:
-            return self._release(session, now)
+            return self.release(session, now)
         grace = 0.0 if for_good else min(request.grace, rules.grace)
         lease.expires = now + (rules.expiry if request.detach and lease.places else grace)
-        return self._tick(now)
+        return self.tick(now)
 
-    def _client_back(self, session: str) -> None:
+    def client_back(self, session: str) -> None:
+        """Record the return of a session's client."""
         if session in self.leases:
             self.leases[session].expires = None
 
-    def _tick(self, now: float) -> list[Instruction]:
+    def tick(self, now: float) -> list[Instruction]:
         """End expired sessions, and let the scheduler pass the turns on."""
         steps: list[Instruction] = []
         for session, lease in list(self.leases.items()):
             if lease.expires is not None and lease.expires <= now:
                 steps += self._end(session, "its client did not come back in time", now)
         return [*steps, *self.turns.share(now)]
+
+    def evict(self, session: str, now: float) -> list[Instruction]:
+        """End a session on request."""
+        return self._end(session, "it was evicted (lazygt pool evict)", now)
 
     def _end(self, session: str, why: str, now: float) -> list[Instruction]:
         return self._end_with(session, SessionEnded(session, why), now)
@@ -362,10 +286,15 @@ class Policy:
         lease.ending = True
         return [EndSession(session, error), *self.turns.remove(session, now)]
 
-    def _check_memory(
+    def memory_used(
         self, sessions: Mapping[str, int], published: Mapping[str, int], now: float
     ) -> list[Instruction]:
-        """Record the memory, and end the largest session of each client above its quota."""
+        """Record the memory, and end the largest session of each client above its quota.
+
+        Args:
+            sessions: bytes of each session's workers.
+            published: bytes of each client's published values.
+        """
         for session, nbytes in sessions.items():
             if session in self.leases:
                 self.leases[session].memory = nbytes

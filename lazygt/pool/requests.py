@@ -1,17 +1,21 @@
-"""Messages between a pool and its clients, beside those of a session's agent.
+"""Limits of a pool, and messages between it and its clients, beside those of a session's agent.
 
 Tags begin at 32; the header alone distinguishes these messages from an agent's.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from lazygt import errors
 from lazygt.errors import PoolError
 from lazygt.graph.meta import TensorMeta
+from lazygt.net.channel import MAX_MESSAGE_BYTES
 from lazygt.runtime.wire import Buffer, Count, Message
 
 # -- limits of a pool, and quotas of its clients ---------------------------------------------------
@@ -46,8 +50,83 @@ class Rules:
         return self.quotas.get(client, self.quota)
 
 
+_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def address(text: str) -> tuple[str, int]:
+    """Return host and port of ``tcp://HOST:PORT``.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    scheme, _, rest = text.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"{text!r} is no address such as 'tcp://127.0.0.1:7000'")
+    return host.strip("[]"), int(port)
+
+
+def quotas(path: Path) -> tuple[Quota, dict[str, Quota]]:
+    """Read the default quota and those of some clients from a TOML file::
+
+        [default]
+        workers = 4
+        memory = "8 GiB"
+
+        [client.alice]
+        sessions = 2
+
+    Entries missing in a client's table default to those of ``default``.
+
+    Raises:
+        ValueError: the file is no valid quota file.
+        OSError: the file can't be read.
+    """
+    try:
+        tables = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    unknown = sorted(tables.keys() - {"default", "client"})
+    if unknown:
+        raise ValueError(f"{path}: [{unknown[0]}]: expected [default] and [client.NAME]")
+    default = _limits(path, "default", tables.get("default", {}))
+    clients = tables.get("client", {})
+    if not isinstance(clients, Mapping):
+        raise ValueError(f"{path}: expected [client.NAME]")
+    return Quota(**default), {
+        name: Quota(**{**default, **_limits(path, f"client.{name}", table)})
+        for name, table in clients.items()
+    }
+
+
+def _limits(path: Path, name: str, table: Any) -> dict[str, int]:
+    """Parse and check one table of quotas."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{path}: expected a table [{name}]")
+    allowed = [field.name for field in fields(Quota)]
+    limits = {}
+    for key, value in table.items():
+        if key not in allowed:
+            raise ValueError(f"{path}: [{name}] {key}: expected {', '.join(allowed)}")
+        number = _nbytes(value) if key == "memory" and isinstance(value, str) else value
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{path}: [{name}] {key} = {value!r}: expected a whole number >= 0")
+        limits[key] = number
+    return limits
+
+
+def _nbytes(text: str) -> int | None:
+    """Parse a size such as ``8 GiB`` into bytes; None: the text is no size."""
+    number, _, unit = text.strip().partition(" ")
+    with suppress(ValueError, KeyError):
+        return int(float(number) * _SIZES[unit.strip()])
+    return None
+
+
 # -- messages between a pool and its clients, beside those of a session's agent --------------------
 
+#: Bytes of the longest message, with 64 KiB besides its payload: numbers, lengths, headers.
+LONGEST = MAX_MESSAGE_BYTES + (64 << 10)
 _FIRST_TAG = 32
 
 # -- to a pool -------------------------------------------------------------------------------
@@ -58,7 +137,7 @@ class Ask(Message, tag=32):
 
     workers: Count
     cores: Count  # torch threads of all workers; 0: one for each worker
-    grace: float  # see ``events.Asked``, also for detach
+    grace: float  # see ``policy.SessionRequest``, also for detach
     detach: bool
 
 

@@ -19,24 +19,7 @@ from lazygt.net.connection import Connection
 from lazygt.net.mailbox import Frame
 from lazygt.net.status_file import CAPACITY, ClientPage, Page, Pages, decoded
 from lazygt.pool.hosted import Hosted, Terms
-from lazygt.pool.policy import (
-    ClientBack,
-    ClientGone,
-    Drain,
-    EndSession,
-    Event,
-    Evict,
-    Grant,
-    Instruction,
-    Load,
-    MemoryUsed,
-    Policy,
-    PolicyTick,
-    Refuse,
-    Released,
-    RunTime,
-    SessionRequested,
-)
+from lazygt.pool.policy import EndSession, Grant, Instruction, Policy, Refuse, SessionRequest
 from lazygt.pool.published import PublishedValue
 from lazygt.pool.requests import Admitted, Ask, Ok, RequestFailed, Rules, Waits, Watched
 from lazygt.pool.scheduler import Resume
@@ -177,14 +160,14 @@ class Sessions:
         if now >= self._next_measurement and self.hosted:
             self._next_measurement = now + _MEASURE_SECONDS
             self._measure_memory()
-        self._handle(PolicyTick())
+        self._follow(self.policy.tick(now))
         self._forward_messages()
 
     def end_all(self) -> None:
         """Begin to end all sessions; all have ended when `hosted` is empty."""
-        self._handle(Drain())
+        self._follow(self.policy.drain())
         for session in list(self.policy.leases):
-            self._handle(Evict(session))
+            self._follow(self.policy.evict(session, time.monotonic()))
 
     # -- for clients ---------------------------------------------------------------------
 
@@ -201,9 +184,8 @@ class Sessions:
         self._callers[session] = caller
         cores = ask.cores or ask.workers
         grace = ask.grace if ask.grace > 0.0 else 0.0  # also for NaN
-        self._handle(
-            SessionRequested(session, caller.client, ask.workers, cores, grace, ask.detach)
-        )
+        request = SessionRequest(session, caller.client, ask.workers, cores, grace, ask.detach)
+        self._follow(self.policy.request(request, time.monotonic()))
         if session in self.policy.queue:
             caller.send(Waits(self.policy.queue.index(session)))
 
@@ -225,25 +207,25 @@ class Sessions:
         if session is None or lease is None or lease.ending:
             caller.send(Ok())
         elif lease.request.detach and session in self.hosted:
-            self._handle(ClientGone(session))
+            self._follow(self.policy.client_gone(session, False, time.monotonic()))
             caller.send(Ok())
         elif session in self.hosted:
             self._end(session, kill=False, ended=partial(caller.send, Ok()))
         else:
-            self._handle(Released(session))
+            self._follow(self.policy.release(session, time.monotonic()))
             caller.send(Ok())
 
     def lost(self, caller: ClientConnection, for_good: bool) -> None:
         """Handle a client's dead connection; ``for_good``: the client will not come back."""
         if caller.session is not None:
-            self._handle(ClientGone(caller.session, for_good))
+            self._follow(self.policy.client_gone(caller.session, for_good, time.monotonic()))
         if for_good:
             self._detach(caller)
 
     def found(self, caller: ClientConnection) -> None:
         """Handle a client's reconnection."""
         if caller.session is not None:
-            self._handle(ClientBack(caller.session))
+            self.policy.client_back(caller.session)
 
     def drop(self, caller: ClientConnection, error: Exception) -> None:
         """Disconnect a client that breaks the protocol."""
@@ -253,7 +235,7 @@ class Sessions:
         caller.fail(PoolError(str(error)))
         caller.connection.close()
         if caller.session is not None:
-            self._handle(Evict(caller.session))
+            self._follow(self.policy.evict(caller.session, time.monotonic()))
 
     def client_of(self, session: str) -> str | None:
         """Return the client of a session; None: there is no session of that name."""
@@ -269,7 +251,7 @@ class Sessions:
         if session not in self.policy.leases:
             names = ", ".join(self.policy.leases) or "none"
             raise PoolError(f"there is no session {session!r} in this pool: {names}")
-        self._handle(Evict(session))
+        self._follow(self.policy.evict(session, time.monotonic()))
 
     def unheard(self, session: str) -> float:
         """Return the seconds since the unanswered request for a client's status page."""
@@ -288,27 +270,23 @@ class Sessions:
 
     def drain(self) -> None:
         """Stop admitting sessions."""
-        self._handle(Drain())
+        self._follow(self.policy.drain())
 
     # -- instructions of the policy ------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
-        """Pass an event to the policy, and execute the resulting instructions."""
-        for instruction in self.policy.handle(event, time.monotonic()):
-            self._execute(instruction)
-
-    def _execute(self, instruction: Instruction) -> None:
-        """Execute an instruction of the policy."""
-        match instruction:
-            case Grant(session):
-                self._start(session)
-            case Refuse(session, error):
-                self._notify_end(session, error)
-            case EndSession(session, error):
-                self._notify_end(session, error)
-                self._end(session, kill=True)
-            case Resume(session):
-                self.active.add(session)
+    def _follow(self, instructions: Iterable[Instruction]) -> None:
+        """Execute instructions of the policy."""
+        for instruction in instructions:
+            match instruction:
+                case Grant(session):
+                    self._start(session)
+                case Refuse(session, error):
+                    self._notify_end(session, error)
+                case EndSession(session, error):
+                    self._notify_end(session, error)
+                    self._end(session, kill=True)
+                case Resume(session):
+                    self.active.add(session)
 
     def _notify_end(self, session: str, error: PoolError) -> None:
         """Send a client the error that ends its session."""
@@ -353,7 +331,7 @@ class Sessions:
 
         def gone() -> None:
             del self.hosted[session]
-            self._handle(Released(session))
+            self._follow(self.policy.release(session, time.monotonic()))
             ended()
 
         hosted.end(lambda: self._post(gone), kill)
@@ -372,18 +350,18 @@ class Sessions:
             except Exception as error:  # noqa: BLE001 - ends this session, no other
                 caller = self._callers.get(session)
                 if caller is None:
-                    self._handle(Evict(session))
+                    self._follow(self.policy.evict(session, time.monotonic()))
                 else:
                     self.drop(caller, error)
                 continue
             seconds, running, queued = hosted.gate.load()
             if seconds:
-                self._handle(RunTime(session, seconds))
-            self._handle(Load(session, running, queued))
+                self._follow(self.policy.ran(session, seconds, time.monotonic()))
+            self._follow(self.policy.load(session, running, queued, time.monotonic()))
 
     def _measure_memory(self) -> None:
         """Measure the memory of all hosted sessions, and report it to the policy."""
         living = {name: hosted for name, hosted in self.hosted.items() if not hosted.ending}
         sizes = {name: hosted.memory() for name, hosted in living.items()}
-        self._handle(MemoryUsed(sizes, self._published()))
+        self._follow(self.policy.memory_used(sizes, self._published(), time.monotonic()))
         self.active |= self.hosted.keys()

@@ -24,7 +24,7 @@ from lazygt.errors import CodeError, ProtocolError
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.node import Graph
 from lazygt.graph.ops import CustomOp, OpFacts, add_custom_op, overload, title
-from lazygt.runtime.wire import Buffer, Message, fitting, pack, unpack
+from lazygt.runtime.wire import Buffer, Message, pack, unpack
 
 # -- schema of custom ops --------------------------------------------------------------------------
 # A definition refers to the code of an op. The code lies in modules and shared libraries, which a
@@ -107,7 +107,7 @@ def decode(data: Buffer) -> Definitions:
     Raises:
         ProtocolError: the data is no definitions, or an op's name lacks its code's hash.
     """
-    definitions = fitting(unpack(data), Definitions)
+    definitions: Definitions = unpack(data, Definitions)
     for definition in definitions.ops:
         if definition.code and not definition.name.endswith(f"@{code_name(definition.code)}"):
             raise ProtocolError(f"the code of {definition.name} is not what it is named after")

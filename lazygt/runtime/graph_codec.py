@@ -11,9 +11,9 @@ import msgspec
 from lazygt.errors import ProtocolError
 from lazygt.graph.flags import Flags, check_flags
 from lazygt.graph.meta import TORCH_NAMES, TensorMeta
-from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
+from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.sizes import Size
-from lazygt.runtime.wire import Buffer, Count, Message, pack, unpack
+from lazygt.runtime.wire import Buffer, Count, Message, pack, tuples, unpack
 
 #: Both sides compare it in their hello.
 VERSION = 6
@@ -51,19 +51,26 @@ def decode_program(data: Buffer, symbolic: bool = False) -> tuple[Graph, Flags]:
     Raises:
         ProtocolError: for another version or anything that is not a graph.
     """
-    value = unpack(data)
-    if not isinstance(value, tuple) or not value:
-        raise ProtocolError("not a graph: it has no version")
-    version, *fields = value
+    try:
+        version: Any = unpack(data, _Versioned).version
+    except ProtocolError as error:
+        raise ProtocolError("not a graph: it has no version") from error
     if version != VERSION:
         raise ProtocolError(f"a plan of wire version {version}, expected {VERSION}")
     takes = _SYMBOLIC if symbolic else _ARGUMENTS
     try:
-        program = msgspec.convert(fields, _ProgramFields)
-        check_flags(program.flags)
-        return _graph_from(program, takes), program.flags
-    except (msgspec.ValidationError, ValueError, RecursionError) as error:
+        program: _ProgramFields = unpack(data, _ProgramFields)
+        flags = tuple([(name, tuples(value)) for name, value in program.flags])
+        check_flags(flags)
+        return _graph_from(program, takes), flags
+    except (ProtocolError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not a graph: {error}") from error
+
+
+class _Versioned(msgspec.Struct, array_like=True):
+    """The beginning of a program."""
+
+    version: Any
 
 
 class _NodeFields(Message):
@@ -84,37 +91,48 @@ class _GraphFields(Message):
     outputs: tuple[Count, ...]
 
 
-class _ProgramFields(_GraphFields):
+class _ProgramFields(Message):
+    version: int
+    inputs: tuple[TensorMeta, ...]
+    params: tuple[str, ...]
+    nodes: tuple[_NodeFields, ...]
+    outputs: tuple[Count, ...]
     flags: tuple[tuple[str, Any], ...] = ()
 
 
-def _graph_from(fields: _GraphFields, takes: tuple[type, ...]) -> Graph:
+def _graph_from(fields: _GraphFields | _ProgramFields, takes: Kinds) -> Graph:
     nodes = tuple([_node_from(node, takes) for node in fields.nodes])
     return Graph(fields.inputs, fields.params, nodes, fields.outputs)
 
 
-def _node_from(fields: _NodeFields, takes: tuple[type, ...]) -> Node:
+def _node_from(fields: _NodeFields, takes: Kinds) -> Node:
     op, args, kwargs, fresh, writes, written, dynamic, body = msgspec.structs.astuple(fields)
-    for name, arg in kwargs:
-        if not name.isidentifier() or iskeyword(name):
-            raise ValueError(f"{name!r} is no name of an argument of {op}")
-        _check_argument(op, arg, takes)
-    _check_argument(op, args, takes)
+    if kwargs:
+        for name, _ in kwargs:
+            if not name.isidentifier() or iskeyword(name):
+                raise ValueError(f"{name!r} is no name of an argument of {op}")
+        kwargs = tuple([(name, _argument(op, arg, takes)) for name, arg in kwargs])
+    args = tuple([arg if type(arg) in takes else _argument(op, arg, takes) for arg in args])
     inner = None if body is None else _graph_from(body, takes)
     return Node(op, args, kwargs, fresh, writes, written, dynamic, inner)
 
 
-def _check_argument(op: str, arg: Any, takes: tuple[type, ...]) -> None:
-    if type(arg) is tuple:
-        for item in arg:
-            _check_argument(op, item, takes)
-    elif not isinstance(arg, takes) and arg is not DEVICE:
-        raise ValueError(f"{op} takes no {type(arg).__name__}")
+def _argument(op: str, arg: Any, takes: Kinds) -> Arg:
+    """Return a checked argument, with tuples in place of lists."""
+    kind = type(arg)
+    if kind in takes:
+        return arg
+    if kind is not list:
+        raise ValueError(f"{op} takes no {kind.__name__}")
+    return tuple([item if type(item) in takes else _argument(op, item, takes) for item in arg])
 
 
+Kinds = frozenset[type]
 #: Types of an argument, or of an item in it.
-_ARGUMENTS = (Ref, Param, int, float, str, complex, type(None), TensorMeta, *TORCH_NAMES)
-_SYMBOLIC = (*_ARGUMENTS, Size)
+_ARGUMENTS: Kinds = frozenset({
+    Ref, Param, bool, int, float, str, complex, type(None), TensorMeta, *TORCH_NAMES, type(DEVICE),
+})  # fmt: skip
+_SYMBOLIC = _ARGUMENTS | {Size}
 
 
 def template_name(data: Buffer) -> bytes:

@@ -1,4 +1,4 @@
-"""The wire: values and messages as msgpack; no pickle.
+"""The wire: values and messages as msgpack, by msgspec; no pickle.
 
 A message is a list of frames: a header (see ``messages``), then the buffers that it refers to, in
 order. Ops are named by their overload and looked up by the reader; a message that does not follow
@@ -11,11 +11,11 @@ import marshal
 import struct
 from collections.abc import Collection, Sequence
 from functools import cache, lru_cache
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, Union, cast, get_args, get_type_hints
 
-import msgpack
 import msgspec
 import torch
+from msgspec import msgpack
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import (
@@ -33,9 +33,12 @@ from lazygt.graph.sizes import Size
 #: the last format of marshal that depends on values alone, and not on their reference counts
 _MARSHAL = 2
 _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META, _SIZE = 1, 2, 3, 4, 5, 6, 7
-#: Largest extension, since thousands are remembered; a meta of 64 dimensions takes 1,200 bytes.
+#: Largest extension, since thousands are cached; a meta of 64 dimensions takes 1,200 bytes.
 _EXT_BYTES = 2048
 _NUMBERED: dict[type, int] = {Ref: _REF, Param: _PARAM, Size: _SIZE}
+#: (extension type, data) -> its value; cleared when it is full
+_VALUES: dict[tuple[int, bytes], Any] = {}
+_MOST_VALUES = 16384
 #: torch's own: a session replaces it by one that depends on the default device
 _empty = torch.empty
 
@@ -50,7 +53,6 @@ NUMBERS = {
 
 Buffer = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0)]
-P = TypeVar("P")
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -61,10 +63,13 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     def packed(self) -> tuple[Any, ...]:
         """Return the fields as they travel."""
-        tag, least = _form(type(self))
-        fields = [*tag, *msgspec.structs.astuple(self)]
-        while len(fields) > least and _says_nothing(fields[-1]):
+        form = _form(type(self))
+        fields = [*form.tag, *msgspec.structs.astuple(self)]
+        while len(fields) > form.least and _says_nothing(fields[-1]):
             fields.pop()
+        for position in form.nested:
+            if position < len(fields) and fields[position]:
+                fields[position] = _with_packed(fields[position])
         return tuple(fields)
 
     @classmethod
@@ -76,12 +81,43 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return len(header) > 1 and header[1] == cls.__struct_config__.tag
 
 
+class _Form(NamedTuple):
+    """Form of a kind of message on the wire."""
+
+    tag: tuple[Any, ...]  # the first field, if it has a tag
+    least: int  # number of the fields that always travel
+    nested: tuple[int, ...]  # positions of fields that have messages in them
+
+
 @cache
-def _form(kind: type[Message]) -> tuple[tuple[Any, ...], int]:
-    """Return a part's first fields (its tag), and the number of fields that always travel."""
+def _form(kind: type[Message]) -> _Form:
+    """Return the form of a kind of message."""
     tag = kind.__struct_config__.tag
     begin = () if tag is None else (tag,)
-    return begin, len(begin) + len(kind.__struct_fields__) - len(kind.__struct_defaults__)
+    hints = get_type_hints(kind)
+    nested = [
+        position
+        for position, name in enumerate(kind.__struct_fields__, len(begin))
+        if _has_message(hints[name])
+    ]
+    least = len(begin) + len(kind.__struct_fields__) - len(kind.__struct_defaults__)
+    return _Form(begin, least, tuple(nested))
+
+
+def _has_message(hint: Any) -> bool:
+    """Return whether values of this type may have a message in them."""
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return True
+    return any(map(_has_message, get_args(hint)))
+
+
+def _with_packed(value: Any) -> Any:
+    """Return a field's value with the messages in it packed."""
+    if isinstance(value, Message):
+        return value.packed()
+    if type(value) is list or type(value) is tuple:
+        return [_with_packed(item) for item in value]
+    return value
 
 
 def _says_nothing(value: Any) -> bool:
@@ -96,59 +132,75 @@ _SIZED = frozenset({tuple, list, bytes, str})
 
 def pack(value: Any) -> bytes:
     """Encode ``value`` as msgpack, with lazygt's own types as extensions."""
-    packed: bytes = msgpack.packb(value, default=_to_ext)
-    return packed
+    return _ENCODER.encode(value.packed() if isinstance(value, Message) else value)
 
 
-def unpack(data: Buffer) -> Any:
-    """Return the value that ``pack`` packed; arrays come back as tuples.
+def unpack(data: Buffer, kind: Any) -> Any:
+    """Decode what ``pack`` encoded; untyped arrays come back as lists.
+
+    Args:
+        kind: type of the value.
 
     Raises:
-        ProtocolError: for anything that is not well formed.
+        ProtocolError: for anything that is not well formed, or of another type.
     """
     try:
-        return msgpack.unpackb(data, ext_hook=_from_ext, use_list=False, strict_map_key=False)
+        return _decoder(kind).decode(data)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"not a {kind.__name__} message: {error}") from error
     except ProtocolError:
         raise
-    except Exception as error:  # msgpack raises many types for bad bytes
+    except Exception as error:  # bad bytes raise many types
         raise ProtocolError(f"not a message: {type(error).__name__}: {error}") from error
 
 
-def _to_ext(value: Any) -> Any:
+def tuples(value: Any) -> Any:
+    """Return an untyped value with tuples in place of its lists."""
+    return tuple(map(tuples, value)) if type(value) is list else value
+
+
+def _to_ext(value: Any) -> msgpack.Ext:
     kind = type(value)
     code = _NUMBERED.get(kind)
     if code is not None:
         return _numbered_ext(code, value.index)
     if kind is complex:  # 0.0 and -0.0 are equal, and would share a place in the cache
-        return msgpack.ExtType(_COMPLEX, msgpack.packb((value.real, value.imag)))
-    if isinstance(value, Message):
-        return value.packed()
-    if kind is int:
-        raise OverflowError(f"{value} does not fit into 64 bits")
+        return msgpack.Ext(_COMPLEX, msgpack.encode((value.real, value.imag)))
     try:
         return _cached_ext(value)
     except TypeError as error:
-        raise TypeError(f"{type(value).__name__} can't travel: {value!r}") from error
+        raise TypeError(f"{kind.__name__} can't travel: {value!r}") from error
 
 
 @lru_cache(maxsize=16384)
-def _numbered_ext(code: int, index: int) -> Any:
-    return msgpack.ExtType(code, msgpack.packb(index))
+def _numbered_ext(code: int, index: int) -> msgpack.Ext:
+    return msgpack.Ext(code, msgpack.encode(index))
 
 
 @lru_cache(maxsize=16384)
-def _cached_ext(value: Any) -> Any:
+def _cached_ext(value: Any) -> msgpack.Ext:
     if isinstance(value, TORCH_NAMES):
-        return msgpack.ExtType(_TORCH, str(value).encode())
+        return msgpack.Ext(_TORCH, str(value).encode())
     if value is DEVICE:
-        return msgpack.ExtType(_DEVICE, b"")
+        return msgpack.Ext(_DEVICE, b"")
     if isinstance(value, TensorMeta):
-        return msgpack.ExtType(_META, msgpack.packb(_meta_fields(value)))
+        return msgpack.Ext(_META, msgpack.encode(_meta_fields(value)))
     raise TypeError("it has no extension type")
 
 
-@lru_cache(maxsize=16384)
-def _from_ext(code: int, data: bytes) -> Any:
+def _from_ext(code: int, data: memoryview) -> Any:
+    key = code, data.tobytes()
+    try:
+        return _VALUES[key]
+    except KeyError:  # `lru_cache` would take twice as long
+        value = _value_from(*key)
+    if len(_VALUES) >= _MOST_VALUES:
+        _VALUES.clear()
+    _VALUES[key] = value
+    return value
+
+
+def _value_from(code: int, data: bytes) -> Any:
     if len(data) > _EXT_BYTES:
         raise ProtocolError(f"an extension of {len(data)} bytes; {_EXT_BYTES} are the most")
     if code == _REF:
@@ -162,17 +214,14 @@ def _from_ext(code: int, data: bytes) -> Any:
     if code == _DEVICE:
         return DEVICE
     if code == _COMPLEX:
-        return complex(*msgpack.unpackb(data))
+        return complex(*msgpack.decode(data, type=tuple[float, float]))
     if code == _META:
-        return _meta_from(msgpack.unpackb(data, use_list=False))
+        return _meta_from(data)
     raise ProtocolError(f"unknown extension type {code}")
 
 
 def _integer(data: bytes) -> int:
-    value = msgpack.unpackb(data)
-    if not isinstance(value, int):
-        raise ProtocolError(f"expected a number, got {value!r}")
-    return value
+    return msgpack.decode(data, type=int)
 
 
 def _torch_name(text: str) -> Any:
@@ -182,24 +231,40 @@ def _torch_name(text: str) -> Any:
         raise ProtocolError(str(error)) from error
 
 
-def _meta_fields(meta: TensorMeta) -> tuple[Any, ...]:
+class _MetaFields(NamedTuple):
+    dtype: str
+    shape: tuple[Count, ...]
+    stride: tuple[Count, ...] | None  # None: row-major
+    offset: Count
+    flags: Count  # 1: conj, 2: neg
+
+
+def _meta_fields(meta: TensorMeta) -> _MetaFields:
     usual = meta.plain or meta.stride == contiguous_stride(meta.shape)
     stride = None if usual else meta.stride
     flags = ((meta.conj and 1) or 0) | ((meta.neg and 2) or 0)
-    return short_dtype(meta.dtype), meta.shape, stride, meta.offset, flags
+    return _MetaFields(short_dtype(meta.dtype), meta.shape, stride, meta.offset, flags)
 
 
-def _meta_from(fields: Any) -> TensorMeta:
+def _meta_from(data: bytes) -> TensorMeta:
     try:
-        dtype, shape, stride, offset, flags = fields
-        if any(not isinstance(n, int) or n < 0 for n in (*shape, *(stride or ()), offset, flags)):
-            raise ValueError("sizes, strides and offset are whole numbers >= 0")
+        dtype, shape, stride, offset, flags = msgpack.decode(data, type=_MetaFields)
         if stride is not None and len(stride) != len(shape):
             raise ValueError("as many strides as sizes")
         steps = contiguous_stride(shape) if stride is None else stride
         return intern(shape, steps, dtype_of(dtype), offset, bool(flags & 1), bool(flags & 2))
     except (TypeError, ValueError) as error:
-        raise ProtocolError(f"not a tensor meta: {fields!r}: {error}") from error
+        raise ProtocolError(f"not a tensor meta: {error}") from error
+
+
+_ENCODER = msgpack.Encoder(enc_hook=_to_ext)
+
+
+@cache
+def _decoder(kind: Any) -> msgpack.Decoder[Any]:
+    """Return the decoder of a type, or of one of several."""
+    union = Union[kind] if type(kind) is tuple else kind  # noqa: UP007 - of any number
+    return msgpack.Decoder(union, ext_hook=_from_ext)
 
 
 def bits(numbers: tuple[bool | int | float | complex, ...]) -> bytes:
@@ -255,31 +320,27 @@ def decode(frames: Sequence[Buffer], kinds: tuple[type[Message], ...]) -> Messag
     Raises:
         ProtocolError: it is none of them.
     """
-    if frames and isinstance(frames[0], Message):
-        return _handed_over(frames[0], kinds)
-    header = unpack(frames[0]) if frames else None
-    tag = header[0] if type(header) is tuple and header else None
-    kind = _by_tag(kinds).get(tag) if type(tag) is int else None
-    if kind is None:
-        raise ProtocolError(f"unknown message kind {tag!r}")
-    return fitting(header, kind)
+    header = frames[0] if frames else b"\x90"  # an array of nothing
+    if isinstance(header, Message):
+        return _handed_over(header, kinds)
+    try:
+        return cast(Message, _decoder(kinds).decode(header))
+    except Exception as error:
+        raise _refusal(header, kinds, error) from error
 
 
-@cache
-def _by_tag(kinds: tuple[type[Message], ...]) -> dict[Any, type[Message]]:
-    return {kind.__struct_config__.tag: kind for kind in kinds}
-
-
-def fitting(value: Any, kind: type[P]) -> P:
-    """Convert an unpacked value to a kind of message.
+def _refusal(header: Buffer, kinds: tuple[type[Message], ...], error: Exception) -> ProtocolError:
+    """Return the error of a header that is no message of these kinds.
 
     Raises:
-        ProtocolError: it does not fit.
+        ProtocolError: it is not even well formed.
     """
-    try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"not a {kind.__name__} message: {error}") from error
+    fields = unpack(header, Any)
+    tag = fields[0] if type(fields) is list and fields else None
+    names = [kind.__name__ for kind in kinds if kind.__struct_config__.tag == tag]
+    if type(tag) is not int or not names:
+        return ProtocolError(f"unknown message kind {tag!r}")
+    return ProtocolError(f"not a {names[0]} message: {error}")
 
 
 def received(data: Buffer) -> torch.Tensor:

@@ -159,8 +159,8 @@ def test_a_profile_changes_no_number() -> None:
 def test_ended_profile_adds_no_bytes_to_messages() -> None:
     """Not a byte of a message, and not a timed run, once the profile has ended."""
     run = Run(7, b"0" * 16, 3)
-    assert wire.unpack(encode(run)[0]) == (2, 7, b"0" * 16, 3)
-    assert wire.unpack(encode(Done(7))[0]) == (3, 7)
+    assert wire.unpack(encode(run)[0], list) == [2, 7, b"0" * 16, 3]
+    assert wire.unpack(encode(Done(7))[0], list) == [3, 7]
     with lazygt.session(workers=1, threads=1) as s:
         before = _messages(s)
         with lazygt.profile(s) as p:

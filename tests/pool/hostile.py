@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Opened, read, spec_text
+from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Opened, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.wire import encode
+from lazygt.runtime.wire import decode, encode
 from tests.pool.serving import SECONDS, Asker
 
 
@@ -33,5 +33,5 @@ def opened(pool, name="eve"):
     while True:
         assert time.monotonic() < until
         frames = asker.connection.take()
-        if frames is not None and isinstance(read(frames, TO_CLIENT), Opened):
+        if frames is not None and isinstance(decode(frames, TO_CLIENT), Opened):
             return asker

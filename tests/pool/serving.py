@@ -16,7 +16,6 @@ from pathlib import Path
 from lazygt.net.keys import KeyFile, Keyring
 from lazygt.pool.pool_client import Pool, answer, connect
 from lazygt.pool.requests import Admitted, Ask, Waits
-from lazygt.pool.server import server_key
 from lazygt.runtime.wire import encode
 
 SECONDS = 120.0
@@ -50,7 +49,7 @@ class Served:
 
     @property
     def server(self) -> KeyFile:
-        return server_key(self.ring, self.on)
+        return self.ring.own(self.on)
 
     def status(self) -> dict:
         with Pool(self.on, self.server, SECONDS) as pool:

@@ -10,9 +10,10 @@ import torch
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.cluster.agent import Agent, HostPart
-from lazygt.runtime.cluster.protocol import Kept, read
+from lazygt.runtime.cluster.protocol import Kept
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.messages import Copied
+from lazygt.runtime.wire import decode
 
 
 class Connection:
@@ -44,7 +45,7 @@ def test_a_snapshot_on_its_way_keeps_nobody_waiting():
     assert connection.sent == []
     connection.go.set()
     part.join()
-    assert read(connection.sent[0], (Kept,)) == Kept(0, 0, 0)
+    assert decode(connection.sent[0], (Kept,)) == Kept(0, 0, 0)
     agent.close()
 
 

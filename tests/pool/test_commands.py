@@ -12,8 +12,7 @@ import lazygt
 from lazygt.cli.app import app
 from lazygt.errors import SessionEnded
 from lazygt.pool.pool_client import Pool
-from lazygt.pool.requests import Quota
-from lazygt.pool.server import address, quotas
+from lazygt.pool.requests import Quota, address, quotas
 from tests.pool.serving import SECONDS, Asker, served
 
 pytestmark = pytest.mark.timeout(240)

@@ -14,7 +14,7 @@ import torch
 
 import lazygt
 from lazygt.errors import ConnectionLost, PoolError
-from lazygt.pool import pool_link
+from lazygt.pool import pool_client
 from lazygt.pool.pool_client import Pool
 from tests.pool.serving import SECONDS, Asker, served
 
@@ -53,13 +53,13 @@ def test_a_session_outlives_a_gateway_that_is_stopped_for_a_while(tmp_path, monk
     """It is asked whether it is there, and the answer comes when it goes on."""
     asked = []
 
-    class Question(pool_link.AreYouThere):
+    class Question(pool_client.AreYouThere):
         def packed(self):
             asked.append(time.monotonic())
             return super().packed()
 
-    monkeypatch.setattr(pool_link, "AreYouThere", Question)
-    monkeypatch.setattr(pool_link, "_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(pool_client, "AreYouThere", Question)
+    monkeypatch.setattr(pool_client, "_SILENCE_SECONDS", 0.5)
     at_home, told = [], []
     with lazygt.session(workers=1):
         steps(at_home)
@@ -79,8 +79,8 @@ def test_a_session_outlives_a_gateway_that_is_stopped_for_a_while(tmp_path, monk
 
 
 def test_permanently_stopped_gateway_is_error_for_waiting_client(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_link, "_SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(pool_link, "_MIN_TIMEOUT", 2.0)
+    monkeypatch.setattr(pool_client, "_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(pool_client, "_MIN_TIMEOUT", 2.0)
     with served(tmp_path, "--workers", "1") as pool:
 
         def work():
@@ -108,7 +108,7 @@ def test_permanently_stopped_gateway_is_error_for_waiting_client(tmp_path, monke
 
 def test_a_client_that_was_away_itself_asks_anew(tmp_path, monkeypatch):
     """What matters is for how long it has waited, not for how long it has not looked."""
-    monkeypatch.setattr(pool_link, "_SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr(pool_client, "_SILENCE_SECONDS", 0.0)
     now = [100.0]
 
     class Clock:
@@ -129,8 +129,8 @@ def test_a_client_that_was_away_itself_asks_anew(tmp_path, monkeypatch):
             return None
 
     line = Line()
-    monkeypatch.setattr(pool_link, "time", Clock)
-    connection = pool_link.SessionConnection(line, "tcp://pool:1", 5.0)
+    monkeypatch.setattr(pool_client, "time", Clock)
+    connection = pool_client.SessionConnection(line, "tcp://pool:1", 5.0)
     for _ in range(4):
         now[0] += 1.0
         assert connection.take() is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lazygt.pool.hosted import Terms
-from lazygt.pool.policy import Grant, Policy, Released, SessionRequested
+from lazygt.pool.policy import Grant, Policy, SessionRequest
 from lazygt.pool.requests import Rules
 from lazygt.runtime.cluster.protocol import spec_of, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec, StartPlan
@@ -84,11 +84,11 @@ def test_no_two_sessions_ever_have_the_same_gpu(gpus):
         if living and chance.random() < 0.5:
             leaves = chance.choice(sorted(living))
             del living[leaves]
-            steps = policy.handle(Released(leaves), float(number))
+            steps = policy.release(leaves, float(number))
         else:
             workers = chance.randint(1, 5)
-            asked = SessionRequested(f"s{number}", f"k{number % 3}", workers, workers)
-            steps = policy.handle(asked, float(number))
+            asked = SessionRequest(f"s{number}", f"k{number % 3}", workers, workers)
+            steps = policy.request(asked, float(number))
         for step in steps:
             if isinstance(step, Grant):
                 living[step.session] = seen(granted(step.places))

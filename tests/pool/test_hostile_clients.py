@@ -47,7 +47,6 @@ from lazygt.runtime.cluster.protocol import (
     Replace,
     Shadow,
     Tell,
-    read,
     spec_of,
     spec_text,
 )
@@ -171,7 +170,7 @@ def test_excessive_or_mistyped_requests_are_refused(pool):
             while len(said) == number:
                 assert time.monotonic() < until
                 if (frames := asker.connection.take()) is not None:
-                    said.append(read(frames, TO_CLIENT))
+                    said.append(decode(frames, TO_CLIENT))
         assert all(isinstance(told, Refused) for told in said)
         assert pool.sessions("eve")[0]["pids"] == []
         asker.close()

@@ -1,4 +1,4 @@
-"""The pool's policy: lists of timed events in, lists of instructions out."""
+"""The pool's policy: timed events in, lists of instructions out."""
 
 from __future__ import annotations
 
@@ -16,22 +16,7 @@ from lazygt.errors import (
     PoolFull,
     SessionEnded,
 )
-from lazygt.pool.policy import (
-    ClientBack,
-    ClientGone,
-    Drain,
-    EndSession,
-    Evict,
-    Grant,
-    Load,
-    MemoryUsed,
-    Policy,
-    PolicyTick,
-    Refuse,
-    Released,
-    RunTime,
-    SessionRequested,
-)
+from lazygt.pool.policy import EndSession, Grant, Policy, Refuse, SessionRequest
 from lazygt.pool.requests import Quota, Rules
 from lazygt.pool.scheduler import Pause, Resume
 
@@ -43,8 +28,8 @@ def policy(workers=4, **given):
 
 
 def ask(pool, session, workers=1, client=None, now=0.0, cores=None, **given):
-    asked = SessionRequested(session, client or session, workers, cores or workers, **given)
-    return pool.handle(asked, now)
+    asked = SessionRequest(session, client or session, workers, cores or workers, **given)
+    return pool.request(asked, now)
 
 
 def refusal(steps):
@@ -62,7 +47,7 @@ def test_a_gang_gets_its_places_at_once_and_they_are_nobody_elses():
     assert ask(pool, "a", 3) == [Grant("a", (0, 1, 2)), Resume("a")]
     assert ask(pool, "b", 2) == []
     assert pool.free == 1
-    assert pool.handle(Released("a"), 1.0) == [Grant("b", (0, 1)), Resume("b")]
+    assert pool.release("a", 1.0) == [Grant("b", (0, 1)), Resume("b")]
     assert pool.free == 2
 
 
@@ -96,7 +81,7 @@ def test_clients_take_turns_in_the_queue_whoever_came_first():
     order = []
     last = "x"
     for _ in range(4):
-        (last,) = granted(pool.handle(Released(last), 1.0))
+        (last,) = granted(pool.release(last, 1.0))
         order.append(last)
     assert order == ["a1", "b1", "a2", "a3"]
 
@@ -106,8 +91,8 @@ def test_waiting_gang_is_not_overtaken():
     ask(pool, "a", 3)
     ask(pool, "gang", 4)
     assert ask(pool, "small", 1) == []
-    assert granted(pool.handle(Released("a"), 1.0)) == ["gang"]
-    assert granted(pool.handle(Released("gang"), 2.0)) == ["small"]
+    assert granted(pool.release("a", 1.0)) == ["gang"]
+    assert granted(pool.release("gang", 2.0)) == ["small"]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +117,8 @@ def test_over_its_memory_the_largest_session_of_a_client_ends():
     for session in ("small", "large"):
         ask(pool, session, client="k")
     ask(pool, "other")
-    assert pool.handle(MemoryUsed({"small": 10, "large": 60, "other": 900}, {"k": 30}), 1.0) == []
-    steps = pool.handle(MemoryUsed({"small": 10, "large": 61, "other": 900}, {"k": 30}), 2.0)
+    assert pool.memory_used({"small": 10, "large": 60, "other": 900}, {"k": 30}, 1.0) == []
+    steps = pool.memory_used({"small": 10, "large": 61, "other": 900}, {"k": 30}, 2.0)
     (end,) = [step for step in steps if isinstance(step, EndSession)]
     assert end.session == "large"
     assert isinstance(end.error, OverQuota)
@@ -145,28 +130,28 @@ def test_a_session_outlives_its_connection_for_its_grace_and_its_places_stay_its
     pool = policy(1, grace=60.0)
     ask(pool, "a", grace=10.0)
     ask(pool, "b")
-    assert pool.handle(ClientGone("a"), 5.0) == []
+    assert pool.client_gone("a", False, 5.0) == []
     assert pool.seconds_to_next(5.0) == 10.0
-    assert pool.handle(PolicyTick(), 14.9) == []
-    (end,) = pool.handle(PolicyTick(), 15.0)
+    assert pool.tick(14.9) == []
+    (end,) = pool.tick(15.0)
     assert isinstance(end, EndSession)
     assert isinstance(end.error, SessionEnded)
-    assert pool.handle(PolicyTick(), 16.0) == []
-    assert granted(pool.handle(Released("a"), 16.0)) == ["b"]
+    assert pool.tick(16.0) == []
+    assert granted(pool.release("a", 16.0)) == ["b"]
 
 
 def test_session_survives_return_of_client_within_grace():
     pool = policy(1)
     ask(pool, "a", grace=10.0)
-    pool.handle(ClientGone("a"), 5.0)
-    pool.handle(ClientBack("a"), 14.0)
-    assert pool.handle(PolicyTick(), 1000.0) == []
+    pool.client_gone("a", False, 5.0)
+    pool.client_back("a")
+    assert pool.tick(1000.0) == []
 
 
 def test_no_grace_is_longer_than_the_pools():
     pool = policy(1, grace=3.0)
     ask(pool, "a", grace=1e9)
-    pool.handle(ClientGone("a"), 0.0)
+    pool.client_gone("a", False, 0.0)
     assert pool.seconds_to_next(0.0) == 3.0
 
 
@@ -174,7 +159,7 @@ def test_no_grace_is_longer_than_the_pools():
 def test_without_grace_or_without_its_client_a_session_ends_at_once(grace, for_good):
     pool = policy(1)
     ask(pool, "a", grace=grace)
-    (end,) = pool.handle(ClientGone("a", for_good), 0.0)
+    (end,) = pool.client_gone("a", for_good, 0.0)
     assert isinstance(end, EndSession)
 
 
@@ -182,11 +167,11 @@ def test_a_detached_session_lives_until_it_is_evicted_or_expires():
     pool = policy(2, expiry=1000.0)
     for session in ("a", "b"):
         ask(pool, session, grace=1.0, detach=True)
-        pool.handle(ClientGone(session, for_good=True), 0.0)
-    assert pool.handle(PolicyTick(), 999.0) == []
-    (end,) = pool.handle(Evict("a"), 999.0)
+        pool.client_gone(session, True, 0.0)
+    assert pool.tick(999.0) == []
+    (end,) = pool.evict("a", 999.0)
     assert "evict" in str(end.error)
-    (end,) = pool.handle(PolicyTick(), 1000.0)
+    (end,) = pool.tick(1000.0)
     assert end.session == "b"
 
 
@@ -194,9 +179,9 @@ def test_departed_client_leaves_queue():
     pool = policy(1)
     for session in ("a", "b", "c"):
         ask(pool, session)
-    assert pool.handle(ClientGone("b", for_good=True), 1.0) == []
+    assert pool.client_gone("b", True, 1.0) == []
     assert pool.queue == ["c"]
-    (refused,) = pool.handle(Evict("c"), 1.0)
+    (refused,) = pool.evict("c", 1.0)
     assert isinstance(refused, Refuse)
     assert pool.queue == []
 
@@ -205,9 +190,9 @@ def test_drained_pool_refuses_new_and_queued_sessions_and_keeps_running_ones():
     pool = policy(1)
     for session in ("a", "b"):
         ask(pool, session)
-    assert isinstance(refusal(pool.handle(Drain(), 1.0)), PoolDraining)
+    assert isinstance(refusal(pool.drain()), PoolDraining)
     assert isinstance(refusal(ask(pool, "c")), PoolDraining)
-    assert pool.handle(Released("a"), 2.0) == []
+    assert pool.release("a", 2.0) == []
     assert pool.leases == {}
 
 
@@ -215,11 +200,11 @@ def test_two_busy_clients_alternate_on_one_slot():
     pool = policy(2, at_once=1)
     assert Resume("a") in ask(pool, "a")
     assert granted(ask(pool, "b")) == ["b"]
-    assert pool.handle(Load("a", running=1, held=0), 0.001) == []
-    assert pool.handle(Load("b", running=0, held=1), 0.001) == []
+    assert pool.load("a", 1, 0, 0.001) == []
+    assert pool.load("b", 0, 1, 0.001) == []
     # a has used up its time, but its next run is with its workers already
-    assert pool.handle(RunTime("a", 0.2), 0.2) == [Pause("a")]
-    assert pool.handle(Load("a", running=0, held=1), 0.3) == [Resume("b")]
+    assert pool.ran("a", 0.2, 0.2) == [Pause("a")]
+    assert pool.load("a", 0, 1, 0.3) == [Resume("b")]
     assert not pool.turns.passes("a")
 
 
@@ -240,18 +225,19 @@ def test_pool_errors_survive_pickling():
 SESSIONS, CLIENTS = [f"s{n}" for n in range(8)], ["k0", "k1", "k2"]
 QUOTAS = {"k0": Quota(sessions=2, workers=3, cores=4)}
 SECONDS = st.floats(0.0, 0.3)
+#: (method of the policy, its arguments without the time)
 EVENTS = st.one_of(
-    st.builds(
-        SessionRequested, st.sampled_from(SESSIONS), st.sampled_from(CLIENTS), st.integers(0, 5),
+    st.tuples(st.just("request"), st.builds(
+        SessionRequest, st.sampled_from(SESSIONS), st.sampled_from(CLIENTS), st.integers(0, 5),
         st.integers(1, 5), SECONDS, st.booleans(),
-    ),
-    st.builds(Released, st.sampled_from(SESSIONS)),
-    st.builds(Load, st.sampled_from(SESSIONS), st.integers(0, 2), st.integers(0, 2)),
-    st.builds(RunTime, st.sampled_from(SESSIONS), SECONDS),
-    st.builds(ClientGone, st.sampled_from(SESSIONS), st.booleans()),
-    st.builds(ClientBack, st.sampled_from(SESSIONS)),
-    st.builds(Evict, st.sampled_from(SESSIONS)),
-    st.just(PolicyTick()),
+    )),
+    st.tuples(st.just("release"), st.sampled_from(SESSIONS)),
+    st.tuples(st.just("load"), st.sampled_from(SESSIONS), st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.just("ran"), st.sampled_from(SESSIONS), SECONDS),
+    st.tuples(st.just("client_gone"), st.sampled_from(SESSIONS), st.booleans()),
+    st.tuples(st.just("client_back"), st.sampled_from(SESSIONS)),
+    st.tuples(st.just("evict"), st.sampled_from(SESSIONS)),
+    st.just(("tick",)),
 )  # fmt: skip
 
 
@@ -266,15 +252,17 @@ class Model:
         self.ended = set()
 
     def handle(self, event, now):
-        if isinstance(event, SessionRequested) and event.session not in self.asked:
-            self.asked[event.session] = event
-        waits = getattr(event, "session", None) in set(self.asked) - set(self.places)
-        if isinstance(event, Released) or (
-            isinstance(event, ClientGone) and event.for_good and waits
-        ):
-            self.forget(event.session)
-        for step in self.pool.handle(event, now):
-            self.follow(step, event)
+        kind, *arguments = event
+        if kind == "request":
+            self.asked.setdefault(arguments[0].session, arguments[0])
+        waits = arguments and arguments[0] in set(self.asked) - set(self.places)
+        if kind == "release" or (kind == "client_gone" and arguments[1] and waits):
+            self.forget(arguments[0])
+        if kind == "client_back":
+            self.pool.client_back(*arguments)
+        else:
+            for step in getattr(self.pool, kind)(*arguments, now):
+                self.follow(step, event)
         self.check()
 
     def follow(self, step, event):
@@ -284,8 +272,8 @@ class Model:
                 assert session not in self.places
                 self.places[session] = places
             case Refuse():
-                again = isinstance(event, SessionRequested) and event.session == session
-                twice = again and event is not self.asked.get(session)
+                again = event[0] == "request" and event[1].session == session
+                twice = again and event[1] is not self.asked.get(session)
                 if not twice:
                     self.forget(session)
             case EndSession():
@@ -331,13 +319,13 @@ def test_random_events_keep_policy_invariants(events, at_once, queue):
         now += pause
     # Whatever state that was: once all sessions have ended, the pool is as new.
     for session in SESSIONS:
-        model.handle(Evict(session), now)
+        model.handle(("evict", session), now)
     for session in SESSIONS:
-        model.handle(Released(session), now)
+        model.handle(("release", session), now)
     assert model.pool.free == 4
     assert model.pool.leases == {}
     assert model.pool.queue == []
-    model.handle(SessionRequested("s0", "k1", 4, 4), now)
+    model.handle(("request", SessionRequest("s0", "k1", 4, 4)), now)
     assert model.places == {"s0": (0, 1, 2, 3)}
     assert model.resumed == {"s0"}
 
@@ -359,7 +347,7 @@ def test_queue_wait_is_bounded(asks, random):
     running = list(granted_now)
     while running:
         leaves = running.pop(random.randrange(len(running)))
-        for session in granted(pool.handle(Released(leaves), 1.0)):
+        for session in granted(pool.release(leaves, 1.0)):
             running.append(session)
             for other in set(pool.queue) & set(waits):
                 waits[other] -= 1

@@ -28,9 +28,9 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.net.keys import Keyring
 from lazygt.pool.pool_client import Pool, answer, connect
 from lazygt.pool.requests import Admitted, Ask, Ok, Publish, RequestFailed, Waits
-from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Refused, Tell, read, spec_text
+from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Refused, Tell, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.wire import encode
+from lazygt.runtime.wire import decode, encode
 from tests.pool.serving import SECONDS, Asker, served, start_client
 from tests.support.timeouts import patience
 
@@ -344,7 +344,7 @@ def test_invalid_client_messages_are_refused(pool):
     while len(refusals) < len(wrong):
         assert time.monotonic() < until
         if (frames := asker.connection.take()) is not None:
-            refusals.append(read(frames, TO_CLIENT))
+            refusals.append(decode(frames, TO_CLIENT))
     assert all(isinstance(refusal, Refused) for refusal in refusals)
     assert [row["pids"] for row in pool.sessions("alice")] == [[]]
     asker.close()

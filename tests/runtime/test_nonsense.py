@@ -51,7 +51,7 @@ EVERY: tuple[Message, ...] = (
     Ship(NAME, False, NAME), Ship(NAME, True, NAME, (7, 3), (NAME,), NAME),
     Run(1), Run(2, NAME, 9, (0, (1, 2)), (1, (0, 5)), (0.5, True, 1 + 2j), [Put(1, META, 64)], (7,),
                 (9,), True),
-    Swap(NAME, ((0, "key"),)), Write(-3, ("a", (), None)), Renew(1, 0),
+    Swap(NAME, ((0, "key"),)), Write(-3, ["a", [], None]), Renew(1, 0),
     Done(1),
     Done(2, [Failure(0, "ValueError", "so")], [4], [Fetched(META), Failure(1, "x", "y", 2)],
          Reply((Made(META, 1), Several((Plain(2.5), Plain())))),

@@ -171,7 +171,7 @@ class Ranks:
         return [TensorLocation(key, placement, None) for key, placement in enumerate(self._where)]
 
     def request(self, rank: int, number: int, request: CopyRequest) -> None:
-        sent = wire.unpack(wire.pack(request.packed))
+        sent = wire.unpack(wire.pack(request.packed), Any)
         done = self._copiers[rank].copy_packed(sent, self._blocks[rank].__getitem__)
         self._answers.append(CopyReply(rank, number, done[0], "", done[1]))
 

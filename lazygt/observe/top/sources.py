@@ -133,10 +133,9 @@ class PoolSource(StatusSource):
         # why: they load torch and sockets, which take seconds; local sessions need neither
         from lazygt.net.keys import Keyring, keys_place
         from lazygt.pool.pool_client import Pool
-        from lazygt.pool.server import server_key
 
         self._on = on
-        self._pool = Pool(on, key or server_key(Keyring(keys_place())))
+        self._pool = Pool(on, key or Keyring(keys_place()).own())
 
     def snapshot(self) -> PoolStatus:
         """See `StatusSource`."""

@@ -41,7 +41,7 @@ from lazygt.runtime.cluster.protocol import (
 )
 from lazygt.runtime.cluster.upload_relay import Mirrors, write
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.wire import Message, encode, size_of
+from lazygt.runtime.wire import Message, decode, encode, size_of
 
 _log = logging.getLogger("lazygt")
 
@@ -120,7 +120,7 @@ class Agent:
             ProtocolError: a message is invalid, or its request can't be done.
         """
         while (frames := self._connection.take()) is not None:
-            message = protocol.read(frames, TO_AGENT)
+            message = decode(frames, TO_AGENT)
             try:
                 self._handle(message, frames[1:])
             except (OSError, ValueError, OverflowError, MemoryError) as error:

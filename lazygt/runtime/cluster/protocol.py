@@ -7,17 +7,12 @@ behind a header with part and worker, and are not decoded.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
-
 import msgspec
 
 from lazygt.errors import ProtocolError
 from lazygt.net.status_file import Page, decoded
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.wire import Buffer, Count, Message, decode
+from lazygt.runtime.wire import Buffer, Count, Message
 
 # -- to an agent -----------------------------------------------------------------------------
 
@@ -207,32 +202,21 @@ TO_CLIENT: tuple[type[Message], ...] = (
     Opened, Said, Kept, Died, Frozen, Refused, Closed, Seen, Listens, Has, Alone,
 )  # fmt: skip
 
-_SPEC_KEYS = frozenset(LinkSpec.__dataclass_fields__)
-
 
 def spec_text(spec: LinkSpec) -> str:
     """Encode a specification of workers as text."""
-    fields = {**asdict(spec), "environment": dict(spec.environment)}
-    fields["token"] = None if spec.token is None else spec.token.hex()
-    return json.dumps(fields)
+    return msgspec.json.encode(spec).decode()
 
 
 def spec_of(text: str) -> LinkSpec:
     """Decode the output of `spec_text`.
 
     Raises:
-        ProtocolError: the text is from another version, or of another kind.
+        ProtocolError: the text is of another kind.
     """
     try:
-        fields: dict[str, Any] = json.loads(text)
-        unknown = sorted(fields.keys() - _SPEC_KEYS)
-        if unknown:
-            raise ValueError(f"there is no {', '.join(unknown)}")
-        ranks, token = fields.get("ranks"), fields.get("token")
-        fields["ranks"] = None if ranks is None else tuple(ranks)
-        fields["token"] = None if token is None else bytes.fromhex(token)
-        return msgspec.convert(fields, LinkSpec)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        return msgspec.json.decode(text, type=LinkSpec)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"a specification of workers cannot be read: {error}") from error
 
 
@@ -243,12 +227,3 @@ def pages_of(frame: Buffer) -> tuple[Page | None, ...]:
         ProtocolError: the frame has no such pages.
     """
     return decoded(frame, tuple[Page | None, ...])
-
-
-def read(frames: Sequence[Buffer], kinds: tuple[type[Message], ...]) -> Message:
-    """Decode the header of a message between client and agent.
-
-    Raises:
-        ProtocolError: the header is of none of these kinds.
-    """
-    return decode(frames[:1], kinds)

@@ -43,7 +43,7 @@ from lazygt.runtime.cluster.protocol import (
 from lazygt.runtime.cluster.upload_relay import write
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.worker_pool import SNAPSHOT_BYTES
-from lazygt.runtime.wire import Message, encode
+from lazygt.runtime.wire import Message, decode, encode
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ class RemoteHost:
     def pump(self) -> None:
         """Handle arrived messages; if the host is lost, all its workers have died."""
         while (frames := self.connection.take()) is not None:
-            self._handle(protocol.read(frames, TO_CLIENT), frames[1:])
+            self._handle(decode(frames, TO_CLIENT), frames[1:])
         if self.lost and not self._loss_handled:
             self._loss_handled = True
             for part in self.parts.values():

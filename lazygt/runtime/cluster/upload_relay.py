@@ -34,8 +34,8 @@ from lazygt.net.connection import Connection, Listener, dial
 from lazygt.net.keys import derived
 from lazygt.net.mailbox import Frame
 from lazygt.runtime.arenas import Arena
-from lazygt.runtime.cluster.protocol import Alone, Begin, Follow, Has, Listens, Mirror, read
-from lazygt.runtime.wire import Message, encode
+from lazygt.runtime.cluster.protocol import Alone, Begin, Follow, Has, Listens, Mirror
+from lazygt.runtime.wire import Message, decode, encode
 
 _log = logging.getLogger("lazygt")
 
@@ -248,7 +248,7 @@ class Mirrors:
         for follower in list(self._followers):
             try:
                 while (frames := follower.connection.take()) is not None:
-                    report = read(frames, (Has,))
+                    report = decode(frames, (Has,))
                     assert isinstance(report, Has)
                     follower.number = self._check(report)
             except ProtocolError as error:
@@ -300,7 +300,7 @@ class Mirrors:
         """Store the pieces that have arrived on a connection; return its error, or ""."""
         try:
             while (frames := connection.take()) is not None:
-                message = read(frames, (Mirror,))
+                message = decode(frames, (Mirror,))
                 assert isinstance(message, Mirror)
                 self.take(message, frames[1])
         except (ProtocolError, IndexError) as error:

@@ -14,11 +14,12 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-import msgpack
+import msgspec
 
 from lazygt.graph.flags import Flags
 from lazygt.host.processes import OOMKills, is_stopped, start_directory
 from lazygt.runtime import graph_codec
+from lazygt.runtime.compiling.compile_process import Answer, Request
 from lazygt.runtime.executors.artifacts import Cache
 from lazygt.runtime.executors.kernel_group import KernelGroup
 
@@ -50,7 +51,7 @@ class Compiler:
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._oom_kills = OOMKills()
-        self._unpacker = msgpack.Unpacker()
+        self._unread = b""  # the beginning of an answer
         self._waiting: deque[tuple[str, bytes]] = deque()
         #: keys that were written and not answered, with the bytes of their requests
         self._sent_bytes: dict[str, int] = {}
@@ -69,7 +70,7 @@ class Compiler:
         if self._process is None:
             self._process = _start(self._cache.directory())
         self.pending.add(key)
-        request = {
+        request: Request = {
             "key": key,
             "body": graph_codec.encode_graph(group.body, flags),
             "writes": group.writes,
@@ -79,7 +80,7 @@ class Compiler:
             "lanes": group.lanes,
             "device": self._device,
         }
-        self._waiting.append((key, msgpack.packb(request)))
+        self._waiting.append((key, msgspec.json.encode(request) + b"\n"))
         self._send()
 
     def _send(self) -> None:
@@ -114,8 +115,9 @@ class Compiler:
             data = os.read(self.descriptor, 1 << 16)
             if not data:
                 return answers | self._exit_errors()
-            self._unpacker.feed(data)
-            answers.update((answer["key"], answer["error"]) for answer in self._unpacker)
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            received = [msgspec.json.decode(line, type=Answer) for line in lines]
+            answers.update((answer["key"], answer["error"]) for answer in received)
             self.pending -= answers.keys()
             self._last_answer = time.monotonic()
         for key in answers:
