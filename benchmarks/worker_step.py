@@ -20,9 +20,9 @@ from benchmarks.contestant import QUICK, WORKLOADS
 from benchmarks.harness import Measured, Report, interleave, parser, ratio
 from benchmarks.models import Step
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, code_of
+from lazygt.runtime.executors.native import KnownRuns
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value
-from lazygt.runtime.worker.known_runs import KnownRuns
 
 CASES = ("W1", "W3 SGD", "W3 Adam", "W4-tiny", "W4")
 WARM_UP = 3

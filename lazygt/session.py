@@ -36,7 +36,7 @@ from lazygt.runtime.client.client import Client
 from lazygt.runtime.client.console import Console
 from lazygt.runtime.cluster.opening import by_engine, device_type, open_link
 from lazygt.runtime.compiling.tiers import CompileRecord, Tiers
-from lazygt.runtime.executors.artifacts import Cache
+from lazygt.runtime.executors.compiled import Cache
 from lazygt.runtime.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.link import Link
 from lazygt.runtime.messages import Captured

@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, settings
 
 from lazygt.recovery import recover
 from lazygt.runtime.compiling import compiler
-from lazygt.runtime.executors.artifacts import Record
+from lazygt.runtime.executors.compiled import Record
 from tests.support import forking
 from tests.support.timeouts import DEEP, patience
 

@@ -253,20 +253,9 @@ class Plan:
         """For each step, the number of its recorded op; empty: the same numbers."""
         return self.template.origins
 
-    def with_fused(self, fused: Collection[int]) -> tuple[Schedule, tuple[int, ...]]:
-        """Return the schedule in which these fused nodes are one step, and all others expanded.
-
-        Returns:
-            The schedule, and for each of its nodes the number of its first step in ``steps``.
-        """
-        firsts: list[int] = []
-        count = 0
-        for number, node in enumerate(self.graph.nodes):
-            members = 1 if node.body is None else len(node.body.nodes)
-            is_one_step = node.body is None or number in fused
-            firsts.extend([count] if is_one_step else range(count, count + members))
-            count += members
-        return Schedule.of(expand_fused(self.graph, fused)), tuple(firsts)
+    def with_fused(self, fused: Collection[int]) -> Schedule:
+        """Return the schedule in which these fused nodes are one step, and all others expanded."""
+        return Schedule.of(expand_fused(self.graph, fused))
 
     @cached_property
     def collectives(self) -> tuple[Communication, ...]:

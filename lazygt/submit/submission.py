@@ -24,6 +24,7 @@ from lazygt.record.tensor import NATIVE, LazyTensor, Storage, is_lazy, storage_o
 from lazygt.record.trace import Trace, closed_error
 from lazygt.record.trie import Provenance, TrieNode
 from lazygt.recovery.recover import RecoveryRecord
+from lazygt.recovery.rollback import Recorded, Rollback
 from lazygt.runtime.client.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.interrupts import DEFER_INTERRUPT
@@ -34,7 +35,6 @@ from lazygt.runtime.wire import Buffer
 from lazygt.submit.history import Flush, History
 from lazygt.submit.memory_categories import Kinds
 from lazygt.submit.planner import CachedPlan, Planner
-from lazygt.submit.rollback import Recorded, Rollback
 
 #: Exception classes of torch's own ops; a call that waits for its op raises no other class.
 _TORCH_ERRORS: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,

@@ -20,8 +20,7 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.errors import LaunchError
-from lazygt.runtime.cluster.ray import RayHosts
-from lazygt.runtime.cluster.ray_slot import HOST_PROCESS
+from lazygt.runtime.cluster.ray import AGENT, RayHosts
 from tests.clusters.commands import commands
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install lazygt[ray]")
@@ -83,7 +82,7 @@ def agents() -> list[psutil.Process]:
     there = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if HOST_PROCESS in process.cmdline():
+            if AGENT in process.cmdline():
                 there.append(process)
     return there
 

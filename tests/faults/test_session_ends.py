@@ -83,7 +83,7 @@ def refused_setting() -> None:
 
 def bad_worker() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lazygt.runtime.launch.local.LocalLauncher.start", fail)
+        patch.setattr("lazygt.runtime.launch.launcher.Launcher.start", fail)
         with pytest.raises(OSError, match="no more processes"), lazygt.session(**WORKER):
             pass
 

@@ -24,11 +24,11 @@ import torch
 import lazygt
 from lazygt import native
 from lazygt.net import mailbox
-from lazygt.runtime.cluster import opening
+from lazygt.runtime.executors.native import number_reader
 from lazygt.runtime.messages import TO_WORKER, Run
 from lazygt.runtime.wire import decode, encode
-from lazygt.runtime.worker.inline_link import InlineLink
-from lazygt.runtime.worker.known_runs import number_reader
+from lazygt.runtime.worker import inline
+from lazygt.runtime.worker.inline import InlineLink
 from lazygt.runtime.worker.worker import Worker
 
 #: Numbers at the borders of msgpack's formats, as it writes them.
@@ -197,7 +197,7 @@ def main() -> None:
         "runs": fuzz_runs, "numbers": fuzz_numbers, "mailbox": fuzz_mailbox,
     }  # fmt: skip
     with (
-        mock.patch.object(opening, "InlineLink", Recorded),
+        mock.patch.object(inline, "InlineLink", Recorded),
         lazygt.session(launcher="inline", plan_code="native", compile="off") as session,
     ):
         train(session)

@@ -24,7 +24,7 @@ from lazygt.graph.liveness import peak_bytes
 from lazygt.observe.report import LineCost, PlanCost, Report, shown
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse, candidates
 from lazygt.runtime.plan import Plan, Schedule
-from lazygt.runtime.worker.dry import MOST_ZEROS
+from lazygt.runtime.worker.inline import MOST_ZEROS
 
 pytestmark = pytest.mark.timeout(120)
 

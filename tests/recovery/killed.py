@@ -32,7 +32,7 @@ from torch.distributed.tensor import Shard
 import lazygt
 from lazygt.recovery import recover
 from lazygt.runtime.compiling import compiler
-from lazygt.runtime.executors.artifacts import Record
+from lazygt.runtime.executors.compiled import Record
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, chaotic, digest
 from tests.support import forking
 

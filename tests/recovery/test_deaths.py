@@ -17,6 +17,7 @@ import torch
 
 import lazygt
 from lazygt.runtime.messages import Snapped
+from tests.recovery.faulty import use_faulty_workers
 from tests.recovery.programs import LAYOUTS, outcome
 from tests.support.timeouts import DEEP
 
@@ -89,7 +90,7 @@ def test_a_worker_that_dies_while_the_session_opens() -> None:
 )
 def test_a_death_in_a_recovery(faults: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = undisturbed("fully sharded")
-    monkeypatch.setenv("LAZYGT_FAULT", faults)
+    use_faulty_workers(monkeypatch, faults)
     told, recoveries = outcome("fully sharded")
     assert told == expected
     assert recoveries[0].ranks == (0,)
@@ -269,7 +270,7 @@ def test_a_death_at_any_message_of_two_ranks(
 ) -> None:
     expected, died = undisturbed("fully sharded"), 0
     for message in range(1 + rank, 30, STRIDE):
-        monkeypatch.setenv("LAZYGT_FAULT", f"{rank}:{message}:{when}")
+        use_faulty_workers(monkeypatch, f"{rank}:{message}:{when}")
         told, recoveries = outcome("fully sharded")
         assert told == expected, message
         assert all(each.ranks == (rank,) for each in recoveries)

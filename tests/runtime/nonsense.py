@@ -23,7 +23,7 @@ from lazygt.errors import LazyGTError, ProtocolError
 from lazygt.runtime import graph_codec
 from lazygt.runtime.messages import Renew, Ship, Swap, Write
 from lazygt.runtime.wire import encode
-from lazygt.runtime.worker.inline_link import InlineLink
+from lazygt.runtime.worker.inline import InlineLink
 from lazygt.runtime.worker.worker import Worker
 from lazygt.transfer.copier import copier_for
 from lazygt.transfer.copy_request import CopyRequest

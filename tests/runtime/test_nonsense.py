@@ -38,7 +38,7 @@ from lazygt.runtime.messages import (
     Wrote,
 )
 from lazygt.runtime.wire import decode, encode
-from lazygt.runtime.worker.inline_link import InlineLink
+from lazygt.runtime.worker.inline import InlineLink
 from lazygt.runtime.worker.worker import Worker
 from tests.runtime import nonsense
 from tests.support.timeouts import DEEP

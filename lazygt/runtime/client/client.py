@@ -15,6 +15,7 @@ from lazygt.recovery.recover import RollbackRecovery
 from lazygt.runtime.client.answers import Answers
 from lazygt.runtime.client.console import Observer
 from lazygt.runtime.client.failures import Describe, Failures
+from lazygt.runtime.executors.native import number_reader
 from lazygt.runtime.link import Link
 from lazygt.runtime.messages import Failure, Install, MemoryUse, Renew, Run, Write
 from lazygt.runtime.plan_records import PlanRecord
@@ -28,7 +29,6 @@ from lazygt.runtime.values import (
     wanted,
 )
 from lazygt.runtime.wire import Buffer, bits, size_of
-from lazygt.runtime.worker.known_runs import number_reader
 
 # -- orders to workers, besides runs ---------------------------------------------------------------
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from lazygt.errors import DeviceLost, ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.node import Graph
 from lazygt.recovery.recover import RecoveryRecord, RollbackRecovery
 from lazygt.runtime.client.console import Observer
 from lazygt.runtime.client.failures import Describe, Failures, FirstFailed
-from lazygt.runtime.executors.artifacts import Installs
+from lazygt.runtime.executors.compiled import Cache
+from lazygt.runtime.executors.kernel_group import toolchain
 from lazygt.runtime.link import Link
 from lazygt.runtime.messages import (
     Captured,
     Done,
     Failure,
+    Install,
     Installed,
     Left,
     Lost,
@@ -29,6 +31,7 @@ from lazygt.runtime.messages import (
 )
 from lazygt.runtime.plan_records import PlanRecord, PlanRecords
 from lazygt.runtime.values import Answer, Fetches, Uploads
+from lazygt.runtime.wire import Buffer
 
 _log = logging.getLogger("lazygt")
 
@@ -69,6 +72,123 @@ class Counts:
     largest_run: int = 0
     last_run: int = 0
     snapshot_bytes: int = 0
+
+
+# -- installation of artifacts on other hosts ------------------------------------------------------
+# One rank of each host without the client's cache is queried for artifacts and receives missing
+# ones, which stay there for later sessions. A plan is swapped on all ranks at once, after all hosts
+# have its artifacts: compiled code may round differently, and ranks must not differ in that.
+
+
+class Notify(Protocol):
+    """Function that sends a rank a message; does not wait."""
+
+    def __call__(self, rank: int, message: Install, buffers: Sequence[Buffer] = ()) -> None: ...
+
+
+class Installs:
+    """State of artifacts on other hosts.
+
+    Args:
+        remote_hosts: returns the current hosts, each with one of its ranks.
+        cache: the client's.
+
+    Attributes:
+        pending: (artifact, host) of unanswered requests.
+        error: a host's reason against compiled code; empty: none was reported.
+    """
+
+    def __init__(
+        self,
+        remote_hosts: Callable[[], Mapping[int, int]],
+        cache: Cache,
+        device: str,
+        send_message: Notify,
+    ) -> None:
+        self._remote_hosts, self._cache, self._device, self._send_message = (
+            remote_hosts,
+            cache,
+            device,
+            send_message,
+        )
+        self.pending: set[tuple[str, int]] = set()
+        #: those of ``pending`` with code that was sent
+        self._sent_code: set[tuple[str, int]] = set()
+        self._installed: set[tuple[str, int]] = set()
+        self.error = ""
+
+    def ready(self, keys: Iterable[str]) -> bool:
+        """Return whether all hosts have these artifacts; request those not requested before.
+
+        Args:
+            keys: keys of artifacts; the empty key queries whether locally compiled code runs there.
+        """
+        if self.error:
+            return False
+        hosts = self._remote_hosts()
+        wanted = [(key, host) for key in keys for host in hosts]
+        for key, host in wanted:
+            if (key, host) not in self._installed | self.pending:
+                self.pending.add((key, host))
+                self._request(key, hosts[host])
+        return self._installed.issuperset(wanted)
+
+    def _request(self, key: str, rank: int) -> None:
+        self._send_message(rank, Install(key, toolchain(self._device)))
+
+    def answered(self, rank: int, installed: Installed) -> None:
+        """Handle a rank's answer: send missing code, or note success or failure."""
+        hosts = self._remote_hosts()
+        for request in [
+            (installed.key, host) for host, host_rank in hosts.items() if host_rank == rank
+        ]:
+            if request not in self.pending:
+                continue  # requested twice, before a recovery and after it
+            if installed.lacks and not installed.error and request not in self._sent_code:
+                self._sent_code.add(request)
+                self._send_code(installed.key, rank)
+                continue
+            self.pending.discard(request)
+            self._sent_code.discard(request)
+            error = installed.error or (
+                "its cache does not keep what it is given" if installed.lacks else ""
+            )
+            if error:
+                self.error = self.error or f"worker {rank}: {error}"
+            else:
+                self._installed.add(request)
+
+    def _send_code(self, key: str, rank: int) -> None:
+        try:
+            artifact = self._cache.copy_of(key)
+            self._send_message(rank, Install(key, toolchain(self._device)), artifact)
+        except (OSError, ValueError) as error:  # no longer there, or longer than a message may be
+            self.answered(rank, Installed(key, error=f"it could not be sent: {error}"))
+
+    def again(self) -> None:
+        """Repeat requests after workers were replaced, before they get any other message.
+
+        New workers may be on new hosts. Unanswered requests are repeated. Installed artifacts are
+        sent, without a query, to all hosts that may lack them, before the plans that use them.
+        """
+        hosts = self._remote_hosts()
+        self._sent_code.clear()
+        known = {key for key, _ in self._installed}
+        self.pending &= {(key, host) for key, _ in self.pending for host in hosts}
+        for key, host in sorted(self.pending):
+            self._request(key, hosts[host])
+        for key in sorted(known):
+            for host, rank in hosts.items():
+                if (key, host) not in self._installed | self.pending:
+                    self.pending.add((key, host))
+                    self._sent_code.add((key, host))
+                    if key:
+                        self._send_code(key, rank)
+                    else:
+                        self._request(key, rank)
+
+
+# -- state of the workers --------------------------------------------------------------------------
 
 
 class Reports:

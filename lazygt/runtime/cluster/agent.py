@@ -1,24 +1,35 @@
 """Agent of a host: starts workers there for a remote client, and relays their messages.
 
 A `ProcessLink` starts and watches the workers, with shared memory, as in a session on one host.
-Client and agent share one connection, which survives network failures.
+Client and agent share one connection, which survives network failures. An agent is a process of a
+job, a thread of the client's own process, or a process started for one session: ``python -m`` this
+module.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
+import socket
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
+import zmq
 
 from lazygt.errors import LazyGTError, ProtocolError
+from lazygt.net.channel import Keys
+from lazygt.net.connection import Connection, dial
 from lazygt.net.mailbox import Frame
 from lazygt.runtime.arenas import Arena, create_memory
 from lazygt.runtime.cluster import protocol
@@ -314,3 +325,87 @@ class AgentThread(threading.Thread):
 
     def run(self) -> None:
         self.agent.serve()
+
+
+# -- agent in a process of its own -----------------------------------------------------------------
+
+
+def serve_client(connection: Connection, endpoint: str) -> str:
+    """Serve a client as the agent of this host until the connection has ended.
+
+    Args:
+        endpoint: the client's endpoint.
+
+    Returns:
+        The reason of the end.
+    """
+    address = address_towards(endpoint)
+    adapt = partial(replace, host=host_id(), address=address)
+    return Agent(connection, adapt, address).serve()
+
+
+def host_id() -> str:
+    """Return an id shared by processes with the same files and UNIX sockets."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "uts")]
+    return " ".join((boot, *namespaces, str(os.getuid())))
+
+
+def address_towards(endpoint: str) -> str:
+    """Return the address of this host's interface that leads to ``endpoint``.
+
+    Nothing is sent.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    family, socktype, _, _, sockaddr = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, socktype) as udp:
+        udp.connect(sockaddr)
+        return str(udp.getsockname()[0])
+
+
+# The process of one session writes its public key to standard output, reads a line of JSON with the
+# client's endpoint from standard input, and writes an empty line or an error. Only public keys are
+# exchanged that way. The end of standard input ends the process, and with it all workers here.
+
+
+def main() -> None:
+    """Connect to a client, and serve it as the agent of this host."""
+    keys = Keys.generate()
+    _write_line(keys.public)
+    request: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    hello = json.dumps({"rank": request["rank"], "name": socket.gethostname()}).encode()
+    try:
+        connection = dial(
+            zmq.Context.instance(),
+            request["endpoint"],
+            keys,
+            request["public"],
+            hello,
+            request["max_message"],
+            request["seconds"],
+        )
+    except LazyGTError as error:
+        _write_line(f"{type(error).__name__}: {error}".replace("\n", " "))
+        raise SystemExit(1) from error
+    _write_line("")
+    serve_client(connection, request["endpoint"])
+
+
+def _write_line(line: str) -> None:
+    """Write a line to standard output, and flush it."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _end_with_input() -> None:
+    """End the process at the end of standard input; runs on a thread of its own."""
+    sys.stdin.buffer.read()
+    os._exit(1)  # the workers end with their pipes
+
+
+if __name__ == "__main__":
+    main()

@@ -17,25 +17,23 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 import zmq
 
 from lazygt.config import Config
 from lazygt.errors import LaunchError
-from lazygt.net.channel import MAX_MESSAGE_BYTES, new_token
+from lazygt.net.channel import MAX_MESSAGE_BYTES
 from lazygt.net.connection import Connection, dial
 from lazygt.net.keys import derived, token_from
 from lazygt.net.listening import Listener
-from lazygt.runtime.cluster.agent import Agent
+from lazygt.runtime.cluster.agent import serve_client
 from lazygt.runtime.cluster.cluster_link import ClusterLink
 from lazygt.runtime.cluster.environment import Job, be_alone, job_here
 from lazygt.runtime.cluster.job_rendezvous import find, hold, port_to_bind, publish, refusals
 from lazygt.runtime.cluster.remote import RemoteHost
-from lazygt.runtime.collectives.rendezvous_store import StoreServer
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 
@@ -191,13 +189,9 @@ class Cluster:
             LaunchError: not all hosts have come in time, or others than expected.
         """
         self._wait(spec.start_timeout)
-        address = _address(self._job)
-        token = new_token()
-        store = StoreServer(address, token)
-        spec = replace(spec, token=token, store=store.endpoint, host=host_id(), address=address)
         agents = sorted(self._live_agents(), key=lambda agent: agent.rank)
         hosts = [(RemoteHost(agent.name, agent.connection), agent.workers) for agent in agents]
-        return ClusterLink(spec, self._job.local_world_size, hosts, store)
+        return ClusterLink.at(_address(self._job), spec, self._job.local_world_size, hosts)
 
     def _wait(self, seconds: float) -> None:
         """Wait until an agent has connected from each host."""
@@ -356,31 +350,7 @@ def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -
         _MAX_MESSAGE,
         seconds,
     )
-    address = address_towards(endpoint)
-    agent = Agent(connection, lambda spec: replace(spec, host=host_id(), address=address), address)
-    reason = agent.serve()
+    reason = serve_client(connection, endpoint)
     if _ENDED not in reason:
         raise SystemExit(f"lazygt: this host's workers have ended: {reason}")
     raise SystemExit(0)
-
-
-def host_id() -> str:
-    """Return an id shared by processes with the same files and UNIX sockets."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "uts")]
-    return " ".join((boot, *namespaces, str(os.getuid())))
-
-
-def address_towards(endpoint: str) -> str:
-    """Return the address of this host's interface that leads to ``endpoint``.
-
-    Nothing is sent.
-    """
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    host = host.strip("[]")
-    family, socktype, _, _, sockaddr = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[
-        0
-    ]
-    with socket.socket(family, socktype) as udp:
-        udp.connect(sockaddr)
-        return str(udp.getsockname()[0])

@@ -27,10 +27,11 @@ from typing import Any
 from lazygt.errors import LaunchError, LazyGTError, WorkerDied, WorkerFrozen
 from lazygt.host.timer import can_be_read
 from lazygt.net import channel
+from lazygt.net.channel import new_token
 from lazygt.net.mailbox import Frame
 from lazygt.net.status_file import StatusFile
 from lazygt.runtime.arenas import Arena
-from lazygt.runtime.cluster.agent import AgentThread
+from lazygt.runtime.cluster.agent import AgentThread, host_id
 from lazygt.runtime.cluster.remote import HostLauncher, Relay, RemoteHost
 from lazygt.runtime.cluster.upload_progress import Chain
 from lazygt.runtime.collectives.rendezvous_store import StoreServer
@@ -112,6 +113,25 @@ class ClusterLink:
             host.open(next(_PARTS), replace(spec, ranks=ranks, client_here=False))
             self._host_of |= dict.fromkeys(ranks, host)
             first += workers
+
+    @classmethod
+    def at(
+        cls,
+        address: str,
+        spec: LinkSpec,
+        here: int,
+        hosts: Sequence[tuple[RemoteHost, int]],
+        launcher: HostLauncher | None = None,
+    ) -> ClusterLink:
+        """Start the workers of a session whose client has this address for other hosts."""
+        token = new_token()
+        store = StoreServer(address, token)
+        spec = replace(spec, token=token, store=store.endpoint, host=host_id(), address=address)
+        try:
+            return cls(spec, here, hosts, store, launcher)
+        except BaseException:
+            store.close()
+            raise
 
     def _status_pages(self) -> StatusFile:
         """Return the status file of all ranks: that of the ranks here, if there are any."""

@@ -18,7 +18,6 @@ from lazygt.host.processes import in_some_directory, start_directory
 from lazygt.runtime.cluster import ENGINE_VARIABLES
 from lazygt.runtime.link import Link
 from lazygt.runtime.wire import hand_over
-from lazygt.runtime.worker.inline_link import InlineLink
 
 if TYPE_CHECKING:
     from lazygt.runtime.cluster.environment import Job
@@ -111,6 +110,7 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
         raise ValueError("lazygt.session(launcher='inline') has one worker: the client itself")
     # why: only an inline session runs plans in the client; the launcher's module loads the sockets
     from lazygt.runtime.launch.launcher import load_named
+    from lazygt.runtime.worker.inline import InlineLink
     from lazygt.runtime.worker.worker import Worker
 
     worker = Worker(
@@ -131,7 +131,7 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
 def _dry(config: Config, mesh: Mesh, copier: str) -> Link:
     """Return a link to one worker that computes nothing and stands for all workers."""
     # why: few sessions are dry
-    from lazygt.runtime.worker.dry import DryWorker
+    from lazygt.runtime.worker.inline import DryWorker, InlineLink
 
     dry = DryWorker(max_plans=config.max_plans, max_plan_bytes=config.max_plan_bytes)
     return InlineLink(dry)
@@ -198,7 +198,7 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
 #: ``launcher=`` -> function that opens the workers of a config. A new way to start worker processes
 #: is a `Launcher` in a file beside this one, and a line here like that of "process".
 LAUNCHERS: dict[str, Callable[[Config, Mesh, str], Link]] = {
-    "process": partial(_processes, "lazygt.runtime.launch.local:LocalLauncher"),
+    "process": partial(_processes, "lazygt.runtime.launch.launcher:Launcher"),
     "environment": _attached,
     "ray": _on_ray,
     "inline": _inline,

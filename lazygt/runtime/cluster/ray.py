@@ -13,22 +13,22 @@ import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import zmq
 
 from lazygt.errors import LaunchError
-from lazygt.net.channel import MAX_MESSAGE_BYTES, Keys, new_token
+from lazygt.net.channel import MAX_MESSAGE_BYTES, Keys
 from lazygt.net.connection import Listener
-from lazygt.runtime.cluster.attach import host_id
 from lazygt.runtime.cluster.cluster_link import ClusterLink
-from lazygt.runtime.cluster.ray_slot import RaySlot
 from lazygt.runtime.cluster.remote import RemoteHost
-from lazygt.runtime.collectives.rendezvous_store import StoreServer
+from lazygt.runtime.launch.launcher import same_package
 from lazygt.runtime.launch.start_plan import LinkSpec
 
 _log = logging.getLogger("lazygt")
@@ -39,6 +39,60 @@ _MAX_MESSAGE: Final = MAX_MESSAGE_BYTES + (1 << 16)
 ANOTHER_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
+AGENT = "lazygt.runtime.cluster.agent"
+
+
+class RaySlot:
+    """Actor of a bundle with resources for one worker; one slot of each node starts the agent.
+
+    Ray loads this class by its name, so lazygt must be installed on its nodes; the actor exchanges
+    only texts.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def where(self, node: str) -> tuple[str, str, list[str]]:
+        """Return the node's id and name, and the GPUs of this bundle.
+
+        Args:
+            node: the id, if the caller knows it, else "".
+        """
+        ray: Any = importlib.import_module("ray")
+        context: Any = ray.get_runtime_context()
+        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+        return node or str(context.get_node_id()), socket.gethostname(), gpus
+
+    def start(self, gpus: list[str]) -> str:
+        """Start the agent with these GPUs; return its public key."""
+        environment = {**os.environ, **same_package()}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", AGENT],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self._read_line()
+
+    def join(self, request: str) -> str:
+        """Let the agent join a session; return "" or the error."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{request}\n")
+        self._process.stdin.flush()
+        return self._read_line()
+
+    def _read_line(self) -> str:
+        """Return the next line of the agent's output; RuntimeError if the agent has ended."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith("\n"):
+            raise RuntimeError(f"the agent has ended with exit code {self._process.wait()}")
+        return line[:-1]
 
 
 class _ActorGone(LaunchError):
@@ -294,7 +348,7 @@ class RayHosts:
         ]
 
     def _join_request(self, number: int, until: float) -> str:
-        """Return the line of JSON with which an agent connects; see `host_process`."""
+        """Return the line of JSON with which an agent connects; see `agent`."""
         assert self._listener is not None
         return json.dumps(
             {
@@ -317,13 +371,7 @@ def open_ray(spec: LinkSpec) -> ClusterLink:
     with ExitStack() as undo:
         hosts = launcher.start(spec.start_timeout)
         undo.callback(launcher.close)
-        token = new_token()
-        store = StoreServer(launcher.address, token)
-        undo.callback(store.close)
-        here = replace(
-            spec, token=token, store=store.endpoint, host=host_id(), address=launcher.address
-        )
-        link = ClusterLink(here, 0, hosts, store, launcher)
+        link = ClusterLink.at(launcher.address, spec, 0, hosts, launcher)
         undo.pop_all()
     return link
 

@@ -20,7 +20,7 @@ from lazygt.graph.flags import Flags
 from lazygt.host.processes import OOMKills, is_stopped, start_directory
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.compile_process import Answer, Request
-from lazygt.runtime.executors.artifacts import Cache
+from lazygt.runtime.executors.compiled import Cache
 from lazygt.runtime.executors.kernel_group import KernelGroup
 
 #: Bytes of the buffer of the pipe to the process.
@@ -197,7 +197,7 @@ def leave_only_spare_time(pid: int) -> None:
 
 def _start(cache: Path) -> subprocess.Popen[bytes]:
     # why: a session loads its launcher when it opens, not when lazygt is imported
-    from lazygt.runtime.launch.local import same_package
+    from lazygt.runtime.launch.launcher import same_package
 
     environment = {
         **os.environ,

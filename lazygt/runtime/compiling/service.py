@@ -15,8 +15,7 @@ from lazygt.errors import in_one_line
 from lazygt.graph.flags import write_flags
 from lazygt.graph.per_tensor import vectors, widened
 from lazygt.runtime import graph_codec
-from lazygt.runtime.executors.artifacts import Cache, Record
-from lazygt.runtime.executors.compiled import Compiled
+from lazygt.runtime.executors.compiled import Cache, Compiled, Record
 from lazygt.runtime.executors.eager import EagerExecutor
 from lazygt.runtime.executors.kernel_group import KernelGroup, Members, packed
 from lazygt.runtime.plan import Plan

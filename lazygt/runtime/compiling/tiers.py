@@ -18,8 +18,9 @@ from lazygt.graph.flags import Flags, flags_of_code
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.runtime.client.client import Client
+from lazygt.runtime.client.reports import Installs
 from lazygt.runtime.compiling.compiler import Compiler
-from lazygt.runtime.executors.artifacts import Cache, Installs, Record
+from lazygt.runtime.executors.compiled import Cache, Record
 from lazygt.runtime.executors.kernel_group import Dims, KernelGroup
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord

@@ -1,8 +1,18 @@
-"""Executor of plans with compiled kernels instead of fused nodes."""
+"""Compiled kernels: artifacts on disk, their callables, and the executor of plans that use them.
+
+An artifact is a compiled group, with a record of its speedup. The record contains a checksum of
+itself and of the code, whose file name contains it too. Disks fill up and machines lose power:
+damaged code is never loaded, and is compiled again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -13,40 +23,176 @@ import torch
 from lazygt import native
 from lazygt.graph.node import Node
 from lazygt.graph.per_tensor import LANES, Lanes, lanes_of
-from lazygt.runtime.executors.artifacts import Cache
+from lazygt.host.files import cache_place, private_directory, replace
 from lazygt.runtime.executors.eager import EagerExecutor, MakeCode
 from lazygt.runtime.executors.kernel_group import KernelGroup, packed
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.wire import bits
 
+# -- artifacts -------------------------------------------------------------------------------------
 
-class CompiledExecutor(EagerExecutor):
-    """Executor of a plan in which some fused nodes are one compiled call each.
+_KEY = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Record of an artifact."""
+
+    seconds: float  # duration of the compile
+    #: (elements, seconds of a run member by member, seconds of a compiled run)
+    times: tuple[tuple[int, float, float], ...]
+
+    def gain(self, numel: int) -> float:
+        """Return the speedup over running member by member, as measured at the nearest size."""
+        _, eager, compiled = self._nearest(numel)
+        return eager / compiled
+
+    def saved(self, numel: int) -> float:
+        """Return the seconds that one call saves, as measured at the nearest size."""
+        _, eager, compiled = self._nearest(numel)
+        return eager - compiled
+
+    def _nearest(self, numel: int) -> tuple[int, float, float]:
+        return min(self.times, key=lambda row: abs(math.log2(row[0] / numel)))
+
+
+class Cache:
+    """Directory of artifacts, stored as ``KEY.json`` and ``KEY-CHECKSUM.so``.
+
+    Args:
+        place: path of the directory; None: the user's default, see ``cache_place``.
+    """
+
+    def __init__(self, place: str | None = None) -> None:
+        self.place = cache_place(place)
+
+    def directory(self) -> Path:
+        """Return the directory, created if it is missing.
+
+        Raises:
+            PermissionError: as ``private_directory``.
+        """
+        return private_directory(self.place)
+
+    def code(self, key: str) -> Path:
+        """Return the path of an artifact's compiled code, after a check of its checksum.
+
+        Raises:
+            ValueError: ``key`` is no key, or the artifact is missing or damaged.
+            PermissionError: as ``directory``.
+        """
+        _check(key)
+        record = self._read(key)
+        if record is None:
+            raise ValueError(f"there is no artifact {key} in {self.place}, or it is damaged")
+        return record[1]
+
+    def find(self, key: str) -> Record | None:
+        """Return the record of an intact artifact; None if it is missing or damaged.
+
+        Raises:
+            ValueError: ``key`` is no key.
+            PermissionError: as ``directory``.
+        """
+        _check(key)
+        record = self._read(key)
+        return None if record is None else record[0]
+
+    def _read(self, key: str) -> tuple[Record, Path] | None:
+        """Return an artifact's record and the path of its code; None: missing or damaged."""
+        directory = self.directory()
+        try:
+            record, checksum = _decoded((directory / f"{key}.json").read_bytes())
+            code = directory / _code_name(key, checksum)
+            is_intact = checksum == _checksum(code.read_bytes(), asdict(record))
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None  # missing, or not written by us: it is compiled again
+        return (record, code) if is_intact else None
+
+    def copy_of(self, key: str) -> tuple[bytes, bytes]:
+        """Return the record and the code of an artifact, as another machine's cache takes them.
+
+        Raises:
+            OSError: the artifact is missing.
+            ValueError: the record is damaged.
+        """
+        record = (self.directory() / f"{key}.json").read_bytes()
+        try:
+            _, checksum = _decoded(record)
+        except (KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"its record is none: {error}") from error
+        return record, (self.place / _code_name(key, checksum)).read_bytes()
+
+    def take(self, key: str, record: bytes, code: bytes) -> None:
+        """Store a copy of an artifact from another machine's cache.
+
+        Raises:
+            ValueError: ``key`` is no key, or the copy is damaged.
+            OSError: the files can't be written, or as ``directory``.
+        """
+        _check(key)
+        known, checksum = _decoded(record)
+        if checksum != _checksum(code, asdict(known)):
+            raise ValueError(f"the artifact {key} was damaged on its way")
+        self.keep(key, code, known)
+
+    def keep(self, key: str, code: bytes, record: Record) -> None:
+        """Store an artifact; the record is written last, so it exists only with the code."""
+        fields = asdict(record)
+        checksum = _checksum(code, fields)
+        directory = self.directory()
+        replace(directory / _code_name(key, checksum), code)
+        replace(directory / f"{key}.json", json.dumps(fields | {"checksum": checksum}).encode())
+
+
+def _check(key: str) -> None:
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"{key!r} is not the key of an artifact")
+
+
+def _decoded(record: bytes) -> tuple[Record, str]:
+    """Decode a record and its checksum.
+
+    Raises:
+        ValueError, KeyError, TypeError, OverflowError, RecursionError: it is no record of ours.
+    """
+    fields = json.loads(record)
+    times = tuple((int(n), float(eager), float(compiled)) for n, eager, compiled in fields["times"])
+    if not times:
+        raise ValueError("a record without times")
+    return Record(float(fields["seconds"]), times), str(fields["checksum"])
+
+
+def _code_name(key: str, checksum: str) -> str:
+    return f"{key}-{checksum[:16]}.so"
+
+
+def _checksum(code: bytes, record: dict[str, Any]) -> str:
+    text = json.dumps(record, sort_keys=True)
+    return hashlib.sha256(text.encode() + b"\0" + code).hexdigest()
+
+
+# -- executor --------------------------------------------------------------------------------------
+
+
+def with_compiled(
+    plan: Plan,
+    device: torch.device,
+    groups: Mapping[int, Callable[..., Any]],
+    code: MakeCode | None = None,
+) -> EagerExecutor:
+    """Return the executor of a plan in which some fused nodes are one compiled call each.
 
     Args:
         groups: number of a fused node of ``plan.graph`` -> its callable.
         code: see ``EagerExecutor``.
     """
-
-    def __init__(
-        self,
-        plan: Plan,
-        device: torch.device,
-        groups: Mapping[int, Callable[..., Any]],
-        code: MakeCode | None = None,
-    ) -> None:
-        schedule, self._first_steps = plan.with_fused(groups)
-        fused_nodes = [
-            number for number, node in enumerate(schedule.graph.nodes) if node.body is not None
-        ]
-        callables = dict(
-            zip(fused_nodes, (groups[number] for number in sorted(groups)), strict=True)
-        )
-        super().__init__(plan, device, schedule, callables, code)
-
-    def step_of(self, node: int) -> int:
-        """Return the number of a node's first step in ``plan.steps``."""
-        return self._first_steps[node]
+    schedule = plan.with_fused(groups)
+    fused_nodes = [
+        number for number, node in enumerate(schedule.graph.nodes) if node.body is not None
+    ]
+    callables = dict(zip(fused_nodes, (groups[number] for number in sorted(groups)), strict=True))
+    return EagerExecutor(plan, device, schedule, callables, code)
 
 
 def compiled(
@@ -55,7 +201,7 @@ def compiled(
     artifacts: Sequence[tuple[int, str]],
     cache: Cache,
     code: MakeCode | None = None,
-) -> CompiledExecutor:
+) -> EagerExecutor:
     """Build the executor of a plan with these artifacts: (number of a fused node, key).
 
     Raises:
@@ -74,7 +220,10 @@ def compiled(
             if lanes is None
             else CompiledLanes(lanes, node, code_path, device)
         )
-    return CompiledExecutor(plan, device, groups, code)
+    return with_compiled(plan, device, groups, code)
+
+
+# -- callables of artifacts ------------------------------------------------------------------------
 
 
 class Compiled:

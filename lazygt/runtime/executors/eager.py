@@ -10,196 +10,21 @@ values that depend on the failed node are marked as failed, and all others are s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from functools import lru_cache
-from itertools import accumulate
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate, islice
 from typing import Any, Protocol
 
 import torch
 
 from lazygt import native
-from lazygt.graph.alias import DONE, WRITE_BACK
-from lazygt.graph.node import DEVICE, FUSED, Arg, Node, Param, Ref, params_in
+from lazygt.graph.node import Node
 from lazygt.runtime.executors import kernels
-from lazygt.runtime.executors.interpreter import CheckedInterpreter, ReturnSlots, Stopped
-from lazygt.runtime.executors.kernels import clone, restride
+from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
+from lazygt.runtime.executors.lowering import GeneratedCode
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.messages import Failure
 from lazygt.runtime.plan import Plan, PlanTemplate, Schedule
 from lazygt.runtime.store import Failed, Value
-
-# -- generated Python code -------------------------------------------------------------------------
-
-
-class GeneratedCode:
-    """Schedule as straight-line Python code, up to a data-dependent last node."""
-
-    def __init__(self, schedule: Schedule, interpreter: CheckedInterpreter, name: str) -> None:
-        self._run, self._node_of_line = _Generator(schedule, interpreter, name).build()
-
-    def run(self, inputs: list[Value], params: tuple[Any, ...]) -> list[Value] | Stopped:
-        """Return the outputs, or the node at which it stopped. ``inputs`` is emptied."""
-        try:
-            outputs: list[Value] = self._run(inputs, params)
-        except Exception as error:  # noqa: BLE001 - the interpreter meets it again, and reports it
-            return self._stopped_at(error)
-        return outputs
-
-    def _stopped_at(self, error: Exception) -> Stopped:
-        """Return the node that raised, and the values at that moment, from the traceback."""
-        trace = error.__traceback__
-        assert trace is not None
-        assert trace.tb_next is not None
-        frame = trace.tb_next
-        node = self._node_of_line[frame.tb_lineno]
-        variables = frame.tb_frame.f_locals
-        values = {int(name[1:]): value for name, value in variables.items() if name[0] == "v"}
-        error.__traceback__ = None
-        return Stopped(node, values)
-
-
-@lru_cache(maxsize=256)
-def _code_of_source(source: str) -> CodeType:
-    """Compile the source of ``run`` (cached). Constants are names, so other sizes share it."""
-    names: dict[str, Any] = {}
-    exec(compile(source, "<plan>", "exec"), names)
-    code: CodeType = names["run"].__code__
-    return code
-
-
-class _End(Exception):
-    """Signal that the interpreter has to continue, at a data-dependent last node."""
-
-
-class _Generator:
-    """Generator of the Python source of a schedule: ``vN`` is value N, ``kN`` a kernel."""
-
-    def __init__(self, schedule: Schedule, interpreter: CheckedInterpreter, name: str) -> None:
-        self.schedule, self.interpreter, self.name = schedule, interpreter, name
-        self.names: dict[str, Any] = {
-            "device": interpreter.device,
-            "restride": restride,
-            "clone": clone,
-            "stop": _End(),
-        }
-        self.constants: dict[int, str] = {}
-        self.kernels: dict[str, str] = {}
-        self.source = ["def run(inputs, params):"]
-        self.node_of_line = [0, 0]
-
-    def build(self) -> tuple[Callable[..., Any], list[int]]:
-        graph = self.schedule.graph
-        names = "".join(f"v{number}, " for number in range(len(graph.inputs)))
-        self.emit(0, f"{names}= inputs" if names else "pass")
-        self.emit(0, "inputs.clear()")
-        for number, (node, results) in enumerate(graph.numbered()):
-            if node.dynamic:
-                self.emit(number, "raise stop")
-                break
-            self.node(number, node, results)
-            if self.schedule.frees[number]:
-                dead = ", ".join(f"v{value}" for value in self.schedule.frees[number])
-                self.emit(number, f"del {dead}")
-        outputs = ", ".join(map(self.output, range(len(graph.outputs))))
-        self.emit(max(len(graph.nodes) - 1, 0), f"return [{outputs}]")
-        code = _code_of_source("\n".join(self.source)).replace(co_filename=f"<plan {self.name}>")
-        return FunctionType(code, self.names), self.node_of_line
-
-    def output(self, position: int) -> str:
-        value = f"v{self.schedule.graph.outputs[position]}"
-        if position in self.schedule.writes.copied_outputs:
-            value = f"clone({value})"
-        stride = self.interpreter.relaid_outputs.get(position)
-        return value if stride is None else f"restride({value}, {self.constant(stride)})"
-
-    def emit(self, number: int, line: str) -> None:
-        self.source.append("    " + line)
-        self.node_of_line.append(number)
-
-    def node(self, number: int, node: Node, results: range) -> None:
-        modes = self.schedule.writes.modes[number]
-        if node.op == WRITE_BACK:
-            self.write_back(number, node, results[0], modes[0])
-            return
-        copies: dict[int, str] = {}
-        for target, mode in zip(node.writes, modes, strict=True):
-            if mode == "copy" and target not in copies:
-                copies[target] = f"w{target}"
-                self.emit(number, f"w{target} = clone(v{target})")
-        args = [self.arg(a, copies) for a in node.args]
-        args += [f"{name}={self.arg(a, copies)}" for name, a in node.kwargs]
-        call = f"{self.kernel(number, node.op)}({', '.join(args)})"
-        pattern = self.pattern(self.interpreter.return_slots(node, results))
-        self.emit(number, f"{pattern} = {call}" if pattern else call)
-        for offset, target in enumerate(node.writes):
-            version = results[len(node.fresh) + offset]
-            self.emit(number, f"v{version} = {copies.get(target, f'v{target}')}")
-        if copies:
-            self.emit(number, f"del {', '.join(copies.values())}")
-        for position in self.interpreter.restrided.get(number, ()):
-            meta = node.results[position]
-            assert meta is not None
-            name = f"v{results[position]}"
-            self.emit(number, f"{name} = restride({name}, {self.constant(meta.stride)})")
-
-    def write_back(self, number: int, node: Node, result: int, mode: str) -> None:
-        base, value = node.args[0].index, node.args[1].index
-        if mode == DONE:
-            self.emit(number, f"v{result} = v{base}")
-            return
-        source = f"clone(v{base})" if mode == "copy" else f"v{base}"
-        chain = node.args[2]
-        chain = self.arg(chain, {}) if params_in(chain) else self.constant(chain)
-        self.emit(
-            number, f"v{result} = {self.kernel(number, node.op)}({source}, v{value}, {chain})"
-        )
-
-    def kernel(self, number: int, op: str) -> str:
-        key = f"{op} {number}" if op == FUSED else op
-        name = self.kernels.get(key)
-        if name is None:
-            name = self.kernels[key] = f"k{len(self.kernels)}"
-            kernel = self.interpreter.kernel(number, op)
-            # the builtin behind an overload saves a Python call a node
-            self.names[name] = getattr(kernel, "_op", kernel)
-        return name
-
-    def arg(self, arg: Arg, copies: dict[int, str]) -> str:
-        kind = type(arg)
-        if kind is Ref:
-            return copies.get(arg.index) or f"v{arg.index}"
-        if kind is Param:
-            return f"params[{arg.index}]"
-        if kind is tuple and all(type(item) is int for item in arg):
-            return self.constant(list(arg))
-        if kind is tuple:
-            return "[" + ", ".join(self.arg(item, copies) for item in arg) + "]"
-        if arg is DEVICE:
-            return "device"
-        if arg is None or kind is bool or kind is str:
-            return repr(arg)
-        return self.constant(arg)
-
-    def constant(self, value: Any) -> str:
-        name = f"c{len(self.constants)}"
-        self.constants[len(self.constants)] = name
-        self.names[name] = value
-        return name
-
-    @staticmethod
-    def pattern(slots: ReturnSlots) -> str:
-        """Return the assignment target of a call's returns; empty if no return is new."""
-        targets = []
-        for slot in slots:
-            if isinstance(slot, list):
-                targets.append("[" + ", ".join(f"v{number}" for number in slot) + "]")
-            else:
-                targets.append("_" if slot is None else f"v{slot}")
-        return ", ".join(targets)
-
-
-# -- eager executor --------------------------------------------------------------------------------
 
 
 class Code(Protocol):
@@ -247,8 +72,9 @@ class EagerExecutor:
     """Executor of a plan, node after node, with torch's own kernels.
 
     Args:
-        schedule: the schedule to run, if it differs from the plan's steps.
-        compiled: callables of the fused nodes in ``schedule``, by number.
+        schedule: the schedule to run, if it differs from the plan's steps: some of its nodes are
+            fused ones.
+        compiled: callables of these nodes, by number in ``schedule``.
         code: factory of the code; None: ``code_of("auto")``.
         template: the plan's template, if code is shared with plans of other sizes.
     """
@@ -277,7 +103,7 @@ class EagerExecutor:
 
     def step_of(self, node: int) -> int:
         """Return the number of a node's first step in ``plan.steps``."""
-        return node
+        return next(islice(_first_steps(self.schedule), node, None))
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         """Run the plan. ``inputs`` is emptied, so that values can die at their last use."""
@@ -288,10 +114,7 @@ class EagerExecutor:
                 return self._run_first(inputs, params)
             if self.code is None:
                 self.code = self._build_code()
-            outputs = self.code.run(inputs, params)
-        if isinstance(outputs, Stopped):
-            return self.go_on(outputs, params)
-        return Outcome(outputs, [], None, [])
+            return self._outcome(self.code.run(inputs, params), params)
 
     def _build_code(self) -> Code:
         """Build the code for later runs; native code shares instructions with other sizes."""
@@ -341,7 +164,15 @@ class EagerExecutor:
     def go_on(self, stopped: Stopped, params: tuple[Any, ...]) -> Outcome:
         """Finish a run in the interpreter, after its code has stopped."""
         with torch._C._AutoDispatchBelowAutograd():
-            return self._finish(stopped.values, params, stopped.node)
+            return self._outcome(stopped, params)
+
+    def _outcome(
+        self, outputs: list[Value] | Stopped, params: tuple[Any, ...], check: bool = False
+    ) -> Outcome:
+        """Return the outcome of code; if it has stopped, the interpreter finishes the run."""
+        if isinstance(outputs, Stopped):
+            return self._finish(outputs.values, params, outputs.node, check)
+        return Outcome(outputs, [], None, [])
 
     def _run_checked(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         values: dict[int, Value] = dict(enumerate(inputs))
@@ -382,47 +213,38 @@ class TimedExecutor(EagerExecutor):
     def __init__(self, executor: EagerExecutor, mark: Callable[[int], None] | None = None) -> None:
         schedule, device = executor.schedule, executor.interpreter.device
         super().__init__(executor.plan, device, schedule)
-        self._counts = [1 if n.body is None else len(n.body.nodes) for n in schedule.graph.nodes]
-        self._first_steps = [0, *accumulate(self._counts)]
-        self.times: list[tuple[int, int, int, int]] = []
-        self.interpreter = _Timed(schedule, device, executor.interpreter.compiled)
-        self.interpreter.ran = self._ran
-        if mark is not None:
-            self.interpreter.begins = lambda number: mark(self._first_steps[number])
+        self.interpreter = timed = _Timed(schedule, device, executor.interpreter.compiled)
+        timed.mark, self.times = mark, timed.times
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         """Run the plan, once. ``inputs`` is emptied."""
         with torch._C._AutoDispatchBelowAutograd():
             return self._run_checked(inputs, params)
 
-    def step_of(self, node: int) -> int:
-        """Return the number of a node's first step in ``plan.steps``."""
-        return self._first_steps[node]
-
-    def _ran(self, number: int, begin: int) -> None:
-        end = time.monotonic_ns()
-        self.times.append((self._first_steps[number], self._counts[number], begin, end))
-
 
 class _Timed(CheckedInterpreter):
-    #: called with a node's number and start time, once it has ended
-    ran: Callable[[int, int], None]
-    #: called with a node's number when it begins
-    begins: Callable[[int], None] = staticmethod(lambda _: None)
+    """Interpreter that times each node; see `TimedExecutor`."""
 
-    def _node(
-        self,
-        number: int,
-        node: Node,
-        results: range,
-        values: dict[int, Any],
-        params: tuple[Any, ...],
-        check: bool,
-    ) -> None:
-        self.begins(number)
+    mark: Callable[[int], None] | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.times: list[tuple[int, int, int, int]] = []
+        self._steps = list(_first_steps(self.schedule))
+
+    def _node(self, number: int, node: Node, /, *rest: Any) -> None:
+        first, after = self._steps[number : number + 2]
+        if self.mark is not None:
+            self.mark(first)
         begin = time.monotonic_ns()
         try:
-            super()._node(number, node, results, values, params, check)
+            super()._node(number, node, *rest)
             kernels.finish(self.device)
         finally:
-            self.ran(number, begin)
+            self.times.append((first, after - first, begin, time.monotonic_ns()))
+
+
+def _first_steps(schedule: Schedule) -> Iterable[int]:
+    """Yield the number of each node's first step in ``plan.steps``, then the number of steps."""
+    nodes = schedule.graph.nodes
+    return accumulate((1 if n.body is None else len(n.body.nodes) for n in nodes), initial=0)

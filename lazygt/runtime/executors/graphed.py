@@ -272,10 +272,6 @@ class GraphedExecutor(EagerExecutor):
         """The wrapped executor, which runs the plan node by node."""
         return self._plain
 
-    def step_of(self, node: int) -> int:
-        """Return the number of a node's first step in ``plan.steps``."""
-        return self._plain.step_of(node)
-
     @property
     def given_up(self) -> bool:
         """True if ``plain`` does all further runs."""
@@ -415,14 +411,6 @@ class GraphedExecutor(EagerExecutor):
                 self._give_up(f"it takes {micros}")
         return outcome  # type: ignore[no-any-return]
 
-    def _outcome(
-        self, outputs: list[Value] | Stopped, params: tuple[Any, ...], check: bool = False
-    ) -> Outcome:
-        """Finish a run step by step if it has stopped; `check` as in ``_finish``."""
-        if isinstance(outputs, Stopped):
-            return self._finish(outputs.values, params, outputs.node, check)
-        return Outcome(outputs, [], None, [])
-
     # -- decisions -----------------------------------------------------------------------
 
     def _give_up(self, reason: str, failed: bool = False) -> None:
@@ -450,24 +438,16 @@ class _Asking(CheckedInterpreter):
     graphs: CudaGraphs
     waits: set[int]
 
-    def _node(
-        self,
-        number: int,
-        node: Node,
-        results: range,
-        values: dict[int, Any],
-        params: tuple[Any, ...],
-        check: bool,
-    ) -> None:
+    def _node(self, number: int, node: Node, /, *rest: Any) -> None:
         if not node.writes and capturable(node) and not draws(node):
             try:
                 with self.graphs.nobody_waits():
-                    return super()._node(number, node, results, values, params, check)
+                    return super()._node(number, node, *rest)
             except RuntimeError as error:
                 if not self.graphs.waited(error):
                     raise
                 self.waits.add(number)
-        return super()._node(number, node, results, values, params, check)
+        return super()._node(number, node, *rest)
 
 
 def _too_large(nbytes: int, limit: int) -> str:

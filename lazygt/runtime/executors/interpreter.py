@@ -276,6 +276,7 @@ class CheckedInterpreter:
         values: dict[int, Any],
         params: tuple[Any, ...],
         check: bool,
+        /,
     ) -> None:
         """Call a node's kernel, and store its results in ``values``."""
         modes = self.schedule.writes.modes[number]

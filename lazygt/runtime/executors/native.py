@@ -1,21 +1,26 @@
 """Native programs: a schedule as boxed calls, prepared once and run in C++ without Python.
 
 Some ops (lazygt's own, custom and wrapped ones, compiled groups) are Python functions: the program
-calls back into Python for them.
+calls back into Python for them. `KnownRuns` decodes a run message of a known plan, runs its program
+and encodes the answer, all in C++; it shares the worker's store and delta codecs.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lazygt import native
-from lazygt.graph.alias import COPY, DONE, WRITE_BACK, ViewStepKey
-from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref, map_arg
-from lazygt.graph.ops import facts, overload
-from lazygt.runtime.executors.interpreter import CheckedInterpreter, ReturnSlots, Stopped
-from lazygt.runtime.executors.kernels import WRAPPED, clone
-from lazygt.runtime.plan import Schedule
-from lazygt.runtime.store import Value
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import DEVICE, Param, Ref
+from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
+from lazygt.runtime.executors.kernels import clone
+from lazygt.runtime.executors.lowering import Lowering
+from lazygt.runtime.messages import Done, Run
+from lazygt.runtime.plan import Plan, Schedule
+from lazygt.runtime.store import Store, Value
+from lazygt.runtime.wire import NUMBERS, pack
 
 
 class NativeCode:
@@ -36,8 +41,15 @@ class NativeCode:
         like: NativeCode | None = None,
     ) -> None:
         self.schedule = schedule
-        #: the C++ program, which ``known_runs`` also runs directly
-        self.program = _Builder(schedule, interpreter, like).build()
+        #: the C++ program, which `KnownRuns` also runs directly
+        self.program: Any
+        if like is None:
+            values, device = len(schedule.graph.values), interpreter.device
+            self.program = native.extension().Program(values, Ref, Param, DEVICE, device, clone)
+        else:
+            self.program = like.program.resized()
+        shared = None if like is None else (like.schedule, like.program)
+        Lowering(schedule, interpreter, self.program, shared).emit()
         self._run = self.program.run
 
     def run(
@@ -52,147 +64,49 @@ class NativeCode:
         return outcome if type(outcome) is list else Stopped(*outcome)
 
 
-class _Builder:
-    """Builder of a native program: emits the instructions of each node."""
-
-    def __init__(
-        self, schedule: Schedule, interpreter: CheckedInterpreter, like: NativeCode | None
-    ) -> None:
-        self.schedule, self.interpreter, self.like = schedule, interpreter, like
-        if like is not None:
-            self.program = like.program.resized()
-        else:
-            count = len(schedule.graph.values)
-            self.program = native.extension().Program(
-                count, Ref, Param, DEVICE, interpreter.device, clone
-            )
-
-    def build(self) -> Any:
-        graph = self.schedule.graph
-        for number, (node, results) in enumerate(graph.numbered()):
-            if self.reuse_instructions(number, node):
-                continue
-            if node.dynamic:
-                self.program.stop(number)
-                return self.program
-            if node.op == WRITE_BACK:
-                self.write_back(number, node, results[0])
-            else:
-                self.node(number, node, results)
-            for expected in self.checks(number):
-                self.program.check(number, *expected)
-            if self.schedule.frees[number]:
-                self.program.free(number, self.schedule.frees[number])
-        self.program.finish(self.outputs())
-        return self.program
-
-    def reuse_instructions(self, number: int, node: Node) -> bool:
-        """Reuse a node's instructions of the other sizes if they are equal; return whether so."""
-        is_last = number == len(self.schedule.graph.nodes) - 1  # outputs are copied after it
-        if self.like is None or node.dynamic or is_last:
-            return False
-        other_node = self.like.schedule.graph.nodes[number]
-        if node is other_node:
-            self.program.take_over(self.like.program, number, [])
-        elif (node.args, node.kwargs) == (other_node.args, other_node.kwargs):
-            self.program.take_over(self.like.program, number, self.checks(number))
-        else:
-            return False
-        return True
-
-    def checks(self, number: int) -> list[tuple[Any, ...]]:
-        """Return the expected results of a node: value, shape, strides and dtype of each."""
-        return [
-            (value, meta.shape, meta.stride, meta.dtype)
-            for value, meta in self.interpreter.expected_results(number)
-        ]
-
-    def outputs(self) -> list[int]:
-        """Return the slots of the outputs, after emitting copies and changes of strides."""
-        slots = list(self.schedule.graph.outputs)
-        last = max(len(self.schedule.graph.nodes) - 1, 0)
-        for position in self.schedule.writes.copied_outputs:
-            slots[position] = self.copy(last, slots[position])
-        for position, stride in self.interpreter.relaid_outputs.items():
-            self.program.restride(last, slots[position], list(stride))
-        return slots
-
-    def copy(self, number: int, value: int) -> int:
-        """Emit a copy of a value; return its slot."""
-        slot: int = self.program.spare()
-        self.program.clone(number, slot, value)
-        return slot
-
-    def node(self, number: int, node: Node, results: range) -> None:
-        """Emit a node: copies of written operands, its call, aliases and changes of strides."""
-        copies: dict[int, int] = {}
-        for target, mode in zip(node.writes, self.schedule.writes.modes[number], strict=True):
-            if mode == COPY and target not in copies:
-                copies[target] = self.copy(number, target)
-        args, kwargs = node.args, node.kwargs
-        if copies:
-            args = tuple(_substituted(arg, copies) for arg in args)
-            kwargs = tuple((name, _substituted(arg, copies)) for name, arg in kwargs)
-        self.call(number, node.op, args, kwargs, self.interpreter.return_slots(node, results))
-        for offset, target in enumerate(node.writes):
-            version = results[len(node.fresh) + offset]
-            self.program.alias(number, version, copies.get(target, target))
-        if copies:
-            self.program.free(number, tuple(copies.values()))
-        for position in self.interpreter.restrided.get(number, ()):
-            meta = node.results[position]
-            assert meta is not None
-            self.program.restride(number, results[position], meta.stride)
-
-    def write_back(self, number: int, node: Node, result: int) -> None:
-        """Emit a write-back: views of the base, and a copy into the last one."""
-        base, value, (mode,) = node.args[0].index, node.args[1], self.schedule.writes.modes[number]
-        if mode == DONE:
-            self.program.alias(number, result, base)
-            return
-        written = viewed = self.copy(number, base) if mode == COPY else base
-        spares = [] if written == base else [written]
-        for step in node.args[2]:
-            viewed = self.view(number, step, viewed)
-            spares.append(viewed)
-        self.call(number, "aten.copy_.default", (Ref(viewed), value), (), [])
-        self.program.alias(number, result, written)
-        self.program.free(number, spares)
-
-    def view(self, number: int, step: ViewStepKey, base: int) -> int:
-        """Emit one view of a view chain; return its slot."""
-        op, position, args, kwargs, index = step
-        slot: int = self.program.spare()
-        kinds = facts(overload(op)).outputs
-        slots: ReturnSlots = [None] * len(kinds)
-        slots[index if len(kinds) > 1 else 0] = slot
-        if kinds == ("vl",):
-            slots = [[*[-1] * index, slot]]
-        self.call(number, op, (*args[:position], Ref(base), *args[position + 1 :]), kwargs, slots)
-        return slot
-
-    def call(
-        self,
-        number: int,
-        op: str,
-        args: tuple[Arg, ...],
-        kwargs: tuple[tuple[str, Arg], ...],
-        slots: ReturnSlots,
-    ) -> None:
-        """Emit the call of an op: boxed in C++ if possible, else of its Python kernel."""
-        if not op.startswith("lazygt.") and "@" not in op and op not in WRAPPED:
-            namespace, name, kind = op.split(".")
-            kind = "" if kind == "default" else kind
-            if self.program.call(number, f"{namespace}::{name}", kind, args, kwargs, slots):
-                return
-        kernel = self.interpreter.kernel(number, op)
-        self.program.call_python(number, kernel, args, kwargs, slots)
+# -- single numbers in answers ---------------------------------------------------------------------
 
 
-def _substituted(arg: Arg, slots: dict[int, int]) -> Arg:
-    """Return ``arg`` with references to some values replaced by other slots."""
+def packed_metas() -> dict[torch.dtype, bytes]:
+    """Return the encoded meta of a single number, by dtype."""
+    return {dtype: pack(TensorMeta((), (), dtype)) for dtype in NUMBERS}
 
-    def replaced(leaf: Arg) -> Arg:
-        return Ref(slots[leaf.index]) if type(leaf) is Ref and leaf.index in slots else leaf
 
-    return map_arg(arg, replaced)
+def number_reader() -> Any:
+    """Return the extension's reader of single numbers; None without the extension.
+
+    Its ``number(frames, run)`` returns a run's number, or None if the frames hold anything else.
+    """
+    module = native.load().module
+    if module is None:
+        return None
+    return module.Answers(packed_metas(), Done.__struct_config__.tag)
+
+
+# -- known runs ------------------------------------------------------------------------------------
+
+#: (number of the run, id of its first output, plan, fetches, point at which its program stopped)
+Unfinished = tuple[int, int, bytes, tuple[int, ...], tuple[int, dict[int, Any]] | None]
+
+
+class KnownRuns:
+    """Plans that the extension runs; cleared by any message other than a run."""
+
+    def __init__(self, store: Store) -> None:
+        tags = [kind.__struct_config__.tag for kind in (Run, Done)]
+        self.runs = native.extension().Runs(
+            store.values, store.borrowed, packed_metas(), Run, *tags
+        )
+        #: Handles a message; returns the frames of the answer, or the unfinished run. None: the
+        #: run is not known, and nothing was done.
+        self.run: Any = self.runs.run
+        self.forget = self.runs.clear
+
+    def keep(self, digest: bytes, known: Any, plan: Plan, code: object) -> None:
+        """Register a plan if it has a native program; ``known`` has its codecs and params."""
+        if type(code) is NativeCode:
+            outline, owned_inputs = plan.outline, code.schedule.writes.owned_inputs
+            self.runs.keep(
+                digest, code.program, known, len(outline.inputs), len(outline.params),
+                list(owned_inputs),
+            )  # fmt: skip

@@ -14,10 +14,13 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lazygt.net.mailbox import Frame
 from lazygt.net.status_file import MOST_RANKS, StatusFile, WorkerPage
+
+if TYPE_CHECKING:
+    from lazygt.runtime.worker.worker_requests import WorkerInsight
 
 #: Seconds between two samples of the main thread.
 EVERY = 0.25
@@ -63,22 +66,6 @@ class Activity:
             self.last = frames[0]
 
 
-class Insight(Protocol):
-    """Source of details about a worker, beyond its messages."""
-
-    def run_named(self, header: Frame) -> tuple[int, str] | None:
-        """Return a run message's run number and plan name in hex; None for other messages."""
-
-    def waits_for(self) -> tuple[int, ...]:
-        """Return the ranks that a collective waits for."""
-
-    def step(self, run: int) -> int:
-        """Return the current step of a timed run; -1 if unknown."""
-
-    def memory(self) -> tuple[int, int, int, int]:
-        """Return the bytes living, allocated, at the peak and resident."""
-
-
 class Reporter:
     """Writer of a worker's status page.
 
@@ -94,7 +81,7 @@ class Reporter:
 
     def __init__(self, fd: int, rank: int | None, activity: Activity) -> None:
         self.rank, self.started = rank, False
-        self.insight: Insight | None = None
+        self.insight: WorkerInsight | None = None
         self._file, self._activity = StatusFile(fd), activity
         os.close(fd)
         self._thread = threading.get_ident()
@@ -147,7 +134,7 @@ class Reporter:
             done, *self._memory, self._measured_at,
         )  # fmt: skip
 
-    def _measure_memory(self, insight: Insight, idle: bool) -> None:
+    def _measure_memory(self, insight: WorkerInsight, idle: bool) -> None:
         """Measure the worker's memory, and set the time of the next measurement.
 
         The interval grows with the duration, so measuring takes a fixed share of the time at most.

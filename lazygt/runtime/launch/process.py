@@ -23,11 +23,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
-from unittest import mock
+from typing import Protocol
 
 import zmq
 
@@ -35,84 +33,9 @@ from lazygt.errors import ProtocolError
 from lazygt.host import processes
 from lazygt.net.channel import DATA, PING, PONG, SHUTDOWN, WorkerChannel
 from lazygt.net.mailbox import Cores, Frame, Mailboxes
-from lazygt.runtime.collectives import group
 from lazygt.runtime.launch import session_directory
 from lazygt.runtime.launch.activity import EVERY, Activity, Reporter
 from lazygt.runtime.launch.launcher import Boot, load_named
-
-# -- fault injection for tests ---------------------------------------------------------------------
-# ``LAZYGT_FAULT=RANK:MESSAGE:WHEN`` makes a worker kill itself at a message. MESSAGE counts from 1.
-# WHEN is ``before`` (the message was received), ``inside`` (the first collective of this message or
-# of the next run begins, or results are about to be stored) or ``after`` (the message was done, and
-# not answered). ``RANK:MESSAGE:WHEN:GROUP`` is for a process started for the session's process
-# group of this number, that is after this number of recoveries; the default is 0. Several faults
-# are separated by commas.
-
-VARIABLE = "LAZYGT_FAULT"
-_PHASES = ("before", "inside", "after")
-
-
-def faults_of(rank: int, group_number: int) -> dict[int, str]:
-    """Parse the fault variable: return {message number: phase} for one worker.
-
-    Raises:
-        ValueError: the variable's value is malformed.
-    """
-    faults: dict[int, str] = {}
-    for text in filter(None, os.environ.get(VARIABLE, "").split(",")):
-        try:
-            fault_rank, message, phase, fault_group = f"{text}:0".split(":")[:4]
-            if phase not in _PHASES:
-                raise ValueError(f"expected one of {', '.join(_PHASES)}")
-            if (int(fault_rank), int(fault_group)) == (rank, group_number):
-                faults[int(message)] = phase
-        except ValueError as error:
-            raise ValueError(f"{VARIABLE}={text!r}: expected RANK:MESSAGE:WHEN: {error}") from None
-    return faults
-
-
-class Faulty:
-    """Wrapper of a worker that kills its process at some messages."""
-
-    def __init__(self, worker: Any, faults: dict[int, str]) -> None:
-        self._worker, self._faults, self._messages = worker, faults, 0
-
-    @property
-    def wakes(self) -> int | None:
-        """See ``Worker.wakes``."""
-        return self._worker.wakes  # type: ignore[no-any-return]
-
-    def late(self) -> Sequence[Sequence[Any]]:
-        """See ``Worker.late``."""
-        return self._worker.late()  # type: ignore[no-any-return]
-
-    def handle(self, frames: list[Any]) -> Sequence[Sequence[Any]]:
-        """See ``Worker.handle``."""
-        self._messages += 1
-        phase = self._faults.get(self._messages)
-        if phase == "before":
-            die()
-        with ExitStack() as patches:
-            if phase == "inside":
-                # the extension would run the message without the patched functions
-                patches.enter_context(mock.patch.object(self._worker, "known_runs", None))
-                patches.enter_context(mock.patch.object(self._worker.store, "put_from", die))
-                patches.enter_context(mock.patch.object(group, "line", die))
-            replies: Sequence[Sequence[Any]] = self._worker.handle(frames)
-        if phase == "after":
-            die()
-        if phase == "inside":  # this message was no run
-            self._faults.setdefault(self._messages + 1, phase)
-        return replies
-
-
-def die(*_: object) -> NoReturn:
-    """Kill this process, as the kernel does when memory is short."""
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("unreachable")
-
-
-# -- worker process --------------------------------------------------------------------------------
 
 _LOG_LIMIT = 1 << 20
 _LOG_RETAINED = 64 << 10
@@ -257,8 +180,6 @@ def build_handler(boot: Boot, reporter: Reporter | None = None) -> MessageHandle
     )
     if reporter is not None:
         reporter.begin(boot.rank, handler)
-    if os.environ.get("LAZYGT_FAULT"):
-        return Faulty(handler, faults_of(boot.rank, boot.group_number))
     return handler
 
 

@@ -24,7 +24,6 @@ from lazygt.runtime.arenas import Arena
 from lazygt.runtime.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch import supervise
 from lazygt.runtime.launch.launcher import Launcher
-from lazygt.runtime.launch.local import LocalLauncher
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.worker_pool import HostMemory, WorkerPool
 from lazygt.runtime.wire import encode
@@ -62,7 +61,7 @@ class ProcessLink:
         # Registered before the first process starts, so that no process is ever left behind.
         self._finalizer = weakref.finalize(self, _abandon, pool, os.getpid())
         try:
-            pool.start(spec, launcher or LocalLauncher(), memory)
+            pool.start(spec, launcher or Launcher(), memory)
         except BaseException:
             self._finalizer()
             raise

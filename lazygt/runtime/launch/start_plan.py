@@ -19,6 +19,7 @@ import torch
 
 from lazygt.config import cache_setting
 from lazygt.host.files import cache_place
+from lazygt.host.gpus import why_none
 from lazygt.net import channel
 from lazygt.net.channel import Address, Keys
 from lazygt.net.mailbox import MailboxFiles
@@ -26,7 +27,6 @@ from lazygt.net.sockets import GroupSpec
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.collectives.backends import backend_for, why_host
 from lazygt.runtime.launch.launcher import WORKER_FACTORY, Boot
-from lazygt.runtime.launch.local import share_of_cores, visible_gpu
 
 # -- resource limits -------------------------------------------------------------------------------
 # Before a session opens, this process opens the descriptors and starts the threads that the session
@@ -94,6 +94,24 @@ def _available_threads(needed: int) -> int:
         for thread in started:
             thread.join()
     return needed
+
+
+def share_of_cores(world_size: int) -> int:
+    """Return the number of threads for each of ``world_size`` workers here; at least 1."""
+    return max(len(os.sched_getaffinity(0)) // world_size, 1)
+
+
+def visible_gpu(number: int, count: int) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a worker: visible GPU ``number``, modulo ``count``.
+
+    Raises:
+        ValueError: there is no GPU.
+    """
+    if count < 1:
+        raise ValueError(f"device='cuda', but torch sees no GPU: {why_none()}")
+    listed = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    names = listed if listed != [""] else [str(index) for index in range(count)]
+    return names[number % count]
 
 
 # -- worker specification --------------------------------------------------------------------------

@@ -20,8 +20,7 @@ from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Sizes, check_sizes
 from lazygt.runtime import custom_ops, graph_codec
 from lazygt.runtime.executors import kernels
-from lazygt.runtime.executors.artifacts import Cache
-from lazygt.runtime.executors.compiled import compiled, load
+from lazygt.runtime.executors.compiled import Cache, compiled, load
 from lazygt.runtime.executors.cuda_graphs import graphs_of
 from lazygt.runtime.executors.eager import EagerExecutor, code_of
 from lazygt.runtime.executors.graphed import GraphedExecutor

@@ -23,7 +23,7 @@ from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
 from lazygt.runtime.executors.exchange import Exchange, HostCopies
 from lazygt.runtime.executors.interpreter import Stopped
 from lazygt.runtime.executors.kernels import RandomStream
-from lazygt.runtime.executors.native import NativeCode
+from lazygt.runtime.executors.native import KnownRuns, NativeCode, Unfinished
 from lazygt.runtime.messages import (
     COLLECTIVE_ERROR,
     TO_WORKER,
@@ -48,7 +48,6 @@ from lazygt.runtime.messages import (
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.store import Failed, Store, Value
 from lazygt.runtime.wire import Buffer, Message, decode, encode
-from lazygt.runtime.worker.known_runs import KnownRuns, Unfinished
 from lazygt.runtime.worker.shipped_plans import ShippedPlans
 from lazygt.runtime.worker.worker_requests import (
     DYNAMIC_IDS,
@@ -420,7 +419,7 @@ class Worker:
             and known.mismatch is None
             and not (run.timed or lends_generator)
         ):
-            self.known_runs.keep(run.digest, known, executor)
+            self.known_runs.keep(run.digest, known, executor.plan, executor.code)
 
     def _set_flags(self, flags: Flags) -> None:
         """Set torch's flags for a plan, and drop known runs, which ran under other flags."""

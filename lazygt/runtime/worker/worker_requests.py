@@ -116,7 +116,7 @@ class WorkerInsight:
         self._memory, self._marked = memory, marked
 
     def run_named(self, header: Buffer) -> tuple[int, str] | None:
-        """Return the number and the plan's name of a run message. See ``activity.Insight``."""
+        """Return a run message's run number and plan name in hex; None for other messages."""
         try:
             run = _HEAD.decode(header)
         except (msgspec.MsgspecError, RecursionError):
@@ -124,17 +124,17 @@ class WorkerInsight:
         return run.seq, "" if run.digest is None else run.digest.hex()
 
     def waits_for(self) -> tuple[int, ...]:
-        """Return the ranks that a collective waits for. See ``activity.Insight``."""
+        """Return the ranks that a collective waits for."""
         process_group = group.current()
         return () if process_group is None else process_group.late()
 
     def step(self, run: int) -> int:
-        """Return the current step of a run; -1 if unknown. See ``activity.Insight``."""
+        """Return the current step of a timed run; -1 if unknown."""
         marked_run, step = (0, -1) if self._marked is None else self._marked()
         return step if marked_run == run else -1
 
     def memory(self) -> tuple[int, int, int, int]:
-        """Return (living, allocated, peak, resident) bytes. See ``activity.Insight``."""
+        """Return (living, allocated, peak, resident) bytes."""
         memory = self._memory()
         return sum(memory.living), memory.allocated, memory.peak, memory.resident
 

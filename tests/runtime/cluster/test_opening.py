@@ -12,13 +12,12 @@ import torch
 
 import lazygt
 from lazygt.runtime.cluster import opening
-from lazygt.runtime.launch.launcher import Boot, Process
-from lazygt.runtime.launch.local import LocalLauncher
+from lazygt.runtime.launch.launcher import Boot, Launcher, Process
 
 pytestmark = pytest.mark.timeout(120)
 
 
-class Noting(LocalLauncher):
+class Noting(Launcher):
     """Notes which ranks it started."""
 
     started: list[int] = []  # noqa: RUF012 - a session makes its own launcher

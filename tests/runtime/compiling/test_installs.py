@@ -11,10 +11,11 @@ import torch
 
 import lazygt
 from lazygt.errors import ProtocolError
+from lazygt.runtime.client.reports import Installs
 from lazygt.runtime.cluster import opening
 from lazygt.runtime.compiling.tiers import CompileRecord
 from lazygt.runtime.executors import kernel_group
-from lazygt.runtime.executors.artifacts import Cache, Installs, Record
+from lazygt.runtime.executors.compiled import Cache, Record
 from lazygt.runtime.executors.kernel_group import toolchain
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.messages import Install, Installed

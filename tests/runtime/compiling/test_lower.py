@@ -21,8 +21,7 @@ from lazygt.passes.fuse import Fuse
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling import service
 from lazygt.runtime.compiling.service import begin
-from lazygt.runtime.executors.artifacts import Cache
-from lazygt.runtime.executors.compiled import Compiled
+from lazygt.runtime.executors.compiled import Cache, Compiled
 from lazygt.runtime.executors.kernel_group import BY_TENSOR, KernelGroup
 from tests.passes.overloads import inputs_for
 from tests.passes.recording import recorded

@@ -18,8 +18,7 @@ from lazygt.graph import Graph
 from lazygt.graph.node import FUSED, Node
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.service import answer
-from lazygt.runtime.executors.artifacts import Cache
-from lazygt.runtime.executors.compiled import Compiled
+from lazygt.runtime.executors.compiled import Cache, Compiled
 from lazygt.runtime.executors.kernel_group import KernelGroup
 from tests.passes.tools import CPU
 from tests.runtime.compiling.lowering import lowered, one_by_one

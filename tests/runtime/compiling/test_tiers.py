@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lazygt
 from lazygt.runtime.compiling import compiler
-from lazygt.runtime.executors.artifacts import Cache
+from lazygt.runtime.executors.compiled import Cache
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lazygt import native
-from lazygt.runtime.executors.eager import GeneratedCode
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
 from lazygt.runtime.executors.kernels import clone
+from lazygt.runtime.executors.lowering import GeneratedCode
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Value

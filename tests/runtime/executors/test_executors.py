@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lazygt.runtime.executors.compiled import CompiledExecutor
-from lazygt.runtime.executors.eager import EagerExecutor, GeneratedCode, Outcome, TimedExecutor
+from lazygt.runtime.executors.compiled import with_compiled
+from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
 from lazygt.runtime.executors.graphed import GraphedExecutor
+from lazygt.runtime.executors.lowering import GeneratedCode
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.messages import Failure
 from lazygt.runtime.plan import Plan
@@ -26,8 +27,8 @@ EXECUTORS: dict[str, Make] = {
     "generated": lambda plan, device: EagerExecutor(plan, device, code=GeneratedCode),
     "timed": lambda plan, device: TimedExecutor(EagerExecutor(plan, device)),
     "graphed": lambda plan, device: GraphedExecutor(EagerExecutor(plan, device), stand_in()[0]),
-    "compiled": lambda plan, device: CompiledExecutor(plan, device, {}, GeneratedCode),
-    "compiled, native": lambda plan, device: CompiledExecutor(plan, device, {}, NativeCode),
+    "compiled": lambda plan, device: with_compiled(plan, device, {}, GeneratedCode),
+    "compiled, native": lambda plan, device: with_compiled(plan, device, {}, NativeCode),
 }
 
 # %0 ──mul, exp (one node)──> %2 ──┐

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from lazygt.runtime.executors import cuda_graphs, graphed
-from lazygt.runtime.executors.compiled import CompiledExecutor
-from lazygt.runtime.executors.eager import EagerExecutor, GeneratedCode, Outcome
+from lazygt.runtime.executors.compiled import with_compiled
+from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.executors.graphed import CapturedPlan, GraphedExecutor
 from lazygt.runtime.executors.kernels import clone
+from lazygt.runtime.executors.lowering import GeneratedCode
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value
@@ -423,7 +424,7 @@ def test_compiled_groups_are_captured() -> None:
         return (x * number).exp()
 
     graphs, cuda = stand_in()
-    compiled = CompiledExecutor(plan, CPU, {0: group}, GeneratedCode)
+    compiled = with_compiled(plan, CPU, {0: group}, GeneratedCode)
     executor, plain = GraphedExecutor(compiled, graphs), EagerExecutor(plan, CPU)
     weight, runs = torch.rand(4), 9
     for _ in range(runs):

@@ -20,8 +20,9 @@ from lazygt.errors import LazyGTError
 from lazygt.graph import Graph
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Node, Ref
-from lazygt.runtime.executors.compiled import CompiledExecutor
-from lazygt.runtime.executors.eager import EagerExecutor, GeneratedCode, MakeCode, code_of
+from lazygt.runtime.executors.compiled import with_compiled
+from lazygt.runtime.executors.eager import EagerExecutor, MakeCode, code_of
+from lazygt.runtime.executors.lowering import GeneratedCode
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.plan import Plan
 from tests.passes.tools import graph_of, same_bits
@@ -204,14 +205,14 @@ def test_a_failure_in_the_middle_loses_the_same_values() -> None:
     assert [output.startswith("Failed") for output in outputs] == [False, True, False]
 
 
-def calling(*callables: Callable[[Tensor], Tensor]) -> CompiledExecutor:
+def calling(*callables: Callable[[Tensor], Tensor]) -> EagerExecutor:
     """An executor whose nodes call these, one after another; each takes what the last returned."""
     meta = TensorMeta.of(torch.ones(4))
     negation = Node("aten.neg.default", (Ref(0),), fresh=(meta,))
     body = Graph((meta,), (), (negation,), (1,))
     nodes = [Node(FUSED, (Ref(n),), fresh=(meta,), body=body) for n in range(len(callables))]
     graph = Graph((meta,), (), tuple(nodes), (len(nodes),))
-    return CompiledExecutor(Plan.build(graph), CPU, dict(enumerate(callables)), NativeCode)
+    return with_compiled(Plan.build(graph), CPU, dict(enumerate(callables)), NativeCode)
 
 
 def test_a_callable_that_raises_is_met_again_by_the_interpreter() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime.arenas import tensor_over
 from lazygt.runtime.launch import worker_pool
-from lazygt.runtime.launch.local import TAIL_BYTES
+from lazygt.runtime.launch.launcher import TAIL_BYTES
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 from tests.support.control_group import control_group

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.runtime.executors.artifacts import Cache, Record
+from lazygt.runtime.executors.compiled import Cache, Record
 
 KEY = "0" * 32
 CODE = bytes(range(256)) * 8

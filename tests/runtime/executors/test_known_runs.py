@@ -11,10 +11,10 @@ import torch
 import lazygt
 from lazygt import native
 from lazygt.runtime import wire
-from lazygt.runtime.cluster import opening
 from lazygt.runtime.messages import TO_CLIENT, TO_WORKER, Run
 from lazygt.runtime.wire import decode, encode
-from lazygt.runtime.worker.inline_link import InlineLink
+from lazygt.runtime.worker import inline
+from lazygt.runtime.worker.inline import InlineLink
 from lazygt.runtime.worker.worker import Worker
 
 pytestmark = [
@@ -71,7 +71,7 @@ def shadowed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         links.append(Shadowed(worker, request.param))
         return links[-1]
 
-    monkeypatch.setattr(opening, "InlineLink", link)
+    monkeypatch.setattr(inline, "InlineLink", link)
     return links
 
 
