@@ -107,15 +107,15 @@ class VersionSlot:
     def __init__(self, extent: int) -> None:
         self.extent = extent
         nbytes = max(extent, ALIGNMENT)
-        self._arena = Arena.create(nbytes)
-        self.place = place_of(self._arena, self._arena.allocate(nbytes).offset, nbytes)
-        self.flat = self._arena.view(self.place.offset, nbytes)
+        self.arena = Arena.create(nbytes)
+        self.place = place_of(self.arena, self.arena.allocate(nbytes).offset, nbytes)
+        self.flat = self.arena.view(self.place.offset, nbytes)
         self.transfer = 0
 
     def close(self) -> None:
         """Release the memory; the kernel frees it once the last receiver has released it."""
         del self.flat
-        self._arena.close()
+        self.arena.close()
 
 
 class SharedMemory(SenderEnd):
