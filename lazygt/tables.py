@@ -155,7 +155,9 @@ def summed(rows: Iterable[Row], *fields: str) -> list[Row]:
     for row in rows:
         key = row._replace(**zeros)
         if key in totals:
-            old = totals[key]
-            row = old._replace(**{name: getattr(old, name) + getattr(row, name) for name in fields})
+            row = row._make(
+                old + new if name in fields else new
+                for name, old, new in zip(row._fields, totals[key], row, strict=True)
+            )
         totals[key] = row
     return list(totals.values())
