@@ -114,12 +114,9 @@ class CostTables:
         """Return the only entry of a table without axes."""
         return self._tables[table].item()
 
-    def along(self, table: int, axis: int, index: Sequence[int]) -> Table:
-        """Return the entries along one axis, at ``index`` on the other axes."""
-        full_index: list[int | slice] = list(index)
-        full_index.insert(axis, slice(None))
-        entries: Table = self._tables[table][tuple(full_index)]
-        return entries
+    def table(self, number: int) -> Table:
+        """Return a table by its number."""
+        return self._tables[number]
 
     def summed(
         self, tables: tuple[int, ...], shape: Scope = (), larger: tuple[tuple[int, Scope], ...] = ()
@@ -264,20 +261,14 @@ class Elimination:
         choice = choices.__getitem__
         for step in reversed(steps):
             if isinstance(step, _Conditioned):
-                choices[step.variable] = int(self._choice_costs(*step).argmin())
+                tables = [(scope, self._tables.table(number)) for scope, number in step.factors]
+                v = step.variable
+                choices[v] = int(_choice_costs(v, self._sizes[v], tables, choices).argmin())
             else:
                 v, neighbours, best = step
                 choices[v] = best.item(*map(choice, neighbours))
         relaxed = tuple([step.variable for step in steps if isinstance(step, _Conditioned)])
         return Eliminated(choices, self._bound, relaxed)
-
-    def _choice_costs(self, v: int, factors: Collection[tuple[Scope, int]]) -> Table:
-        """Return the cost of each choice of ``v`` by these factors, with all other choices made."""
-        total = np.zeros(self._sizes[v])
-        for scope, table in factors:
-            index = [self._choices[u] for u in scope if u != v]
-            total += self._tables.along(table, scope.index(v), index)
-        return total
 
     def _queue(self, variables: Collection[int]) -> None:
         """Push variables to the heap, by the entries of their summed tables."""

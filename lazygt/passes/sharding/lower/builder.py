@@ -412,9 +412,9 @@ class Builder:
         match have, want:
             case (StridedShard(), Replicate()) | (Replicate() | Partial(), StridedShard()):
                 return self._convert_grouped(value, tuple(shape), have, want)
-            case (StridedShard() as source, (Shard() | StridedShard()) as target):
-                return self._exchange_strided(value, tuple(shape), source, target)
-            case (Shard() as source, StridedShard() as target):
+            case Shard(dim), Shard(split):
+                return self.all_to_all(value, split, dim, shape[dim])
+            case ((Shard() | StridedShard()) as source, (Shard() | StridedShard()) as target):
                 return self._exchange_strided(value, tuple(shape), source, target)
             case StridedShard(), _:
                 return self.convert(self.convert(value, shape, have, Replicate()), shape,
@@ -425,8 +425,6 @@ class Builder:
                 return value
             case Replicate(), Partial("sum"):
                 return self.first(value)
-            case Shard(dim), Shard(split):
-                return self.all_to_all(value, split, dim, shape[dim])
             case Partial(op), Shard(dim):
                 return self.reduce_scatter(value, dim, op)
             case Shard(dim), _:
