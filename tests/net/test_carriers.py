@@ -249,7 +249,7 @@ def test_both_ends_send_before_either_reads(carrier: Carrier) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 1 << 19])
-def test_sent_buffers_may_be_overwritten(carrier: Carrier, size: int) -> None:
+def test_sender_may_overwrite_sent_bytes(carrier: Carrier, size: int) -> None:
     data = bytearray(os.urandom(size))
     sent = bytes(data)
     for sender, receiver in ((carrier.near, carrier.far), (carrier.far, carrier.near)):

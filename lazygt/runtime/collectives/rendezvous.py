@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from lazygt.net.channel import Keys
+from lazygt.net.channel import Keys, probe
 from lazygt.net.sockets import Ends, Peer, Rendezvous
-from lazygt.runtime.collectives.rendezvous_store import StoreClient, check_interface, keep_alive
+from lazygt.runtime.collectives.rendezvous_store import StoreClient, check_interface
 
 # -- encrypted connections: byte streams between two hosts, over TCP with CURVE --------------------
 # Each connection is one ZMQ PAIR. The listening rank has one socket (a seat) for each expected
@@ -43,6 +43,7 @@ _ZERO_COPY_BYTES = 64 << 10  # below, pyzmq's zero-copy send costs more than a c
 _MAX_THREADS = 4  # each encrypts about 400 MB a second
 _MAX_SOCKETS = 1 << 14  # a connection takes three of ZMQ's
 _HANDSHAKE_MS = 30_000
+_SILENT_SECONDS = 15
 _NO_RECONNECT_MS = 1 << 29  # six days
 _LEAVE_MESSAGE = b""  # the last message of a connection
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -234,8 +235,19 @@ def _pair(timeout: float, ipv6: bool) -> zmq.Socket[bytes]:
     pair.setsockopt(zmq.MAXMSGSIZE, 2 * CHUNK_BYTES)
     pair.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     pair.setsockopt(zmq.RECONNECT_IVL, _NO_RECONNECT_MS)  # -1 would drop unread messages
-    keep_alive(pair)
+    _keep_alive(pair)
     return pair
+
+
+def _keep_alive(sock: zmq.Socket[bytes]) -> None:
+    """Enable TCP keep-alive: close a connection whose peer has vanished, by a power cut, say.
+
+    The kernel probes the peer for longer than a tolerated network failure. ZMQ's own heartbeats
+    abort the process if a peer ends while its last messages are unread (libzmq issue 4364: a timer
+    writes to the socket that has failed).
+    """
+    probe(sock, _SILENT_SECONDS)
+    sock.setsockopt(zmq.TCP_MAXRT, _SILENT_SECONDS * 1000)  # while something is unacknowledged
 
 
 def _listen(pair: zmq.Socket[bytes], address: str, keys: Keys) -> str:

@@ -1,20 +1,15 @@
 """Key-value store in the client's process, for the rendezvous of ranks on several hosts.
 
-The server has one socket, for peers that know the session's token. Its key is derived from the
-token and never sent, so others fail in the handshake; and every request contains the token, inside
-the encryption. On one host, a file replaces the store.
-
-A request is ``token, number, op, arguments``. A client has one request at a time, and repeats it
-under the same number until it is answered. So no request is executed twice, even over a lossy
-network.
+Server and clients have a connection (see ``net.connection``), so every request is executed once,
+even over a lossy network. Both ends' keys are derived from the session's token and never sent: who
+does not know it fails in the handshake. On one host, a file replaces the store.
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
-import secrets
-import struct
+import os
+import select
 import threading
 import time
 from collections import defaultdict
@@ -22,36 +17,60 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import zmq
 from torch.distributed.distributed_c10d import Store
-from zmq.utils.monitor import parse_monitor_message
 
-from lazygt.errors import ProtocolError, SecurityError, StoreLost
-from lazygt.net.channel import Address, listen_tcp, probe
+from lazygt.errors import LazyGTError, ProtocolError, SecurityError, StoreLost
+from lazygt.net.connection import Connection, Listener, dial
 from lazygt.net.keys import derived
+from lazygt.runtime.wire import Count, Message, decode, encode
 
 ROLE = "store"
-NUMBER = struct.Struct("<Q")
-ANSWER, WAIT, REFUSED = b"a", b"w", b"r"
 
-_MAX_FRAME_BYTES = 16 << 20  # of a frame
-_HANDSHAKE_MS = 10_000
+_MAX_MESSAGE_BYTES = 16 << 20
 _SILENT_SECONDS = 15
-_FAILED_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+#: Operations that wait until names are set, and those that set one.
+_WAITING, _SETTING = (b"get", b"wait"), (b"set", b"add", b"compare")
 
-Frames = list[bytes]
+
+class StoreRequest(Message, tag=1):
+    """Request of a client, which has one at a time."""
+
+    number: Count
+    op: bytes
+    arguments: tuple[bytes, ...] = ()
+
+
+class StoreAnswer(Message, tag=2):
+    """Result of the request of this number."""
+
+    number: Count
+    values: tuple[bytes, ...] = ()
+
+
+class StoreWaits(Message, tag=3):
+    """Sign of life: the request of this number waits for a name."""
+
+    number: Count
+
+
+class StoreRefusal(Message, tag=4):
+    """Error of the request of this number."""
+
+    number: Count
+    why: str
+
+
+_REPLIES = (StoreAnswer, StoreWaits, StoreRefusal)
 
 
 class StoreReply(NamedTuple):
-    """Reply to a client; ``frames`` begin with its request's number."""
+    """Reply to a client."""
 
     client: bytes
-    frames: Frames
+    message: StoreAnswer | StoreWaits | StoreRefusal
 
 
 class Table:
@@ -65,65 +84,50 @@ class Table:
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
-        #: each client's last request: its number, and the reply, None while it waits
-        self._last_replies: dict[bytes, tuple[int, Frames | None]] = {}
-        #: the pending request of each waiting client: op and names
-        self._pending_requests: dict[bytes, tuple[bytes, Frames]] = {}
+        #: the request of each waiting client
+        self._pending: dict[bytes, StoreRequest] = {}
+        #: the clients that wait for a name
         self._waiting: defaultdict[bytes, set[bytes]] = defaultdict(set)
 
-    def ask(self, client: bytes, number: int, op: bytes, arguments: Frames) -> list[StoreReply]:
-        """Execute a request once; return its reply, and those to clients that waited for a name."""
-        last_number, reply = self._last_replies.get(client, (-1, None))
-        if number < last_number:
-            return []
-        if number == last_number:
-            return [StoreReply(client, reply or [NUMBER.pack(number), WAIT])]
-        self._cancel_wait(client)
-        self._last_replies[client] = number, None
-        if op in (b"get", b"wait"):
-            self._pending_requests[client] = op, arguments
-            return self._reply_if_set(client, is_new=True)
+    def ask(self, client: bytes, request: StoreRequest) -> list[StoreReply]:
+        """Execute a request; return its reply, and those to clients that waited for a name."""
+        self.forget(client)
+        number, op, arguments = request.number, request.op, request.arguments
+        if op in _WAITING:
+            self._pending[client] = request
+            return self._replies_if_set(client) or [StoreReply(client, StoreWaits(number))]
         try:
             result = _OPS[op](self.values, *arguments)
         except (KeyError, TypeError, ValueError) as error:
-            return [self._reply(client, REFUSED, [f"{op!r}: {error}".encode()])]
-        replies = [self._reply(client, ANSWER, [result])]
-        if op in (b"set", b"add", b"compare"):
+            return [StoreReply(client, StoreRefusal(number, f"{op!r}: {error}"))]
+        replies = [StoreReply(client, StoreAnswer(number, (result,)))]
+        if op in _SETTING:
             for waiting_client in tuple(self._waiting.pop(arguments[0], ())):
-                replies += self._reply_if_set(waiting_client)
+                replies += self._replies_if_set(waiting_client)
         return replies
 
-    def _reply_if_set(self, client: bytes, is_new: bool = False) -> list[StoreReply]:
-        """Return the reply to a waiting client if all its names are set.
-
-        Otherwise register the wait for the first missing name.
-        """
-        op, names = self._pending_requests[client]
-        missing = next((name for name in names if name not in self.values), None)
-        if missing is None:
-            del self._pending_requests[client]
-            values = [self.values[name] for name in names] if op == b"get" else []
-            return [self._reply(client, ANSWER, values)]
-        self._waiting[missing].add(client)
-        return (
-            [StoreReply(client, [NUMBER.pack(self._last_replies[client][0]), WAIT])]
-            if is_new
-            else []
-        )
-
-    def _reply(self, client: bytes, state: bytes, frames: Sequence[bytes]) -> StoreReply:
-        number, _ = self._last_replies[client]
-        reply = [NUMBER.pack(number), state, *frames]
-        self._last_replies[client] = number, reply
-        return StoreReply(client, reply)
-
-    def _cancel_wait(self, client: bytes) -> None:
-        """Cancel a client's wait: it has sent another request."""
-        if self._pending_requests.pop(client, None) is not None:
+    def forget(self, client: bytes) -> None:
+        """Cancel a client's wait: it has sent another request, or has gone."""
+        if self._pending.pop(client, None) is not None:
             for name in [name for name, clients in self._waiting.items() if client in clients]:
                 self._waiting[name].discard(client)
                 if not self._waiting[name]:
                     del self._waiting[name]
+
+    def _replies_if_set(self, client: bytes) -> list[StoreReply]:
+        """Return the reply to a waiting client if all its names are set.
+
+        Otherwise register the wait for the first missing name.
+        """
+        request = self._pending[client]
+        names = request.arguments
+        missing = next((name for name in names if name not in self.values), None)
+        if missing is not None:
+            self._waiting[missing].add(client)
+            return []
+        del self._pending[client]
+        values = [self.values[name] for name in names] if request.op == b"get" else ()
+        return [StoreReply(client, StoreAnswer(request.number, tuple(values)))]
 
 
 Values = dict[bytes, bytes]
@@ -195,7 +199,6 @@ class StoreServer:
     Attributes:
         endpoint: endpoint for clients, such as ``tcp://10.0.0.1:41234``.
         requests: number of requests answered.
-        refused: number of dropped handshakes and messages of strangers.
 
     Raises:
         OSError: the address can't be listened on.
@@ -204,78 +207,64 @@ class StoreServer:
 
     def __init__(self, host: str, token: bytes, port: int = 0) -> None:
         check_interface(host)
-        self._token, self._keys = token, derived(token, ROLE)
-        address = listen_tcp(host, self._keys, port)
-        self.endpoint = address.endpoint
-        self.requests = self.refused = 0
-        self._table = Table()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._listen(address)
-        self._monitor = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
-        self._stop_socket, stop_socket = (self._context.socket(zmq.PAIR) for _ in range(2))
-        self._stop_socket.bind("inproc://end")
-        stop_socket.connect("inproc://end")
-        self._thread = threading.Thread(
-            target=self._serve, args=(stop_socket,), name="lazygt-store", daemon=True
-        )
+        allowed = {derived(token, f"{ROLE} client").public: "rank"}.get
+        try:
+            self._listener = Listener(
+                self._context, host, port, derived(token, ROLE), allowed, _MAX_MESSAGE_BYTES,
+                grace=_SILENT_SECONDS, gone_after=_SILENT_SECONDS,
+            )  # fmt: skip
+        except BaseException:
+            self._context.term()
+            raise
+        self.endpoint = self._listener.address
+        self.requests = 0
+        self._table = Table()
+        self._clients: dict[bytes, Connection] = {}
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve, name="lazygt-store", daemon=True)
         self._thread.start()
+
+    @property
+    def refused(self) -> int:
+        """Number of dropped handshakes and messages of strangers."""
+        return sum(self._listener.counts.values())
 
     def close(self) -> None:
         """Stop the server. Idempotent."""
         if self._context.closed:
             return
-        self._stop_socket.send(b"")
+        os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
-        self._stop_socket.close(0)
+        self._listener.close("the session has ended")
+        os.close(self._stop_fd)
         self._context.term()
 
-    def _listen(self, address: Address) -> zmq.Socket[bytes]:
-        sock = self._context.socket(zmq.ROUTER)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.SNDHWM, 0)
-        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-        sock.setsockopt(zmq.IPV6, 1)
-        # a client that reconnects is the same client
-        sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        keep_alive(sock)
-        sock.setsockopt(zmq.CURVE_SERVER, 1)
-        sock.setsockopt_string(zmq.CURVE_SECRETKEY, self._keys.secret)
-        sock.setsockopt(zmq.USE_FD, address.fd)
-        sock.bind(address.endpoint)
-        return sock
+    def _serve(self) -> None:
+        """StoreAnswer requests until ``close``; runs on the server's thread."""
+        poller = select.poll()
+        for fd in (self._listener.fd, self._stop_fd):
+            poller.register(fd, select.POLLIN)
+        while all(fd != self._stop_fd for fd, _ in poller.poll()):
+            while (client := self._listener.accept()) is not None:
+                self._clients[client.id] = client
+            for client in list(self._clients.values()):
+                self._answer_all(client)
 
-    def _serve(self, stop_socket: zmq.Socket[bytes]) -> None:
-        """Answer requests until ``close``; runs on the server's thread."""
-        poller = zmq.Poller()
-        for sock in (self._socket, self._monitor, stop_socket):
-            poller.register(sock, zmq.POLLIN)
-        while stop_socket not in (ready := dict(poller.poll())):
-            if self._monitor in ready:
-                parse_monitor_message(self._monitor.recv_multipart())
-                self.refused += 1
-            if self._socket in ready:
-                self._answer(self._socket.recv_multipart())
-        self._socket.disable_monitor()
-        for sock in (self._socket, self._monitor, stop_socket):
-            sock.close(0)
-
-    def _answer(self, message: Frames) -> None:
-        """Check and execute a request; send the replies."""
-        client, *request = message
-        if len(request) < 3 or len(request[1]) != NUMBER.size:
-            self.refused += 1
-            return
-        token, number, op, *arguments = request
-        if not hmac.compare_digest(token, self._token):
-            self.refused += 1
-            return
-        self.requests += 1
-        for reply in self._table.ask(client, NUMBER.unpack(number)[0], op, arguments):
-            with suppress(
-                zmq.ZMQError
-            ):  # disconnected; after a reconnection it repeats its request
-                self._socket.send_multipart([reply.client, *reply.frames])
+    def _answer_all(self, client: Connection) -> None:
+        """Execute a client's requests that have arrived; forget a client that has gone."""
+        try:
+            while client.has_mail:
+                request = decode(client.take() or [], (StoreRequest,))
+                assert isinstance(request, StoreRequest)
+                self.requests += 1
+                for reply in self._table.ask(client.id, request):
+                    self._clients[reply.client].send(encode(reply.message))
+        except ProtocolError as error:
+            client.close(str(error))
+        if client.closed is not None:
+            self._table.forget(client.id)
+            del self._clients[client.id]
 
 
 def check_interface(host: str) -> None:
@@ -293,23 +282,12 @@ def check_interface(host: str) -> None:
     )
 
 
-def keep_alive(sock: zmq.Socket[bytes]) -> None:
-    """Enable TCP keep-alive: close a connection whose peer has vanished, by a power cut, say.
-
-    The kernel probes the peer for longer than a tolerated network failure. ZMQ's own heartbeats
-    abort the process if a peer ends while its last messages are unread (libzmq issue 4364: a timer
-    writes to the socket that has failed).
-    """
-    probe(sock, _SILENT_SECONDS)
-    sock.setsockopt(zmq.TCP_MAXRT, _SILENT_SECONDS * 1000)  # while something is unacknowledged
-
-
 # -- client, also as a torch Store for NCCL --------------------------------------------------------
 
 SILENCE = 20.0
 """Seconds without an answer until the store is lost; longer than tolerated failures."""
 
-_RETRY_SECONDS = 1.0  # until a request is repeated
+_RETRY_SECONDS = 1.0  # until a request that waits is repeated, for a sign of life
 
 
 class StoreClient(Store):
@@ -330,6 +308,8 @@ class StoreClient(Store):
         self._timeout_seconds = timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._thread_local = threading.local()
+        #: the connections of all threads
+        self._connections: WeakSet[_StoreConnection] = WeakSet()
         self._clones: list[StoreClient] = []
 
     def set(self, key: str | bytes, value: str | bytes) -> None:
@@ -364,11 +344,11 @@ class StoreClient(Store):
 
     def check(self, keys: Sequence[str | bytes]) -> bool:
         """Return whether all of these names are set."""
-        return self._request(b"check", *map(_bytes, keys)) == [b"1"]
+        return self._request(b"check", *map(_bytes, keys)) == (b"1",)
 
     def delete_key(self, key: str | bytes) -> bool:
         """Remove a name; return whether it was there."""
-        return self._request(b"delete", _bytes(key)) == [b"1"]
+        return self._request(b"delete", _bytes(key)) == (b"1",)
 
     def delete_all(self, prefix: str) -> int:
         """Remove all names with this prefix; return their number."""
@@ -405,9 +385,11 @@ class StoreClient(Store):
         """Close the connections; no thread may have a request. Idempotent."""
         for clone in self._clones:
             clone.close()
+        for connection in list(self._connections):
+            connection.close()
         self._context.destroy(0)
 
-    def _wait(self, op: bytes, keys: Sequence[str | bytes], seconds: float) -> Frames:
+    def _wait(self, op: bytes, keys: Sequence[str | bytes], seconds: float) -> tuple[bytes, ...]:
         try:
             return self._request(op, *map(_bytes, keys), seconds=seconds)
         except TimeoutError:
@@ -416,60 +398,80 @@ class StoreClient(Store):
                 f"nobody has set {names} in the store at {self.endpoint} within {seconds:g} seconds"
             ) from None
 
-    def _request(self, op: bytes, *arguments: bytes, seconds: float = float("inf")) -> Frames:
-        connection: _StoreConnection | None = getattr(self._thread_local, "asking", None)
-        if connection is None:
-            connection = self._thread_local.asking = _StoreConnection(
-                self._context, self.endpoint, self._token
-            )
-        state, *frames = connection.ask([op, *arguments], seconds, self._silence)
-        if state == REFUSED:
-            raise ProtocolError(f"the store refuses {frames[0].decode(errors='replace')}")
-        return frames
+    def _request(
+        self, op: bytes, *arguments: bytes, seconds: float = float("inf")
+    ) -> tuple[bytes, ...]:
+        connection: _StoreConnection | None = getattr(self._thread_local, "connection", None)
+        if connection is None or connection.has_ended:
+            connection = _StoreConnection(self._context, self.endpoint, self._token, self._silence)
+            self._thread_local.connection = connection
+            self._connections.add(connection)
+        reply = connection.ask(op, arguments, seconds)
+        if isinstance(reply, StoreRefusal):
+            raise ProtocolError(f"the store refuses {reply.why}")
+        return reply.values
 
 
 class _StoreConnection:
     """One thread's connection to the store."""
 
-    def __init__(self, context: Any, endpoint: str, token: bytes) -> None:
-        self._endpoint, self._token, self._number = endpoint, token, 0
+    def __init__(self, context: Any, endpoint: str, token: bytes, silence: float) -> None:
+        self._endpoint, self._silence, self._number = endpoint, silence, 0
+        self._connection: Connection | None = None
         keys, server = derived(token, f"{ROLE} client"), derived(token, ROLE)
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.ROUTING_ID, b"s" + secrets.token_bytes(16))
-        keep_alive(self._socket)
-        self._socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
-        self._socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
-        self._socket.setsockopt_string(zmq.CURVE_SERVERKEY, server.public)
-        self._socket.connect(endpoint)
+        try:
+            self._connection = dial(
+                context, endpoint, keys, server.public, b"", _MAX_MESSAGE_BYTES, silence,
+                grace=silence, gone_after=silence,
+            )  # fmt: skip
+        except LazyGTError as error:
+            raise StoreLost(endpoint, silence) from error
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self._connection is not None:
+            self._connection.close()
 
     def __del__(self) -> None:
-        self._socket.close(0)  # its thread has ended, or the store is closed
+        self.close()  # its thread has ended, or the store is closed
 
-    def ask(self, request: Frames, seconds: float, silence: float) -> Frames:
-        """Return the store's final reply: its state, answered or refused, and the frames."""
+    @property
+    def has_ended(self) -> bool:
+        """True if there can be no more answers."""
+        return self._connection is None or self._connection.closed is not None
+
+    def ask(
+        self, op: bytes, arguments: tuple[bytes, ...], seconds: float
+    ) -> StoreAnswer | StoreRefusal:
+        """Return the store's final reply to a request.
+
+        Raises:
+            TimeoutError: there is none within ``seconds``.
+            StoreLost: the store has gone, or gives no sign of life.
+        """
+        connection = self._connection
+        assert connection is not None
         self._number += 1
-        message = [self._token, NUMBER.pack(self._number), *request]
-        last_answer = start = time.monotonic()
-        self._socket.send_multipart(message)
+        request = StoreRequest(self._number, op, arguments)
+        poller = select.poll()
+        poller.register(connection.fd, select.POLLIN)
+        heard = sent = start = time.monotonic()
+        connection.send(encode(request))
         while True:
+            while (frames := connection.take()) is not None:
+                heard, reply = time.monotonic(), decode(frames, _REPLIES)
+                if isinstance(reply, StoreAnswer | StoreRefusal) and reply.number == self._number:
+                    return reply
             now = time.monotonic()
             if now - start >= seconds:
                 raise TimeoutError
-            if now - last_answer >= silence:
-                raise StoreLost(self._endpoint, silence)
-            wait_seconds = min(
-                _RETRY_SECONDS, silence - (now - last_answer), seconds - (now - start)
-            )
-            if not self._socket.poll(max(round(wait_seconds * 1000), 1)):
-                self._socket.send_multipart(message)
-                continue
-            number, *answer = self._socket.recv_multipart()
-            last_answer = time.monotonic()
-            if number == message[1] and answer[0] in (ANSWER, REFUSED):
-                return answer
+            if connection.closed is not None or now - heard >= self._silence:
+                raise StoreLost(self._endpoint, self._silence)
+            if op in _WAITING and now - sent >= _RETRY_SECONDS:
+                connection.send(encode(request))
+                sent = now
+            wait = min(_RETRY_SECONDS, self._silence - (now - heard), seconds - (now - start))
+            poller.poll(max(1000 * wait, 1))
 
 
 def _bytes(text: str | bytes) -> bytes:

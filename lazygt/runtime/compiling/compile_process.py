@@ -18,7 +18,7 @@ from typing import TypedDict
 import msgspec
 
 
-class Request(TypedDict):
+class CompileRequest(TypedDict):
     """Request to compile a group; see ``KernelGroup``."""
 
     key: str  # of the artifact
@@ -31,7 +31,7 @@ class Request(TypedDict):
     device: str
 
 
-class Answer(TypedDict):
+class CompileAnswer(TypedDict):
     """Outcome of a request."""
 
     key: str
@@ -43,7 +43,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # output of compilers is no answer
-    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[CompileRequest] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests, int(sys.argv[1])), daemon=True).start()
     # why: it loads torch, which takes long at this priority, and the client may end meanwhile
     from lazygt.runtime.compiling import service
@@ -53,7 +53,7 @@ def main() -> None:
         answers.write(msgspec.json.encode(answer(requests.get())) + b"\n")
 
 
-def _listen(requests: queue.SimpleQueue[Request], client: int) -> None:
+def _listen(requests: queue.SimpleQueue[CompileRequest], client: int) -> None:
     """Pass requests on; end the process group when the client closes the pipe or is gone."""
     rest = b""
     try:
@@ -67,7 +67,7 @@ def _listen(requests: queue.SimpleQueue[Request], client: int) -> None:
                 break
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                requests.put(msgspec.json.decode(line, type=Request))
+                requests.put(msgspec.json.decode(line, type=CompileRequest))
     finally:
         os.killpg(0, signal.SIGKILL)
 

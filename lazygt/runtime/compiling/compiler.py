@@ -19,7 +19,7 @@ import msgspec
 from lazygt.graph.flags import Flags
 from lazygt.host.processes import OOMKills, is_stopped, start_directory
 from lazygt.runtime import graph_codec
-from lazygt.runtime.compiling.compile_process import Answer, Request
+from lazygt.runtime.compiling.compile_process import CompileAnswer, CompileRequest
 from lazygt.runtime.executors.compiled import Cache
 from lazygt.runtime.executors.kernel_group import KernelGroup
 
@@ -70,7 +70,7 @@ class Compiler:
         if self._process is None:
             self._process = _start(self._cache.directory())
         self.pending.add(key)
-        request: Request = {
+        request: CompileRequest = {
             "key": key,
             "body": graph_codec.encode_graph(group.body, flags),
             "writes": group.writes,
@@ -116,7 +116,7 @@ class Compiler:
             if not data:
                 return answers | self._exit_errors()
             *lines, self._unread = (self._unread + data).split(b"\n")
-            received = [msgspec.json.decode(line, type=Answer) for line in lines]
+            received = [msgspec.json.decode(line, type=CompileAnswer) for line in lines]
             answers.update((answer["key"], answer["error"]) for answer in received)
             self.pending -= answers.keys()
             self._last_answer = time.monotonic()
