@@ -45,7 +45,7 @@ def noting() -> Iterator[list[Run]]:
         yield runs
 
 
-def in_python(known: KnownRuns, digest: bytes, lists: object, executor: EagerExecutor) -> None:
+def in_python(known: KnownRuns, digest: bytes, lists: object, plan: Plan, code: object) -> None:
     """Leave a known plan to Python, where its runs can be noted."""
 
 

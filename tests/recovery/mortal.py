@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 import lazygt
+from lazygt.config import Config
 from lazygt.errors import WorkerDied
 from lazygt.graph.ops import undispatched
 from lazygt.recovery.recover import RollbackRecovery
@@ -60,7 +61,7 @@ class MortalLink:
             upload=Arena.attach(os.dup(self.upload.fd)),
             fetch=Arena.own(fetch),
             inline=True,
-            shm_threshold=self._shm_threshold,
+            config=Config.load(shm_threshold=self._shm_threshold),
             snapshots=Arena.own(os.dup(self._memory)),
         )
 

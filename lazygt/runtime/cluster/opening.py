@@ -115,13 +115,8 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
 
     worker = Worker(
         device_type(config),
-        max_plans=config.max_plans,
-        max_plan_bytes=config.max_plan_bytes,
+        config=config,
         inline=True,
-        cache_dir=config.cache_dir,
-        plan_code=config.plan_code,
-        cuda_graphs=config.cuda_graphs,
-        max_cuda_graph_bytes=config.max_cuda_graph_bytes,
         copier=(lambda device: load_named(copier)(device)) if copier else None,
         encode=hand_over,
     )
@@ -133,8 +128,8 @@ def _dry(config: Config, mesh: Mesh, copier: str) -> Link:
     # why: few sessions are dry
     from lazygt.runtime.worker.inline import DryWorker, InlineLink
 
-    dry = DryWorker(max_plans=config.max_plans, max_plan_bytes=config.max_plan_bytes)
-    return InlineLink(dry)
+    limits = {"max_plans": config.max_plans, "max_plan_bytes": config.max_plan_bytes}
+    return InlineLink(DryWorker(Config.load(**limits)))
 
 
 def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:

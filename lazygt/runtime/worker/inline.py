@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from lazygt.config import Config
 from lazygt.errors import LazyGTError, WorkerDied
 from lazygt.graph.alias import op_facts
 from lazygt.graph.meta import TensorMeta
@@ -136,8 +137,8 @@ class DryWorker(Worker):
     Its values are meta tensors. Ops with a result of data-dependent shape fail with a RuntimeError.
     """
 
-    def __init__(self, max_plans: int, max_plan_bytes: int) -> None:
-        super().__init__(max_plans=max_plans, max_plan_bytes=max_plan_bytes)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config=config)
         self.plans.ops_device = None
         self.exchange = _ZeroExchange(self.store, None, None, None, 0)
 

@@ -76,15 +76,9 @@ class Worker:
         device: device to compute on: ``cpu``, ``cuda`` ...
         upload: the client's arena, mapped here; large uploads are used without a copy.
         fetch: this worker's own arena, for large values on their way to the client.
-        max_plans, max_plan_bytes: limits of the executor cache (LRU); a plan that was evicted is
-            requested again (a NEED message). None: LAZYGT_MAX_PLANS and LAZYGT_MAX_PLAN_BYTES.
-        shm_threshold: bytes from which a fetched value goes through the arena. None: as
-            LAZYGT_SHM_THRESHOLD says.
-        cache_dir: directory of compiled code. None: as LAZYGT_CACHE_DIR says.
-        plan_code: kind of code that runs plans after their first run. None: as LAZYGT_PLAN_CODE
-            says.
-        cuda_graphs, max_cuda_graph_bytes: see ``CudaGraphs``. None: as LAZYGT_CUDA_GRAPHS and
-            LAZYGT_MAX_CUDA_GRAPH_BYTES say.
+        config: limits of the executor cache (a plan that was evicted is requested again, by a NEED
+            message) and of messages, kinds of code, CUDA graphs, the directory of compiled code.
+            None: as the environment says.
         inline: the worker runs in the client's process, so its generator state is set for each
             run and the client's restored.
         copier: factory of the copier of values, called at the first transfer.
@@ -99,14 +93,8 @@ class Worker:
         world_size: int = 1,
         upload: Arena | None = None,
         fetch: Arena | None = None,
-        max_plans: int | None = None,
-        max_plan_bytes: int | None = None,
-        shm_threshold: int | None = None,
+        config: Config | None = None,
         inline: bool = False,
-        cache_dir: str | None = None,
-        plan_code: str | None = None,
-        cuda_graphs: str | None = None,
-        max_cuda_graph_bytes: int | None = None,
         copier: Callable[[torch.device], WeightCopier] | None = None,
         encode: Callable[..., list[Buffer]] = encode,
         snapshots: Arena | None = None,
@@ -119,15 +107,7 @@ class Worker:
         kernels.initialize(self.device)
         self.rank, self.world_size = rank, world_size
         self.store = Store()
-        config = Config.load(
-            max_plans=max_plans,
-            max_plan_bytes=max_plan_bytes,
-            shm_threshold=shm_threshold,
-            cache_dir=cache_dir,
-            plan_code=plan_code,
-            cuda_graphs=cuda_graphs,
-            max_cuda_graph_bytes=max_cuda_graph_bytes,
-        )
+        config = config or Config.load()
         self.plans = ShippedPlans(self.device, config)
         is_native = self.plans.make_code is NativeCode
         self.known_runs = KnownRuns(self.store) if is_native else None

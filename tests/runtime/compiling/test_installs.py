@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lazygt
+from lazygt.config import Config
 from lazygt.errors import ProtocolError
 from lazygt.runtime.client.reports import Installs
 from lazygt.runtime.cluster import opening
@@ -57,7 +58,9 @@ class Far:
             rank, message, buffers = self.told.pop(0)
             seen.append((rank, len(buffers)))
             (host,) = (host for host, there in self.hosts.items() if there == rank)
-            worker = self.workers.setdefault(host, Worker(cache_dir=str(self.cache(host).place)))
+            worker = self.workers.setdefault(
+                host, Worker(config=Config.load(cache_dir=str(self.cache(host).place)))
+            )
             (reply,) = worker.handle(encode(message, buffers))
             installs.answered(rank, decode(reply, (Installed,)))
         return seen
@@ -168,7 +171,7 @@ def test_invalid_artifact_is_not_stored(
     message: Install, said: str, cache: Cache, far: Far
 ) -> None:
     there = far.cache(0)
-    worker = Worker(cache_dir=str(there.place))
+    worker = Worker(config=Config.load(cache_dir=str(there.place)))
     for buffers in ([], damaged(cache.copy_of(KEY))):
         (reply,) = worker.handle(encode(message, buffers))
         told = decode(reply, (Installed,))

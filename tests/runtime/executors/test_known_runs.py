@@ -10,6 +10,7 @@ import torch
 
 import lazygt
 from lazygt import native
+from lazygt.config import Config
 from lazygt.runtime import wire
 from lazygt.runtime.messages import TO_CLIENT, TO_WORKER, Run
 from lazygt.runtime.wire import decode, encode
@@ -29,7 +30,9 @@ class Shadowed(InlineLink):
     def __init__(self, worker: Worker, packs: bool) -> None:
         super().__init__(worker)
         self.encode = encode if packs else wire.hand_over  # type: ignore[method-assign]
-        self.shadow = Worker(plan_code="native", inline=True, encode=worker._encode)
+        self.shadow = Worker(
+            config=Config.load(plan_code="native"), inline=True, encode=worker._encode
+        )
         self.shadow.known_runs = None
         self.runs = self.in_python = 0
         self._count(worker)
